@@ -1,0 +1,43 @@
+# `make pretrain` and `make test` are all a newcomer needs; each creates the environment in .venv when it is missing.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+# uv does not read pip's list of local wheel folders: pass it on where it is set.
+UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --override overrides.txt
+
+.PHONY: pretrain test test-all lint format clean
+
+pretrain: $(VENV)/.core
+	$(BIN)/toolkit pretrain --config config_hub/pretrain/default.yaml --resume auto
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/bin/uv:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+
+$(VENV)/.core: $(VENV)/bin/uv pyproject.toml constraints.txt overrides.txt
+	@echo "Installing toolkit into $(VENV) (once)"
+	$(UV) -e '.[plot]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	@echo "Installing what the tests need into $(VENV) (once)"
+	$(UV) -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,191 @@
+"""The groups of options that the training commands share. Each validates itself; none imports torch.
+
+A default of ``None`` means "the command decides": the table of defaults is in :data:`DEFAULTS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Optional
+
+from toolkit.errors import UserError
+
+Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
+
+
+def _require(ok: bool, flag: str, value: Any, mend: str) -> None:
+    if not ok:
+        raise UserError(f"--{flag} {value}: {mend}")
+
+
+def _positive(group: str, args: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        _require(value is None or value > 0, f"{group}.{name}", value, "must be greater than zero")
+
+
+def _not_negative(group: str, args: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        _require(value is None or value >= 0, f"{group}.{name}", value, "must not be negative")
+
+
+@dataclass
+class TrainArgs:
+    """How to train.
+
+    Args:
+        global_batch_size: Sequences per optimizer step, over all devices.
+        micro_batch_size: Sequences per forward pass on one device.
+        max_steps: Stop after this many optimizer steps.
+        max_tokens: Stop after this many input tokens over all devices, padding left out.
+        epochs: Stop after this many passes over the training data; a fraction is fine.
+        max_time: Stop this launch after so many minutes.
+        max_seq_length: Tokens per sequence; the model's context length when not given.
+        learning_rate: The peak learning rate.
+        lr_schedule: Shape of the learning rate after the warm-up. "wsd" is warm-up, stable, decay (the last 20 %).
+        lr_warmup_steps: Optimizer steps of linear warm-up.
+        lr_warmup_fraction: Warm-up as a share of the run, instead of lr_warmup_steps.
+        lr_scaling: Scale learning rates with global_batch_size over the command's default batch.
+        min_lr: The learning rate at the end of the schedule; a tenth of the peak when not given.
+        max_norm: Clip the norm of the gradient to this value; 0 switches clipping off.
+        save_interval: Optimizer steps between checkpoints; 0 saves at the end only.
+        save_every_minutes: Also save when this many minutes have gone by since the last checkpoint.
+        keep_last: How many step checkpoints to keep; 0 keeps all.
+        log_interval: Optimizer steps between two rows of metrics.
+        tie_embeddings: Share the weight of embedding and head; the model's own choice when not given.
+    """
+
+    global_batch_size: Optional[int] = None
+    micro_batch_size: Optional[int] = None
+    max_steps: Optional[int] = None
+    max_tokens: Optional[int] = None
+    epochs: Optional[float] = None
+    max_time: Optional[float] = None
+    max_seq_length: Optional[int] = None
+    learning_rate: Optional[float] = None
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    lr_warmup_steps: Optional[int] = None
+    lr_warmup_fraction: Optional[float] = None
+    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
+    min_lr: Optional[float] = None
+    max_norm: Optional[float] = None
+    save_interval: Optional[int] = None
+    save_every_minutes: Optional[float] = None
+    keep_last: Optional[int] = None
+    log_interval: int = 1
+    tie_embeddings: Optional[bool] = None
+
+    def __post_init__(self) -> None:
+        _positive(
+            "train", self, "global_batch_size", "micro_batch_size", "max_steps", "max_tokens", "epochs", "max_time",
+            "max_seq_length", "learning_rate", "save_every_minutes", "log_interval",
+        )  # fmt: skip
+        _not_negative("train", self, "lr_warmup_steps", "min_lr", "max_norm", "save_interval", "keep_last")
+        fraction = self.lr_warmup_fraction
+        _require(
+            fraction is None or 0 <= fraction < 1,
+            "train.lr_warmup_fraction", fraction, "must be at least 0 and less than 1",
+        )  # fmt: skip
+        _require(
+            fraction is None or self.lr_warmup_steps is None,
+            "train.lr_warmup_fraction", fraction, "give either this or --train.lr_warmup_steps, not both",
+        )  # fmt: skip
+
+
+@dataclass
+class EvalArgs:
+    """When to validate.
+
+    Args:
+        interval: Optimizer steps between validations; 0 validates at the end only.
+        max_iters: At most so many batches per validation; all of the held-out data when not given.
+        initial_validation: Validate once before the first step.
+        final_validation: Validate once after the last step.
+    """
+
+    interval: int = 1000
+    max_iters: Optional[int] = 100
+    initial_validation: bool = False
+    final_validation: bool = True
+
+    def __post_init__(self) -> None:
+        _not_negative("eval", self, "interval")
+        _positive("eval", self, "max_iters")
+
+
+@dataclass
+class LogArgs:
+    """Names under which a logger files the run.
+
+    Args:
+        project: The project (W&B) or experiment (MLflow).
+        run: The name of this run.
+        group: The group of this run (W&B).
+    """
+
+    project: str = "toolkit"
+    run: Optional[str] = None
+    group: Optional[str] = None
+
+
+@dataclass
+class OptimizerArgs:
+    """Which optimizer.
+
+    Args:
+        name: The name of any class of torch.optim.
+        weight_decay: Decay of weight matrices; biases, norms and embeddings are spared.
+        betas: Decay rates of the moments, for optimizers that have them.
+        eps: Added to the denominator, for optimizers that have it; the optimizer's own default when not given.
+        options: Further keyword arguments of the class, for example '{"momentum": 0.9}'.
+    """
+
+    name: str = "AdamW"
+    weight_decay: Optional[float] = None
+    betas: Optional[tuple[float, float]] = None
+    eps: Optional[float] = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _not_negative("optimizer", self, "weight_decay")
+        _positive("optimizer", self, "eps")
+        _require(
+            self.betas is None or all(0 <= b < 1 for b in self.betas),
+            "optimizer.betas", self.betas, "must be two numbers from 0 to below 1",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CommandDefaults:
+    """What a training command sets where the user did not.
+
+    ``max_warmup_steps`` bounds the warm-up that ``lr_warmup_fraction`` gives; ``train`` and ``optimizer`` fill in
+    the ``None`` fields of the groups of the same name.
+    """
+
+    out_dir: str
+    train: dict[str, Any]
+    optimizer: dict[str, Any]
+    max_warmup_steps: Optional[int] = None
+
+
+PRETRAIN = CommandDefaults(
+    out_dir="out/pretrain",
+    train={
+        "global_batch_size": 64, "micro_batch_size": 4, "learning_rate": 4e-4, "lr_warmup_fraction": 0.05,
+        "max_norm": 1.0, "save_interval": 1000, "keep_last": 3,
+    },
+    optimizer={"weight_decay": 0.1, "betas": (0.9, 0.95)},
+    max_warmup_steps=2000,
+)  # fmt: skip
+
+
+def fill(args: Any, defaults: dict[str, Any]) -> Any:
+    """Return a copy of the dataclass ``args`` whose ``None`` fields are taken from ``defaults``."""
+    known = {f.name for f in fields(args)}
+    assert defaults.keys() <= known, defaults.keys() - known
+    missing = {k: v for k, v in defaults.items() if getattr(args, k) is None}
+    if "lr_warmup_fraction" in missing and args.lr_warmup_steps is not None:
+        del missing["lr_warmup_fraction"]
+    return replace(args, **missing)

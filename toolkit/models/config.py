@@ -1,0 +1,135 @@
+"""The facts of an architecture: numbers and names, no behaviour, no torch.
+
+Field names follow LitGPT's ``model_config.yaml``, so that its checkpoints can be read as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
+from typing import Any, Literal, Optional
+
+from toolkit.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One architecture.
+
+    Args:
+        name: The name of the configuration, for people.
+        family: The Hugging Face ``model_type`` whose ``config.json`` and weight names this architecture has.
+        block_size: The longest sequence, in tokens.
+        vocab_size: Tokens in the vocabulary; None takes the tokenizer's.
+        padded_vocab_size: Rows of embedding and head; vocab_size rounded up to a multiple of padding_multiple.
+        padding_multiple: See padded_vocab_size.
+        n_layer: Number of blocks.
+        n_head: Query heads.
+        n_query_groups: Key and value heads; n_head when not given (no grouping).
+        n_embd: Width of the residual stream.
+        head_size: Width of one head; n_embd / n_head when not given.
+        intermediate_size: Width of the MLP; 4 x n_embd when not given.
+        rotary_percentage: Share of each head that is rotated.
+        rope_base: Base of the rotary frequencies (theta).
+        rope_adjustments: Llama 3's scaling: factor, low_freq_factor, high_freq_factor, original_max_seq_len.
+        position_embedding: "rope", or "learned" for a table of positions added to the embedding.
+        parallel_residual: Attention and MLP read the same input and are added together.
+        shared_attention_norm: With parallel_residual, one norm serves both.
+        bias: Linear layers have biases.
+        attn_bias: The qkv projection has a bias even if bias is false.
+        lm_head_bias: The head has a bias.
+        norm_class_name: "RMSNorm" or "LayerNorm".
+        norm_eps: Added to the variance.
+        mlp_class_name: "LLaMAMLP" (gated) or "GptNeoxMLP" (two layers).
+        gelu_approximate: "none" or "tanh", for GptNeoxMLP.
+        tie_embeddings: Embedding and head are one tensor.
+    """
+
+    name: str = ""
+    family: str = "llama"
+    block_size: int = 2048
+    vocab_size: Optional[int] = None
+    padded_vocab_size: Optional[int] = None
+    padding_multiple: int = 64
+    n_layer: int = 2
+    n_head: int = 4
+    n_query_groups: Optional[int] = None
+    n_embd: int = 64
+    head_size: Optional[int] = None
+    intermediate_size: Optional[int] = None
+    rotary_percentage: float = 1.0
+    rope_base: float = 10000.0
+    rope_adjustments: Optional[dict[str, Any]] = None
+    position_embedding: Literal["rope", "learned"] = "rope"
+    parallel_residual: bool = False
+    shared_attention_norm: bool = False
+    bias: bool = False
+    attn_bias: bool = False
+    lm_head_bias: bool = False
+    norm_class_name: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    norm_eps: float = 1e-5
+    mlp_class_name: Literal["LLaMAMLP", "GptNeoxMLP"] = "LLaMAMLP"
+    gelu_approximate: Literal["none", "tanh"] = "none"
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "n_layer", "n_head", "n_embd", "vocab_size", "intermediate_size", "head_size"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"--model_config.{name} {value}: must be greater than zero")
+        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
+        if self.n_query_groups is None:
+            set_field("n_query_groups", self.n_head)
+        if self.n_query_groups <= 0 or self.n_head % self.n_query_groups:
+            raise UserError(f"--model_config.n_query_groups {self.n_query_groups}: must divide n_head {self.n_head}")
+        if self.head_size is None:
+            if self.n_embd % self.n_head:
+                raise UserError(f"--model_config.n_embd {self.n_embd}: must be a multiple of n_head {self.n_head}")
+            set_field("head_size", self.n_embd // self.n_head)
+        if self.intermediate_size is None:
+            set_field("intermediate_size", 4 * self.n_embd)
+        if self.position_embedding == "rope" and self.rope_n_elem % 2:
+            raise UserError(f"--model_config.head_size {self.head_size}: an odd number of elements cannot be rotated")
+        if self.vocab_size is not None:
+            if self.padded_vocab_size is None:
+                multiple = self.padding_multiple
+                set_field("padded_vocab_size", -(-self.vocab_size // multiple) * multiple)
+            if self.padded_vocab_size < self.vocab_size:
+                raise UserError(
+                    f"--model_config.padded_vocab_size {self.padded_vocab_size}: smaller than vocab_size {self.vocab_size}"
+                )
+
+    @property
+    def rope_n_elem(self) -> int:
+        """Elements of each head that are rotated."""
+        return int(self.rotary_percentage * self.head_size)
+
+    def with_vocab_size(self, vocab_size: int) -> ModelConfig:
+        """Return the config with the vocabulary of a tokenizer, where it does not bring its own."""
+        return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size, padded_vocab_size=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+        """Make a config from ``model_config.yaml``; fields that this version does not know are ignored."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{k: v for k, v in values.items() if k in known})
+
+    def override(self, overrides: ModelOverrides) -> ModelConfig:
+        """Return the config with the fields that the user set; what is derived from them is derived again."""
+        given = {f.name: v for f in fields(overrides) if (v := getattr(overrides, f.name)) is not None}
+        derived = {
+            "n_query_groups": {"n_head"}, "head_size": {"n_head", "n_embd"}, "intermediate_size": {"n_embd"},
+            "padded_vocab_size": {"vocab_size", "padding_multiple"},
+        }  # fmt: skip
+        again = {k: None for k, sources in derived.items() if k not in given and sources & given.keys()}
+        return replace(self, **again, **given)
+
+
+ModelOverrides = make_dataclass(
+    "ModelOverrides",
+    [(f.name, f"Optional[{f.type}]", None) for f in fields(ModelConfig)],
+    namespace={"__doc__": "Single fields of the model's configuration, set over those of the named one."},
+)
+ModelOverrides.__module__ = __name__  # where jsonargparse looks up the names in the annotations
