@@ -6,7 +6,7 @@ A default of ``None`` means "the command decides": the table of defaults is in :
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Optional
+from typing import Any, Literal
 
 from toolkit.errors import UserError
 
@@ -56,25 +56,25 @@ class TrainArgs:
         tie_embeddings: Share the weight of embedding and head; the model's own choice when not given.
     """
 
-    global_batch_size: Optional[int] = None
-    micro_batch_size: Optional[int] = None
-    max_steps: Optional[int] = None
-    max_tokens: Optional[int] = None
-    epochs: Optional[float] = None
-    max_time: Optional[float] = None
-    max_seq_length: Optional[int] = None
-    learning_rate: Optional[float] = None
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    max_steps: int | None = None
+    max_tokens: int | None = None
+    epochs: float | None = None
+    max_time: float | None = None
+    max_seq_length: int | None = None
+    learning_rate: float | None = None
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    lr_warmup_steps: Optional[int] = None
-    lr_warmup_fraction: Optional[float] = None
+    lr_warmup_steps: int | None = None
+    lr_warmup_fraction: float | None = None
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    min_lr: Optional[float] = None
-    max_norm: Optional[float] = None
-    save_interval: Optional[int] = None
-    save_every_minutes: Optional[float] = None
-    keep_last: Optional[int] = None
+    min_lr: float | None = None
+    max_norm: float | None = None
+    save_interval: int | None = None
+    save_every_minutes: float | None = None
+    keep_last: int | None = None
     log_interval: int = 1
-    tie_embeddings: Optional[bool] = None
+    tie_embeddings: bool | None = None
 
     def __post_init__(self) -> None:
         _positive(
@@ -105,7 +105,7 @@ class EvalArgs:
     """
 
     interval: int = 1000
-    max_iters: Optional[int] = 100
+    max_iters: int | None = 100
     initial_validation: bool = False
     final_validation: bool = True
 
@@ -125,8 +125,8 @@ class LogArgs:
     """
 
     project: str = "toolkit"
-    run: Optional[str] = None
-    group: Optional[str] = None
+    run: str | None = None
+    group: str | None = None
 
 
 @dataclass
@@ -142,9 +142,9 @@ class OptimizerArgs:
     """
 
     name: str = "AdamW"
-    weight_decay: Optional[float] = None
-    betas: Optional[tuple[float, float]] = None
-    eps: Optional[float] = None
+    weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -161,13 +161,15 @@ class CommandDefaults:
     """What a training command sets where the user did not.
 
     ``max_warmup_steps`` bounds the warm-up that ``lr_warmup_fraction`` gives; ``train`` and ``optimizer`` fill in
-    the ``None`` fields of the groups of the same name.
+    the ``None`` fields of the groups of the same name; ``default_model_length`` ends a run of the default model
+    that was given no limit.
     """
 
     out_dir: str
     train: dict[str, Any]
     optimizer: dict[str, Any]
-    max_warmup_steps: Optional[int] = None
+    default_model_length: dict[str, Any]
+    max_warmup_steps: int | None = None
 
 
 PRETRAIN = CommandDefaults(
@@ -177,6 +179,7 @@ PRETRAIN = CommandDefaults(
         "max_norm": 1.0, "save_interval": 1000, "keep_last": 3,
     },
     optimizer={"weight_decay": 0.1, "betas": (0.9, 0.95)},
+    default_model_length={"max_tokens": 1_000_000},
     max_warmup_steps=2000,
 )  # fmt: skip
 

@@ -1,0 +1,58 @@
+"""Shared by all tests: one thread per process (bit-equality and two cores), a small corpus, no network."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import random
+from pathlib import Path
+
+import pytest
+
+WORDS = [
+    "the",
+    "model",
+    "reads",
+    "a",
+    "line",
+    "of",
+    "text",
+    "and",
+    "learns",
+    "which",
+    "token",
+    "comes",
+    "next",
+    "in",
+    "every",
+    "step",
+    "of",
+    "its",
+    "training",
+    "run",
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_cache(tmp_path_factory):
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A folder of 12 text files, about 60 kB together."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = random.Random(0)
+    for i in range(12):
+        text = ". ".join(" ".join(rng.choices(WORDS, k=rng.randint(4, 12))) for _ in range(100))
+        (folder / f"part{i:02}.txt").write_text(text + "\n")
+    return folder

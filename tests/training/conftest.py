@@ -1,0 +1,47 @@
+"""A pico model on random rows, so that the parts of training can be tested without a data module."""
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from toolkit.models.gpt import GPT
+from toolkit.models.init import initialize
+
+from toolkit.data.base import Prepared
+from toolkit.models.families import get_config
+
+VOCABULARY = 128
+
+
+class RaggedRows:
+    """Rows of unequal length whose first few tokens are masked; every fifth is masked throughout."""
+
+    def __init__(self, n: int, length: int = 24) -> None:
+        self.n, self.length = n, length
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(row)
+        length = self.length - row % 7
+        tokens = torch.randint(0, VOCABULARY, (length + 1,), generator=generator)
+        labels = tokens[1:].clone()
+        labels[: length if row % 5 == 0 else row % 11] = -100
+        return {"input_ids": tokens[:-1], "labels": labels}
+
+
+@pytest.fixture
+def ragged() -> Prepared:
+    return Prepared(RaggedRows(40), RaggedRows(13), None, "key", 40 * 24, "ragged rows")
+
+
+@pytest.fixture
+def fabric() -> Fabric:
+    return Fabric(accelerator="cpu", devices=1)
+
+
+@pytest.fixture
+def pico() -> GPT:
+    model = GPT(get_config("pico-llama").with_vocab_size(VOCABULARY))
+    initialize(model, seed=1)
+    return model

@@ -1,0 +1,33 @@
+import pytest
+
+from toolkit.errors import UserError
+from toolkit.training.batch import plan_batch
+
+
+@pytest.mark.parametrize(
+    ("global_size", "micro", "devices", "nodes", "accumulation"),
+    [(64, 4, 1, 1, 16), (64, 4, 8, 2, 1), (512, 4, 8, 2, 8), (256, 16, 4, 1, 4), (1, 1, 1, 1, 1)],
+)
+def test_n1_accumulation_is_exact(global_size, micro, devices, nodes, accumulation):
+    plan = plan_batch(global_size, micro, devices, nodes)
+    assert plan.accumulation == accumulation
+    assert plan.accumulation * plan.micro_batch_size * plan.world_size == global_size
+
+
+@pytest.mark.parametrize(
+    ("global_size", "micro", "devices", "nodes", "hints"),
+    [
+        (125, 5, 4, 1, ["120", "140"]),  # each of these trains on a silently smaller batch elsewhere
+        (16, 1, 3, 1, ["15", "18"]),
+        (512, 4, 8, 3, ["480", "576"]),
+        (4, 1, 8, 1, ["use --train.global_batch_size 8"]),  # smaller than the world
+        (6, 4, 1, 1, ["4 or 8", "--train.micro_batch_size 3"]),
+    ],
+)
+def test_n1_a_batch_that_does_not_divide_is_refused_with_what_works(global_size, micro, devices, nodes, hints):
+    with pytest.raises(UserError) as error:
+        plan_batch(global_size, micro, devices, nodes)
+    message = str(error.value)
+    assert "\n" not in message and f"--train.global_batch_size {global_size}" in message
+    for hint in hints:
+        assert hint in message

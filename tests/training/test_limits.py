@@ -1,0 +1,42 @@
+import pytest
+
+from toolkit.args import TrainArgs
+from toolkit.errors import UserError
+from toolkit.training.limits import build_limits
+
+
+def limits(**options):
+    return build_limits(TrainArgs(global_batch_size=10, **options), n_rows=25, tokens_per_row=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "total_steps"),
+    [
+        ({"max_steps": 7}, 7),
+        ({"max_tokens": 81}, 2),  # a step is 80 tokens
+        ({"max_tokens": 80}, 1),
+        ({"epochs": 1}, 3),  # 25 rows: two full batches and a short one
+        ({"epochs": 2}, 5),
+        ({"epochs": 0.4}, 1),
+        ({"max_steps": 7, "max_tokens": 160, "epochs": 2}, 2),  # the first one ends the run
+        ({"max_time": 1.5}, None),
+    ],
+)
+def test_the_first_limit_ends_the_run(options, total_steps):
+    assert limits(**options).total_steps == total_steps
+
+
+def test_max_time_is_in_minutes():
+    assert limits(max_time=1.5).max_seconds == 90
+
+
+def test_a_run_without_an_end_is_refused():
+    with pytest.raises(UserError, match="--train.max_tokens"):
+        limits()
+
+
+@pytest.mark.parametrize("name", ["max_steps", "max_tokens", "epochs", "max_time", "learning_rate", "log_interval"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_zero_and_negative_limits_are_refused(name, value):
+    with pytest.raises(UserError, match=f"--train.{name} {value}"):
+        TrainArgs(**{name: value})

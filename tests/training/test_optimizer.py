@@ -1,0 +1,74 @@
+import pytest
+import torch
+from torch import nn
+
+from toolkit.args import PRETRAIN, OptimizerArgs
+from toolkit.errors import UserError
+from toolkit.training.optimizer import build_optimizer, parameter_groups
+
+
+class Small(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.wte = nn.Embedding(8, 4)
+        self.norm = nn.LayerNorm(4)
+        self.proj = nn.Linear(4, 4)
+        self.lm_head = nn.Linear(4, 8, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_n5_decay_spares_biases_norms_and_embeddings(tied):
+    model = Small(tied)
+    decayed = {id(p) for g in parameter_groups(model, 0.1) if g["weight_decay"] for p in g["params"]}
+    names = {n for n, p in model.named_parameters() if id(p) in decayed}
+    assert names == ({"proj.weight"} if tied else {"proj.weight", "lm_head.weight"})
+    grouped = [p for g in parameter_groups(model, 0.1) for p in g["params"]]
+    assert len(grouped) == len(list(model.parameters()))
+
+
+def test_frozen_parameters_are_left_out():
+    model = Small()
+    model.wte.requires_grad_(False)
+    assert all(p is not model.wte.weight for g in parameter_groups(model, 0.1) for p in g["params"])
+
+
+def build(**options):
+    return build_optimizer(Small(), OptimizerArgs(**options), PRETRAIN.optimizer, 1e-3)
+
+
+def test_adamw_has_the_commands_defaults_and_is_fused():
+    optimizer = build()
+    assert type(optimizer) is torch.optim.AdamW
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["betas"], group["fused"]) == (1e-3, 0.1, (0.9, 0.95), True)
+
+
+@pytest.mark.parametrize("name", ["SGD", "sgd", "NAdam", "RMSprop", "Adafactor", "Lion"])
+def test_any_class_by_name(name):
+    if name == "Lion":
+        with pytest.raises(UserError, match="--optimizer.name Lion"):
+            build(name=name)
+    else:
+        assert type(build(name=name)).__name__.lower() == name.lower()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "AdmaW"}, "did you mean.*AdamW"),
+        ({"name": "LBFGS"}, "--optimizer.name LBFGS"),
+        ({"name": "SGD", "betas": (0.9, 0.99)}, "--optimizer.betas"),
+        ({"options": {"momentun": 0.9}}, "--optimizer.momentun"),
+        ({"name": "Muon"}, "--optimizer.name Muon"),  # takes matrices only
+    ],
+)
+def test_mistakes_name_the_flag(options, message):
+    with pytest.raises(UserError, match=message) as error:
+        build(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_options_reach_the_class():
+    assert build(name="SGD", options={"momentum": 0.9, "nesterov": True}).param_groups[0]["momentum"] == 0.9

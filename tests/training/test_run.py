@@ -1,0 +1,302 @@
+"""The whole way of a run, from arguments to disk, with a pico model on a small corpus."""
+
+import csv
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from toolkit.checkpoints.weights import load_weights
+
+from toolkit.args import PRETRAIN, EvalArgs, LogArgs, OptimizerArgs, TrainArgs
+from toolkit.data import TextFiles
+from toolkit.errors import GuardError, UserError
+from toolkit.models.config import ModelOverrides
+from toolkit.training.run import RunArgs, run_training
+
+
+def arguments(corpus: Path, out_dir: Path, *, train=None, evaluation=None, data=None, **options) -> RunArgs:
+    train = {"global_batch_size": 8, "micro_batch_size": 4, "max_seq_length": 32, "learning_rate": 3e-3} | (train or {})
+    values = {
+        "defaults": PRETRAIN,
+        "model_name": "pico-llama",
+        "model_config": ModelOverrides(),
+        "data": TextFiles(train_data_path=str(corpus), vocab_size=300, **(data or {})),
+        "train": TrainArgs(**({"max_steps": 12} | train)),
+        "eval": EvalArgs(**(evaluation or {"interval": 5})),
+        "log": LogArgs(),
+        "optimizer": OptimizerArgs(),
+        "out_dir": str(out_dir),
+        "resume": False,
+        "initial_checkpoint_dir": None,
+        "tokenizer_dir": None,
+        "accelerator": "cpu",
+        "precision": None,
+        "compiler": "none",
+        "logger_name": "csv",
+        "seed": 42,
+    }
+    return RunArgs(**(values | options))
+
+
+def rows_of(out_dir: Path) -> list[dict[str, str]]:
+    with open(out_dir / "logs" / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(out_dir: Path) -> list[float]:
+    return [float(row["loss"]) for row in rows_of(out_dir) if row["loss"]]
+
+
+def folders(out_dir: Path) -> set[str]:
+    return {path.name for path in out_dir.iterdir() if (path / "COMPLETE").exists()}
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    first, second = load_weights(a), load_weights(b)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def test_a_run_learns_and_leaves_the_documented_layout(corpus, tmp_path):
+    out = tmp_path / "run"
+    train = {"max_steps": 30, "save_interval": 10, "keep_last": 2, "tie_embeddings": True}
+    run_training(arguments(corpus, out, train=train))
+    assert folders(out) == {"step-00000010", "step-00000020", "final"}
+    rows = rows_of(out)
+    assert [int(row["step"]) for row in rows] == list(range(1, 31))
+    assert float(rows[-1]["loss"]) < float(rows[0]["loss"]) - 0.5
+    assert int(rows[-1]["tokens"]) == 30 * 8 * 32
+    assert [row["step"] for row in rows if row["val_loss"]] == ["5", "10", "15", "20", "25", "30"]
+    last = rows[-1]
+    assert float(last["val_ppl"]) == pytest.approx(math.exp(float(last["val_loss"])))
+    assert 0 < float(last["val_bpb"]) < 8 and float(last["tokens_per_sec"]) > 0 and float(last["peak_memory_gb"]) > 0
+    final = out / "final"
+    assert {"lit_model.pth", "model_config.yaml", "hyperparameters.yaml", "tokenizer.json", "trainer", "COMPLETE"} <= {
+        path.name for path in final.iterdir()
+    }
+    assert yaml.safe_load((final / "hyperparameters.yaml").read_text())["train"]["max_steps"] == 30
+    assert yaml.safe_load((final / "model_config.yaml").read_text())["tie_embeddings"] is True
+    assert (out / "loss.png").stat().st_size > 1000
+
+
+def test_n3_the_same_run_twice_is_bit_equal_and_other_micro_batches_agree(corpus, tmp_path):
+    for name, micro in (("a", 4), ("b", 4), ("c", 8), ("d", 1)):
+        run_training(arguments(corpus, tmp_path / name, train={"micro_batch_size": micro}))
+    assert_same_weights(tmp_path / "a" / "final", tmp_path / "b" / "final")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    for other in ("c", "d"):
+        assert losses(tmp_path / other) == pytest.approx(losses(tmp_path / "a"), rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_s2_a_resumed_run_is_bit_equal_across_an_epochs_end(corpus, tmp_path, optimizer):
+    options = {"optimizer": OptimizerArgs(name=optimizer, options={"momentum": 0.9} if optimizer == "SGD" else {})}
+    n_rows = len(
+        TextFiles(train_data_path=str(corpus), vocab_size=300).prepare(tokenizer=None, max_seq_length=32).train
+    )
+    steps = n_rows // 8 + 6  # the second epoch begins in the middle of a batch
+    assert n_rows % 8
+    run_training(arguments(corpus, tmp_path / "whole", train={"max_steps": steps}, **options))
+    # What was written after a checkpoint is taken away, as if the run had been killed there: once right before the
+    # end of the epoch, once long before.
+    part = arguments(
+        corpus, tmp_path / "parts", train={"max_steps": steps, "save_interval": 5, "keep_last": 0}, **options
+    )
+    run_training(part)
+    for kept in (n_rows // 8 // 5 * 5, 5):
+        shutil.rmtree(tmp_path / "parts" / "final")
+        for folder in folders(tmp_path / "parts"):
+            if int(folder.split("-")[1]) > kept:
+                shutil.rmtree(tmp_path / "parts" / folder)
+        run_training(replace(part, resume="auto"))
+        assert_same_weights(tmp_path / "whole" / "final", tmp_path / "parts" / "final")
+        assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def cli(*flags: str, **popen) -> subprocess.Popen:
+    command = [sys.executable, "-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu", *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen)
+
+
+def read_until(process: subprocess.Popen, text: str) -> None:
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} never came:\n{''.join(seen)}\n{process.stderr.read()}")
+
+
+def flags_for(corpus: Path, out: Path, **train) -> list[str]:
+    train = {"global_batch_size": 8, "micro_batch_size": 4, "max_seq_length": 32, "max_steps": 400} | train
+    flags = ["--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300"]
+    flags += ["--out_dir", str(out), "--resume", "auto", "--eval.interval", "0"]
+    return flags + [part for name, value in train.items() for part in (f"--train.{name}", str(value))]
+
+
+def test_s2_two_sigkills_and_an_epochs_end_between_them_leave_no_trace(corpus, tmp_path):
+    train = {"max_steps": 160, "save_interval": 20, "keep_last": 2}
+    whole = cli(*flags_for(corpus, tmp_path / "whole", **train))
+    assert whole.communicate()[1] == "" or whole.returncode == 0
+    for step in (20, 100):
+        process = cli(*flags_for(corpus, tmp_path / "killed", **train))
+        read_until(process, f"step-{step:08d}")
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    last = cli(*flags_for(corpus, tmp_path / "killed", **train))
+    out, err = last.communicate()
+    assert last.returncode == 0, err
+    assert "going on from" in out
+    assert_same_weights(tmp_path / "whole" / "final", tmp_path / "killed" / "final")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert json.loads((tmp_path / "killed/final/trainer/meta.json").read_text())["step"] == 160
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_s3_a_signal_saves_and_exits_with_its_number(corpus, tmp_path, number):
+    out = tmp_path / "run"
+    process = cli(*flags_for(corpus, out, max_steps=100_000, save_interval=0))
+    read_until(process, "step 1")
+    process.send_signal(number)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 128 + number, stderr
+    (name,) = folders(out)
+    assert f"{name} is saved, go on with --resume auto" in stderr and "Traceback" not in stderr
+    rows = rows_of(out)
+    assert int(rows[-1]["step"]) == int(name.split("-")[1])
+    process = cli(*flags_for(corpus, out, max_steps=int(rows[-1]["step"]) + 2, save_interval=0))
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert "final" in folders(out)
+
+
+def test_s1_a_full_disk_is_one_line_and_the_previous_checkpoint_survives(corpus, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        process = cli(*flags_for(corpus, disk / "run", max_steps=100, save_interval=5, keep_last=0))
+        stdout, stderr = process.communicate()
+        assert process.returncode == 2, stderr
+        assert len(stderr.strip().splitlines()) == 1 and "disk" in stderr or "space" in stderr
+        kept = folders(disk / "run")
+        assert kept and "final" not in kept
+        for name in kept:
+            load_weights(disk / "run" / name)
+        assert not [path for path in (disk / "run").iterdir() if path.name.startswith(".tmp-")]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train": {"global_batch_size": 16}}, "--train.global_batch_size 16"),
+        ({"seed": 1}, "--seed 1"),
+        ({"precision": "bf16-mixed"}, "--precision bf16-mixed"),
+        ({"train": {"max_seq_length": 16}}, "--data"),
+        ({"model_config": ModelOverrides(n_layer=3)}, "--model_config.n_layer 3"),
+    ],
+)
+def test_a_resume_of_another_run_is_refused(corpus, tmp_path, change, message):
+    run_training(arguments(corpus, tmp_path / "run"))
+    before = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*"))
+    change = dict(change, train={"max_steps": 20} | change.get("train", {}))
+    with pytest.raises(UserError, match=message):
+        run_training(arguments(corpus, tmp_path / "run", resume=True, **change))
+    assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*")) == before
+
+
+def test_a_finished_run_resumes_to_nothing_and_a_longer_one_goes_on(corpus, tmp_path, capsys):
+    run_training(arguments(corpus, tmp_path / "run"))
+    before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*"))
+    run_training(arguments(corpus, tmp_path / "run", resume="auto"))
+    assert "nothing to do" in capsys.readouterr().out
+    assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")) == before
+    run_training(arguments(corpus, tmp_path / "run", resume="auto", train={"max_steps": 15}))
+    assert "learning rate's curve follows the new end" in capsys.readouterr().out
+    assert [int(row["step"]) for row in rows_of(tmp_path / "run")] == list(range(1, 16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train": {"global_batch_size": 10}}, "--train.global_batch_size 10"),
+        ({"train": {"max_seq_length": 4096}}, "--train.max_seq_length 4096"),
+        ({"train": {"global_batch_size": 4096}}, "--train.global_batch_size 4096"),
+        ({"model_name": "pico-lama"}, "pico-llama"),
+        ({"accelerator": "cuda"}, "--accelerator cuda"),
+        ({"precision": "16-mixed"}, "--precision 16-mixed"),
+        ({"resume": True}, "--resume"),
+        ({"optimizer": OptimizerArgs(name="Adamw2")}, "--optimizer.name Adamw2"),
+        ({"logger_name": "tensorbord"}, "tensorboard"),
+        ({"tokenizer_dir": "missing"}, "--tokenizer_dir missing"),
+        ({"model_config": ModelOverrides(vocab_size=100)}, "vocab"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(corpus, tmp_path, change, message):
+    if change.get("accelerator") == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    with pytest.raises(UserError, match=message) as error:
+        run_training(arguments(corpus, tmp_path / "run", **change))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_used_out_dir_is_never_overwritten(corpus, tmp_path):
+    run_training(arguments(corpus, tmp_path / "run"))
+    with pytest.raises(UserError, match="--out_dir"):
+        run_training(arguments(corpus, tmp_path / "run"))
+
+
+def test_n7_a_run_that_diverges_stops_and_keeps_the_last_good_checkpoint(corpus, tmp_path):
+    train = {"learning_rate": 1e30, "max_norm": 0, "lr_warmup_steps": 0, "save_interval": 1, "max_steps": 50}
+    with pytest.raises(GuardError, match="step .* is not finite"):
+        run_training(arguments(corpus, tmp_path / "run", train=train))
+    assert "final" not in folders(tmp_path / "run")
+
+
+@pytest.mark.parametrize("limit", [{"max_tokens": 5 * 256 + 1}, {"epochs": 0.1}, {"max_time": 0.0001}])
+def test_every_limit_ends_a_run(corpus, tmp_path, limit):
+    train = {"max_steps": None, "lr_schedule": "constant", "lr_warmup_steps": 0} | limit
+    run_training(arguments(corpus, tmp_path / "run", train=train))
+    assert "final" in folders(tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
+    if "max_tokens" in limit:
+        assert int(rows[-1]["step"]) == 6
+    if "max_time" in limit:
+        assert int(rows[-1]["step"]) <= 2
+
+
+def test_save_every_minutes_and_log_interval(corpus, tmp_path):
+    train = {"save_every_minutes": 1e-6, "save_interval": 0, "keep_last": 0, "log_interval": 4}
+    run_training(
+        arguments(corpus, tmp_path / "run", train=train, evaluation={"interval": 0, "final_validation": False})
+    )
+    assert len(folders(tmp_path / "run")) == 12  # every step but the last, and final
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == ["4", "8", "12"]
+
+
+def test_initial_checkpoint_dir_starts_from_its_weights(corpus, tmp_path):
+    run_training(arguments(corpus, tmp_path / "first", train={"max_steps": 30}))
+    run_training(arguments(corpus, tmp_path / "second", initial_checkpoint_dir=str(tmp_path / "first" / "final")))
+    assert losses(tmp_path / "second")[0] < losses(tmp_path / "first")[0] - 0.5
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_low_precision_learns(corpus, tmp_path, precision):
+    run_training(arguments(corpus, tmp_path / "run", precision=precision, train={"max_steps": 20}))
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.3
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert {t.dtype for t in load_weights(tmp_path / "run" / "final").values()} == {dtype}

@@ -1,0 +1,67 @@
+from dataclasses import replace
+
+import pytest
+
+from toolkit.args import PRETRAIN, TrainArgs, fill
+from toolkit.errors import UserError
+from toolkit.training.schedule import build_schedule
+
+
+def schedule(total_steps=100, **options):
+    return build_schedule(fill(TrainArgs(**options), PRETRAIN.train), total_steps, PRETRAIN)
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("warmup", [None, 0, 1, 10, 99])
+def test_n5_the_first_update_has_a_rate_above_zero_and_the_peak_is_reached(shape, warmup):
+    plan = schedule(lr_schedule=shape, lr_warmup_steps=warmup, learning_rate=1e-3)
+    rates = [plan.learning_rate(step) for step in range(100)]
+    assert rates[0] > 0
+    assert max(rates) == pytest.approx(1e-3)
+    if shape != "constant" and warmup != 99:
+        assert rates[-1] == pytest.approx(1e-4)  # a tenth of the peak
+    up = plan.warmup_steps
+    assert rates[:up] == sorted(rates[:up]) and rates[up:] == sorted(rates[up:], reverse=True)
+
+
+def test_n5_default_warmup_is_five_percent_and_at_most_2000_steps():
+    assert schedule(1000).warmup_steps == 50
+    assert schedule(1_000_000).warmup_steps == 2000
+
+
+@pytest.mark.parametrize("warmup", [100, 101])
+def test_n5_a_warmup_as_long_as_the_run_is_refused(warmup):
+    with pytest.raises(UserError, match=f"--train.lr_warmup_steps {warmup}"):
+        schedule(lr_warmup_steps=warmup)
+
+
+def test_wsd_is_stable_until_the_last_fifth():
+    plan = schedule(lr_schedule="wsd", lr_warmup_steps=10, learning_rate=1.0, min_lr=0.0)
+    assert {plan.learning_rate(step) for step in range(10, 81)} == {1.0}
+    assert plan.learning_rate(81) < 1.0 and plan.learning_rate(99) == 0.0
+
+
+def test_lr_scaling_is_relative_to_the_default_batch():
+    batch = PRETRAIN.train["global_batch_size"] * 4
+    rates = {
+        how: schedule(lr_scaling=how, global_batch_size=batch, learning_rate=1e-3) for how in ("none", "sqrt", "linear")
+    }
+    assert {how: round(plan.peak * 1e3, 9) for how, plan in rates.items()} == {"none": 1, "sqrt": 2, "linear": 4}
+    assert rates["linear"].minimum == pytest.approx(4e-4)
+
+
+def test_a_run_that_only_the_clock_ends_needs_a_constant_rate():
+    with pytest.raises(UserError, match="--train.lr_schedule cosine"):
+        schedule(None)
+    plan = schedule(None, lr_schedule="constant", learning_rate=1.0)
+    assert 0 < plan.learning_rate(0) < plan.learning_rate(10**6) == 1.0
+
+
+def test_min_lr_above_the_peak_is_refused():
+    with pytest.raises(UserError, match="--train.min_lr 1.0"):
+        schedule(min_lr=1.0, learning_rate=0.1)
+
+
+def test_a_schedule_is_a_function_of_the_step_alone():
+    plan = schedule(50)
+    assert replace(plan, total_steps=50) == plan and plan.learning_rate(7) == plan.learning_rate(7)

@@ -1,0 +1,46 @@
+"""Law N1: how a global batch is cut into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.errors import UserError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """``global_batch_size`` = ``micro_batch_size`` x ``world_size`` x ``accumulation``, exactly."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    world_size: int
+    accumulation: int
+
+    def __str__(self) -> str:
+        return (
+            f"global batch {self.global_batch_size} = micro batch {self.micro_batch_size} x "
+            f"{self.world_size} device{'s' if self.world_size > 1 else ''} x {self.accumulation} accumulated"
+        )
+
+
+def plan_batch(global_batch_size: int, micro_batch_size: int, devices: int = 1, num_nodes: int = 1) -> BatchPlan:
+    """Cut the global batch into equal micro-batches.
+
+    Raises:
+        UserError: it cannot be cut evenly; the message lists the nearest values of both flags that can.
+    """
+    world_size = devices * num_nodes
+    unit = world_size * micro_batch_size
+    if global_batch_size % unit == 0:
+        return BatchPlan(global_batch_size, micro_batch_size, world_size, global_batch_size // unit)
+    below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
+    batches = " or ".join(str(n) for n in (below, above) if n)
+    per_rank, rest = divmod(global_batch_size, world_size)
+    micro = max((m for m in range(1, min(per_rank, micro_batch_size) + 1) if per_rank % m == 0), default=0)
+    mend = f"use --train.global_batch_size {batches}"
+    if micro and not rest:
+        mend += f", or --train.micro_batch_size {micro}"
+    raise UserError(
+        f"--train.global_batch_size {global_batch_size}: not a multiple of {unit} = {devices} devices x {num_nodes} "
+        f"nodes x --train.micro_batch_size {micro_batch_size}; {mend}"
+    )

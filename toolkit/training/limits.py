@@ -1,0 +1,56 @@
+"""When a run ends: the limit that is reached first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from toolkit.args import TrainArgs
+from toolkit.errors import UserError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The end of a run.
+
+    Args:
+        total_steps: Optimizer steps of the whole run, over all launches; None when only the clock ends it.
+        total_samples: Samples of the whole run where epochs limit it; the last global batch may be short.
+        max_tokens: Input tokens of the whole run.
+        max_seconds: Wall time of this launch.
+    """
+
+    total_steps: int | None
+    total_samples: int | None
+    max_tokens: int | None
+    max_seconds: float | None
+
+    def reached(self, step: int, tokens: int) -> bool:
+        """Whether a run that has made ``step`` steps over ``tokens`` tokens is finished."""
+        return (self.total_steps is not None and step >= self.total_steps) or (
+            self.max_tokens is not None and tokens >= self.max_tokens
+        )
+
+
+def build_limits(args: TrainArgs, *, n_rows: int, tokens_per_row: int) -> Limits:
+    """Turn the limits that the user gave into one end.
+
+    Raises:
+        UserError: none was given.
+    """
+    assert args.global_batch_size is not None
+    ends, total_samples = [], None
+    if args.max_steps is not None:
+        ends.append(args.max_steps)
+    if args.max_tokens is not None:
+        ends.append(math.ceil(args.max_tokens / (args.global_batch_size * tokens_per_row)))
+    if args.epochs is not None:
+        total_samples = math.ceil(args.epochs * n_rows)
+        ends.append(math.ceil(total_samples / args.global_batch_size))
+    if not ends and args.max_time is None:
+        raise UserError(
+            "--train.max_tokens: the length of the run must be given; "
+            "set --train.max_tokens, --train.max_steps, --train.epochs or --train.max_time"
+        )
+    seconds = None if args.max_time is None else args.max_time * 60
+    return Limits(min(ends, default=None), total_samples, args.max_tokens, seconds)

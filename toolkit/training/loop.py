@@ -1,0 +1,218 @@
+"""The one training loop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from toolkit.args import EvalArgs, TrainArgs
+from toolkit.data.base import Prepared
+from toolkit.data.loader import train_batches, val_batches
+from toolkit.distributed.signals import SignalWatch
+from toolkit.distributed.vote import vote
+from toolkit.errors import GuardError, StoppedBySignal
+from toolkit.training.batch import BatchPlan
+from toolkit.training.checkpointer import Checkpointer
+from toolkit.training.limits import Limits
+from toolkit.training.schedule import Schedule
+from toolkit.training.state import Progress
+from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
+from toolkit.training.throughput import Throughput, peak_memory_gb
+from toolkit.training.validate import validate
+from toolkit.ui.loggers import MetricsCSV, log_metrics
+
+
+@dataclass
+class Run:
+    """Everything that the loop works with, put together in :mod:`toolkit.training.run`."""
+
+    fabric: Fabric
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: Prepared
+    plan: BatchPlan
+    limits: Limits
+    schedule: Schedule
+    train: TrainArgs
+    eval: EvalArgs
+    progress: Progress
+    throughput: Throughput
+    seed: int
+    num_workers: int
+    display: Any
+    csv: MetricsCSV | None
+    """None on all ranks but the first."""
+    loggers: list[Any]
+    checkpointer: Checkpointer
+    skipped_steps: int = field(default=0)
+
+
+def fit(run: Run) -> str:
+    """Train until a limit is reached, and write ``final/``.
+
+    Returns:
+        Which limit ended the run.
+
+    Raises:
+        StoppedBySignal: a signal came; the state has been saved.
+        GuardError: the loss or the gradient is not finite; nothing has been saved.
+    """
+    with SignalWatch() as signals:
+        if run.eval.initial_validation and run.progress.step == 0:
+            record(run, run_validation(run))
+        reason = train_until_done(run, signals)
+    save(run, "final")
+    return reason
+
+
+def train_until_done(run: Run, signals: SignalWatch) -> str:
+    fabric, progress, limits = run.fabric, run.progress, run.limits
+    started = last_saved = time.perf_counter()
+    seconds_before, step_seconds, skipped_in_a_row = progress.seconds, 0.0, 0
+    stream = train_batches(
+        run.data.train,
+        seed=run.seed,
+        start_step=progress.step,
+        total_positions=limits.total_samples,
+        global_batch_size=run.plan.global_batch_size,
+        micro_batch_size=run.plan.micro_batch_size,
+        rank=fabric.global_rank,
+        world_size=fabric.world_size,
+        num_workers=run.num_workers,
+    )
+    run.model.train()
+    run.display.phase("training")
+    while True:
+        step_started = time.perf_counter()
+        micro_batches = next(stream)
+
+        # The one vote of the step: what the ranks must agree on, summed over them.
+        now = step_started - started
+        time_is_up = limits.max_seconds is not None and now + step_seconds >= limits.max_seconds
+        save_every = run.train.save_every_minutes
+        agreed = vote(
+            fabric,
+            n_tokens=sum(batch.n_tokens for batch in micro_batches),
+            n_inputs=sum(batch.n_inputs for batch in micro_batches),
+            signal=int(signals.received),
+            time_is_up=int(time_is_up),
+            save_is_due=int(save_every is not None and step_started - last_saved >= save_every * 60),
+        )
+        if agreed["signal"]:
+            stop_for_signal(run, signals.received or agreed["signal"])
+
+        learning_rate = run.schedule.learning_rate(progress.step)
+        try:
+            result = train_step(
+                fabric,
+                run.model,
+                run.optimizer,
+                micro_batches,
+                n_tokens=agreed["n_tokens"],
+                learning_rate=learning_rate,
+                max_norm=run.train.max_norm,
+            )
+        except GuardError as error:
+            raise GuardError(
+                f"step {progress.step + 1} is not finite: {error}. Nothing of it was saved; "
+                "lower --train.learning_rate or look at these samples"
+            ) from None
+        skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+        run.skipped_steps += result.skipped
+        if skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
+            raise GuardError(
+                f"step {progress.step + 1}: no fp16 loss scale gave a finite gradient in {skipped_in_a_row} steps"
+            )
+
+        progress.step += 1
+        progress.tokens += agreed["n_inputs"]
+        progress.samples = progress.step * run.plan.global_batch_size
+        if limits.total_samples is not None:
+            progress.samples = min(progress.samples, limits.total_samples)
+        step_seconds = time.perf_counter() - step_started
+        run.throughput.add(agreed["n_inputs"], step_seconds)
+
+        # Now and then: validate, log, save.
+        finished = limits.reached(progress.step, progress.tokens)
+        last = finished or bool(agreed["time_is_up"])
+        metrics: dict[str, float] = {}
+        if is_due(run.eval.interval, progress.step) and not last or last and run.eval.final_validation:
+            metrics = run_validation(run)
+        if is_due(run.train.log_interval, progress.step) or last or metrics:
+            progress.seconds = seconds_before + time.perf_counter() - started
+            record(run, step_metrics(run, result, agreed["n_tokens"], learning_rate) | metrics)
+        if last:
+            return "the clock" if not finished else "its limit"
+        if is_due(run.train.save_interval, progress.step) or agreed["save_is_due"]:
+            progress.seconds = seconds_before + time.perf_counter() - started
+            save(run, f"step-{progress.step:08d}")
+            last_saved = time.perf_counter()
+
+
+def is_due(interval: int | None, step: int) -> bool:
+    return bool(interval) and step % interval == 0
+
+
+def stop_for_signal(run: Run, signal_number: int) -> None:
+    folder = save(run, f"step-{run.progress.step:08d}")
+    raise StoppedBySignal(
+        signal_number, f"stopped after step {run.progress.step}; {folder} is saved, go on with --resume auto"
+    )
+
+
+def save(run: Run, name: str) -> Path:
+    run.display.phase("saving")
+    folder = run.checkpointer.save(name, run.progress)
+    run.display.checkpoint(run.progress.step, folder)
+    run.display.phase("training")
+    return folder
+
+
+def run_validation(run: Run) -> dict[str, float]:
+    """Validate on the held-out data; an empty dictionary where there is none."""
+    if run.data.val is None or not len(run.data.val):
+        return {}
+    run.display.phase("validating")
+    batches = val_batches(
+        run.data.val,
+        micro_batch_size=run.plan.micro_batch_size,
+        rank=run.fabric.global_rank,
+        world_size=run.fabric.world_size,
+        max_iters=run.eval.max_iters,
+    )
+    token_bytes = run.data.tokenizer.token_bytes() if run.data.tokenizer is not None else None
+    metrics = validate(run.fabric, run.model, batches, token_bytes)
+    run.display.phase("training")
+    return metrics
+
+
+def step_metrics(run: Run, result: StepResult, n_tokens: int, learning_rate: float) -> dict[str, float]:
+    """The metrics of the step just made; the loss is the global batch's (law N2)."""
+    loss = float(run.fabric.all_reduce(result.loss_sum, reduce_op="sum")) / max(1, n_tokens)
+    return {
+        "loss": loss,
+        "learning_rate": learning_rate,
+        "grad_norm": result.grad_norm,
+        **run.throughput.read(),
+        "peak_memory_gb": peak_memory_gb(run.fabric.device),
+    }
+
+
+def record(run: Run, metrics: dict[str, float]) -> None:
+    """Hand the metrics of a step to the display, metrics.csv and the loggers."""
+    progress = run.progress
+    if not metrics or run.csv is None:
+        return
+    run.csv.write({"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds, **metrics})
+    log_metrics(run.loggers, metrics, progress.step)
+    shown = {"tokens": progress.tokens} | metrics
+    if "loss" in metrics:
+        run.display.step(progress.step, {k: v for k, v in shown.items() if not k.startswith("val_")})
+    if "val_loss" in metrics:
+        run.display.validation(progress.step, {k: v for k, v in shown.items() if k.startswith("val_")})

@@ -1,0 +1,302 @@
+"""The one assembly: from arguments to Fabric, model, data, optimizer, resume and loggers, and into the loop."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric, seed_everything
+
+from toolkit.args import CommandDefaults, EvalArgs, LogArgs, OptimizerArgs, Precision, TrainArgs, fill
+from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
+from toolkit.checkpoints.store import resolve_resume
+from toolkit.checkpoints.weights import load_weights
+from toolkit.data.base import DataModule, Prepared
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.distributed.fabric import Accelerator, build_fabric
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig, ModelOverrides
+from toolkit.models.families import DEFAULT_MODEL, get_config
+from toolkit.models.gpt import GPT
+from toolkit.models.init import initialize
+from toolkit.training.batch import plan_batch
+from toolkit.training.checkpointer import Checkpointer
+from toolkit.training.limits import build_limits
+from toolkit.training.loop import Run, fit
+from toolkit.training.optimizer import build_optimizer
+from toolkit.training.schedule import build_schedule
+from toolkit.training.state import Identity, Progress, read_meta
+from toolkit.training.throughput import Throughput, flops_per_token, peak_flops
+from toolkit.ui.loggers import MetricsCSV, make_loggers
+from toolkit.ui.plots import plot_loss
+from toolkit.ui.progress import make_progress
+
+
+@dataclass
+class RunArgs:
+    """What a training command hands over: the user's options, and the defaults of the command."""
+
+    defaults: CommandDefaults
+    model_name: str
+    model_config: ModelOverrides
+    data: DataModule
+    train: TrainArgs
+    eval: EvalArgs
+    log: LogArgs
+    optimizer: OptimizerArgs
+    out_dir: str
+    resume: bool | str
+    initial_checkpoint_dir: str | None
+    tokenizer_dir: str | None
+    accelerator: Accelerator
+    precision: Precision | None
+    compiler: str
+    logger_name: str
+    seed: int
+
+
+def run_training(args: RunArgs) -> None:
+    """Train as the arguments say, from a fresh start or from a checkpoint.
+
+    Raises:
+        UserError: a mistake in the arguments; nothing has been written.
+        GuardError, StoppedBySignal: see :func:`toolkit.training.loop.fit`.
+    """
+    args = replace(args, train=fill(args.train, args.defaults.train))
+    fabric, precision = build_fabric(args.accelerator, args.precision)
+    assert args.train.global_batch_size and args.train.micro_batch_size
+    plan = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, devices=fabric.world_size)
+    out_dir = Path(args.out_dir)
+    resume_from = resolve_resume(args.resume, out_dir)
+    config = choose_model(args)
+    seq_length = choose_length(args.train, config)
+
+    display = make_progress(total_steps=None, enabled=fabric.is_global_zero)
+    with display:
+        data = prepare_data(args, seq_length, display)
+        config = with_vocabulary(config, args.data, data.tokenizer)
+        limits = build_limits(with_default_length(args), n_rows=len(data.train), tokens_per_row=seq_length)
+        schedule = build_schedule(args.train, limits.total_steps, args.defaults)
+        identity = Identity(config.to_dict(), data.content_key, plan.global_batch_size, args.seed, precision)
+        progress = Progress()
+        if resume_from is not None:
+            progress = read_progress(resume_from, identity, limits.total_steps, display)
+            if limits.reached(progress.step, progress.tokens):
+                display.message(f"{resume_from} has reached step {progress.step}: the run is finished, nothing to do")
+                return
+
+        seed_everything(args.seed, verbose=False)
+        model = build_model(args, config, fabric, resume_from)
+        module = model
+        optimizer = build_optimizer(module, args.optimizer, args.defaults.optimizer, schedule.peak)
+        if args.compiler == "torch":
+            compile_blocks(module)
+        model, optimizer = fabric.setup(model, optimizer)
+        flops = flops_per_token(module, config, seq_length)
+        peak = peak_flops(fabric.device, precision)
+        hyperparameters = resolved(args, precision)
+        loggers = make_loggers(args.logger_name, out_dir, args.log, hyperparameters) if fabric.is_global_zero else []
+        csv = None
+        if fabric.is_global_zero:
+            step = None if resume_from is None else progress.step
+            csv = MetricsCSV(out_dir / "logs" / "metrics.csv", resume_step=step)
+
+        run = Run(
+            fabric=fabric,
+            model=model,
+            optimizer=optimizer,
+            data=data,
+            plan=plan,
+            limits=limits,
+            schedule=schedule,
+            train=args.train,
+            eval=args.eval,
+            progress=progress,
+            throughput=Throughput(flops, None if peak is None else peak * fabric.world_size),
+            seed=args.seed,
+            num_workers=args.data.num_workers,
+            display=display,
+            csv=csv,
+            loggers=loggers,
+            checkpointer=Checkpointer(
+                out_dir=out_dir,
+                module=module,
+                optimizer=optimizer.optimizer,
+                scaler=getattr(fabric.strategy.precision, "scaler", None),
+                config=config,
+                tokenizer=data.tokenizer,
+                hyperparameters=hyperparameters,
+                identity=identity,
+                total_steps=limits.total_steps,
+                keep_last=args.train.keep_last or 0,
+            ),
+        )
+        display.total_steps = limits.total_steps
+        display.message(describe(config, module, plan, fabric, precision, schedule, flops))
+        if resume_from is not None:
+            run.checkpointer.restore(resume_from, fabric.global_rank)
+            display.message(f"going on from {resume_from}: step {progress.step}, {progress.tokens:,} tokens")
+        try:
+            fit(run)
+        finally:
+            close(run, out_dir)
+        display.message(
+            f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {out_dir / 'final'}"
+        )
+
+
+def choose_model(args: RunArgs) -> ModelConfig:
+    """The named architecture, or that of the initial checkpoint, with the user's changes."""
+    if args.initial_checkpoint_dir is not None:
+        config = read_model_config(find_checkpoint_dir(args.initial_checkpoint_dir))
+    else:
+        config = get_config(args.model_name)
+    config = config.override(args.model_config)
+    if args.train.tie_embeddings is not None:
+        config = replace(config, tie_embeddings=args.train.tie_embeddings)
+    return config
+
+
+def choose_length(train: TrainArgs, config: ModelConfig) -> int:
+    """Tokens per sequence.
+
+    Raises:
+        UserError: longer than the model's context.
+    """
+    length = train.max_seq_length or config.block_size
+    if length > config.block_size:
+        raise UserError(
+            f"--train.max_seq_length {length}: {config.name or 'the model'} takes at most {config.block_size} tokens; "
+            f"lower it, or raise --model_config.block_size"
+        )
+    return length
+
+
+def prepare_data(args: RunArgs, seq_length: int, display: Any) -> Prepared:
+    """Prepare the data with the tokenizer of the run: --tokenizer_dir, else the initial checkpoint's, else its own.
+
+    Raises:
+        UserError: there is less text than one global batch.
+    """
+    tokenizer = None
+    folder = args.tokenizer_dir or args.initial_checkpoint_dir
+    if folder is not None:
+        tokenizer = Tokenizer.load(folder if args.tokenizer_dir else find_checkpoint_dir(folder))
+    display.phase("preparing data")
+    data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length, report=display.message)
+    display.message(data.summary)
+    if len(data.train) < args.train.global_batch_size:
+        raise UserError(
+            f"--train.global_batch_size {args.train.global_batch_size}: the training data has only {len(data.train)} "
+            f"sequences of {seq_length} tokens; give more text, a smaller batch or a shorter --train.max_seq_length"
+        )
+    return data
+
+
+def with_vocabulary(config: ModelConfig, data: DataModule, tokenizer: Optional[Tokenizer]) -> ModelConfig:
+    """The config with the vocabulary of the tokenizer, or of data that comes as tokens, where it has none of its own.
+
+    Raises:
+        UserError: there is no vocabulary to take, or it is larger than the model's.
+    """
+    size = getattr(data, "vocab_size", None) if tokenizer is None else tokenizer.vocab_size
+    if config.vocab_size is None and size is None:
+        raise UserError(
+            f"--tokenizer_dir: {config.name} takes its vocabulary from the tokenizer; "
+            "give one, or --model_config.vocab_size"
+        )
+    config = config if size is None else config.with_vocab_size(size)
+    if size is not None and size > config.padded_vocab_size:
+        raise UserError(
+            f"--model_config.vocab_size {config.vocab_size}: the tokenizer has {size} tokens; "
+            f"give the tokenizer of the model, or --model_config.vocab_size {size}"
+        )
+    return config
+
+
+def with_default_length(args: RunArgs) -> TrainArgs:
+    """The default model trains for a few minutes on two cores; other models must be told for how long."""
+    train = args.train
+    given = (train.max_steps, train.max_tokens, train.epochs, train.max_time)
+    if args.model_name == DEFAULT_MODEL and all(limit is None for limit in given):
+        return replace(train, **args.defaults.default_model_length)
+    return train
+
+
+def read_progress(folder: Path, identity: Identity, total_steps: int | None, display: Any) -> Progress:
+    """Read how far a checkpoint had come, and check that it belongs to the same run."""
+    meta = read_meta(folder)
+    identity.require_same(meta["identity"], folder)
+    if meta["total_steps"] != total_steps:
+        display.message(
+            f"the run now ends at step {total_steps}, not {meta['total_steps']}: "
+            "the rest of the learning rate's curve follows the new end"
+        )
+    return Progress(step=meta["step"], tokens=meta["tokens"], samples=meta["samples"], seconds=meta["seconds"])
+
+
+def build_model(args: RunArgs, config: ModelConfig, fabric: Fabric, resume_from: Path | None) -> GPT:
+    """Build the model on the CPU with its weights: a checkpoint's, or drawn from the seed."""
+    with torch.device("meta"):
+        model = GPT(config)
+    initialize(model, args.seed)
+    source = resume_from or (args.initial_checkpoint_dir and find_checkpoint_dir(args.initial_checkpoint_dir))
+    if source:
+        load_into(model, source)
+    return model
+
+
+def load_into(model: GPT, folder: Path) -> None:
+    """Copy the weights of a checkpoint folder into the model.
+
+    Raises:
+        UserError: a weight is missing, extra or of another shape.
+    """
+    state, own = load_weights(folder), model.state_dict()
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or extra:
+        raise UserError(f"{folder}: weight {(missing or extra)[0]} is {'missing' if missing else 'not in the model'}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if tensor.shape != state[name].shape:
+                found, wanted = tuple(state[name].shape), tuple(tensor.shape)
+                raise UserError(f"{folder}: weight {name} has shape {found}, the model wants {wanted}")
+            tensor.copy_(state[name])
+
+
+def compile_blocks(model: GPT) -> None:
+    """Compile each block in place: its class and the names of its weights stay as they are."""
+    for block in model.transformer.h:
+        block.compile()
+
+
+def resolved(args: RunArgs, precision: str) -> dict[str, Any]:
+    """The options of this run as ``toolkit SUB --config`` takes them, defaults filled in."""
+    values = {k: v for k, v in vars(args).items() if k != "defaults"}
+    values |= {"precision": precision, "resume": False, "train": with_default_length(args)}
+    values["optimizer"] = fill(args.optimizer, args.defaults.optimizer)
+    plain = {k: asdict(v) if is_dataclass(v) else v for k, v in values.items()}
+    plain["model_config"] = {k: v for k, v in plain["model_config"].items() if v is not None}
+    plain["data"] = {"class_path": type(args.data).__name__, "init_args": plain["data"]}
+    return plain
+
+
+def describe(
+    config: ModelConfig, module: GPT, plan: Any, fabric: Fabric, precision: str, schedule: Any, flops: float
+) -> str:
+    parameters = sum(p.numel() for p in module.parameters())
+    return (
+        f"{config.name}: {parameters:,} parameters, {flops / 1e6:.1f} MFLOP per token; {fabric.device}, {precision}; "
+        f"{plan}; peak learning rate {schedule.peak:.3g}"
+    )
+
+
+def close(run: Run, out_dir: Path) -> None:
+    if run.csv is None:
+        return
+    run.csv.close()
+    for logger in run.loggers:
+        logger.finalize("success")
+    plot_loss(out_dir / "logs" / "metrics.csv", out_dir / "loss.png")

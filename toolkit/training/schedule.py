@@ -1,0 +1,81 @@
+"""Law N5: the learning rate of every step, a pure function of the step's number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from toolkit.args import CommandDefaults, TrainArgs
+from toolkit.errors import UserError
+
+WSD_DECAY_SHARE = 0.2
+"""The share of a warm-up, stable, decay run that decays."""
+
+WARMUP_WITHOUT_HORIZON = 100
+"""Warm-up steps of a run that only the clock ends, where a share of the run is not known."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over ``total_steps`` optimizer steps (None: no known end, constant after the warm-up)."""
+
+    shape: str
+    peak: float
+    minimum: float
+    warmup_steps: int
+    total_steps: int | None
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of update number ``step``, counted from 0.
+
+        The warm-up rises linearly and reaches the peak with its last step; its first step is above zero. The last
+        step of the run has the minimum. Steps beyond the end keep the minimum.
+        """
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.shape == "constant":
+            return self.peak
+        assert self.total_steps is not None
+        start = self.warmup_steps
+        if self.shape == "wsd":
+            start = max(start, self.total_steps - max(1, round(WSD_DECAY_SHARE * self.total_steps)))
+        done = min(max(0.0, (step - start) / max(1, self.total_steps - 1 - start)), 1.0)
+        left = 0.5 * (1 + math.cos(math.pi * done)) if self.shape == "cosine" else 1 - done
+        return self.minimum + (self.peak - self.minimum) * left
+
+
+def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> Schedule:
+    """Make the schedule of a run.
+
+    ``lr_scaling`` multiplies the rates by (global_batch_size / the command's default batch), or by its square root,
+    which suits Adam-like optimizers (Malladi et al. 2022, arXiv 2205.10287).
+
+    Raises:
+        UserError: the warm-up does not fit into the run, or the shape needs an end that is not known.
+    """
+    assert args.learning_rate is not None and args.global_batch_size is not None
+    if total_steps is None and args.lr_schedule != "constant":
+        raise UserError(
+            f"--train.lr_schedule {args.lr_schedule}: needs the length of the run, and --train.max_time alone does not "
+            "tell it; add --train.max_steps, max_tokens or epochs, or use --train.lr_schedule constant"
+        )
+    ratio = args.global_batch_size / defaults.train["global_batch_size"]
+    factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[args.lr_scaling]
+    peak = args.learning_rate * factor
+    minimum = (args.learning_rate / 10 if args.min_lr is None else args.min_lr) * factor
+    if minimum > peak:
+        raise UserError(f"--train.min_lr {args.min_lr}: above --train.learning_rate {args.learning_rate}")
+    return Schedule(args.lr_schedule, peak, minimum, _warmup_steps(args, total_steps, defaults), total_steps)
+
+
+def _warmup_steps(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> int:
+    if args.lr_warmup_steps is not None:
+        if total_steps is not None and args.lr_warmup_steps >= total_steps:
+            raise UserError(
+                f"--train.lr_warmup_steps {args.lr_warmup_steps}: must be less than the {total_steps} steps of the run"
+            )
+        return args.lr_warmup_steps
+    if total_steps is None:
+        return WARMUP_WITHOUT_HORIZON
+    steps = int((args.lr_warmup_fraction or 0) * total_steps)
+    return steps if defaults.max_warmup_steps is None else min(steps, defaults.max_warmup_steps)

@@ -1,0 +1,71 @@
+"""One optimizer step: the gradient of the global batch's mean loss (law N2), checked before it is used (law N7)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from toolkit.data.loader import Batch
+from toolkit.errors import GuardError
+
+MAX_SKIPPED_IN_A_ROW = 50
+"""An fp16 scaler that finds no scale within so many steps never will."""
+
+
+class StepResult(NamedTuple):
+    loss_sum: torch.Tensor
+    """Sum over this rank's supervised tokens, in nats, on the device."""
+    grad_norm: float
+    """Norm of the whole gradient before clipping, the same on all ranks."""
+    skipped: bool
+    """The fp16 scaler left the weights alone and lowered its scale."""
+
+
+def train_step(
+    fabric: Fabric,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: list[Batch],
+    *,
+    n_tokens: int,
+    learning_rate: float,
+    max_norm: float | None,
+) -> StepResult:
+    """Accumulate the gradient over the micro-batches and update the weights.
+
+    Args:
+        n_tokens: Supervised tokens of the global batch, over all ranks. Every strategy averages gradients over the
+            ranks, so that the sum of losses times (world size / n_tokens) has the gradient of the global mean.
+        max_norm: Clip the norm of the gradient to this; None or 0 does not clip.
+
+    Raises:
+        GuardError: the loss or the gradient is not finite. The weights are untouched.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    scale = fabric.world_size / max(1, n_tokens)
+    loss_total = torch.zeros((), device=fabric.device)
+    for i, batch in enumerate(micro_batches):
+        input_ids = batch.input_ids.to(fabric.device, non_blocking=True)
+        labels = batch.labels.to(fabric.device, non_blocking=True)
+        with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):
+            loss_sum, _ = model(input_ids, labels)
+            fabric.backward(loss_sum * scale)
+        loss_total += loss_sum.detach()
+    # An infinite limit leaves the gradient as it is; the norm is wanted anyhow.
+    norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm or math.inf, error_if_nonfinite=False)
+    grad_norm, loss_value = torch.stack([norm.float(), loss_total.float()]).tolist()  # the step's one synchronisation
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    finite = math.isfinite(grad_norm)
+    if not math.isfinite(loss_value) or (not finite and scaler is None):
+        ids = [row for batch in micro_batches for row in batch.ids if row >= 0]
+        raise GuardError(
+            f"loss {loss_value:.6g}, gradient norm {grad_norm:.6g} on rank {fabric.global_rank}; its samples: {ids}"
+        )
+    optimizer.step()  # with a scaler, this leaves the weights alone where the gradient is not finite
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss_total, grad_norm, skipped=not finite)

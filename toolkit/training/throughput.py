@@ -1,0 +1,94 @@
+"""Law N8: tokens per second, FLOPs and memory, computed from what ran over stated formulas."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+
+from toolkit.models.config import ModelConfig
+
+PEAK_FLOPS_BF16 = {
+    # Dense bfloat16 tensor-core peaks from the makers' data sheets (sparse figures halved). The first name that is
+    # part of torch.cuda.get_device_name() counts, so that the longer names stand first.
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+"""FLOP/s per device."""
+
+
+def matmul_parameters(model: nn.Module) -> int:
+    """Count the weights that take part in a matrix product for every token: linear layers, the head among them.
+
+    A tied head counts once, as the head; an embedding that is only looked up does not count.
+    """
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def flops_per_token(model: nn.Module, config: ModelConfig, seq_length: int, *, causal: bool = False) -> float:
+    """FLOPs of forward and backward per token: 6 x matmul parameters + 12 x layers x d x T (PaLM, arXiv 2204.02311, B).
+
+    ``d`` is heads x head size and T the sequence length. ``causal`` counts half of the attention term, which is what
+    a causal kernel has to do.
+    """
+    attention = 12 * config.n_layer * config.n_head * config.head_size * seq_length
+    return 6 * matmul_parameters(model) + attention * (0.5 if causal else 1.0)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's dense peak for the precision, in FLOP/s; None where it is not known (a CPU, an unknown GPU)."""
+    if device.type != "cuda" or precision == "32-true":  # 32-true may or may not use TF32: no honest single peak
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAK_FLOPS_BF16.items() if known.lower() in name.lower()), None)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most memory held so far, in GB (1e9 bytes): the allocator's on CUDA, else the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    try:
+        import resource
+    except ImportError:  # Windows
+        return float("nan")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+class Throughput:
+    """Counts tokens and the seconds spent on training steps since the last reading.
+
+    Validation, saving and logging are not part of it: only what :meth:`add` is told.
+    """
+
+    def __init__(self, flops_per_token: float, peak_flops: float | None) -> None:
+        """``peak_flops``: of all devices together, in FLOP/s."""
+        self._flops_per_token, self._peak = flops_per_token, peak_flops
+        self._tokens, self._seconds = 0, 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self._tokens += tokens
+        self._seconds += seconds
+
+    def read(self) -> dict[str, float]:
+        """Return tokens_per_sec, and mfu where the peak is known; start counting anew."""
+        rate = self._tokens / self._seconds if self._seconds else float("nan")
+        self._tokens, self._seconds = 0, 0.0
+        values = {"tokens_per_sec": rate}
+        if self._peak is not None:
+            values["mfu"] = self._flops_per_token * rate / self._peak
+        return values
