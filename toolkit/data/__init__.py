@@ -1,0 +1,12 @@
+"""What models are trained on: data modules, preparation, tokenizer, and the order of samples.
+
+The modules can be imported (and listed by the command line) without torch, litdata and tokenizers.
+"""
+
+from toolkit.data.base import DataModule, Prepared, Rows
+from toolkit.data.lit_data import LitData
+from toolkit.data.python_stdlib import PythonStdlib
+from toolkit.data.synthetic import SyntheticTokens
+from toolkit.data.text_files import TextFiles
+
+__all__ = ["DataModule", "LitData", "Prepared", "PythonStdlib", "Rows", "SyntheticTokens", "TextFiles"]

@@ -1,0 +1,162 @@
+"""Folders of tokens in LitData's chunk format: written with LitData's writer, read by global row number.
+
+``litdata.optimize`` writes the same files but starts processes for it: 6 s more, and a script that calls us without a
+``__main__`` guard would start itself again. ``StreamingDataset`` reads them, but looks for updates on the network,
+divides its length by the number of ranks, and takes at least twice as long for a row at random.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import json
+import os
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+INDEX = "index.json"
+_TOKENS_PER_CHUNK = 1 << 23  # 16 or 32 MB
+_OPEN_CHUNKS = 128  # each holds a file descriptor
+
+
+def write_chunks(tokens: np.ndarray, folder: Path, block_size: int) -> int:
+    """Write the whole blocks of ``tokens`` (1-d, uint16 or int32, a memory map is fine) as LitData chunks.
+
+    Every chunk holds whole blocks, so LitData's TokensLoader drops nothing either.
+
+    Returns:
+        The tokens left over at the end, fewer than ``block_size``.
+    """
+    from litdata import TokensLoader
+    from litdata.streaming.writer import BinaryWriter
+
+    whole = len(tokens) // block_size * block_size
+    per_chunk = max(1, _TOKENS_PER_CHUNK // block_size) * block_size
+    # One item is one chunk: the writer closes a chunk when a second item would not fit.
+    writer = BinaryWriter(str(folder), chunk_size=per_chunk, item_loader=TokensLoader())
+    for i, start in enumerate(range(0, whole, per_chunk)):
+        writer[i] = torch.from_numpy(np.array(tokens[start : min(start + per_chunk, whole)]))
+    writer.done()
+    # The one writer's index is the index. (Its merge would wait for those of all ranks of a process group.)
+    os.replace(folder / f"{writer.rank}.{INDEX}", folder / INDEX)
+    return len(tokens) - whole
+
+
+class TokenRows:
+    """The rows of a folder of chunks; see :class:`toolkit.data.base.Rows`. A row is a block of T + 1 tokens.
+
+    Args:
+        folder: Holds ``index.json`` and the chunks that it names.
+        block_size: T + 1.
+
+    Attributes:
+        tail_tokens: Tokens at the ends of the chunks that do not fill a block.
+
+    Raises:
+        ValueError: if the index is broken, names a file outside its folder, or a chunk is missing or cut short.
+    """
+
+    def __init__(self, folder: str | Path, block_size: int) -> None:
+        self.folder = Path(folder)
+        self.block_size = block_size
+        index = _read_index(self.folder)
+        self.dtype = _dtype(index["config"])
+        self._files = [_chunk_name(chunk) for chunk in index["chunks"]]
+        # A chunk begins with its number of items and where each of them begins and the last ends, in uint32.
+        self._offsets = [4 * (chunk["chunk_size"] + 2) for chunk in index["chunks"]]
+        self._sizes = [chunk["dim"] for chunk in index["chunks"]]
+        self._check_sizes()
+        self._ends = list(accumulate(size // block_size for size in self._sizes))
+        self._open: dict[int, np.ndarray] = {}
+        self.tail_tokens = sum(size % block_size for size in self._sizes)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        chunk = bisect.bisect_right(self._ends, index)
+        start = (index - (self._ends[chunk - 1] if chunk else 0)) * self.block_size
+        block = torch.from_numpy(self._tokens(chunk)[start : start + self.block_size].astype(np.int64))
+        return {"input_ids": block[:-1], "labels": block[1:]}
+
+    def largest_token(self) -> int:
+        """The largest token of the first chunk: enough to see that another tokenizer made it."""
+        return int(self._tokens(0).max(initial=0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # memory maps do not travel to other processes
+
+    def _tokens(self, chunk: int) -> np.ndarray:
+        if chunk not in self._open:
+            if len(self._open) >= _OPEN_CHUNKS:
+                del self._open[next(iter(self._open))]
+            path, shape = self.folder / self._files[chunk], (self._sizes[chunk],)
+            # As a plain array: slices of np.memmap itself are slow.
+            self._open[chunk] = np.asarray(np.memmap(path, self.dtype, "r", self._offsets[chunk], shape))
+        return self._open[chunk]
+
+    def _check_sizes(self) -> None:
+        for name, offset, size in zip(self._files, self._offsets, self._sizes, strict=True):
+            path = self.folder / name
+            needed = offset + size * self.dtype.itemsize
+            found = path.stat().st_size if path.is_file() else None
+            if found is None or found < needed:
+                problem = "is missing" if found is None else f"is cut short: {found:,} of {needed:,} bytes"
+                raise ValueError(f"{path} {problem}")
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {INDEX}")
+    index = None
+    with contextlib.suppress(ValueError):
+        index = json.loads(path.read_bytes())
+    if not isinstance(index, dict) or not isinstance(index.get("config"), dict):
+        raise ValueError(f"{path} is not an index of LitData chunks")
+    chunks = index.get("chunks")
+    if not isinstance(chunks, list) or not all(map(_is_token_chunk, chunks)):
+        raise ValueError(f"{path} does not describe chunks of tokens (written with TokensLoader)")
+    return index
+
+
+def _is_token_chunk(chunk: Any) -> bool:
+    numbers = [chunk.get("chunk_size"), chunk.get("dim")] if isinstance(chunk, dict) else [None]
+    return all(type(n) is int and n >= 0 for n in numbers)
+
+
+def _chunk_name(chunk: dict[str, Any]) -> str:
+    """The file of a chunk: a plain name, so that an index from elsewhere cannot point outside its folder (law S4)."""
+    name = chunk.get("filename")
+    if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\:\0"):
+        raise ValueError(f"{INDEX} names the chunk {name!r}: only plain file names inside its own folder are read")
+    return name
+
+
+def _dtype(config: dict[str, Any]) -> np.dtype:
+    """The type of the tokens, from a data format such as ``no_header_tensor:16``."""
+    from litdata.constants import _NUMPY_DTYPES_MAPPING, _TORCH_DTYPES_MAPPING
+
+    if config.get("compression") or config.get("encryption"):
+        raise ValueError("compressed or encrypted chunks are not read; write them plain")
+    try:
+        (data_format,) = config["data_format"]
+        kind, number = data_format.split(":")
+        if kind == "no_header_numpy":
+            dtype = np.dtype(_NUMPY_DTYPES_MAPPING[int(number)])
+        elif kind == "no_header_tensor":
+            dtype = torch.empty(0, dtype=_TORCH_DTYPES_MAPPING[int(number)]).numpy().dtype
+        else:
+            raise ValueError(kind)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"the data format {config.get('data_format')!r} is not one of plain tokens") from error
+    if dtype.kind not in "iu":
+        raise ValueError(f"the tokens are {dtype}, not whole numbers")
+    return dtype

@@ -1,0 +1,75 @@
+"""Tokens that lie ready in LitData's chunk format."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.data.base import DataModule, Prepared, require
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from toolkit.data.chunks import TokenRows
+    from toolkit.data.tokenizer import Tokenizer
+
+
+@dataclass
+class LitData(DataModule):
+    """Existing chunks of tokens, written by litdata.optimize with its TokensLoader (or by prepare_data).
+
+    Args:
+        data_path: The folder of the splits, or of the chunks themselves.
+        split_names: Folders below data_path that hold the training and the held-out chunks; null if data_path itself
+            holds the training chunks.
+        num_workers: Processes that read rows during training; 0 reads in the training process.
+    """
+
+    data_path: str
+    split_names: tuple[str, str] | None = ("train", "val")
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
+
+    def prepare(
+        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
+    ) -> Prepared:
+        """See :meth:`DataModule.prepare`; nothing is written."""
+        names = [""] if self.split_names is None else list(self.split_names)
+        rows = [self._rows(name, max_seq_length + 1) for name in names]
+        content = hashlib.sha256(f"{max_seq_length + 1}".encode())
+        for split in rows:
+            content.update((split.folder / "index.json").read_bytes())
+        if tokenizer is not None and (largest := max(split.largest_token() for split in rows)) >= tokenizer.vocab_size:
+            raise UserError(
+                f"--data.data_path {self.data_path}: holds the token {largest:,}, but {tokenizer.name} knows"
+                f" {tokenizer.vocab_size:,}: the chunks were made with another tokenizer"
+            )
+        train, val = rows[0], rows[1] if len(rows) > 1 else None
+        tails = sum(split.tail_tokens for split in rows)
+        held_out = "no val rows" if val is None else f"{len(val):,} val rows"
+        summary = f"{len(train):,} train rows of {max_seq_length:,} tokens; {held_out}"
+        report(f"Data: {self.data_path}: {summary}; {tails:,} tokens at the ends of chunks do not fill a row")
+        tokens = len(train) * (max_seq_length + 1)
+        return Prepared(train, val, tokenizer, content.hexdigest(), tokens, summary)
+
+    def _rows(self, name: str, block_size: int) -> TokenRows:
+        from toolkit.data.chunks import TokenRows
+
+        folder = Path(self.data_path).expanduser() / name
+        mend = "; see --data.split_names" if self.split_names else ""
+        if not folder.is_dir():
+            raise UserError(f"--data.data_path {self.data_path}: no folder {folder}{mend}")
+        try:
+            rows = TokenRows(folder, block_size)
+        except ValueError as error:
+            raise UserError(f"--data.data_path {self.data_path}: {error}{mend}") from error
+        if len(rows) == 0:
+            raise UserError(
+                f"--data.data_path {self.data_path}: no chunk in {folder} holds a row of {block_size:,} tokens"
+                " (--train.max_seq_length + 1); give more text or shorter rows"
+            )
+        return rows

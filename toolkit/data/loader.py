@@ -1,0 +1,168 @@
+"""From rows to batches. Which rows a rank reads in a step is a pure function of (seed, step, rank), so a run can be
+continued at any step, on another number of ranks, without replaying what went before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from toolkit.data.base import Rows
+from toolkit.data.order import shuffled_index
+
+IGNORE_INDEX = -100
+FILLER = -1  # the row number of a row that only fills up a batch
+
+
+@dataclass
+class Batch:
+    """One micro-batch of one rank.
+
+    Args:
+        input_ids: (B, T) int64.
+        labels: (B, T) int64, aligned with the logits: the next token, or -100 where nothing is to be learned.
+        ids: Row numbers, -1 for a filler.
+        n_tokens: Supervised tokens.
+        n_inputs: Input tokens of real rows; fillers and padding are left out.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    ids: list[int]
+    n_tokens: int
+    n_inputs: int
+
+
+def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], width: int, pad_token: int) -> Batch:
+    """Stack rows to (B, T), T the longest of them or else ``width``; None becomes a row without supervised tokens."""
+    width = max((len(row["input_ids"]) for row in rows if row is not None), default=width)
+    input_ids = torch.full((len(rows), width), pad_token, dtype=torch.int64)
+    labels = torch.full((len(rows), width), IGNORE_INDEX, dtype=torch.int64)
+    n_inputs = 0
+    for i, row in enumerate(rows):
+        if row is not None:
+            length = len(row["input_ids"])
+            input_ids[i, :length] = row["input_ids"]
+            labels[i, :length] = row["labels"]
+            n_inputs += length
+    return Batch(input_ids, labels, ids, int((labels != IGNORE_INDEX).sum()), n_inputs)
+
+
+class _MicroBatches(Dataset):
+    """Indexed by a list of row numbers, gives a Batch: a worker hands over whole micro-batches."""
+
+    def __init__(self, rows: Rows, pad_token: int) -> None:
+        self.rows = rows
+        self.pad_token = pad_token
+
+    def __getitem__(self, ids: list[int]) -> Batch:
+        rows = [None if i == FILLER else self.rows[i] for i in ids]
+        width = len(self.rows[0]["input_ids"]) if all(row is None for row in rows) else 0
+        return _collate(rows, ids, width, self.pad_token)
+
+
+def _start_worker(_worker: int) -> None:
+    # The threads of the tokenizers library do not survive a fork; a worker that tokenises must do without them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _load(rows: Rows, micro_batches: Iterable[list[int]], num_workers: int, pad_token: int) -> Iterator[Batch]:
+    loader = DataLoader(
+        _MicroBatches(rows, pad_token),
+        sampler=micro_batches,
+        batch_size=None,
+        num_workers=num_workers,
+        worker_init_fn=_start_worker,
+        # DataLoader draws a seed for its workers: not from the global generator, whose state belongs to the run.
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+def _step_ids(step: int, n: int, seed: int, total: int | None, layout: tuple[int, int, int, int]) -> np.ndarray:
+    """Row numbers of one rank in one step, (accumulation, micro_batch_size); -1 beyond the end of the run."""
+    global_size, micro_size, rank, world_size = layout
+    a = np.arange(global_size // (micro_size * world_size))[:, None]
+    positions = step * global_size + (a * world_size + rank) * micro_size + np.arange(micro_size)[None, :]
+    ids = shuffled_index(positions, n, seed)
+    return ids if total is None else np.where(positions < total, ids, FILLER)
+
+
+def train_batches(
+    rows: Rows,
+    *,
+    seed: int,
+    start_step: int,
+    total_positions: int | None,
+    global_batch_size: int,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    num_workers: int,
+    pad_token: int = 0,
+) -> Iterator[list[Batch]]:
+    """Yield, per optimizer step from ``start_step`` on, the micro-batches of this rank.
+
+    The global batch of step s is positions ``[s * G, (s + 1) * G)`` of the shuffled stream, cut at
+    ``total_positions`` (None: endless). In the short last batch fillers stand in for what is missing, so that shapes
+    and counts are equal on all ranks. Rows are read as they are asked for; workers read a few micro-batches ahead.
+
+    Args:
+        rows: What to read; rows of unequal length are padded to the longest of their micro-batch.
+        seed: Chooses the order.
+        start_step: The first step to yield; reaching it costs nothing.
+        total_positions: Rows in the run, over all epochs.
+        global_batch_size: Rows per step, G; a whole number of ``world_size * micro_batch_size``.
+        micro_batch_size: Rows per micro-batch.
+        rank: This process, from 0.
+        world_size: How many processes share the global batch.
+        num_workers: Reading processes; 0 reads here. The result is the same.
+        pad_token: The input token of fillers and padding.
+
+    Raises:
+        ValueError: if the global batch does not divide (law N1) or there are no rows.
+    """
+    if global_batch_size % (world_size * micro_batch_size):
+        raise ValueError(
+            f"a global batch of {global_batch_size} rows does not divide into {world_size} x {micro_batch_size}"
+        )
+    layout = (global_batch_size, micro_batch_size, rank, world_size)
+    steps = (
+        count(start_step) if total_positions is None else range(start_step, -(-total_positions // global_batch_size))
+    )
+    n = len(rows)
+    if n < 1:
+        raise ValueError("there are no rows to train on")
+    micro_batches = (ids for step in steps for ids in _step_ids(step, n, seed, total_positions, layout).tolist())
+    batches = _load(rows, micro_batches, num_workers, pad_token)
+    accumulation = global_batch_size // (world_size * micro_batch_size)
+    return iter(lambda: list(islice(batches, accumulation)), [])
+
+
+def val_batches(
+    rows: Rows,
+    *,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    max_iters: int | None,
+    num_workers: int = 0,
+    pad_token: int = 0,
+) -> Iterator[Batch]:
+    """Yield the validation batches of this rank: rows in order, each once over all ranks.
+
+    Every rank gets the same number of batches (fillers at the end), at most ``max_iters``.
+    """
+    n, per_round = len(rows), world_size * micro_batch_size
+    rounds = -(-n // per_round)
+    if max_iters is not None:
+        rounds = min(rounds, max_iters)
+    starts = (b * per_round + rank * micro_batch_size for b in range(rounds))
+    micro_batches = ([i if i < n else FILLER for i in range(s, s + micro_batch_size)] for s in starts)
+    return _load(rows, micro_batches, num_workers, pad_token)

@@ -1,0 +1,91 @@
+"""Real text that every machine has: the source of the running Python's standard library."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, Prepared, require_text_options
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from toolkit.data.tokenizer import Tokenizer
+
+# Packages that were installed, tests, and bulk: tables of encodings, documentation as string literals, build settings.
+_LEFT_OUT = {
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip",
+    "encodings", "pydoc_data", "__phello__", "__pycache__",
+}  # fmt: skip
+_LEFT_OUT_PREFIXES = ("config-", "_sysconfigdata")
+
+
+@dataclass
+class PythonStdlib(DataModule):
+    """The source text of the running Python's standard library, some 9 MB; each module is one document.
+
+    Args:
+        vocab_size: Size of the byte-level BPE that is trained on the text when there is no --tokenizer_dir.
+        val_fraction: Share of the tokens to hold out; 0.05 when not given, 0 for none.
+        cache_dir: Where prepared data is kept; ~/.cache/toolkit/data when not given.
+        num_workers: Processes that read rows during training; 0 reads in the training process.
+    """
+
+    vocab_size: int = 4096
+    val_fraction: float | None = None
+    cache_dir: str | None = None
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        require_text_options(self)
+
+    def prepare(
+        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
+    ) -> Prepared:
+        """See :meth:`DataModule.prepare`."""
+        from toolkit.data.prepare import TextSources, prepare_text
+
+        fraction = DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
+        sources = TextSources(
+            module="python_stdlib",
+            train=find_sources(),
+            val=None,
+            train_option="--data PythonStdlib",
+            val_option=f"--data.val_fraction {fraction}",
+            val_fraction=fraction,
+            vocab_size=self.vocab_size,
+            cache_dir=self.cache_dir,
+        )
+        return prepare_text(sources, tokenizer=tokenizer, max_seq_length=max_seq_length, report=report)
+
+
+def find_sources() -> list[Path]:
+    """The modules of the standard library that are worth reading, in UTF-8, sorted.
+
+    Raises:
+        UserError: if this Python came without its sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if _is_chosen(name)]  # never enters what was installed
+        found += [Path(folder, name) for name in names if name.endswith(".py") and _is_chosen(name)]
+    found = sorted(path for path in found if _is_utf8(path))
+    if not found:
+        raise UserError(f"--data PythonStdlib: no Python source in {root}; use --data TextFiles with text of your own")
+    return found
+
+
+def _is_chosen(name: str) -> bool:
+    return name not in _LEFT_OUT and not name.startswith(_LEFT_OUT_PREFIXES)
+
+
+def _is_utf8(path: Path) -> bool:
+    with contextlib.suppress(UnicodeDecodeError, OSError):
+        path.read_bytes().decode("utf-8")
+        return True
+    return False

@@ -1,0 +1,71 @@
+"""Random tokens for benchmarks: no text, no tokenizer, nothing on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.base import DataModule, Prepared, require
+
+if TYPE_CHECKING:
+    from toolkit.data.tokenizer import Tokenizer
+
+
+@dataclass
+class SyntheticTokens(DataModule):
+    """Random tokens, a pure function of seed and row.
+
+    Args:
+        vocab_size: Tokens are drawn evenly from so many.
+        num_rows: Rows in an epoch.
+        seed: Chooses the tokens.
+        num_workers: Processes that make rows during training; 0 makes them in the training process.
+    """
+
+    vocab_size: int = 4096
+    num_rows: int = 65536
+    seed: int = 0
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "num_rows"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "must be greater than zero")
+        for name in ("seed", "num_workers"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
+
+    def prepare(
+        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
+    ) -> Prepared:
+        """See :meth:`DataModule.prepare`; there is nothing to prepare."""
+        block_size = max_seq_length + 1
+        facts = f"synthetic {self.vocab_size} {self.num_rows} {self.seed} {block_size}"
+        key = hashlib.sha256(facts.encode()).hexdigest()
+        summary = f"{self.num_rows:,} rows of {max_seq_length:,} random tokens out of {self.vocab_size:,}"
+        report(f"Data: {summary}")
+        rows = SyntheticRows(self.vocab_size, self.num_rows, self.seed, block_size)
+        return Prepared(rows, None, tokenizer, key, self.num_rows * block_size, summary)
+
+
+@dataclass(frozen=True)
+class SyntheticRows:
+    """The rows of :class:`SyntheticTokens`."""
+
+    vocab_size: int
+    num_rows: int
+    seed: int
+    block_size: int
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import numpy as np
+        import torch
+
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"row {index} of {self.num_rows}")
+        tokens = np.random.default_rng([self.seed, index]).integers(0, self.vocab_size, self.block_size)
+        block = torch.from_numpy(tokens)
+        return {"input_ids": block[:-1], "labels": block[1:]}

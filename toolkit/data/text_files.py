@@ -1,0 +1,87 @@
+"""Your own text: files, a folder or a glob."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, Prepared, require, require_text_options
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from toolkit.data.tokenizer import Tokenizer
+
+
+@dataclass
+class TextFiles(DataModule):
+    """Text files in UTF-8; each file is one document.
+
+    Args:
+        train_data_path: A file, a folder (all files below it, hidden ones left out) or a glob such as 'books/*.txt'.
+        val_data_path: Held-out text, given in the same ways.
+        val_fraction: Without val_data_path: the share of the tokens to hold out; 0.05 when not given, 0 for none.
+        vocab_size: Size of the byte-level BPE that is trained on the text when there is no --tokenizer_dir.
+        cache_dir: Where prepared data is kept; ~/.cache/toolkit/data when not given.
+        num_workers: Processes that read rows during training; 0 reads in the training process.
+    """
+
+    train_data_path: str
+    val_data_path: str | None = None
+    val_fraction: float | None = None
+    vocab_size: int = 4096
+    cache_dir: str | None = None
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.val_fraction is None or self.val_data_path is None,
+            "val_fraction", self.val_fraction, "give either this or --data.val_data_path, not both",
+        )  # fmt: skip
+        require_text_options(self)
+
+    def prepare(
+        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
+    ) -> Prepared:
+        """See :meth:`DataModule.prepare`."""
+        from toolkit.data.prepare import TextSources, prepare_text
+
+        train_option = f"--data.train_data_path {self.train_data_path}"
+        val_option = f"--data.val_data_path {self.val_data_path}"
+        train = _find_files(self.train_data_path, train_option)
+        val = None if self.val_data_path is None else _find_files(self.val_data_path, val_option)
+        fraction = 0.0 if val is not None else self.val_fraction
+        fraction = DEFAULT_VAL_FRACTION if fraction is None else fraction
+        both = sorted({p.resolve() for p in train} & {p.resolve() for p in val or []})
+        if both:
+            raise UserError(f"{val_option}: {both[0]} is training text too; keep it out of --data.train_data_path")
+        sources = TextSources(
+            module="text_files",
+            train=train,
+            val=val,
+            train_option=train_option,
+            val_option=f"--data.val_fraction {fraction}" if val is None else val_option,
+            val_fraction=fraction,
+            vocab_size=self.vocab_size,
+            cache_dir=self.cache_dir,
+        )
+        return prepare_text(sources, tokenizer=tokenizer, max_seq_length=max_seq_length, report=report)
+
+
+def _find_files(value: str, option: str) -> list[Path]:
+    """The files that a path or glob names, each once."""
+    path = Path(value).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        below = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        found = [p for p in below if p.is_file()]
+        problem = "the folder has no files"
+    else:
+        found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
+        problem = "no file matches" if glob.has_magic(value) else "no such file or folder"
+    if not found:
+        raise UserError(f"{option}: {problem}; give a text file, a folder of text files or a glob")
+    return sorted(set(found))

@@ -1,0 +1,227 @@
+"""Text to token ids and back, through the ``tokenizers`` library: the same ids as transformers gives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES = 256  # every byte is a token of a byte-level vocabulary
+# Where a lone tokenizer.json says nothing about it, these names mean "end of document".
+_USUAL_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+# What belongs to a tokenizer in a model's folder: all of it travels with every checkpoint.
+FILE_PATTERNS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "generation_config.json",
+)  # fmt: skip
+
+
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+class Tokenizer:
+    """A vocabulary and the rules of a ``tokenizer.json``. Made by :meth:`load` or :func:`train_bpe`."""
+
+    def __init__(self, files: dict[str, bytes], name: str) -> None:
+        """``files`` are all files of the tokenizer by name (held here: their folder may go), ``name`` is for messages.
+
+        Raises:
+            ValueError: if a JSON file among them is broken.
+        """
+        # Said before the library forks or is forked: unset, it prints a warning into every forked worker.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        import tokenizers
+
+        self.name = name
+        self._files = files
+        self._settings = {file: _parse_object(file, files[file]) for file in _SETTINGS if file in files}
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+        # Truncation and padding are for batches of a trained model's inputs; a document is encoded whole.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(ids, default=-1) + 1
+        if self.vocab_size == 0:
+            raise ValueError("tokenizer.json has an empty vocabulary")
+        self.bos_id: int | None = self._special_id("bos")
+        self.eos_id: int | None = self._special_id("eos")
+        self._adds_bos = self._finds_bos_added()
+
+    @classmethod
+    def load(cls, path: str | Path, flag: str = "--tokenizer_dir") -> Tokenizer:
+        """Read a folder that holds a ``tokenizer.json``, or such a file.
+
+        Raises:
+            UserError: naming ``flag``, if it is missing or broken.
+        """
+        path = Path(path).expanduser()
+        file = path if path.is_file() else path / "tokenizer.json"
+        if not path.exists():
+            raise UserError(f"{flag} {path}: no such folder or file; give a folder that holds a tokenizer.json")
+        if not file.is_file():
+            raise UserError(
+                f"{flag} {path}: holds no tokenizer.json (a lone tokenizer.model or vocab.json is not read)"
+            )
+        try:
+            files = _tokenizer_files(file.parent)
+            files["tokenizer.json"] = file.read_bytes()
+            return cls(files, name=f"{flag} {path}")
+        except (ValueError, OSError) as error:
+            raise UserError(f"{flag} {path}: {' '.join(str(error).split())}") from error
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 in hex over the tokenizer.json and the ids of the special tokens."""
+        ids = f"{self.bos_id} {self.eos_id}".encode()
+        return hashlib.sha256(self._files["tokenizer.json"] + ids).hexdigest()
+
+    def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
+        """Return the token ids of ``text``; ``bos=None`` begins with bos where the tokenizer itself would.
+
+        Raises:
+            UserError: if a bos or eos is asked for that the tokenizer does not have.
+        """
+        return self.encode_batch([text], bos, eos)[0]
+
+    def encode_batch(self, texts: list[str], bos: bool | None = None, eos: bool = False) -> list[list[int]]:
+        """Encode many texts, in threads. See :meth:`encode`."""
+        if (bos and self.bos_id is None) or (eos and self.eos_id is None):
+            missing = "bos" if bos and self.bos_id is None else "eos"
+            raise UserError(f"{self.name}: the tokenizer has no {missing} token; name it in tokenizer_config.json")
+        before = [self.bos_id] if (self._adds_bos if bos is None else bos) else []
+        after = [self.eos_id] if eos else []
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [before + encoding.ids + after for encoding in encodings]
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Return the text that ``ids`` stand for."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self) -> np.ndarray:
+        """UTF-8 bytes that each token stands for, (vocab_size,) int64; special tokens and unused ids stand for none.
+
+        Over a text's tokens the sum is its length in bytes; SentencePiece-like tokenizers put one space before a text,
+        which counts.
+        """
+        import numpy as np
+
+        sizes = np.zeros(self.vocab_size, dtype=np.int64)
+        added = self._tokenizer.get_added_tokens_decoder()
+        byte_level = '"ByteLevel"' in json.dumps(json.loads(self._tokenizer.to_str())["decoder"])
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in added:
+                sizes[i] = 0 if added[i].special else len(added[i].content.encode())
+            elif byte_level:
+                sizes[i] = len(token)  # one character of GPT-2's alphabet per byte
+            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                sizes[i] = 1  # byte fallback
+            else:
+                sizes[i] = len(token.replace("\u2581", " ").encode())
+        return sizes
+
+    def save(self, folder: str | Path) -> None:
+        """Write all files of the tokenizer, chat templates and generation_config.json included, into ``folder``."""
+        for name, content in self._files.items():
+            file = Path(folder) / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+
+    def splits_at_newlines(self) -> bool:
+        """Whether text may be cut after a line (and before a letter) without changing the ids: not so where a space
+        is put before every text."""
+        left, right = self.encode_batch(["some text;\n", "and more"], bos=False)
+        return self.encode("some text;\nand more", bos=False) == left + right
+
+    def _special_id(self, which: str) -> int | None:
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            token = self._settings.get(name, {}).get(f"{which}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str) and (found := self._tokenizer.token_to_id(token)) is not None:
+                return found
+        found = self._settings.get("generation_config.json", {}).get(f"{which}_token_id")
+        found = found[0] if isinstance(found, list) and found else found
+        if isinstance(found, int) and 0 <= found < self.vocab_size:
+            return found
+        if which == "eos" and not any(self._settings.values()):
+            return next((i for t in _USUAL_EOS if (i := self._tokenizer.token_to_id(t)) is not None), None)
+        return None
+
+    def _finds_bos_added(self) -> bool:
+        if self.bos_id is None:
+            return False
+        said = self._settings.get("tokenizer_config.json", {}).get("add_bos_token")
+        if isinstance(said, bool):
+            return said
+        return self._tokenizer.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+
+
+def _tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The files beside a tokenizer.json that belong to it, by their path inside the folder."""
+    found = {match for pattern in FILE_PATTERNS for match in folder.glob(pattern)}
+    return {str(match.relative_to(folder)): match.read_bytes() for match in sorted(found) if match.is_file()}
+
+
+def _parse_object(name: str, content: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{name} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{name} must hold a JSON object")
+    return parsed
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE with ``<|endoftext|>`` (id 0) as its one special token. Deterministic.
+
+    Args:
+        texts: The corpus, or a sample of it: a few MB are enough for a small vocabulary.
+        vocab_size: Tokens to end up with, the special one and the 256 bytes included; short texts give fewer.
+
+    Raises:
+        UserError: if ``vocab_size`` has no room for the bytes.
+    """
+    if vocab_size < BYTES + 1:
+        raise UserError(f"--data.vocab_size {vocab_size}: must be at least {BYTES + 1}: the bytes and {END_OF_TEXT}")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from tokenizers import Tokenizer as Core
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    core = Core(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    eos_id = core.token_to_id(END_OF_TEXT)
+    settings = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+            "add_bos_token": False,
+            "clean_up_tokenization_spaces": False,
+        },
+        "special_tokens_map.json": {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT},
+        "generation_config.json": {"bos_token_id": eos_id, "eos_token_id": eos_id},
+    }
+    files = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in settings.items()}
+    return Tokenizer({"tokenizer.json": core.to_str(pretty=True).encode(), **files}, name="the trained tokenizer")
