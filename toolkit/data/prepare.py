@@ -181,11 +181,10 @@ def _make(
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f"{_unfinished_prefix()}{os.getpid()}-", dir=folder.parent))
     try:
-        if tokenizer is None:
-            tokenizer = _train_tokenizer(sources, texts[0], report)
-        tokenizer.save(temporary / "tokenizer")
-        manifest = {"version": CODE_VERSION, "key": key, "tokenizer": tokenizer.fingerprint}
-        manifest |= _write_splits(temporary, sources, texts, tokenizer, max_seq_length, report)
+        used = tokenizer or _train_tokenizer(sources, texts[0], report)
+        used.save(temporary / "tokenizer")
+        manifest = {"version": CODE_VERSION, "key": key, "tokenizer": used.fingerprint}
+        manifest |= _write_splits(temporary, sources, texts, used, max_seq_length, report)
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         temporary.chmod(0o755)  # mkdtemp's folder is private, a cache may be shared
         _publish(temporary, folder, key, tokenizer, max_seq_length)
@@ -266,7 +265,7 @@ def _write_tokens(path: Path, texts: list[documents.Document], tokenizer: Tokeni
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def _publish(temporary: Path, folder: Path, key: str, tokenizer: Tokenizer, max_seq_length: int) -> None:
+def _publish(temporary: Path, folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int) -> None:
     try:
         os.rename(temporary, folder)
     except OSError:

@@ -1,0 +1,147 @@
+from itertools import islice
+
+import pytest
+import torch
+
+from toolkit.data.loader import Batch, train_batches, val_batches
+from toolkit.data.order import shuffled_index
+from toolkit.data.synthetic import SyntheticRows
+
+T = 8
+N = 29
+ROWS = SyntheticRows(vocab_size=100, num_rows=N, seed=0, block_size=T + 1)
+
+
+def batches(**changes):
+    options = {
+        "seed": 5, "start_step": 0, "total_positions": None, "global_batch_size": 8, "micro_batch_size": 2,
+        "rank": 0, "world_size": 1, "num_workers": 0,
+    }  # fmt: skip
+    return train_batches(ROWS, **(options | changes))
+
+
+def ids_of(step: list[Batch]) -> list[int]:
+    return [i for batch in step for i in batch.ids]
+
+
+def stream(start: int, stop: int) -> list[int]:
+    return [shuffled_index(p, N, 5) for p in range(start, stop)]
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 8), (1, 4), (1, 1), (2, 4), (2, 2), (4, 2), (4, 1)])
+def test_n3_ranks_and_micro_batches_share_one_global_batch(world, micro):
+    """Whatever the split, the union is the global batch, in order, across the end of an epoch."""
+    ranks = [batches(world_size=world, rank=r, micro_batch_size=micro) for r in range(world)]
+    for s in range(8):  # 64 positions: two epochs of 29 rows and more
+        steps = [next(rank) for rank in ranks]
+        assert all(len(step) == 8 // (world * micro) for step in steps)
+        in_order = [i for a in range(8 // (world * micro)) for step in steps for i in step[a].ids]
+        assert in_order == stream(s * 8, s * 8 + 8)
+
+
+def test_s2_starting_at_a_step_equals_continuing():
+    through = list(islice(batches(), 9))
+    for step, later in zip(range(4, 9), batches(start_step=4), strict=False):
+        assert ids_of(through[step]) == ids_of(later)
+        assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(through[step], later, strict=True))
+
+
+def test_a_far_step_is_reached_at_once():
+    assert ids_of(next(batches(start_step=10**9))) == stream(8 * 10**9, 8 * 10**9 + 8)
+
+
+def test_rows_are_read_rightly():
+    batch = next(batches())[1]
+    assert batch.input_ids.shape == batch.labels.shape == (2, T)
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+    for i, row in enumerate(batch.ids):
+        assert torch.equal(batch.input_ids[i], ROWS[row]["input_ids"])
+        assert torch.equal(batch.labels[i, :-1], batch.input_ids[i, 1:])
+    assert batch.n_tokens == batch.n_inputs == 2 * T
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_short_last_batch_is_filled_up(world):
+    """21 rows in all: the third step has 5 real rows, every rank the same number of equal shapes."""
+    ranks = [list(batches(total_positions=21, world_size=world, rank=r)) for r in range(world)]
+    assert [len(rank) for rank in ranks] == [3] * world
+    last = [batch for rank in ranks for batch in rank[-1]]
+    assert len(last) == 4 and all(batch.input_ids.shape == (2, T) for batch in last)
+    real = [i for batch in last for i in batch.ids if i >= 0]
+    assert sorted(real) == sorted(stream(16, 21))
+    assert sum(batch.n_tokens for batch in last) == sum(batch.n_inputs for batch in last) == 5 * T
+    for batch in last:
+        for i, row in enumerate(batch.ids):
+            assert (batch.labels[i] == -100).all() == (row == -1)
+
+
+def test_nothing_is_left_after_the_last_step():
+    assert list(batches(total_positions=16, start_step=2)) == []
+    assert list(batches(total_positions=16, start_step=5)) == []
+
+
+def test_workers_do_not_change_the_result():
+    expected = list(batches(total_positions=45))
+    found = list(batches(total_positions=45, num_workers=2))
+    assert len(expected) == len(found)
+    for step, other in zip(expected, found, strict=True):
+        assert ids_of(step) == ids_of(other)
+        assert all(torch.equal(a.labels, b.labels) for a, b in zip(step, other, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_global_random_state_is_left_alone(workers):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    next(batches(num_workers=workers))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_rows_are_read_lazily():
+    read = []
+
+    class Recorded:
+        def __len__(self):
+            return N
+
+        def __getitem__(self, index):
+            read.append(index)
+            return ROWS[index]
+
+    endless = train_batches(
+        Recorded(), seed=0, start_step=0, total_positions=None, global_batch_size=8, micro_batch_size=2, rank=0,
+        world_size=1, num_workers=0,
+    )  # fmt: skip
+    assert read == []
+    next(endless)
+    assert len(read) == 8
+
+
+def test_ragged_rows_are_padded_to_the_longest():
+    lengths = [3, 5]
+    rows = [{"input_ids": torch.arange(1, n + 1), "labels": torch.full((n,), 7)} for n in lengths]
+    (batch,) = val_batches(rows, micro_batch_size=3, rank=0, world_size=1, max_iters=None, pad_token=9)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 9, 9], [1, 2, 3, 4, 5], [9] * 5]
+    assert batch.labels.tolist() == [[7, 7, 7, -100, -100], [7] * 5, [-100] * 5]
+    assert (batch.n_inputs, batch.n_tokens, batch.ids) == (8, 8, [0, 1, -1])
+
+
+def test_n1_a_global_batch_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="does not divide"):
+        batches(world_size=3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_n6_validation_reads_every_row_once(world):
+    ranks = [
+        list(val_batches(ROWS, micro_batch_size=4, rank=r, world_size=world, max_iters=None)) for r in range(world)
+    ]
+    assert len({len(rank) for rank in ranks}) == 1
+    in_order = [i for step in zip(*ranks, strict=True) for batch in step for i in batch.ids if i >= 0]
+    assert in_order == list(range(N))
+    assert sum(batch.n_tokens for rank in ranks for batch in rank) == N * T
+
+
+def test_validation_is_bounded_by_max_iters():
+    found = list(val_batches(ROWS, micro_batch_size=2, rank=1, world_size=2, max_iters=3))
+    assert [batch.ids for batch in found] == [[2, 3], [6, 7], [10, 11]]

@@ -1,0 +1,155 @@
+import json
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+
+from toolkit.data import LitData, PythonStdlib, SyntheticTokens, TextFiles, python_stdlib
+from toolkit.errors import UserError
+
+MODULES = [LitData, PythonStdlib, SyntheticTokens, TextFiles]
+
+
+def test_data_modules_import_without_heavy_libraries():
+    code = """
+import sys, toolkit.data
+toolkit.data.TextFiles("x"), toolkit.data.PythonStdlib(), toolkit.data.LitData("x"), toolkit.data.SyntheticTokens()
+print([name for name in ("torch", "litdata", "tokenizers", "numpy", "lightning") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_options_of_one_name_have_one_default():
+    """jsonargparse hands the defaults of the default module on to the one that --data names."""
+    defaults = {}
+    for module in MODULES:
+        for option in fields(module):
+            assert defaults.setdefault(option.name, option.default) == option.default, option.name
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TextFiles("x", vocab_size=256), "--data.vocab_size 256"),
+        (lambda: TextFiles("x", val_fraction=1.0), "--data.val_fraction 1.0"),
+        (lambda: TextFiles("x", val_fraction=-0.1), "--data.val_fraction -0.1"),
+        (lambda: TextFiles("x", val_fraction=0.1, val_data_path="y"), "not both"),
+        (lambda: TextFiles("x", num_workers=-1), "--data.num_workers -1"),
+        (lambda: PythonStdlib(vocab_size=10), "--data.vocab_size 10"),
+        (lambda: PythonStdlib(val_fraction=2), "--data.val_fraction 2"),
+        (lambda: LitData("x", num_workers=-1), "--data.num_workers -1"),
+        (lambda: SyntheticTokens(vocab_size=0), "--data.vocab_size 0"),
+        (lambda: SyntheticTokens(num_rows=0), "--data.num_rows 0"),
+        (lambda: SyntheticTokens(seed=-1), "--data.seed -1"),
+    ],
+)
+def test_bad_options_are_one_line(make, message):
+    with pytest.raises(UserError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+def test_python_stdlib_chooses_source_text():
+    found = python_stdlib.find_sources()
+    names = {"/".join(p.parts[-2:]) for p in found}
+    assert any(name.endswith("/argparse.py") for name in names) and "json/decoder.py" in names
+    parts = {part for p in found for part in p.parts}
+    assert not parts & {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
+    assert 4e6 < sum(p.stat().st_size for p in found) < 20e6
+    assert found == sorted(found) == python_stdlib.find_sources()
+
+
+def test_python_without_sources(monkeypatch, tmp_path):
+    monkeypatch.setattr(python_stdlib.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(UserError, match="--data PythonStdlib: no Python source"):
+        PythonStdlib().prepare(tokenizer=None, max_seq_length=8)
+
+
+def test_undecodable_sources_are_skipped(monkeypatch, tmp_path):
+    (tmp_path / "good.py").write_text("x = 1")
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9")
+    monkeypatch.setattr(python_stdlib.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert [p.name for p in python_stdlib.find_sources()] == ["good.py"]
+
+
+def test_synthetic_tokens_are_a_pure_function_of_the_row():
+    data, same, other = (
+        SyntheticTokens(vocab_size=50, num_rows=10, seed=s).prepare(
+            tokenizer=None, max_seq_length=16, report=lambda _: None
+        )
+        for s in (1, 1, 2)
+    )
+    assert len(data.train) == 10 and data.train_tokens == 170 and data.val is None and data.tokenizer is None
+    row = data.train[7]
+    assert row["input_ids"].shape == row["labels"].shape == (16,)
+    assert torch.equal(row["input_ids"][1:], row["labels"][:-1]) and row["input_ids"].max() < 50
+    assert torch.equal(row["input_ids"], same.train[7]["input_ids"]) and data.content_key == same.content_key
+    assert not torch.equal(row["input_ids"], other.train[7]["input_ids"]) and data.content_key != other.content_key
+    assert not torch.equal(row["input_ids"], data.train[6]["input_ids"])
+    with pytest.raises(IndexError):
+        data.train[10]
+
+
+@pytest.fixture
+def prepared(corpus, tmp_path):
+    """The folder that preparing the corpus left, and its data."""
+    module = TextFiles(str(corpus), cache_dir=str(tmp_path), vocab_size=300)
+    data = module.prepare(tokenizer=None, max_seq_length=32, report=lambda _: None)
+    return next(tmp_path.glob("text_files-*")), data
+
+
+def test_litdata_reads_prepared_chunks(prepared):
+    folder, data = prepared
+    lines = []
+    again = LitData(str(folder)).prepare(tokenizer=data.tokenizer, max_seq_length=32, report=lines.append)
+    assert len(again.train) == len(data.train) and len(again.val) == len(data.val)
+    assert torch.equal(again.train[3]["labels"], data.train[3]["labels"])
+    assert again.train_tokens == data.train_tokens and "0 tokens at the ends" in lines[0]
+    alone = LitData(str(folder / "train"), split_names=None)
+    alone = alone.prepare(tokenizer=None, max_seq_length=32, report=lines.append)
+    assert len(alone.train) == len(data.train) and alone.val is None and alone.tokenizer is None
+    assert alone.content_key != again.content_key
+
+
+def test_litdata_reports_the_tail_of_each_chunk(prepared):
+    folder, data = prepared
+    lines = []
+    LitData(str(folder)).prepare(tokenizer=None, max_seq_length=100, report=lines.append)
+    tokens = [33 * len(data.train), 33 * len(data.val)]
+    assert f"{sum(t % 101 for t in tokens)} tokens at the ends" in lines[0]
+
+
+def litdata_error(path, tokenizer=None, max_seq_length=32, **options) -> str:
+    with pytest.raises(UserError) as error:
+        LitData(str(path), **options).prepare(tokenizer=tokenizer, max_seq_length=max_seq_length)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_s4_hostile_index_is_refused(prepared):
+    folder, _ = prepared
+    index = json.loads((folder / "train" / "index.json").read_text())
+    index["chunks"][0]["filename"] = "../val/chunk-0-0.bin"
+    (folder / "train" / "index.json").write_text(json.dumps(index))
+    assert "only plain file names" in litdata_error(folder)
+
+
+def test_litdata_errors(prepared, tmp_path):
+    folder, _ = prepared
+    assert litdata_error(tmp_path / "nowhere").startswith(f"--data.data_path {tmp_path}/nowhere: no folder")
+    assert "see --data.split_names" in litdata_error(folder, split_names=("train", "validation"))
+    assert "holds no index.json" in litdata_error(folder, split_names=None)
+    assert "holds a row of 1,000,001 tokens" in litdata_error(folder, max_seq_length=10**6)
+    (folder / "train" / "index.json").write_text("{")
+    assert "not an index" in litdata_error(folder)
+
+
+def test_litdata_notices_another_tokenizer(prepared):
+    from toolkit.data.tokenizer import train_bpe
+
+    folder, _ = prepared
+    small = train_bpe(["text"], 257)
+    assert "made with another tokenizer" in litdata_error(folder, tokenizer=small)

@@ -1,0 +1,383 @@
+"""Law S5 and the preparation of text: what is on disk is exactly the text, and never another text's."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from toolkit.data import PythonStdlib, TextFiles, documents
+from toolkit.data.prepare import default_cache_dir
+from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.errors import UserError
+
+T = 32
+
+
+@pytest.fixture
+def text(corpus, tmp_path):
+    """A copy of the corpus that a test may change."""
+    return shutil.copytree(corpus, tmp_path / "text")
+
+
+@pytest.fixture
+def prepare(text, tmp_path):
+    """Prepare the text in a private cache; returns the data and the lines it reported."""
+
+    def run(tokenizer=None, max_seq_length=T, **options):
+        lines = []
+        options = {"train_data_path": str(text), "cache_dir": str(tmp_path / "cache"), "vocab_size": 300} | options
+        data = TextFiles(**options).prepare(tokenizer=tokenizer, max_seq_length=max_seq_length, report=lines.append)
+        return data, " | ".join(lines)
+
+    return run
+
+
+def all_tokens(rows) -> list[int]:
+    """The tokens of rows, one block after the other."""
+    blocks = [rows[i] for i in range(len(rows))]
+    return [t for row in blocks for t in (*row["input_ids"].tolist(), row["labels"][-1].item())]
+
+
+def folders(cache):
+    return sorted(p.name for p in cache.iterdir())
+
+
+def test_s5_miss_then_hit(prepare, tmp_path):
+    first, said = prepare()
+    assert "MISS" in said and "not prepared yet" in said and "HIT" not in said
+    again, said = prepare()
+    assert "HIT" in said and "MISS" not in said
+    assert again.content_key == first.content_key and again.train_tokens == first.train_tokens
+    assert all_tokens(again.train) == all_tokens(first.train) and all_tokens(again.val) == all_tokens(first.val)
+    assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert folders(folder) == ["manifest.json", "tokenizer", "train", "val"]
+
+
+def test_s5_every_ingredient_changes_the_key(prepare, text, tmp_path):
+    keys = [prepare()[0].content_key]
+    tokenizer = train_bpe(["other text, another tokenizer " * 50], 280)
+    for change in (
+        {"max_seq_length": T + 1}, {"vocab_size": 301}, {"val_fraction": 0.1}, {"val_fraction": 0.0},
+        {"tokenizer": tokenizer},
+    ):  # fmt: skip
+        data, said = prepare(**change)
+        assert "MISS" in said
+        keys.append(data.content_key)
+    file = text / "part03.txt"
+    file.write_text(file.read_text().replace("model", "modal", 1))
+    data, said = prepare()
+    assert "MISS" in said
+    keys.append(data.content_key)
+    assert len(set(keys)) == len(keys) == len(folders(tmp_path / "cache"))
+
+
+def test_s5_code_version_is_part_of_the_key(prepare, monkeypatch):
+    prepare()
+    monkeypatch.setattr("toolkit.data.prepare.CODE_VERSION", 10**6)
+    assert "MISS" in prepare()[1]
+
+
+def test_s5_moved_and_renamed_text_is_found_again(prepare, text, tmp_path):
+    first = prepare()[0]
+    moved = tmp_path / "elsewhere" / "deeper"
+    moved.mkdir(parents=True)
+    for i, file in enumerate(sorted(text.iterdir(), reverse=True)):
+        os.utime(shutil.move(file, moved / f"{i}.md"), (i, i))
+    data, said = prepare(train_data_path=str(tmp_path / "elsewhere"))
+    assert "HIT" in said and data.content_key == first.content_key
+
+
+def test_s5_the_content_key_knows_the_rows_only(prepare):
+    """A run that is resumed with the tokenizer of its checkpoint has the data that it had."""
+    first = prepare()[0]
+    again, said = prepare(tokenizer=first.tokenizer)
+    assert "MISS" in said and again.content_key == first.content_key
+
+
+DAMAGE = {
+    "manifest emptied": lambda f: (f / "manifest.json").write_text(""),
+    "manifest of other data": lambda f: (f / "manifest.json").write_text('{"key": "0"}'),
+    "manifest of another kind": lambda f: (f / "manifest.json").write_text("[]"),
+    "manifest without splits": lambda f: _edit(f, lambda m: m.pop("val")),
+    "manifest with a split that is none": lambda f: _edit(f, lambda m: m.update(train=3)),
+    "manifest with other counts": lambda f: _edit(f, lambda m: m["train"].update(rows=5)),
+    "manifest missing": lambda f: (f / "manifest.json").unlink(),
+    "chunk cut short": lambda f: _cut(f / "train" / "chunk-0-0.bin"),
+    "chunk missing": lambda f: (f / "val" / "chunk-0-0.bin").unlink(),
+    "tokenizer missing": lambda f: shutil.rmtree(f / "tokenizer"),
+    "tokenizer changed": lambda f: (f / "tokenizer/tokenizer_config.json").write_text('{"eos_token": "a"}'),
+    "everything missing": lambda f: (shutil.rmtree(f), f.mkdir()),
+}
+
+
+def _edit(folder, change):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_s5_damaged_data_is_prepared_anew(prepare, tmp_path, damage):
+    first = prepare()[0]
+    (folder,) = (tmp_path / "cache").iterdir()
+    DAMAGE[damage](folder)
+    again, said = prepare()
+    assert "MISS" in said and "damaged" in said
+    assert again.content_key == first.content_key and all_tokens(again.train) == all_tokens(first.train)
+    assert folders(tmp_path / "cache") == [folder.name]
+    assert "HIT" in prepare()[1]
+
+
+def run_python(code: str, *args) -> subprocess.Popen:
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+PREPARE = """
+    import sys
+    from toolkit.data import TextFiles
+    import toolkit.data.prepare as prepare
+    text, cache = sys.argv[1:3]
+    def run():
+        data = TextFiles(text, cache_dir=cache, vocab_size=300)
+        return data.prepare(tokenizer=None, max_seq_length=32)
+"""
+
+
+def test_s5_a_killed_preparation_is_never_reused(prepare, text, tmp_path):
+    killed = (
+        PREPARE
+        + """
+    import os, signal
+    write = prepare.write_chunks
+    def write_and_die(tokens, folder, block_size):
+        write(tokens, folder, block_size)
+        if folder.name == "val":
+            os.kill(os.getpid(), signal.SIGKILL)
+    prepare.write_chunks = write_and_die
+    run()
+    """
+    )
+    process = run_python(killed, text, tmp_path / "cache")
+    output = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, output
+    (leftover,) = folders(tmp_path / "cache")
+    assert leftover.startswith(".unfinished")
+    data, said = prepare()
+    assert "MISS" in said and "not prepared yet" in said
+    (folder,) = folders(tmp_path / "cache")  # what was left behind is gone
+    assert folder.startswith("text_files-") and len(data.train) > 0
+
+
+def test_s5_two_processes_at_once(prepare, text, tmp_path):
+    code = PREPARE + "    print(run().content_key)\n"
+    processes = [run_python(code, text, tmp_path / "cache") for _ in range(2)]
+    outputs = [p.communicate(timeout=60) for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], outputs
+    data, said = prepare()
+    assert "HIT" in said
+    assert {out.split()[-1] for out, _ in outputs} == {data.content_key}
+    assert len(folders(tmp_path / "cache")) == 1
+
+
+def test_s5_a_slower_process_takes_what_a_quicker_one_published(prepare, text, tmp_path, monkeypatch):
+    import toolkit.data.prepare as module
+
+    publish, quicker = module._publish, []
+
+    def publish_second(*args):
+        if not quicker:
+            quicker.append(True)
+            quicker.append(prepare()[0])  # another process, start to end, meanwhile
+        publish(*args)
+
+    monkeypatch.setattr(module, "_publish", publish_second)
+    slower = prepare()[0]
+    assert slower.content_key == quicker[1].content_key and len(folders(tmp_path / "cache")) == 1
+
+
+def test_failed_preparation_leaves_nothing(prepare, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("toolkit.data.prepare.write_chunks", full)
+    with pytest.raises(UserError, match=r"--data.cache_dir .*: No space left on device"):
+        prepare()
+    assert folders(tmp_path / "cache") == []
+
+
+def expected_stream(paths, tokenizer) -> list[int]:
+    ordered = sorted((documents.fingerprint([p], "x")[0] for p in paths), key=lambda d: d.sha256)
+    return [t for d in ordered for t in tokenizer.encode(d.path.read_bytes().decode(), bos=False, eos=True)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.3])
+def test_no_token_is_lost_or_doubled(prepare, text, count, fraction):
+    """Held-out = the last x % of the tokens, whatever the number of files; one end-of-document token each."""
+    files = sorted(text.iterdir())
+    for file in files[count:]:
+        file.unlink()
+    data, said = prepare(val_fraction=fraction)
+    stream = expected_stream(files[:count], data.tokenizer)
+    assert stream.count(data.tokenizer.eos_id) == count
+    cut = len(stream) - int(len(stream) * fraction)
+    train, val = stream[:cut], stream[cut:]
+    assert all_tokens(data.train) == train[: len(train) // (T + 1) * (T + 1)]
+    assert data.train_tokens == len(data.train) * (T + 1)
+    tails = [len(train) % (T + 1)]
+    if fraction:
+        assert all_tokens(data.val) == val[: len(val) // (T + 1) * (T + 1)]
+        tails.append(len(val) % (T + 1))
+    else:
+        assert data.val is None
+    assert all(f"{tail} tokens left over" in said for tail in tails if tail)
+
+
+def test_own_validation_text(prepare, text, tmp_path):
+    held_out = tmp_path / "held_out.txt"
+    shutil.move(text / "part00.txt", held_out)
+    data, _ = prepare(val_data_path=str(held_out))
+    assert all_tokens(data.val) == expected_stream([held_out], data.tokenizer)[: len(data.val) * (T + 1)]
+    assert all_tokens(data.train) == expected_stream(text.iterdir(), data.tokenizer)[: len(data.train) * (T + 1)]
+
+
+def test_large_vocabularies_and_chunks(prepare, monkeypatch):
+    """Token ids beyond 16 bits; documents cut into pieces; many chunks."""
+    small = prepare()[0]
+    raw = json.loads(small.tokenizer._files["tokenizer.json"])
+    raw["model"]["vocab"]["\u0120the"] = 70_000
+    files = small.tokenizer._files | {"tokenizer.json": json.dumps(raw).encode()}
+    tokenizer = Tokenizer(files, "big")
+    whole = prepare(tokenizer=tokenizer)[0]
+    assert 70_000 in all_tokens(whole.train) and whole.train.dtype.name == "int32"
+    monkeypatch.setattr("toolkit.data.chunks._TOKENS_PER_CHUNK", 1000)
+    monkeypatch.setattr("toolkit.data.prepare.CODE_VERSION", 10**6)
+    pieces = prepare(tokenizer=tokenizer)[0]
+    assert len(list(pieces.train.folder.glob("*.bin"))) > 5
+    assert pieces.content_key == whole.content_key and all_tokens(pieces.train) == all_tokens(whole.train)
+
+
+def test_long_documents_are_encoded_in_pieces_to_the_same_ids(tmp_path, monkeypatch):
+    lines = "def f(x):\n    return x\r\n\n\nclass C:\n\ttext = 'naïve 你好'\n\n   \nimport os\n// no cut\n" * 200
+    file = tmp_path / "long.py"
+    file.write_bytes(lines.encode())
+    tokenizer = train_bpe([lines], 400)
+    (document,) = documents.fingerprint([file], "x")
+    pieces = list(documents.pieces(document, size=500))
+    assert len(pieces) > 10 and "".join(p.text for p in pieces) == lines
+    assert [p.ends_document for p in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [t for p in pieces for t in tokenizer.encode(p.text)] == tokenizer.encode(lines)
+    assert [p.text for p in documents.pieces(document, None)] == [lines]
+
+
+def test_a_tokenizer_without_end_of_document_is_refused(prepare, tmp_path):
+    files = dict(train_bpe(["text"], 260)._files)
+    files = {"tokenizer.json": files["tokenizer.json"], "tokenizer_config.json": b'{"model_max_length": 8}'}
+    tokenizer = Tokenizer(files, "--tokenizer_dir nowhere")
+    assert tokenizer.eos_id is None
+    with pytest.raises(UserError, match="--tokenizer_dir nowhere: has no end-of-document token"):
+        prepare(tokenizer=tokenizer)
+
+
+def test_short_text_says_how_much_is_needed(prepare, text):
+    for file in sorted(text.iterdir())[1:]:
+        file.unlink()
+    (text / "part00.txt").write_text("the model")
+    with pytest.raises(UserError, match=r"--data.train_data_path .*text: \d+ training tokens, but one row needs 33"):
+        prepare(val_fraction=0.0)
+    (text / "part00.txt").write_text("the model reads " * 100)
+    with pytest.raises(UserError, match=r"--data.val_fraction 0.01: \d held-out tokens, but one row needs 33"):
+        prepare(val_fraction=0.01)
+
+
+def test_text_that_is_not_utf8_is_named(prepare, text):
+    (text / "picture.png").write_bytes(b"\x89PNG\r\n")
+    with pytest.raises(UserError, match=r"picture.png is not UTF-8 text") as error:
+        prepare()
+    assert str(error.value).startswith("--data.train_data_path ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("missing", "no such file or folder"), ("*.nothing", "no file matches"), ("empty", "has no files")],
+)
+@pytest.mark.parametrize("option", ["train_data_path", "val_data_path"])
+def test_missing_or_empty_text(prepare, tmp_path, option, path, message):
+    (tmp_path / "empty").mkdir()
+    value = str(tmp_path / path)
+    with pytest.raises(UserError) as error:
+        prepare(**{option: value})
+    assert str(error.value).startswith(f"--data.{option} {value}: ") and message in str(error.value)
+
+
+def test_files_without_text(prepare, text, tmp_path):
+    full = prepare()[0]
+    (text / "empty.txt").touch()
+    (text / ".hidden").write_bytes(b"\xff")
+    data, said = prepare()
+    assert "HIT" in said and data.content_key == full.content_key  # an empty file is no document
+    (tmp_path / "void").mkdir()
+    (tmp_path / "void" / "a.txt").touch()
+    with pytest.raises(UserError, match="void: holds no text"):
+        prepare(train_data_path=str(tmp_path / "void"))
+
+
+def test_text_is_given_as_file_folder_or_glob(prepare, text):
+    (text / "sub").mkdir()
+    shutil.move(text / "part11.txt", text / "sub")
+    folder = prepare()[0].content_key
+    assert prepare(train_data_path=f"{text}/**/*.txt")[0].content_key == folder
+    one = prepare(train_data_path=f"{text}/part00.txt")[0].content_key
+    assert prepare(train_data_path=f"{text}/*00.txt")[0].content_key == one != folder
+
+
+def test_validation_text_inside_the_training_text_is_refused(prepare, text):
+    with pytest.raises(UserError, match=r"--data.val_data_path .*part00.txt is training text too"):
+        prepare(val_data_path=str(text / "part00.txt"))
+
+
+def test_a_cache_that_cannot_be_written(prepare, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=rf"--data.cache_dir {tmp_path}/file: cannot be used: "):
+        prepare(cache_dir=str(tmp_path / "file"))
+    with pytest.raises(UserError, match=rf"--data.cache_dir {tmp_path}/file/below: cannot be used: "):
+        prepare(cache_dir=str(tmp_path / "file" / "below"))
+
+
+def test_default_cache_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "toolkit" / "data"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / ".cache" / "toolkit" / "data"
+
+
+def test_preparation_prints_nothing_of_its_own(prepare, capfd):
+    prepare()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_python_stdlib(tmp_path, monkeypatch):
+    """The default data, on a few of its files; the choice of files is tested beside it."""
+    from toolkit.data import python_stdlib
+
+    some = [p for p in python_stdlib.find_sources() if p.parent.name in ("json", "email")]
+    monkeypatch.setattr(python_stdlib, "find_sources", lambda: some)
+    module = PythonStdlib(vocab_size=512, cache_dir=str(tmp_path))
+    lines = []
+    data = module.prepare(tokenizer=None, max_seq_length=64, report=lines.append)
+    assert all_tokens(data.train) == expected_stream(some, data.tokenizer)[: len(data.train) * 65]
+    assert data.tokenizer.vocab_size == 512
+    assert module.prepare(tokenizer=None, max_seq_length=64, report=lines.append).content_key == data.content_key
+    assert "MISS" in lines[0] and "HIT" in lines[-1]

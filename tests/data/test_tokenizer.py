@@ -1,0 +1,211 @@
+import json
+import shutil
+
+import pytest
+
+from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.errors import UserError
+
+TEXTS = [
+    "def f(x):\n    return x + 1\n\n\nclass Größe:\n\tpass  # naïve 你好 🙂\r\n",
+    "",
+    " leading space, trailing space ",
+    "two\n\nblank <|endoftext|> lines and a special token",
+    "\x00\x7f\u200b control",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(corpus):
+    return train_bpe([p.read_text() for p in sorted(corpus.iterdir())] + TEXTS, 400)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_dir(tmp_path_factory):
+    """A small tokenizer as Llama 2's: a space before the text, byte fallback, bos in front."""
+    from tokenizers import Tokenizer as Core
+    from tokenizers import decoders, models, normalizers, processors
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    pieces += ["\u2581", "t", "h", "e", "a", "\u2581t", "\u2581th", "\u2581the", "\u2581a"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("\u2581", "t"), ("\u2581t", "h"), ("\u2581th", "e"), ("\u2581", "a")]
+    core = Core(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    core.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 1)])
+    core.add_special_tokens(["<unk>", "<s>", "</s>"])
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    core.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": {"content": "<s>", "__type": "AddedToken"},
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "tokenizer.model").write_bytes(b"not read")
+    (folder / "model.safetensors").write_bytes(b"not a tokenizer file")
+    return folder
+
+
+def test_trained_tokenizer_equals_transformers(trained, tmp_path):
+    from transformers import AutoTokenizer
+
+    trained.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(theirs) == trained.vocab_size
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (trained.eos_id, trained.bos_id) == (0, 0)
+    for text in TEXTS:
+        assert theirs(text)["input_ids"] == trained.encode(text)
+        assert theirs.decode(trained.encode(text)) == trained.decode(trained.encode(text), skip_special_tokens=False)
+
+
+def test_loaded_tokenizer_equals_transformers(sentencepiece_dir):
+    from transformers import AutoTokenizer
+
+    ours, theirs = Tokenizer.load(sentencepiece_dir), AutoTokenizer.from_pretrained(sentencepiece_dir)
+    for text in [*TEXTS, "the cat </s> the"]:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.encode(text, bos=False) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+def test_trained_tokenizer_round_trips_and_reloads(trained, tmp_path):
+    trained.save(tmp_path / "new")
+    loaded = Tokenizer.load(tmp_path / "new")
+    assert loaded.fingerprint == trained.fingerprint
+    assert loaded.encode_batch(TEXTS) == trained.encode_batch(TEXTS) == [trained.encode(t) for t in TEXTS]
+    text = TEXTS[0]
+    assert loaded.decode(loaded.encode(text, eos=True)) == text
+    assert loaded.encode(text, bos=True, eos=True) == [0, *loaded.encode(text), 0]
+
+
+def test_training_is_deterministic(trained, corpus):
+    again = train_bpe([p.read_text() for p in sorted(corpus.iterdir())] + TEXTS, 400)
+    other = train_bpe([p.read_text() for p in sorted(corpus.iterdir())], 300)
+    assert again.fingerprint == trained.fingerprint != other.fingerprint
+
+
+def test_token_bytes_sum_to_the_bytes_of_the_text(trained):
+    sizes = trained.token_bytes()
+    assert sizes.shape == (trained.vocab_size,) and sizes.dtype == "int64"
+    for text in TEXTS:
+        expected = len(text.replace("<|endoftext|>", "").encode())
+        assert sizes[trained.encode(text, eos=True)].sum() == expected
+
+
+def test_token_bytes_of_a_sentencepiece_like_tokenizer(sentencepiece_dir):
+    tokenizer = Tokenizer.load(sentencepiece_dir)
+    sizes = tokenizer.token_bytes()
+    for text in ("the cat", "größe 你", "a"):
+        assert sizes[tokenizer.encode(text, eos=True)].sum() == len(text.encode()) + 1  # the space in front
+
+
+def test_added_tokens_count_unless_special(trained, tmp_path):
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Core
+
+    trained.save(tmp_path)
+    core = Core.from_file(str(tmp_path / "tokenizer.json"))
+    core.add_tokens([AddedToken("größe", special=False)])
+    core.add_special_tokens(["<|tool|>"])
+    core.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.vocab_size == trained.vocab_size + 2
+    assert tokenizer.token_bytes()[-2:].tolist() == [len("größe".encode()), 0]
+
+
+def test_saving_copies_every_tokenizer_file_even_if_the_folder_is_gone(sentencepiece_dir, tmp_path):
+    source = shutil.copytree(sentencepiece_dir, tmp_path / "source")
+    tokenizer = Tokenizer.load(source)
+    expected = {p.name: p.read_bytes() for p in source.iterdir() if p.name != "model.safetensors"}
+    shutil.rmtree(source)  # such as a checkpoint that keep_last removed
+    tokenizer.save(tmp_path / "copy")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "copy").iterdir()} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("tokenizer_config.json", {"eos_token": "</s>"}, 2),
+        ("tokenizer_config.json", {"eos_token": {"content": "</s>"}}, 2),
+        ("special_tokens_map.json", {"eos_token": {"content": "<s>"}}, 1),
+        ("generation_config.json", {"eos_token_id": [7, 8]}, 7),
+        ("generation_config.json", {"eos_token_id": 10**6}, None),
+        ("tokenizer_config.json", {"eos_token": "<missing>"}, None),
+    ],
+)
+def test_end_of_document_token_is_found(sentencepiece_dir, tmp_path, name, content, expected):
+    shutil.copy(sentencepiece_dir / "tokenizer.json", tmp_path)
+    assert Tokenizer.load(tmp_path / "tokenizer.json").eos_id == 2  # a usual name, when nothing else is said
+    (tmp_path / name).write_text(json.dumps(content))
+    assert Tokenizer.load(tmp_path).eos_id == expected
+
+
+def test_add_bos_token_in_the_settings_wins(sentencepiece_dir, tmp_path):
+    folder = shutil.copytree(sentencepiece_dir, tmp_path / "t")
+    assert Tokenizer.load(folder).encode("a")[0] == 1
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
+    assert Tokenizer.load(folder).encode("a")[0] != 1
+
+
+def test_truncation_and_padding_are_switched_off(trained, tmp_path):
+    from tokenizers import Tokenizer as Core
+
+    trained.save(tmp_path)
+    core = Core.from_file(str(tmp_path / "tokenizer.json"))
+    core.enable_truncation(4)
+    core.enable_padding(length=64)
+    core.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode(TEXTS[0]) == trained.encode(TEXTS[0])
+
+
+def test_cutting_at_newlines_is_only_allowed_where_it_changes_nothing(trained, sentencepiece_dir):
+    assert trained.splits_at_newlines()
+    assert not Tokenizer.load(sentencepiece_dir).splits_at_newlines()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "no such folder"),
+        ({}, "holds no tokenizer.json"),
+        ({"tokenizer.model": b"x"}, "holds no tokenizer.json"),
+        ({"tokenizer.json": b"{}"}, "tokenizer.json cannot be read"),
+        ({"tokenizer.json": b""}, "tokenizer.json cannot be read"),
+        ({"tokenizer.json": b"\xff\xfe"}, "tokenizer.json cannot be read"),
+        ({"tokenizer.json": b"{}", "tokenizer_config.json": b"{"}, "tokenizer_config.json is not JSON"),
+        ({"tokenizer.json": b"{}", "generation_config.json": b"[]"}, "generation_config.json must hold"),
+    ],
+)
+def test_missing_or_broken_tokenizer_is_one_line(tmp_path, files, message):
+    folder = tmp_path / "tok"
+    if files is not None:
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        Tokenizer.load(folder)
+    assert str(error.value).startswith(f"--tokenizer_dir {folder}: ") and "\n" not in str(error.value)
+
+
+def test_a_token_that_is_not_there_cannot_be_asked_for(trained, tmp_path):
+    trained.save(tmp_path)
+    for name in ("special_tokens_map.json", "generation_config.json"):
+        (tmp_path / name).unlink()
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("x") == trained.encode("x")
+    for wish in ({"bos": True}, {"eos": True}):
+        with pytest.raises(UserError, match=next(iter(wish))):
+            tokenizer.encode("x", **wish)
+
+
+def test_vocabulary_without_room_for_the_bytes_is_refused():
+    with pytest.raises(UserError, match="--data.vocab_size 256"):
+        train_bpe(["text"], 256)
+    assert train_bpe(["text"], 257).vocab_size == 257
