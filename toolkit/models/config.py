@@ -6,9 +6,34 @@ Field names follow LitGPT's ``model_config.yaml``, so that its checkpoints can b
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
-from typing import Any, Literal, Optional
+from typing import Any, Literal, get_type_hints
 
 from toolkit.errors import UserError
+
+
+# The keys of rope_adjustments, as LitGPT names them.
+ROPE_ADJUSTMENTS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}
+
+_CHOICES = {
+    "position_embedding": ("rope", "learned"),
+    "norm_class_name": ("RMSNorm", "LayerNorm"),
+    "mlp_class_name": ("LLaMAMLP", "GptNeoxMLP"),
+    "gelu_approximate": ("none", "tanh"),
+}
+
+# Fields of LitGPT's configurations that are not ours, with the value that changes nothing. Fields that only matter
+# together with another one (rope_indices, ...) are let through: the other one is not.
+_NEUTRAL = {"norm_1": True, "norm_2": True, "rope_condense_ratio": 1, "routed_scaling_factor": 1.0}
+_DESCRIPTIVE = {"hf_config", "norm_qk_type", "rope_indices", "sliding_window_indices", "n_expert_per_token"}
+
+
+def _changes_nothing(name: str, value: Any, values: dict[str, Any]) -> bool:
+    """Whether a field of LitGPT's that this version does not know has a value that leaves the model as it is."""
+    if name == "attention_scores_scalar" and value is not None:
+        return value == values.get("head_size")  # the same as not set
+    if name in _NEUTRAL:
+        return value == _NEUTRAL[name]
+    return name in _DESCRIPTIVE or not value
 
 
 @dataclass(frozen=True)
@@ -47,18 +72,18 @@ class ModelConfig:
     name: str = ""
     family: str = "llama"
     block_size: int = 2048
-    vocab_size: Optional[int] = None
-    padded_vocab_size: Optional[int] = None
+    vocab_size: int | None = None
+    padded_vocab_size: int | None = None
     padding_multiple: int = 64
     n_layer: int = 2
     n_head: int = 4
-    n_query_groups: Optional[int] = None
+    n_query_groups: int | None = None
     n_embd: int = 64
-    head_size: Optional[int] = None
-    intermediate_size: Optional[int] = None
+    head_size: int | None = None
+    intermediate_size: int | None = None
     rotary_percentage: float = 1.0
     rope_base: float = 10000.0
-    rope_adjustments: Optional[dict[str, Any]] = None
+    rope_adjustments: dict[str, Any] | None = None
     position_embedding: Literal["rope", "learned"] = "rope"
     parallel_residual: bool = False
     shared_attention_norm: bool = False
@@ -72,6 +97,7 @@ class ModelConfig:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        self._check_choices()
         for name in ("block_size", "n_layer", "n_head", "n_embd", "vocab_size", "intermediate_size", "head_size"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -95,8 +121,22 @@ class ModelConfig:
                 set_field("padded_vocab_size", -(-self.vocab_size // multiple) * multiple)
             if self.padded_vocab_size < self.vocab_size:
                 raise UserError(
-                    f"--model_config.padded_vocab_size {self.padded_vocab_size}: smaller than vocab_size {self.vocab_size}"
+                    f"--model_config.padded_vocab_size {self.padded_vocab_size}: "
+                    f"smaller than vocab_size {self.vocab_size}"
                 )
+
+    def _check_choices(self) -> None:
+        """Refuse words that are none of a field's choices, and combinations that no model has."""
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise UserError(f"--model_config.{name} {value}: must be one of {', '.join(choices)}")
+        if self.shared_attention_norm and not self.parallel_residual:
+            raise UserError("--model_config.shared_attention_norm true: needs --model_config.parallel_residual true")
+        if self.rope_adjustments is not None and self.rope_adjustments.keys() != ROPE_ADJUSTMENTS:
+            raise UserError(
+                f"--model_config.rope_adjustments {self.rope_adjustments}: only Llama 3's scaling is known, "
+                f"with the keys {', '.join(sorted(ROPE_ADJUSTMENTS))}"
+            )
 
     @property
     def rope_n_elem(self) -> int:
@@ -112,9 +152,19 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        """Make a config from ``model_config.yaml``; fields that this version does not know are ignored."""
+        """Make a config from the content of a ``model_config.yaml``, ours or LitGPT's.
+
+        Raises:
+            UserError: A field that this version does not know has a value that would change the mathematics.
+        """
         known = {f.name for f in fields(cls)}
-        return cls(**{k: v for k, v in values.items() if k in known})
+        for name, value in values.items():
+            if name not in known and not _changes_nothing(name, value, values):
+                raise UserError(f"model_config.yaml: {name} {value}: this version cannot compute such a model")
+        config = {k: v for k, v in values.items() if k in known}
+        if "family" not in config:  # LitGPT's files do not say
+            config["family"] = "llama" if config.get("mlp_class_name", "LLaMAMLP") == "LLaMAMLP" else "gpt_neox"
+        return cls(**config)
 
     def override(self, overrides: ModelOverrides) -> ModelConfig:
         """Return the config with the fields that the user set; what is derived from them is derived again."""
@@ -129,7 +179,10 @@ class ModelConfig:
 
 ModelOverrides = make_dataclass(
     "ModelOverrides",
-    [(f.name, f"Optional[{f.type}]", None) for f in fields(ModelConfig)],
-    namespace={"__doc__": "Single fields of the model's configuration, set over those of the named one."},
+    [(name, hint | None, None) for name, hint in get_type_hints(ModelConfig).items()],
+    namespace={
+        "__doc__": "Single fields of the model's configuration, set over those of the named one.\n\n    Args:"
+        + ModelConfig.__doc__.partition("Args:")[2]
+    },
 )
-ModelOverrides.__module__ = __name__  # where jsonargparse looks up the names in the annotations
+ModelOverrides.__module__ = __name__

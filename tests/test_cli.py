@@ -1,0 +1,375 @@
+"""The command line: help that is quick, options by every documented spelling, mistakes in one line, exit codes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from toolkit import cli, cli_parser
+from toolkit.args import EvalArgs, TrainArgs
+from toolkit.commands import pretrain
+from toolkit.data import LitData, PythonStdlib, SyntheticTokens, TextFiles
+from toolkit.errors import GuardError, StoppedBySignal, UserError
+
+
+def toolkit(*argv: str, **kwargs) -> subprocess.CompletedProcess:
+    """Run the real thing."""
+    return subprocess.run([sys.executable, "-m", "toolkit", *argv], capture_output=True, text=True, **kwargs)
+
+
+def parse(*argv: str, setup=pretrain.setup, positionals=("model_name",)) -> dict:
+    return cli_parser.parse("pretrain", setup, positionals, list(argv))
+
+
+def mistake(*argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(*argv)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- help
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join)
+def test_help_is_quick_and_imports_no_torch(argv):
+    code = (
+        "import sys; from toolkit.cli import main\n"
+        f"code = main({argv!r})\n"
+        "print('torch' in sys.modules, 'jsonargparse' in sys.modules, file=sys.stderr); sys.exit(code)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: toolkit")
+    assert done.stderr.split() == ["False", str(len(argv) == 2)]
+    assert seconds < 5  # 0.3 s on an idle machine
+
+
+def test_the_overview_names_every_command():
+    shown = toolkit("--help").stdout
+    assert all(f"  {name} " in shown and text in shown for name, (_, _, text) in cli.COMMANDS.items())
+
+
+def test_only_the_chosen_command_is_imported():
+    code = (
+        "import sys; from toolkit.cli import main; main(['prepare_data', '--help'])\n"
+        "print(sorted(m for m in sys.modules if m.startswith('toolkit.commands.')), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ast.literal_eval(done.stderr) == ["toolkit.commands.prepare_data"]
+
+
+def test_version():
+    assert toolkit("--version").stdout.split() == ["toolkit", "0.1.0"]
+
+
+def test_help_shows_the_options_of_the_chosen_data(capsys):
+    assert parse("--help") is None
+    default = capsys.readouterr().out
+    assert "--data.val_fraction" in default and "--data.train_data_path" not in default
+    assert "LitData, PythonStdlib, SyntheticTokens, TextFiles" in " ".join(default.split())
+    parse("--data", "TextFiles", "--help")
+    assert "--data.train_data_path" in capsys.readouterr().out
+
+
+# ---- spellings
+
+
+@pytest.mark.parametrize(
+    ("argv", "path", "value"),
+    [
+        ("pico-llama", "model_name", "pico-llama"),
+        ("--model_name pico-llama", "model_name", "pico-llama"),
+        ("--train.micro_batch_size 4", "train.micro_batch_size", 4),
+        ("--train.micro_batch_size=4", "train.micro_batch_size", 4),
+        ("--train.max_tokens 1e6", "train.max_tokens", 1_000_000),
+        ("--train.max_tokens 1.5e6", "train.max_tokens", 1_500_000),
+        ("--train.max_tokens 1_000_000", "train.max_tokens", 1_000_000),
+        ("--train.learning_rate 4e-4", "train.learning_rate", 4e-4),
+        ("--train.epochs 1e1", "train.epochs", 10.0),
+        ("--train.lr_schedule wsd", "train.lr_schedule", "wsd"),
+        ("--train.tie_embeddings true", "train.tie_embeddings", True),
+        ("--train.tie_embeddings null", "train.tie_embeddings", None),
+        ('--train {"max_steps":3,"learning_rate":2e-3}', "train.max_steps", 3),
+        ('--train {"max_steps":3,"learning_rate":2e-3}', "train.learning_rate", 2e-3),
+        ("--eval.initial_validation true", "eval.initial_validation", True),
+        ("--eval.final_validation false", "eval.final_validation", False),
+        ("--eval.max_iters null", "eval.max_iters", None),
+        ("--log.run 5", "log.run", "5"),
+        ("--model_config.n_layer 2", "model_config.n_layer", 2),
+        ("--model_config.bias true", "model_config.bias", True),
+        ("--model_config.rope_base 5e5", "model_config.rope_base", 5e5),
+        ("--optimizer.name SGD", "optimizer.name", "SGD"),
+        ("--optimizer.betas [0.8,0.9]", "optimizer.betas", (0.8, 0.9)),
+        ("--optimizer.weight_decay 0.1", "optimizer.weight_decay", 0.1),
+        ('--optimizer.options {"momentum":0.9}', "optimizer.options", {"momentum": 0.9}),
+        ("--optimizer.options.momentum 0.9", "optimizer.options", {"momentum": 0.9}),
+        ("--resume true", "resume", True),
+        ("--resume false", "resume", False),
+        ("--resume auto", "resume", "auto"),
+        ("--resume out/run/step-00000010", "resume", "out/run/step-00000010"),
+        ("--out_dir 7", "out_dir", "7"),
+        ("--out_dir=", "out_dir", ""),
+        ("--precision bf16-mixed", "precision", "bf16-mixed"),
+        ("--initial_checkpoint_dir null", "initial_checkpoint_dir", None),
+        ("--seed 7", "seed", 7),
+        ("--data.vocab_size 512", "data", PythonStdlib(vocab_size=512)),
+        ("--data PythonStdlib", "data", PythonStdlib()),
+        ("--data TextFiles --data.train_data_path x", "data", TextFiles(train_data_path="x")),
+        ("--data.train_data_path x --data TextFiles", "data", TextFiles(train_data_path="x")),
+        ("--data toolkit.data.TextFiles --data.train_data_path x", "data", TextFiles(train_data_path="x")),
+        ("--data SyntheticTokens --data.num_rows 1e3", "data", SyntheticTokens(num_rows=1000)),
+        ('--data {"class_path":"LitData","init_args":{"data_path":"x"}}', "data", LitData(data_path="x")),
+    ],
+)
+def test_documented_spellings(argv, path, value):
+    found = parse(*argv.split(" "))
+    for name in path.split("."):
+        found = found[name] if isinstance(found, dict) else getattr(found, name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_nothing_given_is_the_signature():
+    found = parse()
+    assert found["train"] == TrainArgs() and found["eval"] == EvalArgs() and found["data"] == PythonStdlib()
+    assert found["seed"] == 42 and found["resume"] is False and found["model_name"] == "mini-llama"
+
+
+def test_values_are_taken_as_they_are():
+    def setup(checkpoint_dir: str, prompt: str = "x", temperature: float = 1.0) -> None:
+        """Try."""
+
+    for prompt in ("-", "", " two words\n", "true", "null", "1e3", "{a: 1}", "a=b", "-1", "# no comment", "café"):
+        assert parse("d", "--prompt", prompt, setup=setup, positionals=("checkpoint_dir",))["prompt"] == prompt
+    given = parse("--prompt=--dashes", "d", "--temperature", "-1", setup=setup, positionals=("checkpoint_dir",))
+    assert given == {"checkpoint_dir": "d", "prompt": "--dashes", "temperature": -1.0}
+
+
+# ---- YAML files
+
+
+def test_a_yaml_file_sets_what_flags_set_and_flags_win(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model_name: pico-llama\n"
+        "data: {class_path: TextFiles, init_args: {train_data_path: x, vocab_size: 300}}\n"
+        "train: {max_tokens: 1e6, learning_rate: 4e-4, micro_batch_size: 2}\n"
+        "optimizer: {betas: [0.9, 0.95], options: {momentum: 1e-1}}\n"
+        "resume: auto\n"
+    )
+    found = parse("--config", str(file))
+    assert (found["model_name"], found["resume"]) == ("pico-llama", "auto")
+    assert found["data"] == TextFiles(train_data_path="x", vocab_size=300)
+    assert found["train"] == TrainArgs(max_tokens=1_000_000, learning_rate=4e-4, micro_batch_size=2)
+    assert found["optimizer"].betas == (0.9, 0.95) and found["optimizer"].options == {"momentum": 0.1}
+    found = parse("tiny", "--train.micro_batch_size", "8", "--data.vocab_size", "400", "--config", str(file))
+    assert found["model_name"] == "tiny"
+    assert found["train"] == TrainArgs(max_tokens=1_000_000, learning_rate=4e-4, micro_batch_size=8)
+    assert found["data"] == TextFiles(train_data_path="x", vocab_size=400)
+
+
+def test_another_class_of_data_starts_from_its_own_defaults(tmp_path):
+    """jsonargparse would carry options of the same name over: 300 tokens that nobody asked for."""
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {class_path: TextFiles, init_args: {train_data_path: x, vocab_size: 300}}\n")
+    found = parse("--config", str(file), "--data", "SyntheticTokens", "--data.seed", "3")
+    assert found["data"] == SyntheticTokens(seed=3)
+
+
+def test_later_files_win(tmp_path):
+    for name, text in (("a", "seed: 1\ntrain: {max_steps: 5, epochs: 2}\n"), ("b", "train: {max_steps: 6}\nlog:\n")):
+        (tmp_path / name).write_text(text)
+    found = parse("--config", str(tmp_path / "a"), "--config", str(tmp_path / "b"))
+    assert found["seed"] == 1 and found["train"] == TrainArgs(max_steps=6, epochs=2)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "",
+        "pico-llama --resume true --data TextFiles --data.train_data_path x --model_config.n_layer 3",
+        "--eval.max_iters null --optimizer.betas [0.8,0.9] --optimizer.options.foreach true --train.min_lr 1e-5",
+        "--data LitData --data.data_path x --out_dir 5 --log.run null --train.max_tokens 3e9",
+    ],
+)
+def test_print_config_round_trip(argv, tmp_path, capsys):
+    assert parse(*argv.split(), "--print_config") is None
+    printed = capsys.readouterr().out
+    file = tmp_path / "hyperparameters.yaml"
+    file.write_text(printed)
+    assert parse("--config", str(file)) == parse(*argv.split())
+    parse("--config", str(file), "--print_config")
+    assert capsys.readouterr().out == printed
+    assert list(yaml.safe_load(printed)) == list(parse())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {max_step: 3}", "FILE: train.max_step: 3: no such option; did you mean train.max_steps?"),
+        ("max_steps: 3", "FILE: max_steps: 3: no such option; did you mean train.max_steps?"),
+        ("data: {class_path: TextFile}", "FILE: data: TextFile: no such class; did you mean 'TextFiles'?"),
+        ("data: {vocabsize: 3}", "FILE: data.vocabsize: 3: no such option; did you mean data.vocab_size?"),
+        ("train: {max_steps: x}", "FILE: train.max_steps: x: must be a whole number"),
+        ("seed: [1]", "FILE: seed: [1]: must be a whole number"),
+        ("train: 3", "FILE: train: 3: a group, which holds `name: value` pairs"),
+        ("- 1", "--config FILE: must hold `name: value` pairs"),
+        ("", "--config FILE: must hold `name: value` pairs"),
+    ],
+)
+def test_mistakes_in_a_yaml_file(text, message, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert mistake("--config", str(file)) == message.replace("FILE", str(file))
+
+
+def test_yaml_files_that_cannot_be_read(tmp_path):
+    assert mistake("--config", f"{tmp_path}/no.yaml") == f"--config {tmp_path}/no.yaml: No such file or directory"
+    assert mistake("--config") == "--config: needs a value: the path of a YAML file"
+    for name, content in (("broken", b"x: ["), ("code", b"x: !!python/object/apply:os.getcwd []"), ("bytes", b"\xff")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match="not a YAML file"):
+            parse("--config", str(tmp_path / name))
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--train.micro_batchsize 4", "--train.micro_batchsize 4: no such option; did you mean --train.micro_batch"),
+        ("--micro_batch_size=4", "--micro_batch_size 4: no such option; did you mean --train.micro_batch_size?"),
+        ("--micro-batch-size 4", "--micro-batch-size 4: no such option; did you mean --train.micro_batch_size?"),
+        ("--resum true", "--resum true: no such option; did you mean --resume?"),
+        ("--training.max_steps 3", "--training.max_steps 3: no such option; did you mean --train.max_steps?"),
+        ("--print_configs", "--print_configs: no such option; did you mean --print_config?"),
+        ("--qqq 1", "--qqq 1: no such option; see --help"),
+        ("--data.vocabsize 3", "--data.vocabsize 3: no such option; did you mean --data.vocab_size?"),
+        ("--data.train_data_path x", "--data.train_data_path x: no such option"),
+        ("--data TextFile", "--data TextFile: no such class; did you mean 'TextFiles'?"),
+        ("--data os.path", "--data os.path: no such class; known are LitData, PythonStdlib, SyntheticTokens"),
+        ("--data TextFiles", "--data.train_data_path: must be given"),
+        ("--data", "--data: needs a value: LitData, PythonStdlib, SyntheticTokens, TextFiles"),
+        ("--seed", "--seed: needs a value: a whole number"),
+        ("--train.max_steps --seed 3", "--train.max_steps: needs a value: a whole number"),
+        ("--train.max_steps abc", "--train.max_steps abc: must be a whole number"),
+        ("--train.max_steps 1.5", "--train.max_steps 1.5: must be a whole number"),
+        ("--seed null", "--seed null: must be a whole number"),
+        ("--train.learning_rate 4e-4x", "--train.learning_rate 4e-4x: must be a number"),
+        ("--train.learning_rate -1", "--train.learning_rate -1.0: must be greater than zero"),
+        ("--eval.initial_validation maybe", "--eval.initial_validation maybe: must be true or false"),
+        ("--accelerator gpu", "--accelerator gpu: must be one of auto, cpu, cuda, mps; did you mean 'cpu'?"),
+        ("--model_config.n_layer x", "--model_config.n_layer x: must be a whole number"),
+        ("--model_config.position_embedding learnt", "--model_config.position_embedding learnt: must be one of rope, "),
+        ("--optimizer.betas 0.9", "--optimizer.betas 0.9: must be a list of 2 such as [0.9, 0.95]"),
+        ("--optimizer.options 3", "--optimizer.options 3: must be a mapping such as "),
+        ("--train 3", "--train 3: train is a group; set its options, for example --train.NAME VALUE"),
+        ("pico-llama extra", "extra: unexpected word; options are given as --name value"),
+        ("-x", "-x: unexpected word; options are given as --name value"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_flag_value_and_mend(argv, message):
+    assert mistake(*argv.split()).startswith(message)
+
+
+def test_a_missing_positional_shows_the_usage():
+    def setup(checkpoint_dir: str, out_dir: str, dtype: str | None = None) -> None:
+        """Try."""
+
+    with pytest.raises(UserError) as caught:
+        parse("x", setup=setup, positionals=("checkpoint_dir", "out_dir"))
+    usage = "toolkit pretrain CHECKPOINT_DIR OUT_DIR [--option value ...]"
+    assert str(caught.value) == f"--out_dir: must be given; usage: {usage}"
+
+
+def test_a_class_of_the_users_own(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine_for_test.py").write_text(
+        "from dataclasses import dataclass\nfrom toolkit.data import DataModule\n"
+        "@dataclass\nclass Mine(DataModule):\n    size: int = 3\n    def prepare(self, **kwargs): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    data = parse("--data", "mine_for_test.Mine", "--data.size", "4")["data"]
+    assert type(data).__name__ == "Mine" and data.size == 4
+    parse("--data", "mine_for_test.Mine", "--data.size", "4", "--print_config")
+    assert yaml.safe_load(capsys.readouterr().out)["data"] == {
+        "class_path": "mine_for_test.Mine",
+        "init_args": {"size": 4},
+    }
+
+
+def test_a_default_object_is_shown_as_it_is(capsys):
+    """The default of `data` may have options of its own."""
+
+    def setup(data: pretrain.DataModule = SyntheticTokens(seed=9)) -> None:  # noqa: B008
+        """Try."""
+
+    assert parse("--data.num_rows", "5", setup=setup, positionals=())["data"] == SyntheticTokens(num_rows=5, seed=9)
+
+
+# ---- exit codes
+
+
+def end_with(monkeypatch, error: BaseException) -> None:
+    def setup(**kwargs):
+        raise error
+
+    monkeypatch.setattr(pretrain, "setup", setup)
+    monkeypatch.setattr(cli_parser, "parse", lambda *args: {})
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("--x 1:\n  no"), 2, "toolkit pretrain: --x 1: no\n"),
+        (GuardError("the loss is nan"), 3, "toolkit pretrain: the loss is nan\n"),
+        (StoppedBySignal(15, "saved"), 143, "toolkit pretrain: saved\n"),
+        (KeyboardInterrupt(), 130, "toolkit pretrain: interrupted\n"),
+        (
+            RuntimeError("operator torchvision::nms does not exist"),
+            2,
+            "toolkit pretrain: the installed torchvision breaks torch; run: pip uninstall -y torchvision\n",
+        ),
+    ],
+)
+def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, line):
+    monkeypatch.delenv("TOOLKIT_TRACEBACK", raising=False)
+    end_with(monkeypatch, error)
+    assert cli.main(["pretrain"]) == code
+    assert capsys.readouterr().err == line
+    monkeypatch.setenv("TOOLKIT_TRACEBACK", "1")
+    assert cli.main(["pretrain"]) == code
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback") and shown.endswith(line)
+
+
+def test_a_fault_of_ours_shows_its_traceback(monkeypatch, capsys):
+    end_with(monkeypatch, ZeroDivisionError("oh"))
+    assert cli.main(["pretrain"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_mistakes_through_the_real_process():
+    done = toolkit("pretrain", "--train.micro_batchsize", "4")
+    wanted = "toolkit pretrain: --train.micro_batchsize 4: no such option; did you mean --train.micro_batch_size?\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
+    done = toolkit("pretrian")
+    assert (done.returncode, done.stderr) == (2, "toolkit: pretrian: no such command; did you mean 'pretrain'?\n")
+
+
+def test_a_reader_that_leaves_is_no_fault():
+    command = [sys.executable, "-m", "toolkit", "pretrain", "--help"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -1,0 +1,151 @@
+"""The walls of the house: who may import whom, what is light, and what is never called (law S4)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from toolkit.cli import COMMANDS
+
+PACKAGE = Path(toolkit.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+# From the bottom up; a room may import its own and lower ones. Imports inside functions count too.
+ROOMS = [
+    {"errors"},
+    {"args", "models.config"},
+    {"ui"},
+    {"models"},
+    {"data"},
+    {"distributed"},
+    {"checkpoints"},
+    {"inference"},
+    {"training"},
+    {"api", "commands"},
+    {"cli", "cli_parser", "cli_words", "__main__"},
+]
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+LIGHT = [
+    "toolkit", "toolkit.cli", "toolkit.cli_parser", "toolkit.args", "toolkit.errors", "toolkit.models.config",
+    "toolkit.models.families", "toolkit.data", "toolkit.ui", *(module for module, *_ in COMMANDS.values()),
+]  # fmt: skip
+HEAVY = {"torch", "lightning", "litdata", "transformers", "tokenizers", "numpy", "rich"}
+
+
+def module_name(file: Path) -> str:
+    parts = ("toolkit", *file.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def level(module: str) -> int | None:
+    """The level of a module below ``toolkit``; None for the package itself, which belongs to everybody."""
+    rest = module.removeprefix("toolkit.")
+    return LEVEL["models.config"] if (rest + ".").startswith("models.config.") else LEVEL.get(rest.partition(".")[0])
+
+
+def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Yield (line, module) for all that a file imports from toolkit, TYPE_CHECKING blocks left out."""
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "toolkit")
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                base = module.split(".")[: len(module.split(".")) - node.level + is_package]
+                source = ".".join([*base, *filter(None, [source])])
+            if source.split(".")[0] == "toolkit":
+                # `from toolkit.models import config` imports toolkit.models.config
+                yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+
+
+def upward_imports(source: str, module: str, is_package: bool) -> list[str]:
+    own = level(module)
+    return [
+        f"{module}:{line} imports {name}"
+        for line, name in imported(ast.parse(source), module, is_package)
+        if own is not None and (level(name) is None or level(name) > own)
+    ]
+
+
+def test_imports_go_one_way():
+    found = [
+        wrong
+        for file in FILES
+        for wrong in upward_imports(file.read_text(encoding="utf-8"), module_name(file), file.name == "__init__.py")
+    ]
+    assert not found, f"the order is {ROOMS}"
+
+
+def test_every_module_has_a_room():
+    homeless = [module_name(f) for f in FILES if module_name(f) != "toolkit" and level(module_name(f)) is None]
+    assert not homeless
+
+
+def test_upward_imports_are_seen():
+    assert upward_imports("def f():\n    from toolkit.training.loop import fit", "toolkit.data.base", False)
+    assert upward_imports("from toolkit import training", "toolkit.data.base", False)
+    assert upward_imports("from ..models import gpt", "toolkit.ui.live", False)
+    assert upward_imports("import toolkit.models.gpt", "toolkit.models.config", False)
+    assert not upward_imports("from toolkit.models.config import ModelConfig", "toolkit.ui.live", False)
+    assert not upward_imports("from . import base", "toolkit.data", True)
+
+
+def unsafe_calls(source: str) -> list[str]:
+    """weights_only=False, unpicklers, torch.load without weights_only=True, YAML loaders that make objects."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        called, keywords = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+        wrong = (
+            called.rpartition(".")[0] in ("pickle", "_pickle", "dill", "joblib") and "dump" not in called,
+            called == "torch.load" and keywords.get("weights_only") != "True",
+            keywords.get("weights_only", "True") != "True",
+            called in ("yaml.unsafe_load", "yaml.full_load", "eval", "exec"),
+            called == "yaml.load" and keywords.get("Loader") not in ("Loader", "yaml.SafeLoader"),
+        )
+        if any(wrong):
+            found.append(f"line {node.lineno}: {ast.unparse(node)[:80]}")
+    return found
+
+
+def test_s4_nothing_that_can_run_code_is_unpickled():
+    found = {module_name(file): unsafe_calls(file.read_text(encoding="utf-8")) for file in FILES}
+    assert not {name: calls for name, calls in found.items() if calls}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.load(f)", "torch.load(f, weights_only=False)", "load(f, weights_only=flag)", "pickle.load(f)",
+        "pickle.Unpickler(f)", "yaml.unsafe_load(f)", "yaml.load(f, Loader=yaml.Loader)",
+    ],
+)  # fmt: skip
+def test_s4_unsafe_calls_are_seen(call):
+    assert unsafe_calls(f"def f():\n    return {call}")
+
+
+def test_light_modules_import_no_torch():
+    """One process for all: what the command line touches before a command runs must not cost a second."""
+    code = (
+        "import importlib, sys\n"
+        f"for name in {LIGHT}:\n"
+        "    importlib.import_module(name)\n"
+        f"    heavy = {HEAVY} & set(sys.modules)\n"
+        "    assert not heavy, f'{name} imports {heavy}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

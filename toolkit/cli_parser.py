@@ -1,0 +1,273 @@
+"""From words on the command line and YAML files to the arguments of a ``setup`` function.
+
+jsonargparse knows the types, converts the values and prints the help. Ours is what comes before it: which option is
+meant (YAML files first, flags over them), which class of data, and mistakes said in one line with the nearest name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from toolkit.cli_words import Given, Pair, expand_flag, flatten, read_words, read_yaml_file, suggest
+from toolkit.errors import UserError, did_you_mean
+
+OWN = ("help", "config", "print_config")  # options that every command has
+
+
+@dataclass
+class Command:
+    """What a ``setup`` function takes: dotted names of its options with their types, given a class of data."""
+
+    name: str
+    setup: Callable[..., None]
+    choices: dict[str, dict[str, type]] = field(default_factory=dict)  # parameter -> classes by short name
+    chosen: dict[str, type] = field(default_factory=dict)  # parameter -> class
+    groups: dict[str, type] = field(default_factory=dict)  # parameter -> dataclass
+
+    def __post_init__(self) -> None:
+        self.hints = get_type_hints(self.setup)
+        self.parameters = inspect.signature(self.setup).parameters
+        for name, parameter in self.parameters.items():
+            hint = self.hints[name]
+            if inspect.isabstract(hint):
+                self.choices[name] = subclasses(hint)
+                self.chosen[name] = type(parameter.default)
+            elif is_dataclass(hint):
+                self.groups[name] = hint
+
+    def options(self) -> dict[str, Any]:
+        """The dotted name of every option, with its type."""
+        found: dict[str, Any] = {}
+        for name in self.parameters:
+            group = self.chosen.get(name) or self.groups.get(name)
+            if group is None:
+                found[name] = self.hints[name]
+            else:
+                hints = get_type_hints(group if is_dataclass(group) else group.__init__)
+                names = inspect.signature(group).parameters
+                found |= {f"{name}.{option}": hints.get(option, Any) for option in names}
+        return found
+
+    def required(self) -> list[str]:
+        """The dotted names of the options that have no default."""
+        found = [name for name, p in self.parameters.items() if p.default is p.empty]
+        for name, chosen in self.chosen.items():
+            parameters = inspect.signature(chosen).parameters
+            found += [f"{name}.{option}" for option, p in parameters.items() if p.default is p.empty]
+        return found
+
+
+def parse(
+    name: str, setup: Callable[..., None], positionals: tuple[str, ...], argv: list[str]
+) -> dict[str, Any] | None:
+    """Return the arguments for ``setup``, or None if only the help or the configuration was asked for (and printed).
+
+    Args:
+        name: The subcommand, for the help.
+        setup: A function with typed parameters: scalars, dataclasses, and abstract classes to choose a subclass of.
+        positionals: Parameters that may be given without their flag.
+        argv: The words after the subcommand.
+
+    Raises:
+        UserError: an unknown name, a value of the wrong type, a missing option, an unreadable file.
+    """
+    command = Command(name, setup)
+    words = read_words(argv, positionals)
+    keys = {key for key, _ in words}
+    kinds = (command.groups, command.choices)
+    files = [text for key, text in words if key == "config"]
+    layers = [list(flatten(read_yaml_file(file), file or "", *kinds)) for file in files]
+    layers.append([pair for key, text in words if key not in OWN for pair in expand_flag(key, text, *kinds)])
+    given = merge(command, layers)
+    parser = build_parser(command, positionals)
+    if "help" in keys:
+        print(parser.format_help(), end="")
+        return None
+    check_names(command, given)
+    for key in command.required():
+        if key not in given:
+            usage = parser.format_usage().removeprefix("usage: ").strip()
+            raise UserError(f"--{key}: must be given" + (f"; usage: {usage}" if key in positionals else ""))
+    config = convert(command, parser, given)
+    if "print_config" in keys:
+        print(dump(command, config), end="")
+        return None
+    arguments = parser.instantiate(config)
+    return {parameter: arguments[parameter] for parameter in command.parameters}
+
+
+def merge(command: Command, layers: list[list[Pair]]) -> dict[str, Given]:
+    """Lay the layers over each other, the last on top.
+
+    A layer that chooses another class drops the options that lower layers gave for the class before: they are not
+    options of the new one, or mean something else there.
+    """
+    merged: dict[str, Given] = {}
+    for layer in layers:
+        for key, given in layer:
+            if key in command.choices:
+                chosen = choose(command, key, given)
+                if chosen is not command.chosen[key]:
+                    merged = {k: v for k, v in merged.items() if not k.startswith(f"{key}.")}
+                command.chosen[key] = chosen
+        merged |= {key: given for key, given in layer if key not in command.choices}
+    return merged
+
+
+# ---- classes to choose from
+
+
+def subclasses(base: type) -> dict[str, type]:
+    """The subclasses of ``base`` that its package exports, by name."""
+    package = importlib.import_module(base.__module__.rpartition(".")[0])
+    exported = [getattr(package, name) for name in package.__all__]
+    return {c.__name__: c for c in exported if inspect.isclass(c) and issubclass(c, base) and not inspect.isabstract(c)}
+
+
+def choose(command: Command, key: str, given: Given) -> type:
+    """Return the class that ``--data NAME`` means: one of ours, or the user's own by its full path."""
+    known, text = command.choices[key], given.text
+    if not text:
+        raise UserError(f"--{key}: needs a value: {', '.join(known)}")
+    short = {f"{c.__module__}.{c.__name__}": c for c in known.values()} | known
+    if text in short:
+        return short[text]
+    module, _, name = text.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name) if module else None
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if not (inspect.isclass(found) and issubclass(found, command.hints[key])):
+        near = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+        raise UserError(f"{given.named(key)}: no such class{near}")
+    return found
+
+
+# ---- checks and conversion
+
+
+def check_names(command: Command, given: dict[str, Given]) -> None:
+    """Raise UserError for the first option that does not exist or has no value."""
+    known = command.options()
+    for key, value in given.items():
+        inside = key.rsplit(".", 1)[0]
+        if key in known or get_origin(strip_none(known.get(inside))) is dict:  # --optimizer.options.momentum 0.9
+            if value.text is None:
+                raise UserError(f"--{key}: needs a value: {describe(known.get(key, Any))}")
+        else:
+            names = known if value.source else [*known, *OWN]
+            raise UserError(f"{value.named(key)}: no such option{suggest(key, names, '' if value.source else '--')}")
+
+
+def convert(command: Command, parser: Any, given: dict[str, Given]) -> Any:
+    """Give the texts to jsonargparse, and turn its complaints into one line."""
+    known = command.options()
+    words = [f"--{key}={whole_number(value.text or '', known.get(key))}" for key, value in given.items()]
+    try:
+        return parser.parse_args(words)
+    except argparse.ArgumentError as error:
+        message = " ".join(str(error).split())
+        named = re.search(r'[Kk]ey "([^"]+)"', message)
+        key = named[1] if named else ""
+        if key not in given:
+            raise UserError(message) from error
+        kind = known[key]
+        options = [a for a in literals(kind) if isinstance(a, str)]
+        raise UserError(
+            f"{given[key].named(key)}: must be {describe(kind)}{did_you_mean(given[key].text or '', options)}"
+        ) from error
+
+
+def whole_number(text: str, kind: Any) -> str:
+    """Write ``1e6`` as ``1000000`` where a whole number is wanted."""
+    kinds = get_args(kind) or (kind,)
+    if int in kinds and float not in kinds and re.fullmatch(r"[+-]?\d[\d_]*(\.\d*)?([eE][+-]?\d+)?", text):
+        number = float(text)
+        if number.is_integer() and abs(number) < 2**53:
+            return str(int(number))
+    return text
+
+
+def strip_none(kind: Any) -> Any:
+    """``X`` for ``X | None``."""
+    if get_origin(kind) in (Union, types.UnionType):
+        rest = [a for a in get_args(kind) if a is not type(None)]
+        return rest[0] if len(rest) == 1 else Union[tuple(rest)]  # noqa: UP007  (made at run time)
+    return kind
+
+
+def literals(kind: Any) -> tuple[Any, ...]:
+    kind = strip_none(kind)
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def describe(kind: Any) -> str:
+    """What a value of a type looks like, for people."""
+    kind = strip_none(kind)
+    if allowed := literals(kind):
+        return f"one of {', '.join(map(str, allowed))}"
+    if get_origin(kind) is tuple:
+        return f"a list of {len(get_args(kind))} such as [0.9, 0.95]"
+    if get_origin(kind) is dict or kind is dict:
+        return """a mapping such as '{"name": 1}'"""
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(describe(a) for a in get_args(kind))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return names.get(kind, f"a value of type {getattr(kind, '__name__', kind)}")
+
+
+# ---- help and print_config
+
+
+def build_parser(command: Command, positionals: tuple[str, ...]) -> Any:
+    """Build jsonargparse's parser for ``setup``; the options of the chosen classes are groups of their own."""
+    from jsonargparse import SUPPRESS, ArgumentParser
+
+    required = command.required()
+    words = [p.upper() if p in required else f"[{p.upper()}]" for p in positionals]
+    about = (inspect.getdoc(command.setup) or "").partition("\nArgs:")[0].strip()
+    parser = ArgumentParser(
+        prog=f"toolkit {command.name}",
+        usage=" ".join([f"toolkit {command.name}", *words, "[--option value ...]"]),
+        description=about,
+        exit_on_error=False,
+    )
+    own = {"action": "store_true", "default": SUPPRESS}  # for the help only: parse() has taken them away
+    parser.add_argument("--config FILE", **own, help="A YAML file of options; flags win over it. May be repeated.")
+    parser.add_argument("--print_config", **own, help="Print all options as such a YAML file and exit.")
+    parser.add_function_arguments(command.setup, skip=set(command.choices), as_group=False, as_positional=False)
+    for name, chosen in command.chosen.items():
+        parser.add_class_arguments(chosen, name, instantiate=True)
+        default = command.parameters[name].default
+        if type(default) is chosen:
+            parser.set_defaults({f"{name}.{k}": v for k, v in vars(default).items()})
+    for action in parser._actions:
+        if action.dest in command.groups:
+            action.help = SUPPRESS  # jsonargparse's way to give a whole group from a file
+        elif action.dest in command.chosen:
+            action.metavar = "NAME"
+            kinds = ", ".join(command.choices[action.dest])
+            action.help = f"Which class: {kinds}. `--{action.dest} NAME --help` shows its options."
+    return parser
+
+
+def dump(command: Command, config: Any) -> str:
+    """The YAML of all options; ``toolkit SUB --config`` of it gives the same."""
+    import json
+
+    import yaml
+
+    values = json.loads(json.dumps(config.as_dict()))  # tuples become lists
+    for name, chosen in command.chosen.items():
+        own = chosen in command.choices[name].values()
+        path = chosen.__name__ if own else f"{chosen.__module__}.{chosen.__name__}"
+        values[name] = {"class_path": path, "init_args": values.get(name, {})}
+    ordered = {name: values[name] for name in command.parameters if name in values}
+    return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)

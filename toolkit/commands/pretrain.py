@@ -1,0 +1,60 @@
+"""`toolkit pretrain`: train a language model on text."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from toolkit.args import PRETRAIN, EvalArgs, LogArgs, OptimizerArgs, Precision, TrainArgs
+from toolkit.data import DataModule, PythonStdlib
+from toolkit.models.config import ModelOverrides
+
+
+def setup(
+    model_name: str = "mini-llama",
+    model_config: ModelOverrides = ModelOverrides(),
+    data: DataModule = PythonStdlib(),
+    train: TrainArgs = TrainArgs(),
+    eval: EvalArgs = EvalArgs(),
+    log: LogArgs = LogArgs(),
+    optimizer: OptimizerArgs = OptimizerArgs(),
+    out_dir: str = PRETRAIN.out_dir,
+    resume: bool | str = False,
+    initial_checkpoint_dir: str | None = None,
+    tokenizer_dir: str | None = None,
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    precision: Precision | None = None,
+    compiler: Literal["none", "torch"] = "none",
+    logger_name: Literal["csv", "tensorboard", "wandb", "mlflow"] = "csv",
+    seed: int = 42,
+) -> None:
+    """Train a language model on text, from scratch or from a checkpoint.
+
+    `toolkit pretrain list` prints the names of the models.
+
+    Args:
+        model_name: A named architecture; the default is small enough for any machine.
+        model_config: Single fields of the architecture, set over those of the named one.
+        data: What to train on.
+        train: How to train.
+        eval: When to validate.
+        log: Names under which a logger files the run.
+        optimizer: Which optimizer.
+        out_dir: Where checkpoints and logs go.
+        resume: Go on from a checkpoint: true (the newest in out_dir), auto (the newest, if there is one), or a path.
+        initial_checkpoint_dir: Start from the weights of this checkpoint, or of a name below checkpoints/.
+        tokenizer_dir: A folder with a tokenizer.json; without it the data module trains its own where it can.
+        accelerator: Where to compute.
+        precision: 32-true on a CPU and bf16-mixed on CUDA when not given.
+        compiler: Compile the blocks with torch.compile.
+        logger_name: Where metrics go besides logs/metrics.csv.
+        seed: Chooses initial weights and the order of the data.
+    """
+    arguments = dict(locals())
+    if model_name == "list":
+        from toolkit.models.families import list_names
+
+        print("\n".join(list_names()))
+        return
+    from toolkit.training.run import RunArgs, run_training
+
+    run_training(RunArgs(defaults=PRETRAIN, **arguments))
