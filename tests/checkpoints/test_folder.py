@@ -1,0 +1,218 @@
+"""Model folders: round trips, LitGPT's layouts, and what does not fit."""
+
+import dataclasses
+
+import pytest
+import torch
+import yaml
+
+from toolkit.checkpoints.folder import (
+    find_checkpoint_dir,
+    fitting_weights,
+    load_model,
+    read_model_config,
+    write_model_files,
+)
+from toolkit.checkpoints.store import write_checkpoint
+from toolkit.data.tokenizer import train_bpe
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+
+LLAMA = ModelConfig(vocab_size=100, n_query_groups=2, intermediate_size=96, block_size=32)
+NEOX = ModelConfig(
+    family="gpt_neox", vocab_size=100, parallel_residual=True, bias=True, rotary_percentage=0.25, block_size=32,
+    norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP",
+)  # fmt: skip
+GPT2 = dataclasses.replace(
+    NEOX, family="gpt2", parallel_residual=False, position_embedding="learned", gelu_approximate="tanh"
+)
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def save(folder, config, weights=None, **other):
+    torch.manual_seed(0)
+    model = GPT(config)
+    if weights is not None:
+        model.load_state_dict(weights)
+    write_checkpoint(
+        folder,
+        lambda tmp: write_model_files(
+            tmp, state_dict=model.state_dict(), config=config, **{"hyperparameters": None, "tokenizer": None, **other}
+        ),
+    )
+    return model
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("config", [LLAMA, NEOX, GPT2], ids=["llama", "neox", "gpt2"])
+def test_n10_round_trip(tmp_path, config, tie):
+    config = dataclasses.replace(config, tie_embeddings=tie)
+    model = save(tmp_path / "m", config)
+    assert read_model_config(tmp_path / "m") == config
+    loaded = load_model(tmp_path / "m")
+    assert torch.equal(loaded(TOKENS), model(TOKENS))
+    assert (loaded.lm_head.weight is loaded.transformer.wte.weight) == tie
+    assert all(p.requires_grad and p.device.type == "cpu" for p in loaded.parameters())
+    assert len(list(loaded.parameters())) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_load_in_another_type(tmp_path, tie):
+    save(tmp_path / "m", dataclasses.replace(LLAMA, tie_embeddings=tie))
+    loaded = load_model(tmp_path / "m", dtype=torch.bfloat16)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert (loaded.lm_head.weight is loaded.transformer.wte.weight) == tie
+
+
+def test_a_loaded_model_trains_and_leaves_the_file_alone(tmp_path):
+    save(tmp_path / "m", LLAMA)
+    before = (tmp_path / "m" / "lit_model.pth").read_bytes()
+    model = load_model(tmp_path / "m")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loss, _ = model(TOKENS, TOKENS)
+    loss.backward()
+    optimizer.step()
+    assert model(TOKENS, TOKENS)[0] != loss
+    assert (tmp_path / "m" / "lit_model.pth").read_bytes() == before
+
+
+def test_all_files_of_a_model(tmp_path):
+    tokenizer = train_bpe(["some text"], 260)
+    options = {"train": {"learning_rate": 1e-5, "betas": (0.9, 0.95)}, "resume": False}
+    save(tmp_path / "m", LLAMA, hyperparameters=options, tokenizer=tokenizer)
+    assert {p.name for p in (tmp_path / "m").iterdir()} == {
+        "lit_model.pth", "model_config.yaml", "hyperparameters.yaml", "COMPLETE", "tokenizer.json",
+        "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+    }  # fmt: skip
+    back = yaml.safe_load((tmp_path / "m" / "hyperparameters.yaml").read_text())
+    assert back == {"train": {"learning_rate": 1e-5, "betas": [0.9, 0.95]}, "resume": False}
+
+
+def change(folder, edit):
+    state = torch.load(folder / "lit_model.pth", weights_only=True)
+    edit(state)
+    torch.save(state, folder / "lit_model.pth")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda s: s.pop("lm_head.weight"), r"missing lm_head.weight \(128, 64\)"),
+        (lambda s: s.update(more=torch.ones(3)), r"unknown more \(3\)"),
+        (
+            lambda s: s.update({"transformer.ln_f.weight": torch.ones(5, 1)}),
+            r"transformer.ln_f.weight is \(5, 1\), not \(64\)",
+        ),
+        (lambda s: s.clear(), r"missing lm_head.weight .* and 12 more"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named_with_their_shapes(tmp_path, edit, message):
+    save(tmp_path / "m", LLAMA)
+    change(tmp_path / "m", edit)
+    with pytest.raises(UserError, match=f"lit_model.pth: does not fit model_config.yaml: {message}") as error:
+        load_model(tmp_path / "m")
+    assert "\n" not in str(error.value)
+
+
+def test_n10_a_tied_model_needs_one_of_the_two_and_refuses_two_that_differ(tmp_path):
+    model = save(tmp_path / "m", dataclasses.replace(LLAMA, tie_embeddings=True))
+    for name in ("lm_head.weight", "transformer.wte.weight"):
+        change(tmp_path / "m", lambda s, name=name: s.pop(name))
+        assert torch.equal(load_model(tmp_path / "m")(TOKENS), model(TOKENS))
+        save(tmp_path / "m", model.config)
+    change(tmp_path / "m", lambda s: s.update({"lm_head.weight": s["lm_head.weight"] + 1}))
+    with pytest.raises(UserError, match="tie_embeddings true: .* differ in lit_model.pth"):
+        load_model(tmp_path / "m")
+
+
+def test_n10_an_untied_model_does_not_share_memory_though_its_file_does(tmp_path):
+    model = save(tmp_path / "m", LLAMA)
+    change(tmp_path / "m", lambda s: s.update({"lm_head.weight": s["transformer.wte.weight"]}))
+    weights = fitting_weights(tmp_path / "m", model)
+    assert torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"])
+    assert weights["lm_head.weight"].data_ptr() != weights["transformer.wte.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("config", [LLAMA, NEOX], ids=["grouped", "one key per head"])
+def test_litgpts_older_attention_weights(tmp_path, config):
+    model = save(tmp_path / "m", config)
+    head, per_group = config.head_size, config.n_head // config.n_query_groups
+
+    def interleave(qkv):  # [q of group 0, its k, its v, q of group 1, ...]
+        q, k, v = qkv.split([config.n_head * head, config.n_query_groups * head, config.n_query_groups * head])
+        rows = zip(q.split(per_group * head), k.split(head), v.split(head), strict=True)
+        return torch.cat([part for group in rows for part in group])
+
+    def age(state):
+        for name in [n for n in state if ".attn.qkv." in n]:
+            state[name.replace(".qkv.", ".attn.")] = interleave(state.pop(name))
+
+    change(tmp_path / "m", age)
+    loaded = load_model(tmp_path / "m")
+    assert torch.equal(loaded(TOKENS), model(TOKENS))
+
+
+def litgpt_config(**values):
+    """What LitGPT writes for a small Pythia."""
+    return {
+        "name": "pythia-x", "hf_config": {"org": "EleutherAI", "name": "pythia-x"}, "block_size": 32, "n_layer": 2,
+        "n_embd": 64, "vocab_size": 100, "padding_multiple": 64, "padded_vocab_size": 128, "n_head": 4, "head_size": 16,
+        "norm_class_name": "LayerNorm", "norm_eps": 1e-05, "norm_qk": False, "post_attention_norm": False,
+        "parallel_residual": True, "shared_attention_norm": False, "n_query_groups": 4, "attn_bias": False,
+        "sliding_window_size": None, "rope_base": 10000, "rotary_percentage": 0.25, "rope_condense_ratio": 1,
+        "rope_adjustments": None, "intermediate_size": 256, "bias": True, "mlp_class_name": "GptNeoxMLP", "n_expert": 0,
+        "gelu_approximate": "none", "scale_embeddings": False, "lm_head_bias": False, "norm_1": True, "norm_2": True,
+        **values,
+    }  # fmt: skip
+
+
+def test_litgpts_folder_is_read_as_it_is(tmp_path):
+    model = save(tmp_path / "m", NEOX)
+    (tmp_path / "m" / "COMPLETE").unlink()
+    (tmp_path / "m" / "model_config.yaml").write_text(yaml.safe_dump(litgpt_config()))
+    torch.save({"model": model.state_dict(), "iter_num": 7}, tmp_path / "m" / "lit_model.pth")
+    loaded = load_model(find_checkpoint_dir(str(tmp_path / "m")))
+    assert loaded.config == dataclasses.replace(NEOX, name="pythia-x")
+    assert torch.equal(loaded(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file"),
+        ("", "must hold names and values"),
+        ("- 1", "must hold names and values"),
+        ("a: [", "not a model's configuration"),
+        ("!!python/object/apply:os.system ['true']", "not a model's configuration"),
+        ("n_layer: many", "not a model's configuration"),
+        ("n_layer: -1", r"--model_config.n_layer -1: must be greater"),
+        ("n_layer: 2", "vocab_size is missing"),
+        (litgpt_config(mlp_class_name="LLaMAMoE"), "mlp_class_name LLaMAMoE: only LLaMAMLP and GptNeoxMLP"),
+        (litgpt_config(final_logit_softcapping=30.0), "final_logit_softcapping 30.0: models with this part are not"),
+        (litgpt_config(name="Gemma-2b"), "name Gemma-2b: the norms of this model are not supported"),
+    ],
+)
+def test_s4_broken_or_foreign_configurations_are_one_line(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "model_config.yaml").write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    with pytest.raises(UserError, match=f"^{tmp_path}/model_config.yaml: .*{message}") as error:
+        read_model_config(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_find_checkpoint_dir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "checkpoints" / "meta" / "small", LLAMA)
+    save(tmp_path / "run" / "step-000005", LLAMA)
+    save(tmp_path / "run" / "final", LLAMA)
+    assert find_checkpoint_dir("run/final").resolve() == tmp_path / "run" / "final"
+    assert find_checkpoint_dir("meta/small").resolve() == tmp_path / "checkpoints" / "meta" / "small"
+    for value, message in [
+        ("none", "checkpoint_dir none: no such folder, .*toolkit download"),
+        ("run", "checkpoint_dir run: holds no model_config.yaml; did you mean run/step-000005?"),
+        ("run/final/lit_model.pth", "is a file; give the folder"),
+        ("checkpoints", "holds no model_config.yaml"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            find_checkpoint_dir(value)

@@ -1,0 +1,330 @@
+"""Law S1, and what --resume finds."""
+
+import errno
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.checkpoints import store
+from toolkit.checkpoints.store import (
+    is_complete,
+    newest,
+    prune,
+    resolve_resume,
+    step_folders,
+    write_checkpoint,
+    write_folder,
+)
+from toolkit.checkpoints.weights import save_state
+from toolkit.errors import UserError
+
+
+def make(folder: Path, step: int | None = None, content: str = "w") -> Path:
+    """A complete checkpoint with one small file instead of weights."""
+
+    def write(tmp: Path) -> None:
+        (tmp / "lit_model.pth").write_text(content)
+        if step is not None:
+            (tmp / "trainer").mkdir()
+            (tmp / "trainer" / "meta.json").write_text(json.dumps({"step": step}))
+
+    write_checkpoint(folder, write)
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+# Writes step-1, step-2, ... and final, each with a payload that says whether it is whole; prints each finished step.
+WRITER = """
+import sys, json
+from pathlib import Path
+from toolkit.checkpoints.store import write_checkpoint, prune
+out = Path(sys.argv[1])
+def write(step):
+    def fill(tmp):
+        (tmp / "lit_model.pth").write_text(f"{step} " * 20000)
+        (tmp / "trainer").mkdir()
+        (tmp / "trainer" / "meta.json").write_text(json.dumps({"step": step}))
+    return fill
+step = int(sys.argv[2])
+while True:
+    step += 1
+    write_checkpoint(out / f"step-{step:08d}", write(step))
+    prune(out, 2)
+    write_checkpoint(out / "final", write(step))
+    print(step, flush=True)
+"""
+
+
+def test_s1_a_kill_at_any_instant_leaves_the_last_checkpoint_loadable(tmp_path):
+    out, last, rounds = tmp_path / "run", 0, 40
+    for i in range(rounds):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, out, str(last)], stdout=subprocess.PIPE, text=True)
+        last = int(writer.stdout.readline())  # imports are done and one round of checkpoints is written
+        time.sleep(0.0009 * i)
+        os.kill(writer.pid, signal.SIGKILL)
+        last = max([last, *map(int, writer.stdout.read().split())])
+        writer.wait()
+        writer.stdout.close()
+        found = resolve_resume("auto", out)
+        step = store.step_of(found)
+        assert step in (last, last + 1), f"round {i}: {found} after step {last}"
+        assert (found / "lit_model.pth").read_text() == f"{step} " * 20000
+        for step, folder in step_folders(out):
+            assert (folder / "lit_model.pth").read_text() == f"{step} " * 20000
+        last = store.step_of(found)
+    make(out / "step-99999999")
+    assert not [name for name in names(out) if name.startswith(".")], "leftovers are gone at the next save"
+
+
+@pytest.mark.parametrize(("killed_before_rename", "survivor"), [(1, "old"), (2, "old"), (3, "new")])
+def test_s1_replacing_a_checkpoint_never_leaves_none(tmp_path, killed_before_rename, survivor):
+    make(tmp_path / "final", content="old")
+    child = os.fork()
+    if child == 0:  # renames: the old aside, the new in, the old away
+        rename, calls = os.rename, []
+
+        def dying_rename(a, b):
+            calls.append(b)
+            if len(calls) == killed_before_rename:
+                os._exit(9)
+            rename(a, b)
+
+        os.rename = dying_rename
+        make(tmp_path / "final", content="new")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    found = resolve_resume("auto", tmp_path)
+    assert (found / "lit_model.pth").read_text() == survivor
+    with pytest.raises(UserError, match="already used"):
+        resolve_resume(False, tmp_path)
+    make(tmp_path / "step-1")
+    assert names(tmp_path) == ["final", "step-1"], "put back, or deleted, at the next save"
+    assert (tmp_path / "final" / "lit_model.pth").read_text() == survivor
+
+
+def test_s1_a_replacement_that_fails_leaves_the_old(tmp_path, monkeypatch):
+    make(tmp_path / "final", content="old")
+    rename = os.rename
+
+    def full_disk_for_new_names(a, b):
+        if b == tmp_path / "final" and ".tmp-" in str(a):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", full_disk_for_new_names)
+    with pytest.raises(UserError, match="No space left on device"):
+        make(tmp_path / "final", content="new")
+    assert names(tmp_path) == ["final"]
+    assert (tmp_path / "final" / "lit_model.pth").read_text() == "old"
+
+
+def test_s1_the_mark_comes_after_everything_else_is_on_the_disk(tmp_path, monkeypatch):
+    synced, order = store._sync, []
+
+    def spy(path):
+        order.append((path.name, (path / "COMPLETE").exists() or (path.parent / "COMPLETE").exists()))
+        synced(path)
+
+    monkeypatch.setattr(store, "_sync", spy)
+    make(tmp_path / "step-1", step=1)
+    before = [name for name, marked in order if not marked]
+    assert {"lit_model.pth", "meta.json", "trainer"} <= set(before)
+    assert "COMPLETE" in [name for name, marked in order if marked]
+    assert order[-1][0] == tmp_path.name, "the folder that got the new name is synced last"
+
+
+def test_s1_an_error_while_writing_leaves_nothing_behind(tmp_path):
+    make(tmp_path / "step-1")
+
+    def fill(tmp):
+        (tmp / "lit_model.pth").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(tmp_path / "step-2", fill)
+    assert names(tmp_path) == ["step-1"]
+
+
+def check_full_disk(out: Path, size: int) -> None:
+    """Write checkpoints that fit until one does not; three ways of writing."""
+    state = {"a": torch.zeros(size // 4)}
+
+    def by_torch_to_a_path(tmp):
+        torch.save(state, tmp / "lit_model.pth")
+
+    def by_us(tmp):
+        save_state(state, tmp / "lit_model.pth")
+
+    def plain(tmp):
+        (tmp / "lit_model.pth").write_bytes(bytes(size))
+
+    make(out / "step-1", content="kept" * 100)
+    for fill in (by_torch_to_a_path, by_us, plain):
+        with pytest.raises(UserError) as error:
+            write_checkpoint(out / "step-2", fill)
+        message = str(error.value)
+        assert "\n" not in message
+        assert re.search(
+            r"--out_dir .*(No space left|File too large).* bytes free; step-1 with its 400 bytes is kept", message
+        )
+        assert names(out) == ["step-1"]
+        assert resolve_resume("auto", out) == out / "step-1"
+
+
+def test_s1_full_disk_is_one_line_and_keeps_the_previous_checkpoint(tmp_path):
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path], capture_output=True)
+    if mount.returncode:
+        pytest.skip("mounting a small file system is not permitted here")
+    try:
+        check_full_disk(tmp_path / "run", size=2_000_000)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_s1_limit_on_file_sizes_is_one_line_and_keeps_the_previous_checkpoint(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        check_full_disk(tmp_path / "run", size=2_000_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_other_errors_of_the_writer_are_not_taken_for_a_full_disk(tmp_path):
+    def fill(tmp):
+        raise UserError("the user's own") from RuntimeError("PytorchStreamWriter")
+
+    with pytest.raises(UserError, match="^the user's own$"):
+        write_folder(tmp_path / "x", fill, flag="out_dir")
+
+
+def test_out_dir_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--out_dir .*file/run: Not a directory; choose another"):
+        make(tmp_path / "file" / "run" / "step-1")
+
+
+def test_s1_prune_keeps_the_last_and_touches_nothing_else(tmp_path, monkeypatch):
+    for step in (5, 10, 100, 20):
+        make(tmp_path / f"step-{step:06d}")
+    make(tmp_path / "final")
+    (tmp_path / "step-000001").mkdir()  # incomplete: not ours to delete
+    prune(tmp_path, 0)
+    assert [step for step, _ in step_folders(tmp_path)] == [5, 10, 20, 100]
+    removed = []
+    rmtree = store.shutil.rmtree
+    monkeypatch.setattr(store.shutil, "rmtree", lambda p, **k: (removed.append(Path(p).name), rmtree(p, **k)))
+    prune(tmp_path, 2)
+    assert names(tmp_path) == ["final", "step-000001", "step-000020", "step-000100"]
+    assert all(name.startswith(".tmp-step-") for name in removed), "out of sight before it is deleted"
+    assert [re.search(r"\d{6}", name)[0] for name in removed] == ["000005", "000010"], "the oldest goes first"
+
+
+def test_newest_goes_by_the_trainers_step_then_by_name(tmp_path):
+    assert newest(tmp_path / "nothing") is None
+    make(tmp_path / "final", step=30)
+    make(tmp_path / "step-20", step=20)
+    assert newest(tmp_path).name == "final"
+    make(tmp_path / "step-000030", step=30)
+    assert newest(tmp_path).name == "final"
+    make(tmp_path / "step-40")
+    assert newest(tmp_path).name == "step-40"
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    out = tmp_path / "run"
+    make(out / "step-10", step=10)
+    make(out / "step-20", step=20)
+    (out / "step-30").mkdir()
+    (out / "step-30" / "lit_model.pth").write_text("LitGPT's, or cut short")
+    (out / "logs").mkdir()
+    (out / "logs" / "metrics.csv").write_text("step\n")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("resume", "expected"),
+    [
+        ("auto", "step-20"),
+        (True, "step-20"),
+        ("true", "step-20"),
+        ("{out}", "step-20"),
+        ("{out}/step-10", "step-10"),
+        ("{out}/step-10/lit_model.pth", "step-10"),
+    ],
+)
+def test_resume_finds(run_dir, resume, expected):
+    resume = resume.format(out=run_dir) if isinstance(resume, str) else resume
+    assert resolve_resume(resume, run_dir) == run_dir / expected
+
+
+@pytest.mark.parametrize(
+    ("resume", "message"),
+    [
+        (
+            False,
+            r"--out_dir .*run: already used \(step-\d+ is there\); --resume auto goes on with it, another --out_dir",
+        ),
+        ("false", "already used"),
+        ("{out}/step-30", "--resume .*step-30: has no file COMPLETE.*--initial_checkpoint_dir"),
+        ("{out}/step-30/lit_model.pth", "has no file COMPLETE"),
+        ("{out}/step-99", "--resume .*step-99: no such folder or file"),
+        ("{out}/logs", "--resume .*logs: holds no complete checkpoint"),
+        ("{out}/logs/metrics.csv", "not a checkpoint; give a checkpoint folder or the lit_model.pth"),
+    ],
+)
+def test_resume_refuses(run_dir, resume, message):
+    resume = resume.format(out=run_dir) if isinstance(resume, str) else resume
+    with pytest.raises(UserError, match=message) as error:
+        resolve_resume(resume, run_dir)
+    assert "\n" not in str(error.value)
+
+
+def test_resume_with_a_fresh_out_dir(run_dir, tmp_path):
+    fresh = tmp_path / "fresh"
+    assert resolve_resume(False, fresh) is None
+    assert resolve_resume("auto", fresh) is None
+    with pytest.raises(UserError, match=r"--resume true: no complete checkpoint in --out_dir .*; --resume auto"):
+        resolve_resume(True, fresh)
+    assert resolve_resume(str(run_dir), fresh) == run_dir / "step-20"
+    (fresh / "logs").mkdir(parents=True)
+    (fresh / "logs" / "metrics.csv").write_text("step\n")  # killed before its first checkpoint
+    assert resolve_resume("auto", fresh) is None
+    with pytest.raises(UserError, match=r"already used \(logs/metrics.csv is there\)"):
+        resolve_resume(False, fresh)
+    with pytest.raises(UserError, match="is of another run; give another --out_dir"):
+        resolve_resume(str(run_dir), fresh)
+
+
+def test_resume_auto_does_not_overwrite_a_folder_that_it_cannot_resume(tmp_path):
+    (tmp_path / "final").mkdir()
+    with pytest.raises(UserError, match="final has no file COMPLETE.*give another --out_dir"):
+        resolve_resume("auto", tmp_path)
+
+
+def test_out_dir_that_is_a_file(tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(UserError, match="--out_dir .*: is a file; give a folder"):
+        resolve_resume("auto", tmp_path / "out")
+
+
+def test_unfinished_folders_are_nowhere_listed(tmp_path):
+    make(tmp_path / "step-1")
+    os.rename(make(tmp_path / "step-2"), tmp_path / ".tmp-step-2-123")
+    assert step_folders(tmp_path) == [(1, tmp_path / "step-1")]
+    assert is_complete(tmp_path / "step-1")
+    make(tmp_path / "step-3")
+    assert names(tmp_path) == ["step-1", "step-3"]

@@ -1,0 +1,201 @@
+"""A model on disk: the folder that every command takes as ``checkpoint_dir``, ours or LitGPT's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from toolkit.checkpoints.store import FINAL, WEIGHTS, newest
+from toolkit.checkpoints.weights import load_weights, save_weights
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+
+if TYPE_CHECKING:
+    from toolkit.data.tokenizer import Tokenizer
+
+_HEAD = "lm_head.weight"
+CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
+# What LitGPT's architectures have and ours do not, with the value under which both compute the same.
+_NEUTRAL = {
+    "norm_qk": False, "post_attention_norm": False, "post_mlp_norm": False, "attention_scores_scalar": None,
+    "sliding_window_size": None, "attention_logit_softcapping": None, "final_logit_softcapping": None,
+    "rope_condense_ratio": 1, "rope_interleave": False, "rope_local_base_freq": None, "n_expert": 0,
+    "scale_embeddings": False, "norm_1": True, "norm_2": True, "latent_attention": None,
+}  # fmt: skip
+
+
+def find_checkpoint_dir(value: str | Path) -> Path:
+    """Return the model folder that ``value`` names: a folder, else the one of that name below ``checkpoints/``.
+
+    Raises:
+        UserError: there is no such folder, or it holds no model.
+    """
+    given = Path(value).expanduser()
+    folder = given if given.is_dir() else Path("checkpoints") / value
+    if given.is_file():
+        raise UserError(f"checkpoint_dir {value}: is a file; give the folder that holds it")
+    if not folder.is_dir():
+        raise UserError(f"checkpoint_dir {value}: no such folder, here or below checkpoints/; see `toolkit download`")
+    if not (folder / CONFIG).is_file():
+        model = newest(folder)
+        mend = f"did you mean {model}?" if model else f"a run's models are in its step-* and {FINAL} folders"
+        raise UserError(f"checkpoint_dir {value}: holds no {CONFIG}; {mend}")
+    return folder
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Read the architecture of a model folder, ours or LitGPT's.
+
+    Raises:
+        UserError: the file is missing or broken, or describes what this program cannot compute.
+    """
+    path = Path(folder) / CONFIG
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("must hold names and values")
+        _refuse_unknown_parts(values)
+        if "family" not in values:
+            values["family"] = _litgpt_family(values)
+        config = ModelConfig.from_dict(values)
+        if config.padded_vocab_size is None:
+            raise ValueError("vocab_size is missing")
+        return config
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; give the folder of a model") from error
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: not a model's configuration: {' '.join(str(error).split())}") from error
+
+
+def load_model(folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> GPT:
+    """Load the model of a folder; on the CPU and without a ``dtype`` its weights stay in the file until they are used.
+
+    Args:
+        folder: A model folder (see :func:`find_checkpoint_dir`).
+        device: Where the weights go, one after the other.
+        dtype: Their type; that of the file when not given.
+
+    Raises:
+        UserError: a file is missing or broken, or the weights are not those of the configuration.
+    """
+    folder = Path(folder)
+    config = read_model_config(folder)
+    with torch.device("meta"):
+        model = GPT(config)
+    weights = fitting_weights(folder, model)
+    if config.tie_embeddings:
+        del weights[_HEAD]
+    for name in weights:
+        weights[name] = weights[name].to(device=device, dtype=dtype)
+    model.load_state_dict(weights, strict=not config.tie_embeddings, assign=True)
+    model.tie_weights()
+    return model
+
+
+def fitting_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Read a folder's weights under the names that ``model`` (on any device, or none) has, and check that they fit.
+
+    Weights that are one tensor in the model are one here, and those that are not share no memory.
+
+    Raises:
+        UserError: weights are missing, extra or of another shape, each named.
+    """
+    weights, wanted = load_weights(folder), model.state_dict()
+    _rename_old(weights, model.config)
+    _tie_or_untie(weights, model.config, Path(folder))
+    missing = [f"missing {name} {_shape(wanted[name])}" for name in wanted.keys() - weights.keys()]
+    extra = [f"unknown {name} {_shape(weights[name])}" for name in weights.keys() - wanted.keys()]
+    other = [
+        f"{name} is {_shape(weights[name])}, not {_shape(wanted[name])}"
+        for name in wanted.keys() & weights.keys()
+        if weights[name].shape != wanted[name].shape
+    ]
+    if wrong := sorted(missing) + sorted(extra) + sorted(other):
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise UserError(f"{Path(folder) / WEIGHTS}: does not fit {CONFIG}: {', '.join(wrong[:5])}{more}")
+    return {name: weights[name] for name in wanted}
+
+
+def write_model_files(
+    folder: Path,
+    *,
+    state_dict: dict[str, Tensor],
+    config: ModelConfig,
+    hyperparameters: dict[str, Any] | None,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Write what makes a folder a model: weights, architecture, the options of its run, all tokenizer files."""
+    save_weights(state_dict, folder / WEIGHTS)
+    _write_yaml(folder / CONFIG, config.to_dict())
+    if hyperparameters is not None:
+        _write_yaml(folder / HYPERPARAMETERS, hyperparameters)
+    if tokenizer is not None:
+        tokenizer.save(folder)
+
+
+def _write_yaml(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _refuse_unknown_parts(values: dict[str, Any]) -> None:
+    for name, neutral in _NEUTRAL.items():
+        if values.get(name, neutral) != neutral:
+            raise UserError(f"{name} {values[name]}: models with this part are not supported")
+    for name, hint in get_type_hints(ModelConfig).items():
+        allowed = [v for v in get_args(hint) if isinstance(v, str)]  # of a Literal
+        if allowed and values.get(name, allowed[0]) not in allowed:
+            raise UserError(f"{name} {values[name]}: only {' and '.join(allowed)} are supported")
+    # LitGPT keeps two facts in the name alone.
+    if "family" not in values and any(part in str(values.get("name")) for part in ("Gemma", "OLMo")):
+        raise UserError(f"name {values['name']}: the norms of this model are not supported")
+
+
+def _litgpt_family(values: dict[str, Any]) -> str:
+    """The Hugging Face family of a LitGPT configuration, which does not say."""
+    if values.get("norm_class_name") == "LayerNorm" and values.get("mlp_class_name") == "GptNeoxMLP":
+        return "gpt_neox"
+    return "llama"
+
+
+def _rename_old(weights: dict[str, Tensor], config: ModelConfig) -> None:
+    """Bring LitGPT's older ``attn.attn``, a [q..., k, v] per query group, to ``attn.qkv``, all q, then k, then v."""
+    size, groups = config.head_size, config.n_query_groups
+    per_group = config.n_head // groups
+    for old in [name for name in weights if ".attn.attn." in name]:
+        tensor = weights.pop(old)
+        rows = (per_group + 2) * size
+        if tensor.shape[0] == groups * rows:
+            grouped = tensor.unflatten(0, (groups, rows)).split([per_group * size, size, size], dim=1)
+            tensor = torch.cat([part.flatten(0, 1) for part in grouped])
+        weights[old.replace(".attn.attn.", ".attn.qkv.")] = tensor
+
+
+def _tie_or_untie(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> None:
+    head, embedding = _HEAD, "transformer.wte.weight"
+    if not config.tie_embeddings:
+        if head in weights and embedding in weights and _same_memory(weights[head], weights[embedding]):
+            weights[head] = weights[head].clone()  # else a step on the one would move the other
+        return
+    weights.setdefault(head, weights.get(embedding))
+    weights.setdefault(embedding, weights[head])
+    if weights[head] is None:
+        del weights[head], weights[embedding]
+    elif not (_same_memory(weights[head], weights[embedding]) or torch.equal(weights[head], weights[embedding])):
+        raise UserError(f"{folder / CONFIG}: tie_embeddings true: but {head} and {embedding} differ in {WEIGHTS}")
+    else:
+        weights[head] = weights[embedding]
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"({', '.join(map(str, tensor.shape))})"

@@ -1,0 +1,269 @@
+"""Laws S1 and S2 on disk: folders that appear whole or not at all, and which of them a run goes on from.
+
+Every name that begins with ``.tmp-`` is unfinished or on its way out: nothing lists it, and the next save deletes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from toolkit.errors import UserError
+
+COMPLETE = "COMPLETE"
+FINAL = "final"
+WEIGHTS = "lit_model.pth"
+_TMP, _OLD = ".tmp-", ".old-"
+_STEP = re.compile(r"step-(\d+)")
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OUT_OF_REACH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+
+
+def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write a checkpoint folder, whole or not at all (law S1). One process writes to a run's folder at a time.
+
+    Args:
+        folder: Where it appears. A folder of that name is replaced, and stays findable until the new one is whole.
+        write: Fills the (empty, temporary) folder that it is given.
+
+    Raises:
+        UserError: the disk is full; the temporary folder is gone and earlier checkpoints are as they were.
+    """
+    for aside in folder.parent.glob(f"{_OLD}*"):
+        _put_back_or_delete(aside)
+    _delete(folder.parent.glob(f"{_TMP}*"))
+
+    def write_and_mark(tmp: Path) -> None:
+        write(tmp)
+        _sync_tree(tmp)  # the mark must not reach the disk before what it vouches for
+        (tmp / COMPLETE).touch()
+
+    write_folder(folder, write_and_mark, flag="--out_dir")
+
+
+def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None:
+    """Write a folder, whole or not at all: into a temporary folder beside it, to the disk, then one rename.
+
+    ``write`` fills the folder that it is given; ``flag`` is the option to name when that fails.
+
+    Raises:
+        UserError: the disk is full, or the folder cannot be made; nothing is left behind.
+    """
+    tmp = folder.with_name(f"{_TMP}{folder.name}-{os.getpid()}")
+    _delete(folder.parent.glob(f"{_TMP}{glob.escape(folder.name)}-*"))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tmp.mkdir()
+        write(tmp)
+        _sync_tree(tmp)
+        _move_in(tmp, folder)
+    except BaseException as error:
+        message = _explain(error, tmp, folder)  # counts what was written, so before it is deleted
+        shutil.rmtree(tmp, ignore_errors=True)
+        if message is not None:
+            raise UserError(f"{flag} {folder.parent if flag == '--out_dir' else folder}: {message}") from error
+        raise
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder is a checkpoint that was written to its end."""
+    return (folder / COMPLETE).is_file()
+
+
+def step_folders(out_dir: Path) -> list[tuple[int, Path]]:
+    """Return (step, folder) of the complete ``step-*`` checkpoints of a run, the oldest first."""
+    found = ((_STEP.fullmatch(name), path) for name, path in _complete_folders(out_dir))
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def newest(out_dir: Path) -> Path | None:
+    """Return the complete checkpoint of the highest step; ``final`` where it is as far as a step's."""
+    folders = [(step_of(path), name == FINAL, path) for name, path in _complete_folders(out_dir)]
+    return max(folders)[-1] if folders else None
+
+
+def step_of(folder: Path) -> int:
+    """Return the optimizer step of a checkpoint: what its trainer wrote, else its name's; -1 if neither says."""
+    try:
+        return int(json.loads((folder / "trainer" / "meta.json").read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        match = _STEP.fullmatch(folder.name.removeprefix(_OLD))
+        return int(match[1]) if match else -1
+
+
+def prune(out_dir: Path, keep_last: int) -> None:
+    """Delete all but the last ``keep_last`` step checkpoints; 0 keeps all. Call it when the newest is whole."""
+    folders = [folder for _, folder in step_folders(out_dir)]
+    for folder in folders[:-keep_last] if keep_last else []:
+        # Out of sight first: killed here, what is left of it is not taken for a checkpoint.
+        gone = folder.with_name(f"{_TMP}{folder.name}-{os.getpid()}")
+        os.rename(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
+    """Return the checkpoint folder that a run goes on from, or None for a fresh start.
+
+    Args:
+        resume: False; "auto": the newest checkpoint of out_dir, if there is one; True: the same, but there must be
+            one; else a run's folder, a checkpoint folder or the ``lit_model.pth`` in one.
+        out_dir: Where the run writes.
+
+    Raises:
+        UserError: nothing to resume from, or out_dir belongs to another run.
+    """
+    if out_dir.exists() and not out_dir.is_dir():
+        raise UserError(f"--out_dir {out_dir}: is a file; give a folder")
+    known = {"false": False, "true": True, "auto": "auto"}
+    resume = known.get(resume.lower(), resume) if isinstance(resume, str) else resume
+    if resume is False:
+        _require_unused(out_dir, "--resume auto goes on with it, another --out_dir starts afresh")
+        return None
+    if resume is True or resume == "auto":
+        found = newest(out_dir)
+        if found is None and resume is True:
+            raise UserError(f"--resume true: no complete checkpoint in --out_dir {out_dir}; --resume auto starts one")
+        if found is None and (foreign := next(_model_folders(out_dir), None)):
+            raise UserError(
+                f"--out_dir {out_dir}: {foreign.name} has no file {COMPLETE}, so it cannot be resumed and is not "
+                "overwritten; give another --out_dir"
+            )
+        return found
+    found = _named_checkpoint(Path(resume).expanduser())
+    if out_dir.resolve() not in found.resolve().parents:
+        _require_unused(out_dir, f"--resume {resume} is of another run; give another --out_dir")
+    return found
+
+
+def _named_checkpoint(path: Path) -> Path:
+    if not path.exists():
+        raise UserError(f"--resume {path}: no such folder or file; --resume auto takes the newest of --out_dir")
+    if path.is_file() and path.name != WEIGHTS:
+        raise UserError(f"--resume {path}: not a checkpoint; give a checkpoint folder or the {WEIGHTS} in one")
+    folder = path.parent if path.is_file() else path
+    if is_complete(folder):
+        return folder
+    if folder is path and (found := newest(folder)) is not None:
+        return found
+    what = f"has no file {COMPLETE}: not written to its end" if _holds_model(folder) else "holds no complete checkpoint"
+    raise UserError(f"--resume {path}: {what}; give another, or start from its weights with --initial_checkpoint_dir")
+
+
+def _require_unused(out_dir: Path, mend: str) -> None:
+    metrics = out_dir / "logs" / "metrics.csv"
+    used = next((path for _, path in _complete_folders(out_dir)), None) or next(_model_folders(out_dir), None)
+    if used is None and metrics.exists():
+        used = metrics
+    if used is not None:
+        raise UserError(f"--out_dir {out_dir}: already used ({used.relative_to(out_dir)} is there); {mend}")
+
+
+def _holds_model(folder: Path) -> bool:
+    return (folder / WEIGHTS).exists() or (folder / "model_config.yaml").exists()
+
+
+def _model_folders(out_dir: Path) -> Iterator[Path]:
+    """The folders that are named like checkpoints, complete or not."""
+    if out_dir.is_dir():
+        yield from sorted(p for p in out_dir.iterdir() if p.is_dir() and (_STEP.fullmatch(p.name) or p.name == FINAL))
+
+
+def _complete_folders(out_dir: Path) -> Iterator[tuple[str, Path]]:
+    """(name, path) of the complete checkpoints; one that was being replaced stands in for itself under its old name."""
+    for path in _model_folders(out_dir):
+        if is_complete(path):
+            yield path.name, path
+    for path in out_dir.glob(f"{_OLD}*"):
+        name = path.name.removeprefix(_OLD)
+        if is_complete(path) and not (out_dir / name).exists():
+            yield name, path
+
+
+def _move_in(tmp: Path, folder: Path) -> None:
+    """Rename ``tmp`` to ``folder``; what is there gives way only for the instant between two renames."""
+    aside = folder.with_name(f"{_OLD}{folder.name}")
+    if folder.exists():
+        os.rename(folder, aside)
+    try:
+        os.rename(tmp, folder)
+        _sync(folder.parent)
+    finally:
+        if aside.exists():
+            _put_back_or_delete(aside)
+
+
+def _put_back_or_delete(aside: Path) -> None:
+    folder = aside.with_name(aside.name.removeprefix(_OLD))
+    if not folder.exists():
+        os.rename(aside, folder)
+        return
+    gone = aside.with_name(f"{_TMP}{aside.name}-{os.getpid()}")
+    os.rename(aside, gone)
+    _delete([gone])
+
+
+def _delete(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync_tree(folder: Path) -> None:
+    """Bring every file and folder to the disk, so that a power cut after the rename finds them."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(root) / name)
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _explain(error: BaseException, tmp: Path, folder: Path) -> str | None:
+    """What went wrong and the mend, if ``error`` says that the disk is full or out of reach, else None."""
+    reason = _full_disk(error)
+    if reason is not None:
+        before = newest(folder.parent)
+        return (
+            f"{reason}: stopped after {_size(tmp):,} bytes of {folder.name} with {_free(folder.parent):,} bytes free"
+            + (f"; {before.name} with its {_size(before):,} bytes is kept" if before else "")
+            + "; free some space or choose another folder"
+        )
+    if isinstance(error, OSError) and error.errno in _OUT_OF_REACH and not tmp.exists():
+        return f"{error.strerror}; choose another folder"
+    return None
+
+
+def _full_disk(error: BaseException | None) -> str | None:
+    """The reason if a full disk, a quota or a limit on the size of files is behind the error, else None."""
+    while error is not None and not isinstance(error, UserError):
+        if isinstance(error, OSError) and error.errno in _FULL_DISK:
+            return error.strerror
+        # torch's zip writer, given a path, loses the errno: this is all it says when a write falls short.
+        if isinstance(error, RuntimeError) and re.search(r"unexpected pos|PytorchStreamWriter", str(error)):
+            reason = _full_disk(error.__cause__ or error.__context__)
+            return reason or os.strerror(errno.ENOSPC)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free if folder.exists() else 0
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())

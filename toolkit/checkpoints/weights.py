@@ -1,0 +1,122 @@
+"""Law S4: files of tensors, written so that they load with ``weights_only=True``, and read in no other way."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoints.store import WEIGHTS
+from toolkit.errors import UserError
+
+# The layers that DDP, FSDP, torch.compile, activation checkpointing and Fabric put around a module.
+_WRAPPERS = {"module", "_forward_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def canonical_name(name: str) -> str:
+    """Return the name of a weight without the layers that strategies and compilers put around modules."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def save_weights(state_dict: dict[str, Tensor], path: Path) -> None:
+    """Write the weights to one file, under canonical names; tied weights are stored once.
+
+    Raises:
+        OSError, RuntimeError: what writing raises; :func:`~toolkit.checkpoints.store.write_checkpoint` explains it.
+    """
+    weights = {canonical_name(name): tensor for name, tensor in state_dict.items()}
+    assert len(weights) == len(state_dict), "two weights have the same canonical name"
+    assert all(type(t) in (Tensor, torch.nn.Parameter) for t in weights.values()), "only plain tensors are weights"
+    save_state(_compact(weights), path)
+
+
+def save_state(state: dict[str, Any], path: Path) -> None:
+    """Write a dictionary of tensors, numbers, strings and containers of them, and bring it to the disk."""
+    with open(path, "wb") as file:  # given a path, torch's own writer loses the reason of a failed write
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load_weights(checkpoint_dir: Path, mmap: bool = True) -> dict[str, Tensor]:
+    """Read the weights of a checkpoint folder, ours or LitGPT's, under canonical names.
+
+    With ``mmap`` a tensor's bytes come into memory when they are touched, shared by all processes of the machine. Tied
+    weights share their storage.
+
+    Raises:
+        UserError: there is no such file, it is cut short or empty, or holds anything but tensors.
+    """
+    path = Path(checkpoint_dir) / WEIGHTS
+    state = load_state(path, mmap=mmap)
+    if isinstance(state.get("model"), dict):  # as LitGPT's pretrain writes it, beside the optimizer
+        state = state["model"]
+    for name, value in state.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided):
+            raise UserError(f"{path}: {name!r} is not a plain tensor; the file must hold weights only")
+    return {canonical_name(name): tensor for name, tensor in state.items()}
+
+
+def load_state(path: Path, mmap: bool = True) -> dict[str, Any]:
+    """Read a dictionary that :func:`save_state` or ``torch.save`` wrote. Nothing in the file is run.
+
+    Raises:
+        UserError: there is no such file, it is cut short or empty, carries code, or holds no dictionary.
+    """
+    path = Path(path)
+    _require_zip(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a TorchScript file makes torch warn before it refuses it
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # a hostile file can make the reader raise anything
+        raise UserError(f"{path}: {_what_is_wrong(error)}") from error
+    if not isinstance(state, dict):
+        raise UserError(f"{path}: holds a {type(state).__name__}, not a dictionary of tensors")
+    return state
+
+
+def _require_zip(path: Path) -> None:
+    """Refuse what is not torch's zip format: older ones are pickles from the first byte."""
+    if path.is_dir():
+        raise UserError(f"{path}: is a sharded checkpoint; only a single file of weights can be read here")
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; give a folder that holds one") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    if not start:
+        raise UserError(f"{path}: the file is empty; copy or download it again")
+    if start != b"PK\x03\x04":
+        raise UserError(f"{path}: not a file that torch.save of torch >= 1.6 wrote; save it again with it")
+
+
+def _what_is_wrong(error: Exception) -> str:
+    text = str(error)
+    named = re.search(r"GLOBAL ([\w.]+)", text)
+    if "TorchScript" in text:
+        return "refused: it holds a program; only files of tensors are read"
+    if isinstance(error, pickle.UnpicklingError):
+        what = f"{named[1]}, which could run code" if named else "more than tensors and could run code"
+        return f"refused: it holds {what}; only files of tensors are read"
+    return "the file is damaged or cut short; copy or download it again"
+
+
+def _compact(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Detach; a view of a larger storage becomes a tensor of its own, or the file would hold the whole storage."""
+    copies: dict[tuple, Tensor] = {}
+    for name, tensor in weights.items():
+        tensor = tensor.detach()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            tensor = copies.setdefault(key, tensor.clone(memory_format=torch.contiguous_format))
+        weights[name] = tensor
+    return weights
