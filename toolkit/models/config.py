@@ -10,7 +10,6 @@ from typing import Any, Literal, get_type_hints
 
 from toolkit.errors import UserError
 
-
 # The keys of rope_adjustments, as LitGPT names them.
 ROPE_ADJUSTMENTS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}
 

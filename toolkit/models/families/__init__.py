@@ -1,0 +1,66 @@
+"""The registry of model families: named configurations, and the way to Hugging Face and back.
+
+A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf(config_json)``, ``to_hf(config, bos_token_id,
+eos_token_id)`` and ``weights(config)``. A new family is one more file here and one more entry in :data:`FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from toolkit.errors import UserError, did_you_mean
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import gpt2, gpt_neox, llama
+
+DEFAULT_MODEL = "mini-llama"
+
+# by Hugging Face's model_type
+FAMILIES: dict[str, ModuleType] = {"llama": llama, "gpt_neox": gpt_neox, "gpt2": gpt2}
+
+
+def list_names() -> list[str]:
+    """Return the names of all configurations, the default first."""
+    return [config.name for family in FAMILIES.values() for config in family.CONFIGS]
+
+
+def get_config(name: str) -> ModelConfig:
+    """Return the configuration of that name; an organisation in front and upper or lower case do not matter.
+
+    Raises:
+        UserError: There is none; the nearest names are suggested.
+    """
+    configs = {c.name.lower(): c for family in FAMILIES.values() for c in family.CONFIGS}
+    aliases = {a.lower(): n for family in FAMILIES.values() for a, n in family.ALIASES.items()}
+    bare = name.rpartition("/")[2].lower()
+    if bare in aliases:
+        bare = aliases[bare].lower()
+    if bare not in configs:
+        suggestion = did_you_mean(name.rpartition("/")[2], list_names())
+        raise UserError(
+            f"model_name {name!r}: no such configuration{suggestion or '; `toolkit pretrain list` names all'}"
+        )
+    return configs[bare]
+
+
+def family_of(config: ModelConfig) -> ModuleType:
+    """Return the family module of a configuration.
+
+    Raises:
+        UserError: ``config.family`` is unknown.
+    """
+    if config.family not in FAMILIES:
+        raise UserError(f"--model_config.family {config.family}: must be one of {', '.join(FAMILIES)}")
+    return FAMILIES[config.family]
+
+
+def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a configuration from the content of any supported Hugging Face ``config.json``.
+
+    Raises:
+        UserError: The architecture is not supported, or a part of it is not.
+    """
+    model_type = config_json.get("model_type")
+    if model_type not in FAMILIES:
+        raise UserError(f"config.json: model_type {model_type!r} is not supported; only {', '.join(FAMILIES)}")
+    return FAMILIES[model_type].from_hf(config_json)

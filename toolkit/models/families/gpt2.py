@@ -1,0 +1,118 @@
+"""GPT-2 (Radford et al. 2019): learned positions, tied embeddings.
+
+Facts of the named configurations: the ``config.json`` files of the Hugging Face repositories openai-community/gpt2*.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import tables
+
+
+def _gpt2(name: str, n_layer: int, n_embd: int, n_head: int) -> ModelConfig:
+    # padding_multiple 1: exactly the published vocabulary, so that published weights fit
+    return ModelConfig(
+        name=name, family="gpt2", block_size=1024, vocab_size=50257, padding_multiple=1, n_layer=n_layer,
+        n_embd=n_embd, n_head=n_head, position_embedding="learned", bias=True, norm_class_name="LayerNorm",
+        mlp_class_name="GptNeoxMLP", gelu_approximate="tanh", tie_embeddings=True,
+    )  # fmt: skip
+
+
+CONFIGS = [
+    _gpt2("gpt2", 12, 768, 12),
+    _gpt2("gpt2-medium", 24, 1024, 16),
+    _gpt2("gpt2-large", 36, 1280, 20),
+    _gpt2("gpt2-xl", 48, 1600, 25),
+]
+
+ALIASES = {
+    "gpt2-124m": "gpt2",
+    "gpt2-small": "gpt2",
+    "gpt2-350m": "gpt2-medium",
+    "gpt2-355m": "gpt2-medium",
+    "gpt2-774m": "gpt2-large",
+    "gpt2-1558m": "gpt2-xl",
+    "gpt2-1.5b": "gpt2-xl",
+}
+
+_GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt2"."""
+    tables.require_hf(
+        config_json, activation_function=tuple(_GELU), scale_attn_weights=(True,),
+        scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,),
+    )  # fmt: skip
+    vocab_size = config_json.get("vocab_size", 50257)
+    return ModelConfig(
+        name=tables.model_name(config_json),
+        family="gpt2",
+        block_size=config_json.get("n_positions", 1024),
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size,
+        n_layer=config_json.get("n_layer", 12),
+        n_head=config_json.get("n_head", 12),
+        n_embd=config_json.get("n_embd", 768),
+        intermediate_size=config_json.get("n_inner"),
+        position_embedding="learned",
+        bias=True,
+        norm_class_name="LayerNorm",
+        norm_eps=config_json.get("layer_norm_epsilon", 1e-5),
+        mlp_class_name="GptNeoxMLP",
+        gelu_approximate=_GELU[config_json.get("activation_function", "gelu_new")],
+        tie_embeddings=config_json.get("tie_word_embeddings", True),
+    )
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``; its vocabulary is the padded one, which the weights have."""
+    _check(config)
+    return {
+        "activation_function": "gelu_new" if config.gelu_approximate == "tanh" else "gelu",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.0,
+        "bos_token_id": bos_token_id,
+        "embd_pdrop": 0.0,
+        "eos_token_id": eos_token_id,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": config.norm_eps,
+        "model_type": "gpt2",
+        "n_embd": config.n_embd,
+        "n_head": config.n_head,
+        "n_inner": config.intermediate_size,
+        "n_layer": config.n_layer,
+        "n_positions": config.block_size,
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": True,
+        "vocab_size": config.padded_vocab_size,
+    }
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    transposed = tables.transpose()
+    maps = tables.embedding_and_head(config, "transformer.wte.weight", "lm_head")
+    maps.append(tables.same("transformer.wpe.weight", "transformer.wpe.weight"))
+    for i in range(config.n_layer):
+        block = f"transformer.h.{i}"
+        maps += tables.linear(f"{block}.norm_1", f"{block}.ln_1", True)
+        maps += tables.linear(f"{block}.attn.qkv", f"{block}.attn.c_attn", True, transposed)
+        maps += tables.linear(f"{block}.attn.proj", f"{block}.attn.c_proj", True, transposed)
+        maps += tables.linear(f"{block}.norm_2", f"{block}.ln_2", True)
+        maps += tables.linear(f"{block}.mlp.fc", f"{block}.mlp.c_fc", True, transposed)
+        maps += tables.linear(f"{block}.mlp.proj", f"{block}.mlp.c_proj", True, transposed)
+    return maps + tables.linear("transformer.ln_f", "transformer.ln_f", True)
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what a GPT2LMHeadModel cannot be."""
+    tables.require(
+        config, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP", bias=True, position_embedding="learned",
+        parallel_residual=False, lm_head_bias=False, n_query_groups=config.n_head,
+        head_size=config.n_embd // config.n_head,
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""GPT-NeoX: the Pythia suite (Biderman et al. 2023).
+
+Facts of the named configurations: the ``config.json`` files of EleutherAI's Hugging Face repositories.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import tables
+
+
+def _pythia(size: str, n_layer: int, n_embd: int, n_head: int, vocab_size: int = 50304) -> ModelConfig:
+    return ModelConfig(
+        name=f"pythia-{size}", family="gpt_neox", block_size=2048, vocab_size=vocab_size, n_layer=n_layer,
+        n_embd=n_embd, n_head=n_head, rotary_percentage=0.25, parallel_residual=True, bias=True,
+        norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP",
+    )  # fmt: skip
+
+
+CONFIGS = [
+    _pythia("14m", 6, 128, 4),
+    _pythia("31m", 6, 256, 8),
+    _pythia("70m", 6, 512, 8),
+    _pythia("160m", 12, 768, 12),
+    _pythia("410m", 24, 1024, 16),
+    _pythia("1b", 16, 2048, 8),
+    _pythia("1.4b", 24, 2048, 16),
+    _pythia("2.8b", 32, 2560, 32),
+    _pythia("6.9b", 32, 4096, 32, vocab_size=50432),
+    _pythia("12b", 36, 5120, 40, vocab_size=50688),
+]
+
+ALIASES = {f"{c.name}-deduped": c.name for c in CONFIGS}  # trained on other data, the same architecture
+
+_GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt_neox"."""
+    tables.require_hf(config_json, hidden_act=tuple(_GELU), attention_bias=(True,))
+    vocab_size = config_json.get("vocab_size", 50432)
+    return ModelConfig(
+        name=tables.model_name(config_json),
+        family="gpt_neox",
+        block_size=config_json.get("max_position_embeddings", 2048),
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size,
+        n_layer=config_json["num_hidden_layers"],
+        n_head=config_json["num_attention_heads"],
+        n_embd=config_json["hidden_size"],
+        intermediate_size=config_json["intermediate_size"],
+        parallel_residual=config_json.get("use_parallel_residual", True),
+        bias=True,
+        norm_class_name="LayerNorm",
+        norm_eps=config_json.get("layer_norm_eps", 1e-5),
+        mlp_class_name="GptNeoxMLP",
+        gelu_approximate=_GELU[config_json.get("hidden_act", "gelu")],
+        tie_embeddings=config_json.get("tie_word_embeddings", False),
+        **tables.read_rope(config_json, theta="rotary_emb_base", share="rotary_pct", default_share=0.25),
+    )
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``; its vocabulary is the padded one, which the weights have."""
+    _check(config)
+    return {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "hidden_act": "gelu" if config.gelu_approximate == "none" else "gelu_new",
+        "hidden_dropout": 0.0,
+        "hidden_size": config.n_embd,
+        "initializer_range": 0.02,
+        "intermediate_size": config.intermediate_size,
+        "layer_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.block_size,
+        "model_type": "gpt_neox",
+        "num_attention_heads": config.n_head,
+        "num_hidden_layers": config.n_layer,
+        "rope_scaling": tables.write_rope_scaling(config),
+        "rotary_emb_base": config.rope_base,
+        "rotary_pct": config.rotary_percentage,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": True,
+        "use_parallel_residual": config.parallel_residual,
+        "vocab_size": config.padded_vocab_size,
+    }
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    per_head = tables.interleave_heads(config.n_head, config.head_size)
+    maps = tables.embedding_and_head(config, "gpt_neox.embed_in.weight", "embed_out")
+    for i in range(config.n_layer):
+        ours, theirs = f"transformer.h.{i}", f"gpt_neox.layers.{i}"
+        maps += tables.linear(f"{ours}.norm_1", f"{theirs}.input_layernorm", True)
+        for kind in ("weight", "bias"):
+            maps.append(tables.same(f"{ours}.attn.qkv.{kind}", f"{theirs}.attention.query_key_value.{kind}", per_head))
+        maps += tables.linear(f"{ours}.attn.proj", f"{theirs}.attention.dense", True)
+        maps += tables.linear(f"{ours}.norm_2", f"{theirs}.post_attention_layernorm", True)
+        maps += tables.linear(f"{ours}.mlp.fc", f"{theirs}.mlp.dense_h_to_4h", True)
+        maps += tables.linear(f"{ours}.mlp.proj", f"{theirs}.mlp.dense_4h_to_h", True)
+    return maps + tables.linear("transformer.ln_f", "gpt_neox.final_layer_norm", True)
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what a GPTNeoXForCausalLM cannot be."""
+    tables.require(
+        config, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP", bias=True, position_embedding="rope",
+        shared_attention_norm=False, lm_head_bias=False, n_query_groups=config.n_head,
+        head_size=config.n_embd // config.n_head,
+    )  # fmt: skip

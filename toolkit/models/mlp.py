@@ -1,0 +1,39 @@
+"""The feed-forward part of a block: (..., n_embd) -> (..., n_embd)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from toolkit.models.config import ModelConfig
+
+
+class LLaMAMLP(nn.Module):
+    """SwiGLU (Shazeer 2020): proj(silu(fc_1(x)) * fc_2(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.fc_1 = nn.Linear(config.n_embd, config.intermediate_size, bias=config.bias)
+        self.fc_2 = nn.Linear(config.n_embd, config.intermediate_size, bias=config.bias)
+        self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=config.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(F.silu(self.fc_1(x)) * self.fc_2(x))
+
+
+class GptNeoxMLP(nn.Module):
+    """proj(gelu(fc(x))), with the exact gelu or its tanh approximation."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.fc = nn.Linear(config.n_embd, config.intermediate_size, bias=config.bias)
+        self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=config.bias)
+        self.gelu_approximate = config.gelu_approximate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(F.gelu(self.fc(x), approximate=self.gelu_approximate))
+
+
+def make_mlp(config: ModelConfig) -> nn.Module:
+    return {"LLaMAMLP": LLaMAMLP, "GptNeoxMLP": GptNeoxMLP}[config.mlp_class_name](config)
