@@ -366,10 +366,13 @@ def test_mistakes_through_the_real_process():
     assert (done.returncode, done.stderr) == (2, "toolkit: pretrian: no such command; did you mean 'pretrain'?\n")
 
 
-def test_a_reader_that_leaves_is_no_fault():
-    command = [sys.executable, "-m", "toolkit", "pretrain", "--help"]
+@pytest.mark.parametrize("argv", [["--help"], ["pretrain", "--help"], ["pretrain", "--print_config"]], ids=" ".join)
+def test_a_reader_that_leaves_is_no_fault(argv):
+    """Output below and above the size of Python's buffer."""
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "toolkit", *argv]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=env)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")

@@ -115,7 +115,7 @@ def unsafe_calls(source: str) -> list[str]:
             called == "torch.load" and keywords.get("weights_only") != "True",
             keywords.get("weights_only", "True") != "True",
             called in ("yaml.unsafe_load", "yaml.full_load", "eval", "exec"),
-            called == "yaml.load" and keywords.get("Loader") not in ("Loader", "yaml.SafeLoader"),
+            called == "yaml.load" and keywords.get("Loader") != "yaml.SafeLoader",
         )
         if any(wrong):
             found.append(f"line {node.lineno}: {ast.unparse(node)[:80]}")

@@ -22,56 +22,59 @@ INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``toolkit ARGV`` and return its exit code (DESIGN section 3)."""
-    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        code = dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains when it flushes stdout at exit
+        return PIPE_CLOSED
+
+
+def dispatch(argv: list[str]) -> int:
+    name, *rest = argv or ["--help"]
+    if name in COMMANDS:
+        return run(name, rest)
     if name in ("-h", "--help"):
         print(overview())
     elif name == "--version":
         print(f"toolkit {importlib.import_module('importlib.metadata').version('toolkit')}")
-    elif name in COMMANDS:
-        return run(name, rest)
     else:
-        print(f"toolkit: {name}: no such command{did_you_mean(name, COMMANDS)}", file=sys.stderr)
-        return 2
+        return _end("toolkit", f"{name}: no such command{did_you_mean(name, COMMANDS)}", 2)
     return 0
 
 
 def overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {help_line}" for name, (_, _, help_line) in COMMANDS.items()]
-    head = "usage: toolkit COMMAND [--option value ...]\n       toolkit COMMAND --help\n       toolkit --version\n"
-    return "\n".join([head, "commands:", *lines])
+    usage = "usage: toolkit COMMAND [--option value ...] | toolkit COMMAND --help | toolkit --version"
+    return "\n".join([usage, "", *(f"  {name:16} {text}" for name, (_, _, text) in COMMANDS.items())])
 
 
 def run(name: str, argv: list[str]) -> int:
     """Run one subcommand and turn the way it ends into an exit code, with one line on stderr if it is not a success."""
-    module, positionals, _ = COMMANDS[name]
+    (module, positionals, _), program = COMMANDS[name], f"toolkit {name}"
     try:
+        parse = importlib.import_module("toolkit.cli_parser").parse
         setup = importlib.import_module(module).setup
-        arguments = importlib.import_module("toolkit.cli_parser").parse(name, setup, positionals, argv)
-        if arguments is not None:
+        if (arguments := parse(name, setup, positionals, argv)) is not None:
             setup(**arguments)
-        sys.stdout.flush()
         return 0
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains when it flushes stdout at exit
-        return PIPE_CLOSED
+        raise
     except KeyboardInterrupt:
-        return _end(name, "interrupted", INTERRUPTED)
-    except UserError as error:
-        return _end(name, error, 2)
-    except GuardError as error:
-        return _end(name, error, 3)
+        return _end(program, "interrupted", INTERRUPTED)
+    except (UserError, GuardError) as error:
+        return _end(program, error, 2 if isinstance(error, UserError) else 3)
     except StoppedBySignal as error:
-        return _end(name, error, 128 + error.signal_number)
+        return _end(program, error, 128 + error.signal_number)
     except Exception as error:
         if "torchvision::nms does not exist" in str(error):
-            return _end(name, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)
+            return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)
         traceback.print_exc()
         return 1
 
 
-def _end(name: str, message: object, code: int) -> int:
-    if os.environ.get("TOOLKIT_TRACEBACK") == "1":
+def _end(program: str, message: object, code: int) -> int:
+    if os.environ.get("TOOLKIT_TRACEBACK") == "1" and sys.exc_info()[0]:
         traceback.print_exc()
-    print(f"toolkit {name}: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"{program}: {' '.join(str(message).split())}", file=sys.stderr)
     return code

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import yaml
 
 from toolkit.errors import UserError
-
-
-class Loader(yaml.SafeLoader):
-    """YAML as jsonargparse reads it: ``4e-4`` is a number."""
-
-
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 class Given(NamedTuple):
@@ -65,7 +57,7 @@ def read_yaml_file(path: str | None) -> dict[str, Any]:
         raise UserError("--config: needs a value: the path of a YAML file")
     try:
         with open(path, encoding="utf-8") as file:
-            values = yaml.load(file, Loader=Loader)
+            values = yaml.safe_load(file)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -82,7 +74,7 @@ def expand_flag(key: str, text: str | None, groups: Container[str], choices: Con
         yield key, given
         return
     try:
-        values = yaml.load(text or "", Loader=Loader)
+        values = yaml.safe_load(text or "")
     except yaml.YAMLError:
         values = None
     if not isinstance(values, dict):
@@ -120,7 +112,7 @@ def to_text(value: Any) -> str:
 
 def suggest(key: str, known: Iterable[str], prefix: str) -> str:
     """``; did you mean --train.max_steps?``: the options whose group and name come nearest, near ties included."""
-    group, _, last = key.replace("-", "_").rpartition(".")
+    group, _, last = key.rpartition(".")
     scores = {}
     for option in known:
         option_group, _, option_last = option.rpartition(".")

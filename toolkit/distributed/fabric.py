@@ -4,46 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Literal
 
-import torch
 from lightning.fabric import Fabric
 
 from toolkit.args import Precision
-from toolkit.errors import UserError
-
-Accelerator = Literal["auto", "cpu", "cuda", "mps"]
-
-
-def pick_accelerator(accelerator: Accelerator) -> str:
-    """Return "cpu", "cuda" or "mps".
-
-    Raises:
-        UserError: the accelerator that was asked for is not there.
-    """
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if accelerator == "auto":
-        return next(name for name, there in available.items() if there)
-    if not available[accelerator]:
-        there = " or ".join(name for name, is_there in available.items() if is_there)
-        raise UserError(f"--accelerator {accelerator}: no such device on this machine; use {there} or auto")
-    return accelerator
-
-
-def pick_precision(precision: Precision | None, accelerator: str) -> Precision:
-    """Return the precision to run with: what was asked for, else bf16-mixed on CUDA and 32-true elsewhere.
-
-    Raises:
-        UserError: the device cannot do it.
-    """
-    bf16_cuda = accelerator == "cuda" and torch.cuda.is_bf16_supported()
-    if precision is None:
-        return "bf16-mixed" if bf16_cuda else "16-mixed" if accelerator == "cuda" else "32-true"
-    if precision == "16-mixed" and accelerator != "cuda":
-        raise UserError(f"--precision 16-mixed: needs a CUDA device, and this run is on {accelerator}; use bf16-mixed")
-    if precision.startswith("bf16") and accelerator == "cuda" and not bf16_cuda:
-        raise UserError(f"--precision {precision}: this CUDA device has no bfloat16; use 16-mixed or 32-true")
-    return precision
+from toolkit.distributed.device import Accelerator, pick_accelerator, pick_precision
 
 
 def build_fabric(accelerator: Accelerator, precision: Precision | None) -> tuple[Fabric, Precision]:

@@ -1,0 +1,36 @@
+"""A tiny model of each of the three styles, with weights large enough that its choices differ."""
+
+import pytest
+import torch
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+
+STYLES = {
+    "llama": {"n_query_groups": 2, "padded_vocab_size": 128},
+    "gpt_neox": {
+        "family": "gpt_neox", "parallel_residual": True, "rotary_percentage": 0.25, "bias": True,
+        "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "padded_vocab_size": 128,
+    },
+    "gpt2": {
+        "family": "gpt2", "position_embedding": "learned", "bias": True, "norm_class_name": "LayerNorm",
+        "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh", "tie_embeddings": True, "padded_vocab_size": 101,
+    },
+}  # fmt: skip
+
+
+def make_model(style: str, seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    config = ModelConfig(
+        name=style, block_size=48, vocab_size=101, n_layer=2, n_head=4, n_embd=64, intermediate_size=96, **STYLES[style]
+    )
+    model = GPT(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.fixture(params=list(STYLES))
+def model(request) -> GPT:
+    return make_model(request.param)

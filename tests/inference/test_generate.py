@@ -1,0 +1,126 @@
+import pytest
+import torch
+
+from toolkit.errors import GuardError, UserError
+from toolkit.inference import generate as module
+from toolkit.inference.generate import generate
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+
+PROMPT = torch.tensor([5, 17, 3, 99, 42])
+
+
+@pytest.fixture
+def llama() -> GPT:
+    torch.manual_seed(0)
+    return GPT(ModelConfig(block_size=16, vocab_size=60, n_layer=2, n_head=2, n_embd=16))
+
+
+def greedy(model, prompt=PROMPT, count=24, **settings) -> list[int]:
+    return list(generate(model, prompt, max_new_tokens=count, temperature=0, **settings))
+
+
+def test_cached_equals_uncached(model):
+    cached, uncached = greedy(model), greedy(model, use_cache=False)
+    assert cached == uncached
+    assert len(set(cached)) > 8  # a model that repeats itself would show nothing
+
+
+def test_a_prompt_in_pieces_equals_a_prompt_at_once(model, monkeypatch):
+    expected = greedy(model)
+    monkeypatch.setattr(module, "PREFILL", 3)
+    assert greedy(model) == expected
+
+
+def test_cached_logits_equal_uncached(model):
+    """Token by token, to fp32 rounding: equal greedy ids could be luck."""
+    from toolkit.inference.kv_cache import KVCache
+
+    ids = torch.randint(0, 101, (2, 30), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(ids)
+        cache = KVCache(model.config, 2, 30)
+        pieces = [model(piece, kv_cache=cache) for piece in ids.split([1, 7, 1, 20, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_equal_to_transformers(model, tmp_path):
+    """Greedy text of the exported model, through transformers' own cache and loop."""
+    transformers = pytest.importorskip("transformers")
+    from toolkit.checkpoints.folder import write_model_files
+    from toolkit.checkpoints.hf import export_hf
+
+    (tmp_path / "ours").mkdir()
+    state = model.state_dict()
+    write_model_files(tmp_path / "ours", state_dict=state, config=model.config, hyperparameters=None, tokenizer=None)
+    export_hf(tmp_path / "ours", tmp_path / "theirs")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
+    found = theirs.generate(
+        PROMPT[None], attention_mask=torch.ones(1, 5, dtype=torch.long), max_new_tokens=24, do_sample=False,
+        eos_token_id=None, pad_token_id=0, suppress_tokens=list(range(101, 128)),  # the vocabulary's padding
+    )  # fmt: skip
+    assert found[0, 5:].tolist() == greedy(model)
+
+
+def test_draws_follow_the_seed(model):
+    def draw(seed):
+        return list(generate(model, PROMPT, max_new_tokens=20, temperature=1.0, top_k=20, seed=seed))
+
+    assert draw(1) == draw(1) != draw(2)
+    assert max(draw(3)) < 101
+
+
+def test_stops_before_eos(model):
+    whole = greedy(model)
+    eos = whole[7]
+    assert greedy(model, eos_ids=[100_000, eos]) == whole[: whole.index(eos)]
+
+
+def test_stops_where_the_context_is_full_and_says_so(llama):
+    said = []
+    found = greedy(llama, torch.arange(10), count=50, notice=said.append)
+    assert len(found) == 6
+    assert said == ["stopped after 6 new tokens: the model's context of 16 tokens is full"]
+    assert found == greedy(llama, torch.arange(10), count=50, use_cache=False, notice=said.append)
+    said.clear()
+    assert len(greedy(llama, torch.arange(10), count=6, notice=said.append)) == 6
+    assert not said
+
+
+def test_tokens_come_one_by_one(llama):
+    stream = generate(llama, torch.tensor([1]), max_new_tokens=5, temperature=0)
+    calls = []
+    llama.register_forward_hook(lambda *args: calls.append(1))
+    next(stream)
+    assert len(calls) == 1
+    next(stream)
+    assert len(calls) == 2
+
+
+def test_padding_of_the_vocabulary_is_never_drawn(llama):
+    assert llama.config.padded_vocab_size == 64
+    with torch.no_grad():
+        llama.lm_head.weight[60:] = 50 * llama.lm_head.weight[:1]
+    found = list(generate(llama, torch.tensor([1, 2]), max_new_tokens=14, temperature=5.0, seed=0))
+    assert max(found) < 60
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ([1], {"max_new_tokens": 0}, "--max_new_tokens 0: must be greater than zero"),
+        ([1], {"max_new_tokens": 5, "temperature": -1.0}, "--temperature -1.0"),
+        ([], {"max_new_tokens": 5}, "--prompt: is empty"),
+        ([1] * 16, {"max_new_tokens": 5}, "--prompt: has 16 tokens; the model's context of 16 leaves no room"),
+    ],
+)
+def test_mistakes_are_said_at_the_call(llama, prompt, settings, message):
+    with pytest.raises(UserError, match=message):
+        generate(llama, torch.tensor(prompt, dtype=torch.long), **settings)
+
+
+def test_damaged_weights_give_no_text(llama):
+    with torch.no_grad():
+        llama.lm_head.weight[3] = float("nan")
+    with pytest.raises(GuardError, match="not finite"):
+        greedy(llama, torch.tensor([1]))

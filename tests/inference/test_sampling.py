@@ -1,0 +1,87 @@
+import pytest
+import torch
+
+from toolkit.errors import GuardError, UserError
+from toolkit.inference.sampling import sample
+
+PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])  # likeliest first: 1, 3, 2, 4, 0
+LOGITS = PROBABILITIES.log()[None]
+
+
+def frequencies(draws: int = 40_000, **settings) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    ids = sample(LOGITS.expand(draws, -1), generator=generator, **settings)
+    return torch.bincount(ids, minlength=5) / draws
+
+
+def normalised(*kept: int, temperature: float = 1.0) -> torch.Tensor:
+    weights = torch.zeros(5)
+    weights[list(kept)] = PROBABILITIES[list(kept)] ** (1 / temperature)
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, normalised(0, 1, 2, 3, 4)),
+        ({"temperature": 0.5}, normalised(0, 1, 2, 3, 4, temperature=0.5)),
+        ({"temperature": 2.0}, normalised(0, 1, 2, 3, 4, temperature=2.0)),
+        ({"top_k": 0}, normalised(0, 1, 2, 3, 4)),
+        ({"top_k": None}, normalised(0, 1, 2, 3, 4)),
+        ({"top_k": 2}, normalised(1, 3)),
+        ({"top_k": 99}, normalised(0, 1, 2, 3, 4)),
+        ({"top_p": 0.39}, normalised(1)),  # the likeliest alone reaches it
+        ({"top_p": 0.41}, normalised(1, 3)),  # needs the second
+        ({"top_p": 0.69}, normalised(1, 3)),
+        ({"top_p": 0.71}, normalised(1, 3, 2)),
+        ({"top_p": 1e-6}, normalised(1)),
+        ({"top_k": 3, "top_p": 0.8}, normalised(1, 3)),  # among the three, the two have 0.82
+        ({"top_k": 3, "top_p": 0.8, "temperature": 2.0}, normalised(1, 3, 2, temperature=2.0)),
+        ({"vocab_size": 3}, normalised(0, 1, 2)),
+        ({"vocab_size": 3, "top_k": 1}, normalised(1)),
+    ],
+)
+def test_tokens_are_drawn_as_often_as_they_should(settings, expected):
+    found = frequencies(**settings)
+    assert ((found == 0) == (expected == 0)).all()  # nothing outside the set, everything inside
+    torch.testing.assert_close(found, expected, atol=0.01, rtol=0)  # four standard deviations
+
+
+def test_temperature_zero_takes_the_likeliest_and_never_padding():
+    logits = torch.tensor([[0.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0, 9.0]])
+    assert sample(logits, temperature=0, vocab_size=3, top_k=2, top_p=0.5).tolist() == [1, 0]
+    assert sample(logits.bfloat16(), temperature=0).tolist() == [3, 3]
+    for tiny in (1e-30, 1e-40, 1e-300):  # no overflow on the way to 0
+        assert sample(logits, temperature=tiny, vocab_size=3).tolist() == [1, 0]
+
+
+def test_top_k_keeps_exactly_k_among_equals():
+    ids = sample(torch.zeros(2000, 6), top_k=2, generator=torch.Generator().manual_seed(0))
+    assert len(set(ids.tolist())) == 2
+
+
+def test_the_same_seed_draws_the_same():
+    draws = [sample(torch.zeros(50, 9), generator=torch.Generator().manual_seed(s)).tolist() for s in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.1}, "--temperature -0.1: must not be negative"),
+        ({"temperature": float("nan")}, "--temperature nan: must not"),
+        ({"top_k": -1}, "--top_k -1: must not be negative"),
+        ({"top_p": -0.5}, "--top_p -0.5: must be greater than 0"),
+        ({"top_p": 0.0}, "--top_p 0.0: must be greater than 0"),
+        ({"top_p": 1.5}, "--top_p 1.5: must be"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings, message):
+    with pytest.raises(UserError, match=message):
+        sample(LOGITS, **settings)
+
+
+def test_logits_that_are_not_finite_are_no_text():
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(GuardError, match="not finite"):
+            sample(torch.tensor([[0.0, bad]]), temperature=0)

@@ -1,0 +1,83 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from toolkit.data.tokenizer import train_bpe
+from toolkit.errors import UserError
+from toolkit.inference.text import TextStream, stop_tokens
+
+TEXTS = [
+    "plain text",
+    "naïve café, 東京 and 🎉🎉 done",
+    "👩\u200d👩\u200d👧 ends on a family 👩\u200d👧",
+    "a\n\n  b\ttab",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Bytes only: every character beyond ASCII is several tokens."""
+    return train_bpe(["abc"], vocab_size=257)
+
+
+def stream_pieces(tokenizer, ids, context=()):
+    stream = TextStream(tokenizer, list(context))
+    pieces = [stream.push(i) for i in ids]
+    return [*pieces, stream.finish()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_join_to_the_text_and_no_character_is_cut(tokenizer, text):
+    pieces = stream_pieces(tokenizer, tokenizer.encode(text))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_text_comes_as_soon_as_it_is_whole(tokenizer):
+    assert stream_pieces(tokenizer, tokenizer.encode("aé東b")) == ["a", "", "é", "", "", "東", "b", ""]
+
+
+def test_what_never_becomes_a_character_shows_in_the_end(tokenizer):
+    ids = tokenizer.encode("a東")[:-1]  # the last byte is missing
+    assert "".join(stream_pieces(tokenizer, ids)) == "a\ufffd"
+    ids = [*ids, *tokenizer.encode("b")]
+    assert "".join(stream_pieces(tokenizer, ids)) == "a\ufffdb"
+
+
+def test_the_context_is_not_shown_even_if_it_is_cut_within_a_character(tokenizer):
+    context = tokenizer.encode("東京" * 5)
+    assert "".join(stream_pieces(tokenizer, tokenizer.encode("é!"), context)) == "é!"
+
+
+def test_a_space_after_the_prompt_is_kept():
+    """SentencePiece-like decoders drop the space before the first token, and only there."""
+    words = ["\u2581The", "\u2581quick", "\u2581fox"]
+    decoder = SimpleNamespace(decode=lambda ids: "".join(words[i] for i in ids).replace("\u2581", " ")[1:])
+    assert stream_pieces(decoder, [1, 2], context=[0]) == [" quick", " fox", ""]
+
+
+def test_special_tokens_are_not_shown(tokenizer):
+    ids = [*tokenizer.encode("a"), tokenizer.eos_id, *tokenizer.encode("b")]
+    assert "".join(stream_pieces(tokenizer, ids)) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, [7]), ({}, [7]), ({"eos_token_id": None}, [7]), ({"eos_token_id": 3}, [3]),
+        ({"eos_token_id": [3, 5]}, [3, 5]),
+    ],
+)  # fmt: skip
+def test_stop_tokens(tmp_path, content, expected):
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    assert stop_tokens(tmp_path, SimpleNamespace(eos_id=7)) == expected
+
+
+def test_stop_tokens_where_there_are_none(tmp_path):
+    assert stop_tokens(tmp_path, SimpleNamespace(eos_id=None)) == []
+    for broken in ("[1]", "{", '{"eos_token_id": "x"}', '{"eos_token_id": {}}'):
+        (tmp_path / "generation_config.json").write_text(broken)
+        with pytest.raises(UserError, match="generation_config.json"):
+            stop_tokens(tmp_path, SimpleNamespace(eos_id=7))

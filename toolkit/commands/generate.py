@@ -1,0 +1,83 @@
+"""`toolkit generate`: let a model continue a text."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+
+def setup(
+    checkpoint_dir: str,
+    prompt: str = "def main(",
+    max_new_tokens: int = 50,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float = 1.0,
+    num_samples: int = 1,
+    seed: int = 1234,
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    precision: Literal["32-true", "bf16-true"] | None = None,
+) -> None:
+    """Let a model continue a text: prompt and continuation on stdout, statistics on stderr.
+
+    Args:
+        checkpoint_dir: A checkpoint folder, or a name below checkpoints/.
+        prompt: The text to continue; "-" reads it from stdin.
+        max_new_tokens: Stop after so many tokens, if the model does not end the text before.
+        temperature: Flattens (above 1) or sharpens (below 1) the distribution; 0 always takes the likeliest token.
+        top_k: Draw among so many of the likeliest tokens; 0 for all.
+        top_p: Draw among the fewest likeliest tokens whose probabilities reach this sum; 1 for all.
+        num_samples: Continue the prompt so many times; sample i has the seed seed + i.
+        seed: Chooses the draws.
+        accelerator: Where to compute.
+        precision: Type of weights and computation; that of the checkpoint when not given.
+    """
+    import sys
+    import time
+
+    import torch
+
+    from toolkit.checkpoints.folder import find_checkpoint_dir, load_model
+    from toolkit.data.tokenizer import Tokenizer
+    from toolkit.distributed.device import pick_accelerator
+    from toolkit.errors import UserError
+    from toolkit.inference.generate import generate
+    from toolkit.inference.text import TextStream, stop_tokens
+
+    if num_samples <= 0:
+        raise UserError(f"--num_samples {num_samples}: must be greater than zero")
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError as error:
+        raise UserError("--prompt: is not valid UTF-8") from error
+    folder = find_checkpoint_dir(checkpoint_dir)
+    device = pick_accelerator(accelerator)
+    tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
+    dtypes = {None: None, "32-true": torch.float32, "bf16-true": torch.bfloat16}
+    model = load_model(folder, device=device, dtype=dtypes[precision])
+
+    ids = tokenizer.encode(text)
+    if not ids:  # the beginning of a document
+        ids = [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None][:1]
+    eos_ids = stop_tokens(folder, tokenizer)
+
+    for i in range(num_samples):
+        tokens = generate(
+            model,
+            torch.tensor(ids, dtype=torch.long),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_ids=eos_ids,
+            seed=seed + i,
+        )
+        stream, count, start = TextStream(tokenizer, ids), 0, time.perf_counter()
+        print(text, end="", flush=True)
+        for token in tokens:
+            count += 1
+            print(stream.push(token), end="", flush=True)
+        print(stream.finish())
+        seconds = time.perf_counter() - start
+        speed = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
+        print(f"sample {i + 1} of {num_samples}: {speed}; seed {seed + i}; {device}", file=sys.stderr)

@@ -1,0 +1,77 @@
+"""Keys and values of the tokens that a model has seen, so that each new token costs one position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from toolkit.models.config import ModelConfig
+
+
+class LayerCache:
+    """The cache of one layer: two tensors (batch, groups, max_length, head_size), of which ``length`` positions count.
+
+    Args:
+        shape: (batch, groups, max_length, head_size).
+        device: Where the tensors live.
+        dtype: That of the keys and values.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], device: torch.device | str, dtype: torch.dtype) -> None:
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of T new positions.
+
+        Args:
+            k: (batch, groups, T, head_size), already rotated.
+            v: The same shape.
+
+        Returns:
+            Keys and values of all positions so far, (batch, groups, length, head_size): views, valid until the next
+            update.
+
+        Raises:
+            ValueError: if they do not fit.
+        """
+        end = self.length + k.size(2)
+        if end > self.keys.size(2):
+            raise ValueError(f"{end} positions do not fit into a KV cache of {self.keys.size(2)}")
+        self.keys[:, :, self.length : end] = k
+        self.values[:, :, self.length : end] = v
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class KVCache(Sequence[LayerCache]):
+    """One :class:`LayerCache` per layer, allocated once for ``max_length`` positions.
+
+    Memory: 2 x n_layer x batch_size x n_query_groups x max_length x head_size x bytes of ``dtype``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        max_length: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        assert config.n_query_groups is not None and config.head_size is not None  # set by ModelConfig
+        shape = (batch_size, config.n_query_groups, max_length, config.head_size)
+        self.layers = [LayerCache(shape, device, dtype) for _ in range(config.n_layer)]
+
+    def __getitem__(self, layer: int) -> LayerCache:  # type: ignore[override]  (no slices)
+        return self.layers[layer]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def length(self) -> int:
+        """Positions seen so far."""
+        return self.layers[0].length

@@ -1,0 +1,66 @@
+"""Text around a model that knows only ids: where it ends, and how it is shown while it grows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from toolkit.data.tokenizer import Tokenizer
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for bytes that are no character (yet)
+
+
+class TextStream:
+    """Turns ids into text piece by piece, and never cuts a character that spans several tokens.
+
+    Args:
+        tokenizer: Anything with ``decode(ids) -> str``.
+        context: Ids before the first piece, whose text is not shown: some tokenizers drop a space at the beginning.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = context[-8:]  # a few are context enough; decoding them all each time would be slow
+        self._shown = len(self._ids)  # so many of the ids have been shown ...
+        self._start = 0  # ... and these from here on are decoded again, as context of the next
+
+    def push(self, token: int) -> str:
+        """Add a token and return the text that is now complete, which may be empty."""
+        self._ids.append(token)
+        return self._take(finish=False)
+
+    def finish(self) -> str:
+        """Return what is left; bytes that never became a character show as the replacement character."""
+        return self._take(finish=True)
+
+    def _take(self, finish: bool) -> str:
+        before = self._tokenizer.decode(self._ids[self._start : self._shown])
+        after = self._tokenizer.decode(self._ids[self._start :])
+        if len(after) <= len(before) or (after.endswith(UNFINISHED) and not finish):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+
+def stop_tokens(checkpoint_dir: Path, tokenizer: Tokenizer) -> list[int]:
+    """The ids that end a text: those of generation_config.json, else the tokenizer's end of document.
+
+    Raises:
+        UserError: generation_config.json is broken.
+    """
+    file = checkpoint_dir / "generation_config.json"
+    found = tokenizer.eos_id
+    if file.is_file():
+        try:
+            said = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{file}: not a JSON object; mend or remove it") from error
+        found = found if said is None else said
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(i, int) for i in ids):
+        raise UserError(f"{file}: eos_token_id {found}: must be an id or a list of ids")
+    return ids
