@@ -184,7 +184,7 @@ def test_litgpts_folder_is_read_as_it_is(tmp_path):
         ("", "must hold names and values"),
         ("- 1", "must hold names and values"),
         ("a: [", "not a model's configuration"),
-        ("!!python/object/apply:os.system ['true']", "not a model's configuration"),
+        ("!!python/object/apply:os.mkdir [ran]", "not a model's configuration"),
         ("n_layer: many", "not a model's configuration"),
         ("n_layer: -1", r"--model_config.n_layer -1: must be greater"),
         ("n_layer: 2", "vocab_size is missing"),
@@ -193,12 +193,14 @@ def test_litgpts_folder_is_read_as_it_is(tmp_path):
         (litgpt_config(name="Gemma-2b"), "name Gemma-2b: the norms of this model are not supported"),
     ],
 )
-def test_s4_broken_or_foreign_configurations_are_one_line(tmp_path, text, message):
+def test_s4_broken_or_foreign_configurations_are_one_line(tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
     if text is not None:
         (tmp_path / "model_config.yaml").write_text(text if isinstance(text, str) else yaml.safe_dump(text))
     with pytest.raises(UserError, match=f"^{tmp_path}/model_config.yaml: .*{message}") as error:
         read_model_config(tmp_path)
     assert "\n" not in str(error.value)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_find_checkpoint_dir(tmp_path, monkeypatch):

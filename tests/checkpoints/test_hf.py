@@ -1,0 +1,225 @@
+"""Out to Hugging Face: what transformers loads computes the same (all three styles), and law M2."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from toolkit.checkpoints.folder import load_model, write_model_files
+from toolkit.checkpoints.hf import export_hf, verify_hf
+from toolkit.checkpoints.store import write_checkpoint
+from toolkit.data.tokenizer import train_bpe
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA = ModelConfig(name="small", vocab_size=300, n_query_groups=2, intermediate_size=96, block_size=32)
+NEOX = ModelConfig(
+    family="gpt_neox", vocab_size=300, parallel_residual=True, bias=True, rotary_percentage=0.25, block_size=32,
+    norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP",
+)  # fmt: skip
+GPT2 = dataclasses.replace(
+    NEOX, family="gpt2", parallel_residual=False, position_embedding="learned", gelu_approximate="tanh",
+    rotary_percentage=1.0, tie_embeddings=True,
+)  # fmt: skip
+TIED = dataclasses.replace(LLAMA, tie_embeddings=True)
+STYLES = {"llama": LLAMA, "llama tied": TIED, "neox": NEOX, "gpt2": GPT2}
+TOKENS = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+def save(folder, config, dtype=torch.float32, tokenizer=None):
+    torch.manual_seed(0)
+    model = GPT(config).to(dtype)
+    for name, parameter in model.named_parameters():  # biases and norms must count
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name or "ln_f.weight" in name), std=0.3)
+    files = {"state_dict": model.state_dict(), "config": config, "hyperparameters": None, "tokenizer": tokenizer}
+    write_checkpoint(folder, lambda tmp: write_model_files(tmp, **files))
+    return model
+
+
+def load_theirs(folder, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options).eval()
+
+
+def difference(a, b):
+    return float((a - b).abs().max() / b.abs().max())
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_transformers_computes_the_same_logits(tmp_path, style):
+    model = save(tmp_path / "m", STYLES[style])
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    with torch.no_grad():
+        assert difference(model(TOKENS), load_theirs(tmp_path / "hf")(TOKENS).logits) < 1e-5
+    assert verify_hf(tmp_path / "m", tmp_path / "hf") < 1e-5
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_several_files_with_an_index(tmp_path, style):
+    model = save(tmp_path / "m", STYLES[style])
+    export_hf(tmp_path / "m", tmp_path / "hf", max_shard_bytes=100_000)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in (tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert set(index["weight_map"].values()) == set(files)
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
+    for file in files:
+        content = (tmp_path / "hf" / file).read_bytes()
+        assert len(content) < 110_000
+        assert int.from_bytes(content[:8], "little") % 8 == 0, "the tensors begin aligned"
+        with safe_open(tmp_path / "hf" / file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert {index["weight_map"][name] for name in opened.keys()} == {file}  # noqa: SIM118 (not a dictionary)
+    with torch.no_grad():
+        assert difference(model(TOKENS), load_theirs(tmp_path / "hf")(TOKENS).logits) < 1e-5
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_export_in_bfloat16(tmp_path, style):
+    save(tmp_path / "m", STYLES[style])
+    export_hf(tmp_path / "m", tmp_path / "hf", dtype=torch.bfloat16)
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as opened:
+        assert {opened.get_tensor(name).dtype for name in opened.keys()} == {torch.bfloat16}  # noqa: SIM118
+    theirs = load_theirs(tmp_path / "hf", dtype="auto")
+    assert theirs.dtype == torch.bfloat16
+    ours = load_model(tmp_path / "m", dtype=torch.bfloat16).float()
+    with torch.no_grad():
+        assert difference(ours(TOKENS), theirs.float()(TOKENS).logits) < 1e-5
+    assert verify_hf(tmp_path / "m", tmp_path / "hf") < 1e-5
+
+
+def test_a_bfloat16_checkpoint_stays_bfloat16(tmp_path):
+    save(tmp_path / "m", NEOX, dtype=torch.bfloat16)
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    assert load_theirs(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
+    assert verify_hf(tmp_path / "m", tmp_path / "hf") < 1e-5
+
+
+def test_verify_sees_a_wrong_weight(tmp_path):
+    save(tmp_path / "m", LLAMA)
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-40:] = bytes(40)
+    file.write_bytes(content)
+    assert verify_hf(tmp_path / "m", tmp_path / "hf") > 1e-3
+
+
+def test_n10_a_tied_head_is_not_exported_twice(tmp_path):
+    save(tmp_path / "m", TIED)
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as opened:
+        assert "lm_head.weight" not in opened.keys()  # noqa: SIM118 (not a dictionary)
+    theirs = load_theirs(tmp_path / "hf")
+    assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
+
+
+def test_the_folder_is_complete(tmp_path):
+    tokenizer = train_bpe(["the text of the tokenizer"], 280)
+    save(tmp_path / "m", LLAMA, tokenizer=tokenizer)
+    (tmp_path / "m" / "chat_template.jinja").write_text("{{ messages }}")
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    assert {p.name for p in (tmp_path / "hf").iterdir()} == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    }  # fmt: skip
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "hf"))
+    assert theirs("text of the day")["input_ids"] == tokenizer.encode("text of the day")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["eos_token_id"] == theirs.eos_token_id == tokenizer.eos_id
+    generation = transformers.GenerationConfig.from_pretrained(str(tmp_path / "hf"))
+    assert generation.eos_token_id == tokenizer.eos_id
+    assert "# small" in (tmp_path / "hf" / "README.md").read_text()
+
+
+def test_greedy_text_of_transformers_from_the_exported_folder(tmp_path):
+    save(tmp_path / "m", LLAMA)  # without a tokenizer: generation_config.json is ours
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    theirs = load_theirs(tmp_path / "hf")
+    text = theirs.generate(TOKENS[:1, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
+    ours, model = TOKENS[:1, :4], load_model(tmp_path / "m")
+    for _ in range(5):
+        ours = torch.cat([ours, model(ours)[:, -1:].argmax(-1)], dim=1)
+    assert text.tolist() == ours.tolist()
+
+
+def test_out_dir_in_use_is_refused_and_an_empty_one_is_taken(tmp_path):
+    save(tmp_path / "m", LLAMA)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="out_dir .*used: already there and not empty; give a new folder"):
+        export_hf(tmp_path / "m", tmp_path / "used")
+    export_hf(tmp_path / "m", tmp_path / "empty")
+    assert verify_hf(tmp_path / "m", tmp_path / "empty") < 1e-5
+
+
+def test_s1_an_export_that_fails_leaves_nothing(tmp_path):
+    save(tmp_path / "m", dataclasses.replace(LLAMA, parallel_residual=True))
+    with pytest.raises(UserError, match="parallel_residual"):
+        export_hf(tmp_path / "m", tmp_path / "hf")
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_s1_full_disk_during_an_export_names_out_dir(tmp_path):
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    save(tmp_path / "m", LLAMA)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", mounted], capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not permitted here")
+    try:
+        with pytest.raises(UserError, match="^out_dir .*/disk/hf: No space left on device: .* free some space"):
+            export_hf(tmp_path / "m", mounted / "hf")
+        assert not list(mounted.iterdir())
+    finally:
+        subprocess.run(["umount", mounted], check=True)
+
+
+# Prints for each model by how much the peak of anonymous memory rose during its export, in units of its largest weight.
+PEAK = """
+import sys, threading, torch
+from pathlib import Path
+from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.weights import load_weights
+
+def anonymous():
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+
+def rise(source, dtype):
+    peak, done, start = [0], threading.Event(), anonymous()
+    def watch():
+        while not done.wait(0.0005):
+            peak[0] = max(peak[0], anonymous())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    export_hf(source, source + "-hf", dtype=dtype)
+    done.set()
+    watcher.join()
+    return max(peak[0], anonymous()) - start
+
+torch.set_num_threads(1)
+export_hf(sys.argv[1], sys.argv[1] + "-hf")  # imports and caches are not what is measured
+for source, dtype in zip(sys.argv[2::2], sys.argv[3::2]):
+    print(rise(source, getattr(torch, dtype)) / max(t.nbytes for t in load_weights(Path(source)).values()))
+"""
+
+
+def test_m2_export_holds_a_small_multiple_of_the_largest_weight(tmp_path):
+    save(tmp_path / "small", LLAMA)
+    command = [sys.executable, "-c", PEAK, tmp_path / "small"]
+    for style, dtype in [("llama", "float32"), ("neox", "bfloat16"), ("gpt2", "float32")]:
+        size = {"n_layer": 6, "n_embd": 512, "n_head": 8, "n_query_groups": 8, "head_size": 64}
+        model = save(tmp_path / style, dataclasses.replace(STYLES[style], intermediate_size=2048, **size))
+        weights = [p.nbytes for p in model.parameters()]
+        assert sum(weights) > 15 * max(weights), "the model must be many times its largest weight"
+        command += [tmp_path / style, dtype]
+    measured = subprocess.run(command, capture_output=True, text=True, check=True)
+    rises = [float(line) for line in measured.stdout.split()]
+    assert len(rises) == 3 and max(rises) < 4, rises

@@ -1,0 +1,61 @@
+"""`toolkit convert_to_hf`: what people see, and its exit codes."""
+
+import os
+
+import pytest
+import torch
+
+from toolkit.checkpoints.folder import write_model_files
+from toolkit.checkpoints.store import write_checkpoint
+from toolkit.cli import main
+from toolkit.commands import convert_to_hf
+from toolkit.data.tokenizer import train_bpe
+from toolkit.errors import GuardError
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+
+CONFIG = ModelConfig(name="small", vocab_size=280, block_size=32, tie_embeddings=True)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    torch.manual_seed(0)
+    files = {"state_dict": GPT(CONFIG).state_dict(), "config": CONFIG, "hyperparameters": None}
+    tokenizer = train_bpe(["a text"], 270)
+    write_checkpoint(tmp_path / "m", lambda tmp: write_model_files(tmp, **files, tokenizer=tokenizer))
+    return tmp_path / "m"
+
+
+def test_converts_and_verifies(checkpoint, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    out_dir = str(tmp_path / "hf")
+    assert main(["convert_to_hf", str(checkpoint), out_dir, "--dtype", "bfloat16", "--verify", "true"]) == 0
+    shown = capsys.readouterr().out
+    assert f"wrote {out_dir}" in shown
+    assert "largest difference of the logits, relative to the largest logit: " in shown
+    assert main(["convert_to_hf", str(checkpoint), out_dir]) == 2
+    shown = capsys.readouterr().err
+    assert "already there and not empty" in shown and shown.count("\n") == 1
+
+
+def test_a_missing_or_damaged_checkpoint_is_one_line(checkpoint, tmp_path, capsys):
+    os.truncate(checkpoint / "lit_model.pth", 1000)
+    for source, message in [(tmp_path / "none", "no such folder"), (checkpoint, "damaged or cut short")]:
+        assert main(["convert_to_hf", str(source), str(tmp_path / "hf")]) == 2
+        shown = capsys.readouterr().err
+        assert message in shown and shown.count("\n") == 1
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("difference", [1e-3, float("nan")])
+def test_other_logits_end_it_with_a_guards_error(checkpoint, tmp_path, monkeypatch, difference):
+    monkeypatch.setattr("toolkit.checkpoints.hf.verify_hf", lambda *_: difference)
+    with pytest.raises(GuardError, match="transformers computes other logits"):
+        convert_to_hf.setup(str(checkpoint), str(tmp_path / "hf"), verify=True)
+
+
+def test_a_model_without_a_tokenizer_says_so(checkpoint, tmp_path, capsys):
+    for file in checkpoint.glob("tokenizer*"):
+        file.unlink()
+    convert_to_hf.setup(str(checkpoint), str(tmp_path / "hf"))
+    assert "holds no tokenizer.json" in capsys.readouterr().out

@@ -1,0 +1,42 @@
+"""`toolkit convert_to_hf`: a checkpoint folder becomes a Hugging Face folder."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+# Wrong weights differ by far more, and right ones by far less.
+MAX_DIFFERENCE = 1e-4
+
+
+def setup(
+    checkpoint_dir: str,
+    out_dir: str,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    verify: bool = False,
+) -> None:
+    """Write a folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
+
+    Args:
+        checkpoint_dir: The model: a checkpoint folder, or a name below checkpoints/.
+        out_dir: The new folder.
+        dtype: Type of the weights; as they are when not given.
+        verify: Load the result with transformers and compare its logits with this program's.
+    """
+    from pathlib import Path
+
+    import torch
+
+    from toolkit.checkpoints.folder import find_checkpoint_dir
+    from toolkit.checkpoints.hf import export_hf, verify_hf
+    from toolkit.errors import GuardError
+
+    folder = find_checkpoint_dir(checkpoint_dir)
+    export_hf(folder, out_dir, None if dtype is None else getattr(torch, dtype))
+    print(f"wrote {out_dir}")
+    if not (Path(out_dir) / "tokenizer.json").exists():
+        print(f"{folder} holds no tokenizer.json: copy the tokenizer's files into {out_dir} yourself")
+    if verify:
+        difference = verify_hf(folder, out_dir)
+        print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")
+        if not difference <= MAX_DIFFERENCE:  # nan included
+            raise GuardError(f"{out_dir}: transformers computes other logits (allowed {MAX_DIFFERENCE}); do not use it")
