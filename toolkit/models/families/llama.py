@@ -80,7 +80,7 @@ ALIASES = {
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "llama"."""
     bias = bool(config_json.get("attention_bias", False))
-    tables.require_hf(config_json, hidden_act=("silu",), mlp_bias=(bias,))
+    tables.require_hf({"mlp_bias": False} | config_json, hidden_act=("silu",), mlp_bias=(bias,))
     vocab_size = config_json.get("vocab_size", 32000)
     return ModelConfig(
         name=tables.model_name(config_json),

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import get_config
+from toolkit.models.gpt import GPT, Block
+from toolkit.models.rope import Rotation, inverse_frequencies
+
+STYLES = {"llama": "pico-llama", "neox": "pythia-14m", "gpt2": "gpt2"}
+
+
+def small(style: str, **changes) -> GPT:
+    config = get_config(STYLES[style]).to_dict()
+    config |= {"n_layer": 2, "n_embd": 64, "n_head": 4, "head_size": 16, "intermediate_size": 96, "block_size": 40}
+    config |= {"vocab_size": 100, "padded_vocab_size": None, "n_query_groups": 2 if style == "llama" else 4}
+    model = GPT(ModelConfig(**config | changes))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0.0, 0.15, generator=generator)
+    return model
+
+
+def ids(batch: int = 2, length: int = 24) -> torch.Tensor:
+    return torch.randint(0, 100, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+class GrowingCache:
+    """The simplest thing that keeps the promise of LayerCache."""
+
+    def __init__(self) -> None:
+        self.length, self.k, self.v = 0, None, None
+
+    def update(self, k, v):
+        self.k = k if self.k is None else torch.cat((self.k, k), dim=2)
+        self.v = v if self.v is None else torch.cat((self.v, v), dim=2)
+        self.length += k.size(2)
+        return self.k, self.v
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pieces", [(24,), (1,) * 24, (10, 1, 1, 12), (1, 23)])
+@pytest.mark.parametrize("style", STYLES)
+def test_cached_forward_equals_uncached(style, pieces):
+    model, x = small(style), ids()
+    cache = [GrowingCache() for _ in range(2)]
+    outputs = [model(part, kv_cache=cache) for part in x.split(pieces, dim=1)]
+    torch.testing.assert_close(torch.cat(outputs, dim=1), model(x), rtol=1e-4, atol=1e-5)
+    assert cache[0].length == 24 and cache[0].k.shape == (2, model.config.n_query_groups, 24, 16)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("style", STYLES)
+def test_a_token_never_changes_what_came_before_it(style):
+    model, x = small(style), ids()
+    changed = x.clone()
+    changed[:, 10] = (changed[:, 10] + 1) % 100
+    a, b = model(x), model(changed)
+    assert torch.equal(a[:, :10], b[:, :10])
+    assert not torch.allclose(a[:, 10:], b[:, 10:], atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("style", STYLES)
+def test_positions_count_from_zero_and_can_be_given_per_row(style):
+    model, x = small(style), ids()
+    expected = model(x)
+    torch.testing.assert_close(model(x, positions=torch.arange(24)), expected)
+    torch.testing.assert_close(model(x, positions=torch.arange(24).expand(2, -1)), expected)
+    doubled = model(x, positions=2 * torch.arange(24) % 40)
+    assert not torch.allclose(doubled, expected, atol=1e-3)
+
+
+def test_too_long_a_sequence_is_refused():
+    model = small("llama")
+    with pytest.raises(ValueError, match="41 tokens.*at most 40"):
+        model(ids(1, 41))
+    cache = [GrowingCache() for _ in range(2)]
+    model(ids(1, 40), kv_cache=cache)
+    with pytest.raises(ValueError, match="41 tokens"):
+        model(ids(1, 1), kv_cache=cache)
+
+
+def test_n8_rotary_tables_stay_fp32_and_out_of_the_state():
+    model = small("llama")
+    expected = inverse_frequencies(model.config)
+    with torch.no_grad():
+        model(ids())
+    model.bfloat16()
+    assert not list(model.buffers()) and all("inv" not in name for name in model.state_dict())
+    rotations = []
+    model.transformer.h[0].register_forward_pre_hook(lambda _, args: rotations.append(args[1]))
+    assert model(ids()).dtype == torch.bfloat16
+    assert rotations[0].cos.dtype == rotations[0].sin.dtype == torch.float32
+    angles = torch.outer(torch.arange(24.0), expected)
+    torch.testing.assert_close(rotations[0].cos[:, 0, : expected.numel()], angles.cos())
+
+
+def test_n8_the_rotation_is_hidden_from_fsdps_casting_of_inputs():
+    from torch.distributed.utils import _apply_to_tensors
+    from torch.utils._pytree import tree_map_only
+
+    rotation = Rotation(torch.arange(8), torch.ones(4))
+    for cast in (
+        lambda args: _apply_to_tensors(torch.Tensor.bfloat16, args),
+        lambda args: tree_map_only(torch.Tensor, torch.Tensor.bfloat16, args),
+    ):
+        x, same = cast((torch.ones(2), rotation))
+        assert x.dtype == torch.bfloat16 and same.cos.dtype == torch.float32
+
+
+def test_rotation_turns_pairs_of_halves_by_the_angle_and_leaves_the_rest():
+    x = torch.randn(1, 8, 2, 12)
+    inverse = torch.tensor([1.0, 0.1, 0.01, 0.001])
+    out = Rotation(torch.arange(8), inverse).apply(x)
+    a, b = torch.view_as_real(
+        torch.complex(x[..., :4], x[..., 4:8])
+        * torch.polar(torch.ones(8, 1, 4), torch.outer(torch.arange(8.0), inverse)[:, None])
+    ).unbind(-1)
+    torch.testing.assert_close(out, torch.cat((a, b, x[..., 8:]), dim=-1))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_blocks_compile_in_place_without_a_graph_break(style):
+    model, x = small(style), ids()
+    compiled = copy.deepcopy(model)
+    for block in compiled.transformer.h:
+        block.compile(backend="aot_eager", fullgraph=True)
+        assert type(block) is Block
+    assert list(compiled.state_dict()) == list(model.state_dict())
+    for length in (24, 24):
+        losses = []
+        for m in (model, compiled):
+            m.zero_grad()
+            loss, _ = m(x[:, :length], x[:, :length])
+            loss.backward()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    for (name, p), q in zip(model.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_weight_names_are_litgpts():
+    names = set(small("llama").state_dict())
+    assert names >= {"lm_head.weight", "transformer.wte.weight", "transformer.ln_f.weight"}
+    block = {n.removeprefix("transformer.h.1.") for n in names if n.startswith("transformer.h.1.")}
+    mlp = {"mlp.fc_1.weight", "mlp.fc_2.weight", "mlp.proj.weight"}
+    assert block == {"norm_1.weight", "norm_2.weight", "attn.qkv.weight", "attn.proj.weight", *mlp}
+    assert {"transformer.h.0.mlp.fc.weight", "transformer.h.0.mlp.fc.bias"} <= set(small("neox").state_dict())
+    assert "transformer.wpe.weight" in small("gpt2").state_dict()

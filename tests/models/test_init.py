@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import math
+
+import torch
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import get_config
+from toolkit.models.gpt import GPT
+from toolkit.models.init import draw, initialize
+
+
+def make(seed: int = 1, meta: bool = False, **changes) -> GPT:
+    config = ModelConfig(vocab_size=300, n_layer=2, n_embd=64, block_size=32, **changes)
+    with torch.device("meta" if meta else "cpu"):
+        model = GPT(config)
+    initialize(model, seed)
+    return model
+
+
+def same(a: GPT, b: GPT) -> bool:
+    pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
+    return all(n == m and torch.equal(x, y) for (n, x), (m, y) in pairs)
+
+
+def test_n3_initial_weights_depend_on_seed_and_name_only():
+    torch.manual_seed(5)
+    first = make()
+    torch.manual_seed(6)  # the global generator plays no part
+    assert same(first, make())
+    assert not same(first, make(seed=2))
+    one = first.state_dict()["transformer.h.1.attn.qkv.weight"]
+    assert torch.equal(one, draw("transformer.h.1.attn.qkv.weight", one.shape, seed=1, n_layer=2))
+    assert not torch.equal(one, first.state_dict()["transformer.h.0.attn.qkv.weight"])
+
+
+def test_n3_initial_weights_are_the_same_from_the_meta_device_and_in_another_dtype():
+    assert same(make(), make(meta=True))
+    with torch.device("meta"):
+        low = GPT(make().config).bfloat16()
+    initialize(low, 1)
+    assert same(low, make().bfloat16())
+
+
+def test_n3_the_order_in_which_modules_were_made_does_not_matter():
+    model = GPT(make().config)
+    head = model.lm_head
+    del model.lm_head
+    model.add_module("lm_head", head)  # now last
+    initialize(model, 1)
+    assert torch.equal(model.lm_head.weight, make().lm_head.weight)
+
+
+def test_n10_a_tied_head_is_one_tensor_whatever_happens_to_the_model():
+    for meta in (False, True):
+        model = make(meta=meta, tie_embeddings=True)
+        assert model.lm_head.weight is model.transformer.wte.weight
+        assert torch.equal(model.lm_head.weight, make().transformer.wte.weight)
+        assert sum(n.endswith(("wte.weight", "lm_head.weight")) for n, _ in model.named_parameters()) == 1
+    assert model.bfloat16().lm_head.weight is model.transformer.wte.weight
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    model.tie_weights()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    untied = make()
+    assert untied.lm_head.weight is not untied.transformer.wte.weight
+    assert not torch.equal(untied.lm_head.weight, untied.transformer.wte.weight)
+
+
+def test_the_values_are_those_of_the_table():
+    config = get_config("gpt2").to_dict() | {"n_layer": 8, "n_embd": 64, "n_head": 4}
+    model = GPT(ModelConfig(**config | dict.fromkeys(("head_size", "intermediate_size", "n_query_groups"))))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(9.0)
+    initialize(model, 0)
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert (p == 0).all(), name
+        elif "norm" in name or "ln_f" in name:
+            assert (p == 1).all(), name
+        else:
+            std = 0.02 / math.sqrt(16) if ".proj." in name else 0.02
+            assert abs(p.std().item() / std - 1) < 0.05, name
+            assert abs(p.mean().item()) < 0.05 * std * 3, name
+
+
+def test_a_frozen_parameter_stays_frozen():
+    with torch.device("meta"):
+        model = GPT(make().config)
+    model.transformer.wte.weight.requires_grad_(False)
+    initialize(model, 0)
+    assert not model.transformer.wte.weight.requires_grad and model.lm_head.weight.requires_grad
