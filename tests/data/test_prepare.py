@@ -100,9 +100,18 @@ def test_s5_the_content_key_knows_the_rows_only(prepare):
     assert "MISS" in said and again.content_key == first.content_key
 
 
+def test_s5_the_content_key_sees_one_token_among_equal_counts(prepare, text):
+    by_bytes = train_bpe(["x"], 257)
+    first = prepare(tokenizer=by_bytes)[0]
+    file = text / "part03.txt"
+    file.write_text(file.read_text().replace("m", "n", 1))
+    second = prepare(tokenizer=by_bytes)[0]
+    assert second.train_tokens == first.train_tokens and second.content_key != first.content_key
+
+
 DAMAGE = {
     "manifest emptied": lambda f: (f / "manifest.json").write_text(""),
-    "manifest of other data": lambda f: (f / "manifest.json").write_text('{"key": "0"}'),
+    "manifest of other data": lambda f: _edit(f, lambda m: m.update(key="0" * 64)),
     "manifest of another kind": lambda f: (f / "manifest.json").write_text("[]"),
     "manifest without splits": lambda f: _edit(f, lambda m: m.pop("val")),
     "manifest with a split that is none": lambda f: _edit(f, lambda m: m.update(train=3)),

@@ -209,3 +209,13 @@ def test_vocabulary_without_room_for_the_bytes_is_refused():
     with pytest.raises(UserError, match="--data.vocab_size 256"):
         train_bpe(["text"], 256)
     assert train_bpe(["text"], 257).vocab_size == 257
+
+
+def test_a_reason_of_several_lines_is_told_in_one(trained, tmp_path, monkeypatch):
+    def fail(*_):
+        raise ValueError("one\n  two")
+
+    trained.save(tmp_path)
+    monkeypatch.setattr("tokenizers.Tokenizer.from_str", fail)
+    with pytest.raises(UserError, match="cannot be read: one two$"):
+        Tokenizer.load(tmp_path)

@@ -217,7 +217,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": END_OF_TEXT,
             "eos_token": END_OF_TEXT,
-            "add_bos_token": False,
             "clean_up_tokenization_spaces": False,
         },
         "special_tokens_map.json": {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT},
