@@ -280,7 +280,7 @@ def test_every_limit_ends_a_run(corpus, tmp_path, limit):
 
 
 def test_save_every_minutes_and_log_interval(corpus, tmp_path):
-    train = {"save_every_minutes": 1e-6, "save_interval": 0, "keep_last": 0, "log_interval": 4}
+    train = {"save_every_minutes": 1e-9, "save_interval": 0, "keep_last": 0, "log_interval": 4}
     run_training(
         arguments(corpus, tmp_path / "run", train=train, evaluation={"interval": 0, "final_validation": False})
     )

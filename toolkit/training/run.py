@@ -10,9 +10,8 @@ import torch
 from lightning.fabric import Fabric, seed_everything
 
 from toolkit.args import CommandDefaults, EvalArgs, LogArgs, OptimizerArgs, Precision, TrainArgs, fill
-from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
+from toolkit.checkpoints.folder import find_checkpoint_dir, fitting_weights, read_model_config
 from toolkit.checkpoints.store import resolve_resume
-from toolkit.checkpoints.weights import load_weights
 from toolkit.data.base import DataModule, Prepared
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.fabric import Accelerator, build_fabric
@@ -186,7 +185,6 @@ def prepare_data(args: RunArgs, seq_length: int, display: Any) -> Prepared:
         tokenizer = Tokenizer.load(folder if args.tokenizer_dir else find_checkpoint_dir(folder))
     display.phase("preparing data")
     data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length, report=display.message)
-    display.message(data.summary)
     if len(data.train) < args.train.global_batch_size:
         raise UserError(
             f"--train.global_batch_size {args.train.global_batch_size}: the training data has only {len(data.train)} "
@@ -195,7 +193,7 @@ def prepare_data(args: RunArgs, seq_length: int, display: Any) -> Prepared:
     return data
 
 
-def with_vocabulary(config: ModelConfig, data: DataModule, tokenizer: Optional[Tokenizer]) -> ModelConfig:
+def with_vocabulary(config: ModelConfig, data: DataModule, tokenizer: Tokenizer | None) -> ModelConfig:
     """The config with the vocabulary of the tokenizer, or of data that comes as tokens, where it has none of its own.
 
     Raises:
@@ -244,26 +242,11 @@ def build_model(args: RunArgs, config: ModelConfig, fabric: Fabric, resume_from:
     initialize(model, args.seed)
     source = resume_from or (args.initial_checkpoint_dir and find_checkpoint_dir(args.initial_checkpoint_dir))
     if source:
-        load_into(model, source)
+        with torch.no_grad():
+            own = model.state_dict()
+            for name, weight in fitting_weights(source, model).items():
+                own[name].copy_(weight)
     return model
-
-
-def load_into(model: GPT, folder: Path) -> None:
-    """Copy the weights of a checkpoint folder into the model.
-
-    Raises:
-        UserError: a weight is missing, extra or of another shape.
-    """
-    state, own = load_weights(folder), model.state_dict()
-    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    if missing or extra:
-        raise UserError(f"{folder}: weight {(missing or extra)[0]} is {'missing' if missing else 'not in the model'}")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            if tensor.shape != state[name].shape:
-                found, wanted = tuple(state[name].shape), tuple(tensor.shape)
-                raise UserError(f"{folder}: weight {name} has shape {found}, the model wants {wanted}")
-            tensor.copy_(state[name])
 
 
 def compile_blocks(model: GPT) -> None:
