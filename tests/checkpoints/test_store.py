@@ -262,8 +262,8 @@ def run_dir(tmp_path) -> Path:
         (True, "step-20"),
         ("true", "step-20"),
         ("{out}", "step-20"),
-        ("{out}/step-10", "step-10"),
-        ("{out}/step-10/lit_model.pth", "step-10"),
+        ("{out}/step-20", "step-20"),
+        ("{out}/step-20/lit_model.pth", "step-20"),
     ],
 )
 def test_resume_finds(run_dir, resume, expected):
@@ -281,6 +281,7 @@ def test_resume_finds(run_dir, resume, expected):
         ("false", "already used"),
         ("{out}/step-30", "--resume .*step-30: has no file COMPLETE.*--initial_checkpoint_dir"),
         ("{out}/step-30/lit_model.pth", "has no file COMPLETE"),
+        ("{out}/step-10", "--resume .*step-10: .*step-20 is newer; .* another --out_dir"),
         ("{out}/step-99", "--resume .*step-99: no such folder or file"),
         ("{out}/logs", "--resume .*logs: holds no complete checkpoint"),
         ("{out}/logs/metrics.csv", "not a checkpoint; give a checkpoint folder or the lit_model.pth"),
@@ -300,6 +301,7 @@ def test_resume_with_a_fresh_out_dir(run_dir, tmp_path):
     with pytest.raises(UserError, match=r"--resume true: no complete checkpoint in --out_dir .*; --resume auto"):
         resolve_resume(True, fresh)
     assert resolve_resume(str(run_dir), fresh) == run_dir / "step-20"
+    assert resolve_resume(str(run_dir / "step-10"), fresh) == run_dir / "step-10"
     (fresh / "logs").mkdir(parents=True)
     (fresh / "logs" / "metrics.csv").write_text("step\n")  # killed before its first checkpoint
     assert resolve_resume("auto", fresh) is None

@@ -37,6 +37,8 @@ def set_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    if not state["state"]:  # plain SGD has none, and torch does not know on which device to put nothing
+        return
     with warnings.catch_warnings():
         # torch fills an optimizer's state by a step of learning rate zero, and some warn of the missing gradients
         warnings.simplefilter("ignore")

@@ -138,6 +138,9 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
     found = _named_checkpoint(Path(resume).expanduser())
     if out_dir.resolve() not in found.resolve().parents:
         _require_unused(out_dir, f"--resume {resume} is of another run; give another --out_dir")
+    elif (last := newest(out_dir)) is not None and step_of(last) > step_of(found):
+        # Killed before it has passed them, the run would go on from a newer checkpoint of its former life.
+        raise UserError(f"--resume {resume}: {last} is newer; to go on from the older one, give another --out_dir")
     return found
 
 

@@ -19,5 +19,4 @@ def setup(data: DataModule = PythonStdlib(), max_seq_length: int = 256, tokenize
     if max_seq_length <= 0:
         raise UserError(f"--max_seq_length {max_seq_length}: must be greater than zero")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
-    prepared = data.prepare(tokenizer=tokenizer, max_seq_length=max_seq_length)
-    print(prepared.summary)
+    data.prepare(tokenizer=tokenizer, max_seq_length=max_seq_length)

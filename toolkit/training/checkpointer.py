@@ -15,7 +15,7 @@ from torch import nn
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.states import model_state, optimizer_state, set_optimizer_state
 from toolkit.checkpoints.store import prune, write_checkpoint
-from toolkit.checkpoints.weights import load_state
+from toolkit.checkpoints.weights import load_state, save_state
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.models.config import ModelConfig
 from toolkit.training.state import FORMAT_VERSION, Identity, Progress
@@ -69,7 +69,7 @@ class Checkpointer:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "rng": [rng_state()],
         }
-        torch.save(state, folder / "state.pth")
+        save_state(state, folder / "state.pth")
 
     def restore(self, folder: Path, rank: int) -> None:
         """Bring back the optimizer, the scaler and the random generators; the weights are in the model already.
