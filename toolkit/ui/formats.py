@@ -1,0 +1,50 @@
+"""Numbers as people read them, for the progress display and the plots."""
+
+from __future__ import annotations
+
+import math
+
+
+def format_loss(value: float) -> str:
+    """``3.2145``; from 10 on two decimals are enough: ``10.83``."""
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+def format_learning_rate(value: float) -> str:
+    """Two significant digits, in one width for a whole schedule: ``3.9e-04``."""
+    return f"{value:.1e}"
+
+
+def format_norm(value: float) -> str:
+    """``0.87``; very small and very large norms in scientific notation."""
+    return f"{value:.2f}" if value == 0 or 0.1 <= abs(value) < 1000 or not math.isfinite(value) else f"{value:.1e}"
+
+
+def format_count(value: float) -> str:
+    """Three significant digits and a unit: ``950``, ``12.3k``, ``5.24M``, ``1.00B``, ``15.0T``."""
+    if not math.isfinite(value):
+        return str(value)
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # 999,600 is 1.00M, not 1000k: a unit starts where the one below it would round up to a thousand
+        if abs(value) >= size * 0.9995:
+            scaled = value / size
+            decimals = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
+            return f"{scaled:.{decimals}f}{unit}"
+    return f"{value:.0f}"
+
+
+def format_perplexity(value: float) -> str:
+    """``27.14``; large ones as counts: ``50.3k``."""
+    return f"{value:.2f}" if value < 1000 else format_count(value)
+
+
+def format_seconds(seconds: float) -> str:
+    """``5s``, ``1m 05s``, ``2h 03m``, ``3d 04h``."""
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02d}h"
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"

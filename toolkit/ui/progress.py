@@ -1,0 +1,260 @@
+"""What a run says while it works: a live display on a terminal, plain lines everywhere else.
+
+The training loop calls :func:`make_progress` once and then the methods of :class:`Progress` with plain numbers.
+Nothing here waits for a device or the terminal: on a terminal a thread draws the newest numbers four times a second.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from os import PathLike
+from types import TracebackType
+from typing import IO, Any
+
+from toolkit.ui.formats import (
+    format_count,
+    format_learning_rate,
+    format_loss,
+    format_norm,
+    format_perplexity,
+    format_seconds,
+)
+
+# One metric of a step: its key, its label on a line, and how its value is written.
+STEP_METRICS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("loss", "loss", format_loss),
+    ("learning_rate", "lr", format_learning_rate),
+    ("grad_norm", "grad norm", format_norm),
+    ("tokens_per_sec", "tok/s", format_count),
+    ("tokens", "tokens", format_count),
+    ("mfu", "MFU", lambda share: f"{share:.1%}"),
+    ("peak_memory_gb", "memory", lambda gigabytes: f"{gigabytes:.3g} GB"),
+)
+VALIDATION_METRICS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("val_loss", "loss", format_loss),
+    ("val_ppl", "perplexity", format_perplexity),
+    ("val_bpb", "bits per byte", lambda bits: f"{bits:.4f}"),
+)
+
+
+def make_progress(*, total_steps: int | None, enabled: bool) -> Progress:
+    """Return what reports this run on standard output.
+
+    Args:
+        total_steps: Optimizer steps of the whole run, earlier launches included; ``None`` where another limit ends it.
+            It may be set later, as the attribute of the same name.
+        enabled: False on all ranks but the first: they stay silent.
+    """
+    if not enabled:
+        return Progress(total_steps)
+    if sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
+        from toolkit.ui.live import LiveProgress
+
+        return LiveProgress(total_steps)
+    return PlainProgress(total_steps)
+
+
+class Progress:
+    """What a run tells people. This one keeps silent; the other two print. A context manager that closes itself."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self.total_steps = total_steps
+
+    def phase(self, text: str) -> None:
+        """Say what the run is doing now, for example "Preparing data" or "Training"."""
+
+    def message(self, text: str) -> None:
+        """Print a line that stays."""
+
+    def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Show an optimizer step that is done.
+
+        Args:
+            step: Steps done, from 1.
+            metrics: loss (nats per token), learning_rate, grad_norm, tokens_per_sec, tokens (so far), mfu (0 to 1) and
+                peak_memory_gb; each may be missing or ``None``, further ones are passed over.
+        """
+
+    def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Show the result of a validation: val_loss (nats per token) and, where known, val_ppl and val_bpb."""
+
+    def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
+        """Show that a checkpoint is whole on disk."""
+
+    def close(self) -> None:
+        """Show the last state and give the terminal back. Calling it twice is fine."""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class PlainProgress(Progress):
+    """Whole lines without colour: for pipes, files, and terminals that cannot move the cursor.
+
+    Steps are printed at most once a second, but the first and the last always; everything else at once.
+    """
+
+    SECONDS_BETWEEN_STEPS = 1.0
+
+    def __init__(
+        self, total_steps: int | None, file: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(total_steps)
+        self._file = SafeOutput(sys.stdout if file is None else file)
+        self._clock = clock
+        self._pace = Pace(clock)
+        self._printed_at = -math.inf
+        self._unprinted: tuple[int, Mapping[str, float | None]] | None = None
+        self._phase = ""
+        self._stepping = False
+
+    def phase(self, text: str) -> None:
+        self._pace.phase(text)
+        # once steps are reported, phases only alternate (training, validating, saving), and what they do is said anyway
+        if not self._stepping and text != self._phase:
+            self.message(capitalised(text))
+        self._phase = text
+
+    def message(self, text: str) -> None:
+        self._file.write(f"{text}\n")
+        self._file.flush()
+
+    def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self._stepping = True
+        self._pace.step(step)
+        due = self._clock() - self._printed_at >= self.SECONDS_BETWEEN_STEPS
+        if due or step == self.total_steps:
+            self._print_step(step, metrics)
+        else:
+            self._unprinted = (step, metrics)
+
+    def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self._line(step, ["validation " + ", ".join(labelled(VALIDATION_METRICS, metrics, required="val_loss"))])
+
+    def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
+        self._line(step, [f"saved {os.fspath(path)}"])
+
+    def close(self) -> None:
+        if self._unprinted is not None:
+            self._print_step(*self._unprinted)
+
+    def _print_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        parts = labelled(STEP_METRICS, metrics)
+        parts.append(f"{format_seconds(self._pace.elapsed())} gone")
+        left = self._pace.seconds_left(step, self.total_steps)
+        if left:
+            parts.append(f"{format_seconds(left)} left")
+        self._line(step, parts)
+        self._printed_at, self._unprinted = self._clock(), None
+
+    def _line(self, step: int, parts: list[str]) -> None:
+        total = f"/{self.total_steps}" if self.total_steps else ""
+        self.message(" | ".join([f"step {step}{total}", *parts]))
+
+
+def capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def labelled(
+    table: tuple[tuple[str, str, Callable[[float], str]], ...],
+    metrics: Mapping[str, float | None],
+    required: str | None = None,
+) -> list[str]:
+    """Return "label value" for each metric of ``table`` that ``metrics`` holds; ``required`` must be among them."""
+    assert required is None or required in metrics, f"{required} is not among {sorted(metrics)}"
+    return [f"{label} {write(metrics[key])}" for key, label, write in table if metrics.get(key) is not None]
+
+
+class Pace:
+    """How long the run has gone on, and how long it will.
+
+    The time per step is smoothed over about the last half minute. Validation and saving are kept apart, as a share of
+    the time of the steps: so one long validation neither shakes the estimate nor is forgotten in it.
+    """
+
+    SMOOTHED_OVER_SECONDS = 30.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start = self._phase_since = clock()
+        self._phase = self._phase_of_steps = ""
+        self._step = 0
+        self._mark: float | None = None  # when the last step ended; pauses since then push it forward
+        self._recent_seconds = self._recent_steps = 0.0  # of steps, older ones weigh less
+        self._worked = self._paused = 0.0  # seconds since the first step
+
+    def elapsed(self) -> float:
+        """Seconds since the run was started."""
+        return self._clock() - self._start
+
+    def phase(self, name: str) -> None:
+        """Note what the run does from now on: every phase but that in which steps are reported is a pause."""
+        now = self._clock()
+        if self._mark is not None and self._phase != self._phase_of_steps:
+            self._paused += now - self._phase_since
+            self._mark += now - self._phase_since
+        self._phase, self._phase_since = name, now
+
+    def step(self, step: int) -> None:
+        """Note that the steps up to ``step`` are done. What came before the first one (compiling) does not count."""
+        now = self._clock()
+        self._phase_of_steps = self._phase
+        if self._mark is not None and step > self._step:
+            seconds = now - self._mark
+            fade = math.exp(-seconds / self.SMOOTHED_OVER_SECONDS)
+            self._recent_seconds = self._recent_seconds * fade + seconds
+            self._recent_steps = self._recent_steps * fade + step - self._step
+            self._worked += seconds
+        self._mark, self._step = now, step
+
+    def seconds_left(self, step: int, total_steps: int | None) -> float | None:
+        """Seconds from ``step`` to the end of the run, or ``None`` while they cannot be known."""
+        if total_steps is None or not self._recent_steps:
+            return None
+        pauses = self._paused / self._worked if self._worked > 0 else 0.0
+        return max(total_steps - step, 0) * self._recent_seconds / self._recent_steps * (1 + pauses)
+
+
+class SafeOutput:
+    """Standard output that cannot stop a training: a reader that has gone away silences it, nothing more."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self.encoding = getattr(file, "encoding", None) or "utf-8"  # None: io.StringIO
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self._file.write(text)
+        except UnicodeEncodeError:
+            self.write(text.encode(self.encoding, "replace").decode(self.encoding))
+        except (OSError, ValueError):  # ValueError: the file is closed
+            self._silence()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except (OSError, ValueError):
+            self._silence()
+
+    def _silence(self) -> None:
+        # The text is still in the file's buffer, and Python would print an error when it flushes that at exit:
+        # point the descriptor at nothing, as the Python documentation advises for a broken pipe.
+        with suppress(OSError, ValueError):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self._file.fileno())
+            os.close(nothing)
