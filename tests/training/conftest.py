@@ -3,11 +3,11 @@
 import pytest
 import torch
 from lightning.fabric import Fabric
-from toolkit.models.gpt import GPT
-from toolkit.models.init import initialize
 
 from toolkit.data.base import Prepared
 from toolkit.models.families import get_config
+from toolkit.models.gpt import GPT
+from toolkit.models.init import initialize
 
 VOCABULARY = 128
 

@@ -30,11 +30,6 @@ def test_max_time_is_in_minutes():
     assert limits(max_time=1.5).max_seconds == 90
 
 
-def test_a_run_without_an_end_is_refused():
-    with pytest.raises(UserError, match="--train.max_tokens"):
-        limits()
-
-
 @pytest.mark.parametrize("name", ["max_steps", "max_tokens", "epochs", "max_time", "learning_rate", "log_interval"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_zero_and_negative_limits_are_refused(name, value):

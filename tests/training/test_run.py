@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from toolkit.checkpoints.weights import load_weights
 
 from toolkit.args import PRETRAIN, EvalArgs, LogArgs, OptimizerArgs, TrainArgs
+from toolkit.checkpoints.weights import load_weights
 from toolkit.data import TextFiles
 from toolkit.errors import GuardError, UserError
 from toolkit.models.config import ModelOverrides
@@ -241,6 +241,7 @@ def test_a_finished_run_resumes_to_nothing_and_a_longer_one_goes_on(corpus, tmp_
         ({"resume": True}, "--resume"),
         ({"optimizer": OptimizerArgs(name="Adamw2")}, "--optimizer.name Adamw2"),
         ({"logger_name": "tensorbord"}, "tensorboard"),
+        ({"train": {"max_steps": None}}, "--train.max_tokens: the length of the run must be given"),
         ({"tokenizer_dir": "missing"}, "--tokenizer_dir missing"),
         ({"model_config": ModelOverrides(vocab_size=100)}, "vocab"),
     ],

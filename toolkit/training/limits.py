@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 from toolkit.args import TrainArgs
-from toolkit.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,7 @@ class Limits:
 
 
 def build_limits(args: TrainArgs, *, n_rows: int, tokens_per_row: int) -> Limits:
-    """Turn the limits that the user gave into one end.
-
-    Raises:
-        UserError: none was given.
-    """
+    """Turn the limits that the user gave (one at least) into one end."""
     assert args.global_batch_size is not None
     ends, total_samples = [], None
     if args.max_steps is not None:
@@ -47,10 +42,6 @@ def build_limits(args: TrainArgs, *, n_rows: int, tokens_per_row: int) -> Limits
     if args.epochs is not None:
         total_samples = math.ceil(args.epochs * n_rows)
         ends.append(math.ceil(total_samples / args.global_batch_size))
-    if not ends and args.max_time is None:
-        raise UserError(
-            "--train.max_tokens: the length of the run must be given; "
-            "set --train.max_tokens, --train.max_steps, --train.epochs or --train.max_time"
-        )
+    assert ends or args.max_time is not None
     seconds = None if args.max_time is None else args.max_time * 60
     return Limits(min(ends, default=None), total_samples, args.max_tokens, seconds)

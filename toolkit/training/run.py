@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,15 @@ from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize
-from toolkit.training.batch import plan_batch
+from toolkit.training.batch import BatchPlan, plan_batch
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.limits import build_limits
 from toolkit.training.loop import Run, fit
-from toolkit.training.optimizer import build_optimizer
-from toolkit.training.schedule import build_schedule
+from toolkit.training.optimizer import build_optimizer, optimizer_class
+from toolkit.training.schedule import Schedule, build_schedule
 from toolkit.training.state import Identity, Progress, read_meta
 from toolkit.training.throughput import Throughput, flops_per_token, peak_flops
-from toolkit.ui.loggers import MetricsCSV, make_loggers
+from toolkit.ui.loggers import MetricsCSV, check_logger, make_loggers
 from toolkit.ui.plots import plot_loss
 from toolkit.ui.progress import make_progress
 
@@ -63,20 +64,20 @@ def run_training(args: RunArgs) -> None:
         UserError: a mistake in the arguments; nothing has been written.
         GuardError, StoppedBySignal: see :func:`toolkit.training.loop.fit`.
     """
-    args = replace(args, train=fill(args.train, args.defaults.train))
+    args = with_defaults(args)
     fabric, precision = build_fabric(args.accelerator, args.precision)
-    assert args.train.global_batch_size and args.train.micro_batch_size
+    args = replace(args, precision=precision)
     plan = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, devices=fabric.world_size)
-    out_dir = Path(args.out_dir)
-    resume_from = resolve_resume(args.resume, out_dir)
+    resume_from = resolve_resume(args.resume, Path(args.out_dir))
     config = choose_model(args)
     seq_length = choose_length(args.train, config)
-
-    display = make_progress(total_steps=None, enabled=fabric.is_global_zero)
-    with display:
+    optimizer_class(args.optimizer.name)
+    check_logger(args.logger_name)
+    with make_progress(total_steps=None, enabled=fabric.is_global_zero) as display:
         data = prepare_data(args, seq_length, display)
         config = with_vocabulary(config, args.data, data.tokenizer)
-        limits = build_limits(with_default_length(args), n_rows=len(data.train), tokens_per_row=seq_length)
+        limits = build_limits(args.train, n_rows=len(data.train), tokens_per_row=seq_length)
+        display.total_steps = limits.total_steps
         schedule = build_schedule(args.train, limits.total_steps, args.defaults)
         identity = Identity(config.to_dict(), data.content_key, plan.global_batch_size, args.seed, precision)
         progress = Progress()
@@ -87,25 +88,33 @@ def run_training(args: RunArgs) -> None:
                 return
 
         seed_everything(args.seed, verbose=False)
-        model = build_model(args, config, fabric, resume_from)
-        module = model
+        module = build_model(args, config, resume_from)
         optimizer = build_optimizer(module, args.optimizer, args.defaults.optimizer, schedule.peak)
         if args.compiler == "torch":
             compile_blocks(module)
-        model, optimizer = fabric.setup(model, optimizer)
-        flops = flops_per_token(module, config, seq_length)
+        model, wrapped_optimizer = fabric.setup(module, optimizer)
+        checkpointer = Checkpointer(
+            out_dir=Path(args.out_dir),
+            module=module,
+            optimizer=optimizer,
+            scaler=getattr(fabric.strategy.precision, "scaler", None),
+            config=config,
+            tokenizer=data.tokenizer,
+            hyperparameters=hyperparameters(args),
+            identity=identity,
+            total_steps=limits.total_steps,
+            keep_last=args.train.keep_last or 0,
+        )
+        display.message(describe(config, module, plan, fabric, precision, schedule, seq_length))
+        if resume_from is not None:
+            checkpointer.restore(resume_from, fabric.global_rank)
+            display.message(f"going on from {resume_from}: step {progress.step}, {progress.tokens:,} tokens")
+        csv, loggers = open_logs(args, fabric, None if resume_from is None else progress.step)
         peak = peak_flops(fabric.device, precision)
-        hyperparameters = resolved(args, precision)
-        loggers = make_loggers(args.logger_name, out_dir, args.log, hyperparameters) if fabric.is_global_zero else []
-        csv = None
-        if fabric.is_global_zero:
-            step = None if resume_from is None else progress.step
-            csv = MetricsCSV(out_dir / "logs" / "metrics.csv", resume_step=step)
-
         run = Run(
             fabric=fabric,
             model=model,
-            optimizer=optimizer,
+            optimizer=wrapped_optimizer,
             data=data,
             plan=plan,
             limits=limits,
@@ -113,37 +122,41 @@ def run_training(args: RunArgs) -> None:
             train=args.train,
             eval=args.eval,
             progress=progress,
-            throughput=Throughput(flops, None if peak is None else peak * fabric.world_size),
+            throughput=Throughput(
+                flops_per_token(module, config, seq_length), None if peak is None else peak * fabric.world_size
+            ),
             seed=args.seed,
             num_workers=args.data.num_workers,
             display=display,
             csv=csv,
             loggers=loggers,
-            checkpointer=Checkpointer(
-                out_dir=out_dir,
-                module=module,
-                optimizer=optimizer.optimizer,
-                scaler=getattr(fabric.strategy.precision, "scaler", None),
-                config=config,
-                tokenizer=data.tokenizer,
-                hyperparameters=hyperparameters,
-                identity=identity,
-                total_steps=limits.total_steps,
-                keep_last=args.train.keep_last or 0,
-            ),
+            checkpointer=checkpointer,
         )
-        display.total_steps = limits.total_steps
-        display.message(describe(config, module, plan, fabric, precision, schedule, flops))
-        if resume_from is not None:
-            run.checkpointer.restore(resume_from, fabric.global_rank)
-            display.message(f"going on from {resume_from}: step {progress.step}, {progress.tokens:,} tokens")
         try:
             fit(run)
         finally:
-            close(run, out_dir)
+            close_logs(run, Path(args.out_dir))
         display.message(
-            f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {out_dir / 'final'}"
+            f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; "
+            f"the model is in {Path(args.out_dir) / 'final'}"
         )
+
+
+def with_defaults(args: RunArgs) -> RunArgs:
+    """Fill in what the command decides; the default model also has a length of its own.
+
+    Raises:
+        UserError: the run has no end.
+    """
+    train = fill(args.train, args.defaults.train)
+    if all(limit is None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time)):
+        if args.model_name != DEFAULT_MODEL:
+            raise UserError(
+                "--train.max_tokens: the length of the run must be given; "
+                "set --train.max_tokens, --train.max_steps, --train.epochs or --train.max_time"
+            )
+        train = replace(train, **args.defaults.default_model_length)
+    return replace(args, train=train)
 
 
 def choose_model(args: RunArgs) -> ModelConfig:
@@ -214,15 +227,6 @@ def with_vocabulary(config: ModelConfig, data: DataModule, tokenizer: Tokenizer 
     return config
 
 
-def with_default_length(args: RunArgs) -> TrainArgs:
-    """The default model trains for a few minutes on two cores; other models must be told for how long."""
-    train = args.train
-    given = (train.max_steps, train.max_tokens, train.epochs, train.max_time)
-    if args.model_name == DEFAULT_MODEL and all(limit is None for limit in given):
-        return replace(train, **args.defaults.default_model_length)
-    return train
-
-
 def read_progress(folder: Path, identity: Identity, total_steps: int | None, display: Any) -> Progress:
     """Read how far a checkpoint had come, and check that it belongs to the same run."""
     meta = read_meta(folder)
@@ -235,7 +239,7 @@ def read_progress(folder: Path, identity: Identity, total_steps: int | None, dis
     return Progress(step=meta["step"], tokens=meta["tokens"], samples=meta["samples"], seconds=meta["seconds"])
 
 
-def build_model(args: RunArgs, config: ModelConfig, fabric: Fabric, resume_from: Path | None) -> GPT:
+def build_model(args: RunArgs, config: ModelConfig, resume_from: Path | None) -> GPT:
     """Build the model on the CPU with its weights: a checkpoint's, or drawn from the seed."""
     with torch.device("meta"):
         model = GPT(config)
@@ -255,10 +259,9 @@ def compile_blocks(model: GPT) -> None:
         block.compile()
 
 
-def resolved(args: RunArgs, precision: str) -> dict[str, Any]:
+def hyperparameters(args: RunArgs) -> dict[str, Any]:
     """The options of this run as ``toolkit SUB --config`` takes them, defaults filled in."""
-    values = {k: v for k, v in vars(args).items() if k != "defaults"}
-    values |= {"precision": precision, "resume": False, "train": with_default_length(args)}
+    values = {k: v for k, v in vars(args).items() if k != "defaults"} | {"resume": False}
     values["optimizer"] = fill(args.optimizer, args.defaults.optimizer)
     plain = {k: asdict(v) if is_dataclass(v) else v for k, v in values.items()}
     plain["model_config"] = {k: v for k, v in plain["model_config"].items() if v is not None}
@@ -267,19 +270,37 @@ def resolved(args: RunArgs, precision: str) -> dict[str, Any]:
 
 
 def describe(
-    config: ModelConfig, module: GPT, plan: Any, fabric: Fabric, precision: str, schedule: Any, flops: float
+    config: ModelConfig,
+    module: GPT,
+    plan: BatchPlan,
+    fabric: Fabric,
+    precision: str,
+    schedule: Schedule,
+    seq_length: int,
 ) -> str:
+    """The run in one line."""
     parameters = sum(p.numel() for p in module.parameters())
+    full, causal = (flops_per_token(module, config, seq_length, causal=half) / 1e6 for half in (False, True))
     return (
-        f"{config.name}: {parameters:,} parameters, {flops / 1e6:.1f} MFLOP per token; {fabric.device}, {precision}; "
-        f"{plan}; peak learning rate {schedule.peak:.3g}"
+        f"{config.name}: {parameters:,} parameters, {full:.1f} MFLOP per token ({causal:.1f} with causal attention "
+        f"counted by half); {fabric.device}, {precision}; {plan}; peak learning rate {schedule.peak:.3g}"
     )
 
 
-def close(run: Run, out_dir: Path) -> None:
+def open_logs(args: RunArgs, fabric: Fabric, resume_step: int | None) -> tuple[MetricsCSV | None, list[Any]]:
+    """Open metrics.csv and the loggers, on the first rank only."""
+    if not fabric.is_global_zero:
+        return None, []
+    out_dir = Path(args.out_dir)
+    csv = MetricsCSV(out_dir / "logs" / "metrics.csv", resume_step=resume_step)
+    return csv, make_loggers(args.logger_name, out_dir, args.log, hyperparameters(args))
+
+
+def close_logs(run: Run, out_dir: Path) -> None:
     if run.csv is None:
         return
     run.csv.close()
     for logger in run.loggers:
         logger.finalize("success")
-    plot_loss(out_dir / "logs" / "metrics.csv", out_dir / "loss.png")
+    with suppress(OSError):  # a full disk has been reported, and a picture is not worth an error
+        plot_loss(run.csv.path, out_dir / "loss.png")

@@ -1,12 +1,12 @@
-"""Where the metrics of a run go: ``logs/metrics.csv`` always, and a logger of Lightning's where one is asked for."""
+"""Where the metrics of a run go: ``logs/metrics.csv`` always, and one of Lightning's loggers where it is asked for."""
 
 from __future__ import annotations
 
-import csv
-import importlib.util
-import io
+import importlib
 import math
-from collections.abc import Mapping
+import os
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,105 +15,182 @@ from toolkit.errors import UserError, did_you_mean
 from toolkit.ui.files import file_error, write_whole
 
 COLUMNS = (
-    "step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_sec", "mfu", "peak_memory_gb",
-    "val_loss", "val_ppl", "val_bpb", "seconds",
-)  # fmt: skip
-"""step and tokens count from the start of the run, over all ranks; losses are nats per token; seconds of wall time."""
+    "step",  # optimizer steps done
+    "tokens",  # input tokens so far over all ranks, padding left out
+    "loss",  # of this step's global batch, nats per token
+    "learning_rate",
+    "grad_norm",  # before clipping
+    "tokens_per_sec",  # over all ranks, since the row before
+    "mfu",  # model FLOP utilisation, 0 to 1
+    "peak_memory_gb",
+    "val_loss",  # nats per token
+    "val_ppl",
+    "val_bpb",  # bits per byte
+    "seconds",  # wall time of training so far, all launches together
+)
+_HEADER = ",".join(COLUMNS) + "\n"
 
 LOGGERS = {"csv": "", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-"""Names of loggers and the package that each needs."""
+"""Names of loggers, and the package that each needs."""
 
 
 class MetricsCSV:
-    """One row per logged step, written out at once, numbers in full precision; empty cells where there is no value."""
+    """One row per logged step, on disk at once, numbers in full precision; an empty cell where there is no value.
+
+    Args:
+        path: The file; its folder is made.
+        resume_step: Rows up to this step stay and later ones are cut, in one atomic replacement; ``None`` starts anew.
+
+    Raises:
+        UserError: The file cannot be written, or it has other columns.
+    """
 
     def __init__(self, path: str | Path, resume_step: int | None) -> None:
-        """Open the file. ``resume_step`` keeps the rows up to that step and cuts the others; None starts anew.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
         self.path = Path(path)
-        rows = [] if resume_step is None else [row for row in read_metrics(self.path) if row["step"] <= resume_step]
         try:
-            text = io.StringIO(newline="")
-            writer = csv.writer(text, lineterminator="\n")
-            writer.writerow(COLUMNS)
-            writer.writerows([row["_cells"] for row in rows])
-            write_whole(self.path, text.getvalue().encode())
-            self._file = open(self.path, "a", newline="")  # noqa: SIM115  (closed by close())
+            kept = [] if resume_step is None else _lines_until(self.path, resume_step)
+            write_whole(self.path, "".join([_HEADER, *kept]).encode())
+            # no buffer: a row that a full disk refused must not come back when the file is closed
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (it stays open for the whole run)
         except OSError as error:
             raise file_error(self.path, error) from error
 
-    def write(self, row: Mapping[str, float]) -> None:
-        """Append a row.
+    def write(self, row: Mapping[str, float | None]) -> None:
+        """Append a row; columns that are missing or ``None`` stay empty.
 
         Raises:
-            UserError: the disk is full.
+            UserError: The disk is full, or the file can no longer be written.
         """
-        assert row.keys() <= set(COLUMNS), row.keys() - set(COLUMNS)
+        assert row.keys() <= set(COLUMNS), f"not a column of metrics.csv: {sorted(row.keys() - set(COLUMNS))}"
+        line = (",".join(_cell(row.get(name)) for name in COLUMNS) + "\n").encode()
         try:
-            self._file.write(",".join(repr(row[name]) if name in row else "" for name in COLUMNS) + "\n")
-            self._file.flush()
+            while line:
+                line = line[self._file.write(line) :]
         except OSError as error:
             raise file_error(self.path, error) from error
 
     def close(self) -> None:
-        try:
-            self._file.close()
-        except OSError as error:
-            raise file_error(self.path, error) from error
+        self._file.close()
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read metrics.csv as numbers, NaN for empty cells. A line that a kill has torn is left out."""
-    path = Path(path)
-    if not path.is_file():
-        return []
-    text = path.read_text(errors="replace")
-    rows = []
-    for cells in csv.reader(text[: text.rfind("\n") + 1].splitlines()[1:]):
-        if len(cells) != len(COLUMNS):
-            continue
-        try:
-            values = {name: float(cell) if cell else math.nan for name, cell in zip(COLUMNS, cells, strict=True)}
-        except ValueError:
-            continue
-        rows.append({**values, "step": int(values["step"]), "_cells": cells})
-    return rows
-
-
-def make_loggers(name: str, out_dir: str | Path, log: LogArgs, hyperparameters: dict[str, Any]) -> list[Any]:
-    """Build the loggers that run beside metrics.csv; none for "csv".
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """Return the rows of metrics.csv as numbers, NaN for an empty cell; no rows where there is no file.
 
     Raises:
-        UserError: there is no such logger, or its package is not installed.
+        UserError: The file has other columns.
+    """
+    return [values for _, values in _read(Path(path))]
+
+
+def make_loggers(
+    name: str, out_dir: str | Path, log_args: LogArgs, hyperparameters: dict[str, Any], resume_step: int | None = None
+) -> list[Any]:
+    """Start the logger that runs beside metrics.csv; none for "csv". For the first rank only.
+
+    Args:
+        name: csv, tensorboard, wandb or mlflow.
+        out_dir: Local files go to ``out_dir/logs``.
+        log_args: Names under which W&B and MLflow file the run.
+        hyperparameters: What is shown with the run; must hold no secret.
+        resume_step: Points beyond this step, from before an interruption, are hidden (TensorBoard).
+
+    Raises:
+        UserError: There is no such logger, its package is missing, or it does not start (not logged in, no server).
     """
     if name not in LOGGERS:
-        raise UserError(f"--logger_name {name}: no such logger{did_you_mean(name, LOGGERS)}; use {', '.join(LOGGERS)}")
-    package = LOGGERS[name]
-    if not package:
+        mend = did_you_mean(name, LOGGERS) or f"; use {', '.join(LOGGERS)}"
+        raise UserError(f"--logger_name {name}: no such logger{mend}")
+    if name == "csv":
         return []
-    if importlib.util.find_spec(package) is None:
-        raise UserError(f"--logger_name {name}: needs the package {package}; run: pip install {package}")
-    folder = Path(out_dir) / "logs"
-    if name == "tensorboard":
-        from lightning.fabric.loggers import TensorBoardLogger
-
-        logger: Any = TensorBoardLogger(root_dir=folder, name="tensorboard", version=log.run or "")
-    elif name == "wandb":
-        from lightning.pytorch.loggers import WandbLogger
-
-        logger = WandbLogger(project=log.project, name=log.run, group=log.group, save_dir=folder)
-    else:
-        from lightning.pytorch.loggers import MLFlowLogger
-
-        store = f"sqlite:///{folder / 'mlflow.db'}"
-        logger = MLFlowLogger(experiment_name=log.project, run_name=log.run, tracking_uri=store)
-    logger.log_hyperparams(hyperparameters)
+    _require_package(name)
+    try:
+        logger = _START[name](Path(out_dir) / "logs", log_args, resume_step)
+        logger.log_hyperparams(
+            hyperparameters
+        )  # this connects: a wrong key or address shows here, before the first step
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"--logger_name {name}: does not start: {reason}; mend that or use --logger_name csv"
+        ) from error
     return [logger]
 
 
-def log_metrics(loggers: list[Any], metrics: Mapping[str, float], step: int) -> None:
+def log_metrics(loggers: Iterable[Any], metrics: Mapping[str, float | None], step: int) -> None:
+    """Hand metrics to the loggers; ``None`` is left out.
+
+    A logger that fails in the middle of a run (its server is gone) is a warning, not the end of the training:
+    metrics.csv has every row.
+    """
+    present = {name: float(value) for name, value in metrics.items() if value is not None}
     for logger in loggers:
-        logger.log_metrics(dict(metrics), step)
+        try:
+            logger.log_metrics(present, step)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            warnings.warn(f"{type(logger).__name__} failed ({reason}); logs/metrics.csv has the metrics", stacklevel=2)
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else repr(float(value))
+
+
+def _lines_until(path: Path, last_step: int) -> list[str]:
+    return [line for line, values in _read(path) if values["step"] <= last_step]
+
+
+def _read(path: Path) -> list[tuple[str, dict[str, float]]]:
+    """Return (line, its values); what a kill or a full disk has torn is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().decode(errors="replace").split("\n")[:-1]  # the last has no line end: torn, or empty
+    if lines and lines[0] + "\n" != _HEADER:
+        raise UserError(f"{path}: has other columns than this version writes; move the file away, then go on")
+    rows = [(line + "\n", _values(line)) for line in lines[1:]]
+    return [(line, values) for line, values in rows if values is not None]
+
+
+def _values(line: str) -> dict[str, float] | None:
+    try:
+        numbers = [float(cell) if cell else math.nan for cell in line.split(",")]
+        values = dict(zip(COLUMNS, numbers, strict=True))
+    except ValueError:
+        return None
+    return values if math.isfinite(values["step"]) else None
+
+
+def _require_package(name: str) -> None:
+    package = LOGGERS[name]
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        what = "is not installed" if getattr(error, "name", None) == package else f"does not import ({error})"
+        raise UserError(f"--logger_name {name}: {package} {what}; run: pip install {package}") from error
+
+
+def _start_tensorboard(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:
+    from lightning.fabric.loggers import TensorBoardLogger
+
+    purge = {} if resume_step is None else {"purge_step": resume_step + 1}
+    return TensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False, **purge)
+
+
+def _start_wandb(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:
+    from lightning.pytorch.loggers import WandbLogger
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return WandbLogger(project=log_args.project, name=log_args.run, group=log_args.group, save_dir=folder)
+
+
+def _start_mlflow(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:
+    from lightning.pytorch.loggers import MLFlowLogger
+
+    folder.mkdir(parents=True, exist_ok=True)
+    # MLflow 3 refuses its former default, plain files (file:...): the local store is a database
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').absolute()}"
+    return MLFlowLogger(experiment_name=log_args.project, run_name=log_args.run, tracking_uri=uri)
+
+
+_START = {"tensorboard": _start_tensorboard, "wandb": _start_wandb, "mlflow": _start_mlflow}
