@@ -14,10 +14,12 @@ from toolkit.models.loss import chunk_rows, head_loss
 VOCAB, WIDTH, TOKENS = 160, 24, 50
 
 
-@pytest.fixture(params=["one chunk", "chunks of 7"])
+@pytest.fixture(params=["one chunk", "chunks of 7", "ignored rows kept"])
 def chunks(request, monkeypatch):
-    if request.param == "chunks of 7":
+    if request.param != "one chunk":
         monkeypatch.setattr(loss_module, "CPU_CHUNK_ROWS", 7)
+    if request.param == "ignored rows kept":  # as on an accelerator
+        monkeypatch.setattr(loss_module, "_supervised_rows", lambda targets: None)
 
 
 def inputs(dtype: torch.dtype = torch.float32, bias: bool = False, masked: str = "some"):

@@ -114,7 +114,7 @@ OUR_CONFIGS = {
     },
     "llama-biases": {"vocab_size": 96, "bias": True},
     "neox": {
-        "family": "gpt_neox", "vocab_size": 90, "rotary_percentage": 0.25, "rope_base": 100.0, "bias": True,
+        "family": "gpt_neox", "vocab_size": 90, "rotary_percentage": 0.5, "rope_base": 100.0, "bias": True,
         "parallel_residual": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",
         "gelu_approximate": "tanh",
     },
