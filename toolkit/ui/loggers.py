@@ -82,6 +82,15 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     return [values for _, values in _read(Path(path))]
 
 
+def check_logger(name: str) -> None:
+    """Raise UserError if there is no such logger, or its package is missing."""
+    if name not in LOGGERS:
+        mend = did_you_mean(name, LOGGERS) or f"; use {', '.join(LOGGERS)}"
+        raise UserError(f"--logger_name {name}: no such logger{mend}")
+    if name != "csv":
+        _require_package(name)
+
+
 def make_loggers(
     name: str, out_dir: str | Path, log_args: LogArgs, hyperparameters: dict[str, Any], resume_step: int | None = None
 ) -> list[Any]:
@@ -97,22 +106,16 @@ def make_loggers(
     Raises:
         UserError: There is no such logger, its package is missing, or it does not start (not logged in, no server).
     """
-    if name not in LOGGERS:
-        mend = did_you_mean(name, LOGGERS) or f"; use {', '.join(LOGGERS)}"
-        raise UserError(f"--logger_name {name}: no such logger{mend}")
+    check_logger(name)
     if name == "csv":
         return []
-    _require_package(name)
     try:
         logger = _START[name](Path(out_dir) / "logs", log_args, resume_step)
-        logger.log_hyperparams(
-            hyperparameters
-        )  # this connects: a wrong key or address shows here, before the first step
+        # this connects: a wrong key or address shows here, before the first step
+        logger.log_hyperparams(hyperparameters)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"--logger_name {name}: does not start: {reason}; mend that or use --logger_name csv"
-        ) from error
+        raise UserError(f"--logger_name {name}: did not start ({reason}); or use --logger_name csv") from error
     return [logger]
 
 
@@ -174,7 +177,7 @@ def _start_tensorboard(folder: Path, log_args: LogArgs, resume_step: int | None)
     from lightning.fabric.loggers import TensorBoardLogger
 
     purge = {} if resume_step is None else {"purge_step": resume_step + 1}
-    return TensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False, **purge)
+    return TensorBoardLogger(folder, name="tensorboard", version="", **purge)
 
 
 def _start_wandb(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:

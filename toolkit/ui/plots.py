@@ -2,64 +2,153 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
+from itertools import accumulate
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+from toolkit.errors import UserError
 from toolkit.ui.files import write_whole
+from toolkit.ui.formats import format_count, format_perplexity
 from toolkit.ui.loggers import read_metrics
 
-RAW, SMOOTH, HELD_OUT = "#9db7d5", "#1f5fa8", "#d9480f"
+RAW, SMOOTH, VALIDATION, QUIET = "#b3c7e0", "#1f5fa8", "#d9480f", "#5f6b7a"
+DPI = 150
+
+Point = tuple[float, float]  # tokens, loss in nats per token
 
 
 def plot_loss(csv_path: str | Path, png_path: str | Path) -> bool:
-    """Draw loss over tokens: raw and smoothed training loss, and the validation points.
+    """Draw the loss of a run over its tokens: each step, smoothed, and the validations. The file appears whole.
 
     Returns:
-        Whether a picture was drawn: not without matplotlib, nor with fewer than two rows.
+        Whether there is a picture now. None is drawn without matplotlib, with fewer than two losses in the file, or
+        where a file cannot be read or written: a run does not fail for want of its picture.
     """
-    rows = [row for row in read_metrics(csv_path) if row["tokens"] > 0]
-    trained = [(row["tokens"], row["loss"]) for row in rows if math.isfinite(row["loss"])]
-    validated = [(row["tokens"], row["val_loss"]) for row in rows if math.isfinite(row["val_loss"])]
-    if len(trained) < 2 or importlib.util.find_spec("matplotlib") is None:
+    try:
+        rows = read_metrics(csv_path)
+        training = _points(rows, "loss")
+        if len(training) < 2:
+            return False
+        picture = _draw(training, _points(rows, "val_loss"), rows)
+        write_whole(Path(png_path), picture)
+    except (ImportError, OSError, UserError):
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    tokens, losses = zip(*trained, strict=True)
-    smoothed = smooth(list(losses))
-    axes.plot(tokens, losses, color=RAW, linewidth=0.8, label="training, each step")
-    axes.plot(tokens, smoothed, color=SMOOTH, linewidth=2, label="training, smoothed")
-    if validated:
-        axes.plot(*zip(*validated, strict=True), "o-", color=HELD_OUT, markersize=5, linewidth=1, label="validation")
-    title = f"training loss {smoothed[-1]:.3f}"
-    if validated:
-        title += f", validation loss {validated[-1][1]:.3f}"
-    axes.set_title(title + f" after {EngFormatter(places=2, sep=' ')(tokens[-1])} tokens")
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("loss (nats per token)")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
-    axes.set_xlim(left=0, right=tokens[-1] * 1.01)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
-    write_whole(Path(png_path), picture.getvalue())
     return True
 
 
-def smooth(values: list[float]) -> list[float]:
-    """Exponential moving average over about a fiftieth of the run, corrected for its start (as Adam's moments are)."""
-    keep = 1 - 1 / max(2.0, len(values) / 50)
-    total = weight = 0.0
-    smoothed = []
-    for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        smoothed.append(total / weight)
-    return smoothed
+def smooth(losses: list[float]) -> list[float]:
+    """The course of the losses without their noise: medians of five, so that one spike makes no hill, then means.
+
+    The windows reach as far to the right as to the left: where the loss falls steeply, a mean of past values would lag
+    behind it. They cover about a tenth of the run; at its end, only their left half.
+    """
+    reach = 2 if len(losses) >= 40 else 0
+    spikeless = [median(losses[first:end]) for first, end in _windows(len(losses), reach)]
+    reach = len(losses) // 40
+    return _windowed_means(_windowed_means(spikeless, reach), reach)
+
+
+def _windows(length: int, reach: int) -> list[tuple[int, int]]:
+    """(first, end) around each index, never reaching further to the right than to the left."""
+    return [(i - min(reach, i), min(i + min(reach, i) + 1, length)) for i in range(length)]
+
+
+def _windowed_means(values: list[float], reach: int) -> list[float]:
+    sums = list(accumulate(values, initial=0.0))  # a window costs two look-ups, however far it reaches
+    return [(sums[end] - sums[first]) / (end - first) for first, end in _windows(len(values), reach)]
+
+
+def loss_limits(losses: list[float], others: list[float]) -> tuple[float, float]:
+    """The range of the loss axis, such that the first losses do not press the rest of the curve flat.
+
+    Args:
+        losses: Of training, in order.
+        others: Losses that must be seen, whatever they are.
+
+    Returns:
+        Lowest and highest loss to show. All of them, unless those of the first twentieth, or a few spikes, would take
+        more than two thirds of the height: then these leave the picture at its top.
+    """
+    rest = sorted(losses[len(losses) // 20 :])
+    low = min([rest[0], *others])
+    usual = max([rest[math.ceil(len(rest) * 0.99) - 1], *others])
+    high = max(losses)
+    if high - low > 3 * (usual - low) > 0:
+        high = low + 1.5 * (usual - low)
+    margin = 0.05 * (high - low) or 0.5
+    return low - margin, high + margin
+
+
+def _points(rows: list[dict[str, float]], column: str) -> list[Point]:
+    return [(row["tokens"], row[column]) for row in rows if math.isfinite(row["tokens"]) and math.isfinite(row[column])]
+
+
+def _draw(training: list[Point], validation: list[Point], rows: list[dict[str, float]]) -> bytes:
+    """Return the picture as PNG."""
+    # not pyplot: no window system, no global state, whatever backend the user has set
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    axes = figure.add_subplot()
+    tokens, losses = [t for t, _ in training], [loss for _, loss in training]
+    smoothed = smooth(losses)
+    axes.plot(tokens, losses, color=RAW, linewidth=0.9, label="training, each step")
+    axes.plot(tokens, smoothed, color=SMOOTH, linewidth=2.2, label="training, smoothed")
+    if validation:
+        style = "o" if len(validation) <= 100 else "-"
+        axes.plot(*zip(*validation, strict=True), style, color=VALIDATION, markeredgecolor="white", zorder=3,
+                  markersize=7.5 if len(validation) <= 20 else 4.5, label="validation")  # fmt: skip
+    low, high = loss_limits(losses, [loss for t, loss in validation if t > 0])
+    axes.set_ylim(low, high)
+    if losses[0] > high:
+        enters = next(t for t, loss in training if loss <= high)
+        axes.annotate(f"from {losses[0]:.2f}", (enters, high), xytext=(14, -12), textcoords="offset points",
+                      color=QUIET, fontsize=9)  # fmt: skip
+    _dress(axes, last_token=max(t for t, _ in [*training, *validation]))
+    axes.set_title(_title(tokens[-1], smoothed[-1], rows), fontsize=11, loc="left", pad=10)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
+
+
+def _dress(axes: Any, last_token: float) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.set_xlim(0, last_token * 1.015)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: _tick(tokens)))
+    axes.set_xlabel("tokens", labelpad=6)
+    axes.set_ylabel("loss (nats per token)", labelpad=8)
+    axes.grid(color="#e3e7ec", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#aab4bf")
+    axes.tick_params(color="#aab4bf", labelcolor=QUIET)
+    axes.legend(frameon=False, loc="upper right")
+
+
+def _tick(tokens: float) -> str:
+    """``2.50M`` is ``2.5M`` on an axis, ``2.00M`` is ``2M``."""
+    text = format_count(tokens)
+    number, unit = (text[:-1], text[-1]) if text[-1:].isalpha() else (text, "")
+    return (number.rstrip("0").rstrip(".") if "." in number else number) + unit
+
+
+def _title(tokens: float, training_loss: float, rows: list[dict[str, float]]) -> str:
+    title = f"{format_count(tokens)} tokens: training loss {training_loss:.3f}"
+    last = next((row for row in reversed(rows) if math.isfinite(row["val_loss"])), None)
+    if last is None:
+        return title
+    title += f", validation {last['val_loss']:.3f}"
+    details = []
+    if math.isfinite(last["val_ppl"]):
+        details.append(f"perplexity {format_perplexity(last['val_ppl'])}")
+    if math.isfinite(last["val_bpb"]):
+        details.append(f"{last['val_bpb']:.3f} bits per byte")
+    return title + (f" ({', '.join(details)})" if details else "")

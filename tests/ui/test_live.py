@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from toolkit.ui.live import LiveProgress
+
+METRICS = {"loss": 3.2145, "learning_rate": 3.94e-4, "grad_norm": 0.873, "tokens_per_sec": 12345.6, "tokens": 5_242_880}
+VALIDATION = {"val_loss": 3.3012, "val_ppl": 27.145, "val_bpb": 1.2134}
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+
+
+def terminal(width: int) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=width, height=30,
+                   color_system=None, highlight=False, markup=False, legacy_windows=False)  # fmt: skip
+
+
+def shown(progress: LiveProgress) -> list[str]:
+    """The lines of the display as it stands now."""
+    width = progress.console.width
+    screen = Console(file=io.StringIO(), width=width, color_system=None)
+    screen.print(progress)
+    return [line.rstrip() for line in screen.file.getvalue().splitlines()]
+
+
+def printed(progress: LiveProgress) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", progress.console.file.getvalue())
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(total_steps: int | None, width: int = 80) -> LiveProgress:
+        made.append(LiveProgress(total_steps, terminal(width)))
+        return made[-1]
+
+    yield build
+    for progress in made:
+        progress.close()
+
+
+def a_run(progress: LiveProgress) -> None:
+    progress.phase("training")
+    progress.step(1, METRICS)
+    time.sleep(0.01)
+    progress.step(320, METRICS | {"mfu": 0.4123, "peak_memory_gb": 12.345})
+    progress.validation(300, VALIDATION)
+    progress.checkpoint(300, "out/step-00000300")
+
+
+def test_the_display_has_all_the_numbers_in_columns_that_stand_still(make):
+    progress = make(1000)
+    a_run(progress)
+    air, head, step, validation, times, machine = shown(progress)
+    assert air == ""
+    assert re.fullmatch(r" Training   ━+╸? *━* *320/1,000   32%", head.replace("╺", "━")), head
+    assert step == " loss        3.2145  lr         3.9e-04  grad norm     0.87  tok/s        12.3k"
+    assert validation == " val loss    3.3012  perplexity   27.14  bits/byte   1.2134  at step        300"
+    assert re.fullmatch(r" elapsed +0s  left +\d+s  tokens +5\.24M  saved at +300", times)
+    assert machine == " MFU          41.2%  memory     12.3 GB"
+
+
+@pytest.mark.parametrize("width", [10, 20, 40, 60, 79, 200])
+def test_every_width_gets_whole_lines(make, width):
+    progress = make(1000, width)
+    a_run(progress)
+    lines = shown(progress)
+    assert max(map(len, lines)) <= min(width, 79)
+    if width >= 40:  # no number is cut
+        text = " ".join(lines)
+        assert all(number in text for number in ("3.2145", "12.3k", "27.14", "1.2134", "320/1,000", "12.3 GB"))
+    assert len(lines) == (6 if width >= 79 else 9 if width >= 40 else len(lines))
+
+
+def test_before_the_first_step_and_without_an_end_there_is_no_bar(make):
+    progress = make(None)
+    progress.phase("preparing data")
+    assert re.fullmatch(r" \S Preparing data 0s", shown(progress)[1])
+    progress.step(1200, METRICS)
+    assert re.fullmatch(r" \S Preparing data step 1,200", shown(progress)[1])
+    assert "left" not in "".join(shown(progress))
+
+
+def test_the_end_is_not_claimed_before_the_last_step(make):
+    progress = make(1000)
+    progress.step(999, METRICS)
+    assert "99%" in shown(progress)[1]
+    progress.step(1000, METRICS)
+    assert "100%" in shown(progress)[1]
+
+
+def test_messages_validations_and_prints_stay_above_the_display(make, capsys):
+    progress = make(1000)
+    progress.step(300, METRICS)
+    progress.message("out/[a]/[/b] :smile: stays as it is")
+    progress.validation(300, VALIDATION)
+    print("a print of another library")
+    progress.close()
+    text = printed(progress)
+    for line in (
+        "out/[a]/[/b] :smile: stays as it is",
+        "step 300     validation loss 3.3012   perplexity 27.14   bits per byte 1.2134",
+        "a print of another library",
+    ):
+        assert f"{line}\n" in text.replace("\r", "")
+    print("afterwards")
+    assert capsys.readouterr().out == "afterwards\n"
+
+
+def test_reporting_a_step_draws_nothing_by_itself(make):
+    progress = make(1000)
+    progress._live._refresh_thread.stop()
+    before = progress.console.file.getvalue()
+    started = time.perf_counter()
+    for step in range(1000):
+        progress.step(step, METRICS)
+    assert time.perf_counter() - started < 0.2  # 2 us each in truth; drawing takes 2 ms
+    assert progress.console.file.getvalue() == before
+
+
+def test_an_exception_gives_the_terminal_back():
+    console = terminal(80)
+    with pytest.raises(KeyboardInterrupt), LiveProgress(10, console) as progress:
+        progress.step(1, METRICS)
+        assert sys.stdout is not sys.__stdout__
+        raise KeyboardInterrupt
+    text = console.file.getvalue()
+    assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
+    assert not hasattr(sys.stdout, "rich_proxied_file")
+
+
+def test_a_forked_worker_prints_past_the_display(make, tmp_path):
+    progress = make(10)
+    with progress._live._lock:  # the drawing thread may hold it at the moment of the fork
+        child = os.fork()
+        if child == 0:
+            os._exit(1 if hasattr(sys.stdout, "rich_proxied_file") else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert hasattr(sys.stdout, "rich_proxied_file"), "the parent keeps its display"
+
+
+def in_terminal(code: str, **environment: str) -> str:
+    """What a program writes to a terminal."""
+    ours, theirs = pty.openpty()
+    variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    variables |= {"TERM": "xterm-256color", **environment}
+    program = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
+    os.close(theirs)
+    output = b""
+    while select.select([ours], [], [], 30)[0]:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the program has closed its end
+            break
+        if not part:
+            break
+        output += part
+    os.close(ours)
+    assert program.wait(timeout=30) == 0, output.decode()
+    return output.decode()
+
+
+PROGRAM = f"""
+from toolkit.ui.progress import make_progress
+with make_progress(total_steps=2, enabled=True) as progress:
+    progress.phase("training")
+    for step in (1, 2):
+        progress.step(step, {METRICS!r})
+    progress.message("a message")
+"""
+
+
+def test_a_terminal_gets_the_live_display_and_its_cursor_back():
+    text = in_terminal(PROGRAM)
+    assert "━" in text and "100%" in text and "\x1b[36m" in text
+    assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
+
+
+def test_no_color_is_obeyed():
+    text = in_terminal(PROGRAM, NO_COLOR="1")
+    assert "100%" in text and not re.search(r"\x1b\[[0-9;]*3[0-9]m", text)
+
+
+def test_a_dumb_terminal_gets_plain_lines():
+    text = in_terminal(PROGRAM, TERM="dumb")
+    assert "\x1b" not in text and "step 2/2 | loss 3.2145" in text
+
+
+def test_a_terminal_without_unicode_gets_ascii():
+    text = in_terminal(PROGRAM, PYTHONIOENCODING="ascii")
+    assert "100%" in text and text.isascii() and "?" not in re.sub(r"\x1b\[\?", "", text)

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+
+import pytest
+
+from toolkit.ui.loggers import MetricsCSV
+from toolkit.ui.plots import loss_limits, plot_loss, smooth
+
+
+def course(n: int) -> list[float]:
+    """The losses of a usual run."""
+    noise = random.Random(1)
+    return [2.5 + 6.5 * math.exp(-step / 20) + noise.gauss(0, 0.07) for step in range(n)]
+
+
+def write_run(path, losses, validate_every: int = 50) -> None:
+    metrics = MetricsCSV(path, None)
+    metrics.write({"step": 0, "tokens": 0, "val_loss": 9.01})
+    for step, loss in enumerate(losses, 1):
+        row = {"step": step, "tokens": step * 16384, "loss": loss}
+        if step % validate_every == 0:
+            row |= {"val_loss": loss + 0.1, "val_ppl": math.exp(loss + 0.1), "val_bpb": loss / 2.75}
+        metrics.write(row)
+    metrics.close()
+
+
+@pytest.mark.parametrize("spoiled", [{}, {16: math.nan, 40: math.inf}, {299: math.nan}])
+def test_a_run_gives_a_picture(tmp_path, spoiled, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # no window system and no global state are needed
+    losses = course(300)
+    for step, loss in spoiled.items():
+        losses[step] = loss
+    write_run(tmp_path / "metrics.csv", losses)
+    assert plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png") is True
+    picture = (tmp_path / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    width, height = (int.from_bytes(picture[a : a + 4], "big") for a in (16, 20))
+    assert (width, height) == (1200, 675)
+    assert sorted(os.listdir(tmp_path)) == ["loss.png", "metrics.csv"]
+
+
+def test_labels_say_what_is_shown_in_which_units(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    seen = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: seen.append(self))
+    write_run(tmp_path / "metrics.csv", course(300))
+    plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png")
+    (axes,) = seen[0].axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("tokens", "loss (nats per token)")
+    assert axes.get_title(loc="left").startswith("4.92M tokens: training loss 2.5")
+    assert "bits per byte" in axes.get_title(loc="left") and "perplexity" in axes.get_title(loc="left")
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["training, each step", "training, smoothed", "validation"]
+    assert [line.get_xdata().shape for line in axes.lines] == [(300,), (300,), (7,)]
+    format_tick = axes.xaxis.get_major_formatter()
+    assert [format_tick(x) for x in (0, 5e5, 2e6, 2.5e6, 1e7, 200)] == ["0", "500k", "2M", "2.5M", "10M", "200"]
+
+
+@pytest.mark.parametrize("losses", [[], [3.0], [3.0, math.nan]])
+def test_fewer_than_two_losses_are_no_picture(tmp_path, losses):
+    write_run(tmp_path / "metrics.csv", losses)
+    assert plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png") is False
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_two_equal_losses_are_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_run(tmp_path / "metrics.csv", [3.0, 3.0])
+    assert plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png") is True
+
+
+def test_a_run_does_not_fail_for_want_of_its_picture(tmp_path, monkeypatch):
+    assert plot_loss(tmp_path / "none.csv", tmp_path / "loss.png") is False
+    write_run(tmp_path / "metrics.csv", course(10))
+    (tmp_path / "a file").touch()
+    assert plot_loss(tmp_path / "metrics.csv", tmp_path / "a file" / "loss.png") is False
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png") is False
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_smoothing_takes_the_noise_not_the_course():
+    clean = [2.5 + 6.5 * math.exp(-step / 20) for step in range(300)]
+    noisy = course(300)
+    smoothed = smooth(noisy)
+    assert len(smoothed) == 300 and smoothed[0] == noisy[0]
+    rest = range(60, 300)
+    rms = [math.sqrt(sum((curve[i] - clean[i]) ** 2 for i in rest) / len(rest)) for curve in (noisy, smoothed)]
+    assert rms[1] < rms[0] / 2
+    # at the steep start it neither lags nor leads by much
+    assert max(abs(smoothed[i] - clean[i]) for i in range(60)) < 0.4
+
+
+def test_smoothing_makes_no_hill_of_a_spike():
+    losses = [2.0] * 200
+    losses[100] = losses[101] = 50.0
+    assert smooth(losses) == pytest.approx([2.0] * 200)
+
+
+def test_first_losses_do_not_press_the_rest_flat():
+    losses = [11.0, 6.0, 4.0] + [2.0 + 0.5 * (100 - i) / 100 for i in range(100)]
+    low, high = loss_limits(losses, [2.4])
+    assert low < 2.0 and 2.5 < high < 3.5
+
+
+def test_a_spike_does_not_press_the_rest_flat_but_a_validation_is_seen():
+    losses = [2.0 + 0.5 * (300 - i) / 300 for i in range(300)]
+    losses[150] = 40.0
+    assert loss_limits(losses, [])[1] < 3.5
+    assert loss_limits(losses, [5.0])[1] > 5.0
+
+
+def test_a_usual_course_is_shown_whole():
+    losses = course(300)
+    low, high = loss_limits(losses, [])
+    assert low < min(losses) and high > max(losses)

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+
+import pytest
+
+from toolkit.ui.progress import Pace, PlainProgress, Progress, SafeOutput, make_progress
+
+METRICS = {"loss": 3.2145, "learning_rate": 3.94e-4, "grad_norm": 0.873, "tokens_per_sec": 12345.6, "tokens": 5_242_880}
+VALIDATION = {"val_loss": 3.3012, "val_ppl": 27.145, "val_bpb": 1.2134}
+
+
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def steps_in(text: str) -> list[int]:
+    return [int(line.split()[1].split("/")[0]) for line in text.splitlines() if "loss" in line and "val" not in line]
+
+
+def test_a_step_is_one_line_with_all_its_numbers(clock):
+    out = io.StringIO()
+    progress = PlainProgress(1000, out, clock)
+    progress.step(1, METRICS | {"mfu": 0.4123, "peak_memory_gb": 12.345})
+    clock.now = 65.0
+    progress.step(2, METRICS | {"mfu": None})
+    first, second = out.getvalue().splitlines()
+    assert first == (
+        "step 1/1000 | loss 3.2145 | lr 3.9e-04 | grad norm 0.87 | tok/s 12.3k | tokens 5.24M | MFU 41.2% | "
+        "memory 12.3 GB | 0s gone"
+    )
+    assert second == (
+        "step 2/1000 | loss 3.2145 | lr 3.9e-04 | grad norm 0.87 | tok/s 12.3k | tokens 5.24M | 1m 05s gone | "
+        "18h 01m left"
+    )
+
+
+def test_steps_are_printed_once_a_second_and_the_first_and_last_always(clock):
+    out = io.StringIO()
+    with PlainProgress(100, out, clock) as progress:
+        for step in range(1, 101):
+            progress.step(step, METRICS)
+            clock.now += 0.125
+    assert steps_in(out.getvalue()) == [*range(1, 101, 8), 100]
+
+
+def test_the_last_step_of_a_run_that_another_limit_ends_is_printed_at_its_close(clock):
+    out = io.StringIO()
+    with PlainProgress(None, out, clock) as progress:
+        for step in range(1, 8):
+            progress.step(step, METRICS)
+    assert steps_in(out.getvalue()) == [1, 7]
+    assert "step 7 |" in out.getvalue() and "left" not in out.getvalue()
+    progress.close()
+    assert steps_in(out.getvalue()) == [1, 7], "closing twice prints nothing more"
+
+
+def test_everything_but_steps_is_printed_at_once(clock):
+    out = io.StringIO()
+    progress = PlainProgress(None, out, clock)
+    progress.phase("preparing data")
+    progress.phase("training")
+    progress.phase("training")
+    progress.step(1, METRICS)
+    progress.total_steps = 10  # known only now
+    for step in (2, 3):
+        progress.step(step, METRICS)
+        progress.phase("validating")
+        progress.phase("training")
+        progress.validation(step, VALIDATION)
+        progress.checkpoint(step, "out/step-00000002")
+    progress.message("a message [/with] brackets")
+    assert out.getvalue().splitlines()[:2] == ["Preparing data", "Training"]
+    assert out.getvalue().splitlines()[3:] == [
+        "step 2/10 | validation loss 3.3012, perplexity 27.14, bits per byte 1.2134",
+        "step 2/10 | saved out/step-00000002",
+        "step 3/10 | validation loss 3.3012, perplexity 27.14, bits per byte 1.2134",
+        "step 3/10 | saved out/step-00000002",
+        "a message [/with] brackets",
+    ]
+
+
+def test_a_validation_without_its_loss_is_our_own_mistake(clock):
+    with pytest.raises(AssertionError, match="val_loss"):
+        PlainProgress(None, io.StringIO(), clock).validation(1, {"loss": 1.0})
+
+
+def test_other_ranks_are_silent(capsys):
+    with make_progress(total_steps=10, enabled=False) as progress:
+        progress.phase("training")
+        progress.message("hello")
+        progress.step(1, METRICS)
+        progress.validation(1, VALIDATION)
+        progress.checkpoint(1, "x")
+    assert type(progress) is Progress
+    assert capsys.readouterr() == ("", "")
+
+
+RUN = f"""
+import sys
+from toolkit.ui.progress import make_progress
+with make_progress(total_steps=int(sys.argv[1]), enabled=True) as progress:
+    progress.phase("training")
+    for step in range(1, int(sys.argv[1]) + 1):
+        progress.step(step, {METRICS!r})
+        progress.message("x" * 100)
+print("the training went on to its end", file=sys.stderr)
+"""
+
+
+def test_a_pipe_gets_no_escape_codes_even_with_colours_forced(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    done = subprocess.run([sys.executable, "-c", RUN, "3"], capture_output=True, text=True, check=True, timeout=30)
+    assert "\x1b" not in done.stdout and done.stdout.endswith("\n")
+    assert steps_in(done.stdout) == [1, 3]
+
+
+def test_a_reader_that_goes_away_stops_the_printing_not_the_training():
+    run = subprocess.Popen([sys.executable, "-c", RUN, "5000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout is not None and run.stderr is not None
+    assert run.stdout.readline() == b"Training\n"
+    run.stdout.close()
+    assert run.stderr.read() == b"the training went on to its end\n"
+    assert run.wait(timeout=30) == 0
+
+
+def test_what_the_output_cannot_encode_is_replaced():
+    raw = io.BytesIO()
+    out = SafeOutput(io.TextIOWrapper(raw, encoding="ascii"))
+    out.write("naïve → text\n")
+    out.flush()
+    assert raw.getvalue() == b"na?ve ? text\n"
+
+
+def test_a_closed_output_is_no_error():
+    file = io.StringIO()
+    file.close()
+    out = SafeOutput(file)
+    out.write("text")
+    out.flush()
+
+
+def test_time_left_leaves_out_the_start_and_follows_the_recent_steps(clock):
+    pace = Pace(clock)
+    clock.now = 100.0  # preparing, compiling
+    pace.step(1)
+    assert pace.seconds_left(1, 1000) is None
+    for step in range(2, 101):
+        clock.now += 0.5
+        pace.step(step)
+    assert pace.elapsed() == 149.5
+    assert pace.seconds_left(100, None) is None
+    assert pace.seconds_left(100, 1000) == pytest.approx(450)
+    assert pace.seconds_left(1001, 1000) == 0
+    for step in range(101, 400):
+        clock.now += 2.0
+        pace.step(step)
+    assert pace.seconds_left(400, 1000) == pytest.approx(1200, rel=0.01)
+
+
+def test_time_left_starts_anew_at_the_step_of_a_resume(clock):
+    pace = Pace(clock)
+    for step in (5001, 5011, 5021):  # log_interval 10
+        pace.step(step)
+        clock.now += 10.0
+    assert pace.seconds_left(5021, 6021) == pytest.approx(1000)
+
+
+def test_pauses_are_a_share_of_the_time_left_not_slow_steps(clock):
+    pace = Pace(clock)
+    pace.phase("training")
+    for step in range(1, 102):
+        clock.now += 1.0
+        if step % 10 == 1 and step > 1:  # validated before its step is reported, as the training loop does
+            pace.phase("validating")
+            clock.now += 5.0
+            pace.phase("training")
+        pace.step(step)
+    # 100 steps took 100 s, and 10 validations 50 s
+    assert pace.seconds_left(101, 201) == pytest.approx(150)
+    assert not math.isnan(pace.elapsed())
