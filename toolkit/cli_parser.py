@@ -154,12 +154,14 @@ def choose(command: Command, key: str, given: Given) -> type:
 
 
 def check_names(command: Command, given: dict[str, Given]) -> None:
-    """Raise UserError for the first option that does not exist or has no value."""
+    """Raise UserError for the first option that does not exist or has no value; a switch alone means true."""
     known = command.options()
-    for key, value in given.items():
+    for key, value in list(given.items()):
         inside = key.rsplit(".", 1)[0]
         if key in known or get_origin(strip_none(known.get(inside))) is dict:  # --optimizer.options.momentum 0.9
-            if value.text is None:
+            if value.text is None and known.get(key) is bool:  # --verify
+                given[key] = value._replace(text="true")
+            elif value.text is None:
                 raise UserError(f"--{key}: needs a value: {describe(known.get(key, Any))}")
         else:
             names = known if value.source else [*known, *OWN]

@@ -293,7 +293,7 @@ def open_logs(args: RunArgs, fabric: Fabric, resume_step: int | None) -> tuple[M
         return None, []
     out_dir = Path(args.out_dir)
     csv = MetricsCSV(out_dir / "logs" / "metrics.csv", resume_step=resume_step)
-    return csv, make_loggers(args.logger_name, out_dir, args.log, hyperparameters(args))
+    return csv, make_loggers(args.logger_name, out_dir, args.log, hyperparameters(args), resume_step)
 
 
 def close_logs(run: Run, out_dir: Path) -> None:

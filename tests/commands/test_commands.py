@@ -1,0 +1,109 @@
+"""The commands together, on real files: prepare, train, evaluate, and what the README and config_hub show."""
+
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from toolkit.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory) -> Path:
+    """A pico model, trained by the real command."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    assert main(["pretrain", "pico-llama", *data(corpus), *run(out), "--train.max_steps", "30"]) == 0
+    return out
+
+
+def data(corpus: Path) -> list[str]:
+    return ["--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300"]
+
+
+def run(out: Path) -> list[str]:
+    sizes = ["--train.global_batch_size", "8", "--train.max_seq_length", "64", "--train.learning_rate", "3e-3"]
+    return ["--accelerator", "cpu", "--out_dir", str(out), *sizes]
+
+
+def test_evaluate_repeats_the_validation_of_the_run(corpus, trained, capsys):
+    options = ["--max_seq_length", "64", "--format", "json", "--accelerator", "cpu"]
+    assert main(["evaluate", str(trained / "final"), *data(corpus)[:4], *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    last = (trained / "logs" / "metrics.csv").read_text().splitlines()[-1].split(",")
+    header = (trained / "logs" / "metrics.csv").read_text().splitlines()[0].split(",")
+    row = dict(zip(header, last, strict=True))
+    assert result["loss"] == pytest.approx(float(row["val_loss"]), rel=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(float(row["val_bpb"]), rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]), rel=1e-6)
+
+
+def test_evaluate_counts_bits_per_byte_of_the_text(corpus, trained, capsys):
+    """On all of the training rows the bytes of the targets are those of the text, but for the first of each row."""
+    options = ["--max_seq_length", "64", "--format", "json", "--accelerator", "cpu", "--split", "train"]
+    assert main(["evaluate", str(trained / "final"), *data(corpus)[:4], *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    n_bytes = result["loss"] / math.log(2) * result["tokens"] / result["bits_per_byte"]
+    text = sum(len(path.read_bytes()) for path in corpus.iterdir())
+    assert 0.85 * text < n_bytes < 0.97 * text  # 95 % are training data, and of 65 tokens 64 are targets
+
+
+def test_hyperparameters_repeat_the_run(trained, tmp_path):
+    again = tmp_path / "again"
+    assert main(["pretrain", "--config", str(trained / "final/hyperparameters.yaml"), "--out_dir", str(again)]) == 0
+    columns = [
+        [line.split(",")[2:5] for line in (out / "logs/metrics.csv").read_text().splitlines()] for out in (trained, again)
+    ]
+    assert columns[0] == columns[1]
+
+
+def test_prepared_data_is_found_by_the_run(corpus, tmp_path, capsys):
+    cache = ["--data.cache_dir", str(tmp_path / "cache")]
+    assert main(["prepare_data", *data(corpus), *cache, "--max_seq_length", "64"]) == 0
+    assert "MISS" in capsys.readouterr().out
+    options = [*data(corpus), *cache, *run(tmp_path / "out"), "--train.max_steps", "1"]
+    assert main(["pretrain", "pico-llama", *options]) == 0
+    assert "HIT" in capsys.readouterr().out
+
+
+def test_tensorboard_gets_the_metrics(corpus, tmp_path):
+    pytest.importorskip("tensorboard")
+    options = [*data(corpus), *run(tmp_path / "out"), "--train.max_steps", "3", "--logger_name", "tensorboard"]
+    assert main(["pretrain", "pico-llama", *options]) == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = (tmp_path / "out" / "logs").rglob("events.*")
+    accumulator = EventAccumulator(str(events.parent))
+    accumulator.Reload()
+    assert [event.step for event in accumulator.Scalars("loss")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config_hub").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_starts_with_its_command_and_parses(path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command = re.search(r"^#\s+toolkit (\w+ .*)$", path.read_text(), re.M)[1]
+    assert str(path.relative_to(ROOT)) in command
+    assert main([*shlex.split(command), "--print_config"]) == 0
+    shown, written = yaml.safe_load(capsys.readouterr().out), yaml.safe_load(path.read_text())
+    assert shown["train"] | written["train"] == shown["train"]
+
+
+def test_the_readme_names_only_what_exists(capsys, monkeypatch):
+    """Every `toolkit ...` line of the README parses, with its options, and every file that it links is there."""
+    monkeypatch.chdir(ROOT)
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^toolkit (.+?)(?:\s+#.*)?$", readme, re.M)
+    assert len(commands) >= 4
+    for command in commands:
+        words = shlex.split(command)
+        assert words[0] in COMMANDS
+        assert main([*words, "--print_config"]) == 0, command
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", readme):
+        assert (ROOT / link).exists(), link
+    for command in re.findall(r"`make ([\w-]+)`|^make ([\w-]+)", readme, re.M):
+        assert f"\n{''.join(command)}:" in (ROOT / "Makefile").read_text()
