@@ -1,0 +1,105 @@
+"""The transformers side of scripts/benchmark.py: one run of its Trainer, by the Python of its own environment.
+
+    python benchmark_peers.py SETTINGS.json RESULT.json
+
+Imports nothing of toolkit. The settings are those of ``run_transformers`` in benchmark_products.py.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+
+class Rows(torch.utils.data.Dataset):
+    """The first ``seq_length`` tokens of each block of the file."""
+
+    def __init__(self, file: str, seq_length: int) -> None:
+        self.blocks, self.seq_length = np.load(file, mmap_mode="r"), seq_length
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.from_numpy(self.blocks[index, : self.seq_length].astype(np.int64))
+        return {"input_ids": tokens, "labels": tokens}  # the model shifts the labels itself
+
+
+class Clock(TrainerCallback):
+    """Notes when each optimizer step begins (its batch is there already) and ends."""
+
+    def __init__(self) -> None:
+        self.begins: list[float] = []
+        self.ends: list[float] = []
+        self.peak_memory_gb = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.begins.append(time.perf_counter())
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # or the clock is stopped before the work is done
+        self.ends.append(time.perf_counter())
+        self.peak_memory_gb = peak_memory_gb()
+
+
+def peak_memory_gb() -> float:
+    """The most memory held so far, in GB (1e9 bytes): the allocator's on CUDA, else the process's resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def main(settings_file: str, result_file: str) -> None:
+    settings = json.loads(Path(settings_file).read_text())
+    torch.manual_seed(settings["seed"])
+    config = AutoConfig.from_pretrained(settings["config_dir"])
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    precision = settings["precision"]
+    if precision == "bf16-true":
+        model = model.to(torch.bfloat16)
+    clock = Clock()
+    arguments = TrainingArguments(
+        output_dir=settings["out_dir"],
+        max_steps=settings["steps"],
+        per_device_train_batch_size=settings["batch_size"],
+        learning_rate=settings["learning_rate"],
+        weight_decay=settings["weight_decay"],
+        adam_beta1=settings["betas"][0],
+        adam_beta2=settings["betas"][1],
+        max_grad_norm=settings["max_norm"],
+        bf16=precision == "bf16-mixed",
+        fp16=precision == "16-mixed",
+        use_cpu=not torch.cuda.is_available(),
+        torch_compile=settings["compiler"] == "torch",
+        logging_steps=1,
+        save_strategy="no",
+        eval_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+        seed=settings["seed"],
+    )
+    rows = Rows(settings["tokens"], settings["seq_length"])
+    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[clock]).train()
+    result = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "begins": clock.begins,
+        "ends": clock.ends,
+        "peak_memory_gb": clock.peak_memory_gb,
+        "optimizer": str(arguments.optim.value),
+    }
+    Path(result_file).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

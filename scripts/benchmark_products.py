@@ -1,0 +1,261 @@
+"""The products that scripts/benchmark.py compares: one run of each, and where its figures are read.
+
+Each run is a process of the real product in a folder that holds ``chunks`` (LitData) and ``tokens.npy``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import family_of, get_config
+
+SEED, LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_NORM = 42, 4e-4, 0.1, (0.9, 0.95), 1.0
+
+# What toolkit asks of glibc itself (keep_freed_memory in toolkit/distributed/fabric.py): the peers get it too.
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "LITDATA_DISABLE_VERSION_CHECK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass
+class Work:
+    """What every product does in a run."""
+
+    model: str
+    seq_length: int
+    batch_size: int
+    precision: str
+    compiler: str
+    steps: int
+    warmup_steps: int
+    threads: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.seq_length
+
+
+@dataclass
+class Measurement:
+    """One run of one product."""
+
+    parameters: int
+    tokens_per_sec: float
+    tokens_per_sec_end_to_end: float
+    peak_memory_gb: float
+
+
+@dataclass
+class Finished:
+    """A process that ended well: what it printed, and its peak memory in GB."""
+
+    output: str
+    peak_memory_gb: float
+
+
+class RunFailed(RuntimeError):
+    """A product ended with an error; the message holds the end of what it printed."""
+
+
+def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:
+    """Run `toolkit pretrain`; the figures are those of its logs/metrics.csv."""
+    out_dir = folder / "toolkit"
+    command = [
+        python, "-m", "toolkit", "pretrain", work.model, f"--out_dir={out_dir}",
+        "--data=LitData", f"--data.data_path={folder / 'chunks'}", "--data.split_names=null", "--data.num_workers=0",
+        f"--train.max_steps={work.steps}", f"--train.max_seq_length={work.seq_length}",
+        f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.batch_size}",
+        f"--train.learning_rate={LEARNING_RATE}", f"--train.max_norm={MAX_NORM}", "--train.log_interval=1",
+        "--train.save_interval=0", "--eval.interval=0", "--eval.final_validation=false",
+        "--optimizer.name=AdamW", f"--optimizer.weight_decay={WEIGHT_DECAY}", f"--optimizer.betas={list(BETAS)}",
+        f"--precision={work.precision}", f"--compiler={work.compiler}", f"--seed={SEED}",
+    ]  # fmt: skip
+    if get_config(work.model).vocab_size is None:
+        command.append(f"--model_config.vocab_size={config.vocab_size}")
+    done = run_process("toolkit", command, folder, work.threads, {})
+    return read_toolkit(out_dir / "logs" / "metrics.csv", done.output, work)
+
+
+def read_toolkit(metrics: Path, output: str, work: Work) -> Measurement:
+    """Read ``seconds`` (since the start of the run), ``tokens_per_sec`` and ``peak_memory_gb`` of each step."""
+    rows = [row for row in read_csv(metrics) if row.get("loss")]
+    ends = {int(row["step"]): float(row["seconds"]) for row in rows}
+    measured = [row for row in rows if int(row["step"]) > work.warmup_steps]
+    return Measurement(
+        parameters=find_parameters(r"([\d,]+) parameters", output, "toolkit"),
+        tokens_per_sec=median(float(row["tokens_per_sec"]) for row in measured),
+        tokens_per_sec_end_to_end=end_to_end(ends, work),
+        peak_memory_gb=float(measured[-1]["peak_memory_gb"]),
+    )
+
+
+def run_litgpt(work: Work, config: ModelConfig, folder: Path, python: str, *, shipped: bool = False) -> Measurement:
+    """Run `litgpt pretrain` on the same chunks.
+
+    LitGPT always compiles its model and has no option against it: for ``--compiler none`` torch.compile is made a
+    no-op by torch's own switch, unless ``shipped``.
+    """
+    out_dir = folder / "litgpt"
+    optimizer = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": BETAS}
+    command = [
+        python, "-m", "litgpt", "pretrain", config.name, f"--out_dir={out_dir}",
+        f"--model_config={json.dumps(litgpt_config(config))}",
+        "--data=LitData", f"--data.data_path={folder / 'chunks'}", "--data.num_workers=0",
+        f"--train.max_tokens={work.steps * work.tokens_per_step}", f"--train.max_seq_length={work.seq_length}",
+        f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.batch_size}",
+        f"--train.tie_embeddings={str(config.tie_embeddings).lower()}", f"--train.max_norm={MAX_NORM}",
+        "--train.log_interval=1", "--train.lr_warmup_steps=1", f"--train.save_interval={10 * work.steps}",
+        f"--eval.interval={10 * work.steps}", "--eval.max_iters=1", "--eval.initial_validation=false",
+        "--eval.final_validation=false", "--optimizer",
+        json.dumps({"class_path": "torch.optim.AdamW", "init_args": optimizer}),
+        f"--precision={work.precision}", "--devices=1", "--logger_name=csv", f"--seed={SEED}",
+    ]  # fmt: skip
+    eager = {} if shipped or work.compiler == "torch" else {"TORCH_COMPILE_DISABLE": "1"}
+    done = run_process("litgpt", command, folder, work.threads, MALLOC | eager)
+    (metrics,) = (out_dir / "logs").rglob("metrics.csv")
+    return read_litgpt(metrics, done, work)
+
+
+def run_litgpt_shipped(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:
+    """Run LitGPT as its users get it: compiled."""
+    return run_litgpt(work, config, folder, python, shipped=True)
+
+
+def read_litgpt(metrics: Path, done: Finished, work: Work) -> Measurement:
+    """Read LitGPT's csv log: ``iter_time``, and ``time`` since the start. One iteration is one step here."""
+    rows = read_csv(metrics)
+    ends = {int(row["iter"]): float(row["time"]) for row in rows}
+    times = [float(row["iter_time"]) for row in rows if int(row["iter"]) > work.warmup_steps]
+    on_cuda = re.search(r"Memory Used\s*: ([\d.]+) GB", done.output)
+    return Measurement(
+        parameters=find_parameters(r"Total parameters: ([\d,]+)", done.output, "LitGPT"),
+        tokens_per_sec=work.tokens_per_step / median(times),
+        tokens_per_sec_end_to_end=end_to_end(ends, work),
+        peak_memory_gb=float(on_cuda[1]) if on_cuda else done.peak_memory_gb,
+    )
+
+
+def litgpt_config(config: ModelConfig) -> dict[str, Any]:
+    """The same architecture for LitGPT, whose field names ours are.
+
+    Raises:
+        UserError: LitGPT cannot build it.
+    """
+    if config.position_embedding != "rope":
+        raise UserError(f"--model {config.name}: LitGPT has no {config.position_embedding} positions; leave it out")
+    ours_only = {"family", "position_embedding", "tie_embeddings"}
+    values = {k: v for k, v in config.to_dict().items() if k not in ours_only and v is not None}
+    return values | {"rope_base": int(config.rope_base)}  # a whole number there
+
+
+def run_transformers(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:
+    """Run transformers' Trainer on the same tokens, by benchmark_peers.py."""
+    config_dir, settings, result = folder / "hf", folder / "settings.json", folder / "result.json"
+    config_dir.mkdir(exist_ok=True)
+    (config_dir / "config.json").write_text(json.dumps(family_of(config).to_hf(config)))
+    settings.write_text(
+        json.dumps(
+            asdict(work) | {
+                "config_dir": str(config_dir), "out_dir": str(folder / "trainer"),
+                "tokens": str(folder / "tokens.npy"), "seed": SEED, "learning_rate": LEARNING_RATE,
+                "weight_decay": WEIGHT_DECAY, "betas": BETAS, "max_norm": MAX_NORM,
+            }
+        )
+    )  # fmt: skip
+    worker = Path(__file__).resolve().parent / "benchmark_peers.py"
+    run_process("transformers", [python, str(worker), str(settings), str(result)], folder, work.threads, MALLOC)
+    return read_transformers(json.loads(result.read_text()), work)
+
+
+def read_transformers(result: dict[str, Any], work: Work) -> Measurement:
+    """Turn the times that the callback noted into rates."""
+    steps = list(zip(result["begins"], result["ends"], strict=True))[work.warmup_steps :]
+    return Measurement(
+        parameters=result["parameters"],
+        tokens_per_sec=work.tokens_per_step / median(end - begin for begin, end in steps),
+        tokens_per_sec_end_to_end=end_to_end(dict(enumerate(result["ends"], start=1)), work),
+        peak_memory_gb=result["peak_memory_gb"],
+    )
+
+
+def end_to_end(ends: dict[int, float], work: Work) -> float:
+    """Tokens per second from the end of a step (in seconds) to the end of the next: the median after the warm-up."""
+    gaps = [end - ends[step - 1] for step, end in ends.items() if step > work.warmup_steps]
+    return work.tokens_per_step / median(gaps)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def find_parameters(pattern: str, output: str, product: str) -> int:
+    found = re.search(pattern, output)
+    if found is None:
+        raise RunFailed(f"{product} did not print its number of parameters; its output ends:\n{tail(output)}")
+    return int(found[1].replace(",", ""))
+
+
+PRODUCTS: dict[str, Callable[[Work, ModelConfig, Path, str], Measurement]] = {
+    "toolkit": run_toolkit,
+    "litgpt": run_litgpt,
+    "litgpt-shipped": run_litgpt_shipped,
+    "transformers": run_transformers,
+}
+PEERS = [name for name in PRODUCTS if name != "toolkit"]
+
+
+def run_process(product: str, command: list[str], folder: Path, threads: int, extra: dict[str, str]) -> Finished:
+    """Run a product to its end, in ``folder``.
+
+    Raises:
+        UserError: toolkit called the settings the user's mistake.
+        RunFailed: it ended with another error.
+    """
+    inherited = {k: v for k, v in os.environ.items() if k not in MALLOC and k != "PYTHONPATH"}
+    environment = inherited | QUIET | {"OMP_NUM_THREADS": str(threads)} | extra
+    log = folder / f"{product}.log"
+    with open(log, "wb") as file:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            # wait4: getrusage(RUSAGE_CHILDREN) would give the largest of all children so far.
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:
+            process.kill()
+            raise
+    process.returncode = os.waitstatus_to_exitcode(status)
+    output = log.read_text(errors="replace")
+    if process.returncode == 2 and product == "toolkit":
+        raise UserError(output.strip().splitlines()[-1])
+    if process.returncode:
+        raise RunFailed(f"{product} ended with exit code {process.returncode}; its output ends:\n{tail(output)}")
+    return Finished(output, rss_gb(usage))
+
+
+def rss_gb(usage: resource.struct_rusage) -> float:
+    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def tail(output: str, lines: int = 15) -> str:
+    return "\n".join(output.splitlines()[-lines:])

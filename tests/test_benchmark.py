@@ -1,0 +1,147 @@
+"""scripts/benchmark.py: reads the right columns, compares within a round, and says what is missing."""
+
+import csv
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import benchmark  # noqa: E402
+import benchmark_products as products  # noqa: E402
+
+WORK = products.Work("pythia-14m", 10, 2, "32-true", "none", steps=4, warmup_steps=2, threads=1)
+
+
+def write_csv(path: Path, rows: list[dict]) -> Path:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_toolkit_figures_leave_the_warm_up_out(tmp_path):
+    speeds, ends = [1.0, 2.0, 10.0, 20.0], [100.0, 150.0, 154.0, 156.0]
+    rows = [
+        {"step": i, "seconds": end, "loss": 1.0, "tokens_per_sec": speed, "peak_memory_gb": i}
+        for i, (speed, end) in enumerate(zip(speeds, ends, strict=True), start=1)
+    ]
+    metrics = write_csv(tmp_path / "metrics.csv", rows)
+    one = products.read_toolkit(metrics, "m: 1,234 parameters, on a CPU", WORK)
+    # 20 tokens a step; from end to end the steps 3 and 4 took 4 and 2 seconds.
+    assert one == products.Measurement(1234, 15.0, pytest.approx(20 / 3), 4.0)
+
+
+def test_litgpt_figures_come_from_the_iteration_times_and_not_from_its_tok_sec(tmp_path):
+    rows = [
+        {"iter": i, "iter_time": seconds, "time": end}
+        for i, seconds, end in [(1, 9.0, 9.0), (2, 9.0, 19.0), (3, 2.0, 23.0), (4, 4.0, 28.0)]
+    ]
+    metrics = write_csv(tmp_path / "metrics.csv", rows)
+    output = "Total parameters: 1,234\n| - Tok/sec       : 0.02 tok/s\n"
+    one = products.read_litgpt(metrics, products.Finished(output, 1.5), WORK)
+    assert one == products.Measurement(1234, pytest.approx(20 / 3), pytest.approx(20 / 4.5), 1.5)
+    on_cuda = products.Finished(output + "| - Memory Used   : 7.25 GB\n", 1.5)
+    assert products.read_litgpt(metrics, on_cuda, WORK).peak_memory_gb == 7.25
+
+
+def test_trainer_figures_leave_the_warm_up_out():
+    result = {"begins": [0, 10, 21, 26], "ends": [9, 20, 25, 28], "parameters": 7, "peak_memory_gb": 2.0}
+    one = products.read_transformers(result, WORK)
+    assert one == products.Measurement(7, pytest.approx(20 / 3), pytest.approx(20 / 4), 2.0)
+
+
+def test_ratio_is_taken_within_each_round():
+    def runs(*speeds):
+        return [products.Measurement(1, speed, speed, 1.0) for speed in speeds]
+
+    # The machine was ten times slower in the last two rounds: every pair says 2, the ratio of the medians says 10.
+    ratio = benchmark.compare(runs(200, 200, 20), runs(100, 10, 10), "tokens_per_sec")
+    assert ratio == {"median": 2.0, "min": 2.0, "max": 20.0, "rounds": [2.0, 20.0, 2.0]}
+
+
+def test_products_take_turns_and_must_build_the_same_model(monkeypatch):
+    turns = []
+
+    def product(name, parameters):
+        def run(work, config, folder, python):
+            assert (folder / "tokens.npy").is_file() and (folder / "chunks" / "index.json").is_file()
+            turns.append(name)
+            return products.Measurement(parameters, 1.0, 1.0, 1.0)
+
+        return run
+
+    monkeypatch.setattr(benchmark, "PRODUCTS", {name: product(name, 5) for name in ["toolkit", "litgpt"]})
+    config = products.get_config("pythia-14m")
+    benchmark.measure(WORK, config, {"toolkit": "", "litgpt": ""}, rounds=2)
+    assert turns == ["toolkit", "litgpt", "toolkit", "litgpt"]
+    monkeypatch.setitem(benchmark.PRODUCTS, "litgpt", product("litgpt", 6))
+    with pytest.raises(products.UserError, match="--peers litgpt: it builds 6 parameters, toolkit 5"):
+        benchmark.measure(WORK, config, {"toolkit": "", "litgpt": ""}, rounds=1)
+
+
+def test_peers_get_the_malloc_settings_that_toolkit_asks_for(monkeypatch):
+    from toolkit.distributed.fabric import keep_freed_memory
+
+    asked = {}
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=asked.__setitem__))
+    monkeypatch.setattr(sys, "platform", "linux")
+    keep_freed_memory()
+    numbers = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}  # malloc.h
+    assert {numbers[name]: int(value) for name, value in products.MALLOC.items()} == asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--peers litgpt", "--litgpt_python PATH"),
+        ("--peers transformers --transformers_python no/such/python", "--transformers_python no/such/python"),
+        ("--peers torchtitan", "--peers torchtitan: must be of litgpt"),
+        ("--model pythia14m", "did you mean 'pythia-14m'"),
+        ("--model gpt2 --peers litgpt", "LitGPT has no learned positions"),
+        ("--seq_length 4096", "takes at most 2048 tokens"),
+        ("--steps 10 --warmup_steps 10", "--warmup_steps 10: must be"),
+        ("--batch_size 0", "--batch_size 0: must be at least 1"),
+        ("--batchsize 4", "--batchsize"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, said, capsys):
+    assert benchmark.main(arguments.split()) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
+
+
+def test_a_peer_that_fails_is_told_with_the_end_of_its_output(tmp_path):
+    with pytest.raises(products.RunFailed, match="exit code 3.*\nlast words"):
+        command = [sys.executable, "-c", "import sys; print('last words'); sys.exit(3)"]
+        products.run_process("litgpt", command, tmp_path, 1, {})
+
+
+@pytest.mark.parametrize("peer", ["", pytest.param("transformers", marks=pytest.mark.slow)])
+def test_benchmark_runs_the_real_product(peer):
+    if peer:
+        pytest.importorskip("accelerate")
+    command = "--model pico-llama --seq_length 16 --batch_size 2 --steps 4 --warmup_steps 2 --rounds 1 --threads 1"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "benchmark.py"), *command.split(), "--peers", peer, "--format", "json"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    for figures in result["products"].values():
+        assert figures["parameters"] > 8192 * 64
+        assert figures["tokens_per_sec"]["median"] > 0
+        assert 0.05 < figures["peak_memory_gb"]["median"] < 20
+    assert set(result["products"]) - {"toolkit"} == set(result["ratios"]) == {peer} - {""}
+    assert "MALLOC_TOP_PAD_" in " ".join(result["notes"])
+    assert benchmark.format_table(result).count("| toolkit") == 2  # the column and the row
