@@ -2,6 +2,6 @@
 
 import os
 
-# Must stand before torch starts its threads. By default they wait for each other by spinning, which beside any other busy
-# process made training three times slower (two cores, one of them taken).
+# Must stand before torch starts its threads. By default they wait for each other by spinning, which made training three
+# times slower beside another busy process (two cores, one of them taken).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -56,9 +56,8 @@ def test_evaluate_counts_bits_per_byte_of_the_text(corpus, trained, capsys):
 def test_hyperparameters_repeat_the_run(trained, tmp_path):
     again = tmp_path / "again"
     assert main(["pretrain", "--config", str(trained / "final/hyperparameters.yaml"), "--out_dir", str(again)]) == 0
-    columns = [
-        [line.split(",")[2:5] for line in (out / "logs/metrics.csv").read_text().splitlines()] for out in (trained, again)
-    ]
+    logs = [(out / "logs/metrics.csv").read_text().splitlines() for out in (trained, again)]
+    columns = [[line.split(",")[2:5] for line in lines] for lines in logs]
     assert columns[0] == columns[1]
 
 
