@@ -177,12 +177,14 @@ with make_progress(total_steps=2, enabled=True) as progress:
     for step in (1, 2):
         progress.step(step, {METRICS!r})
     progress.message("a message")
+    print("[/no] markup", end="", flush=True)
 """
 
 
 def test_a_terminal_gets_the_live_display_and_its_cursor_back():
     text = in_terminal(PROGRAM)
     assert "━" in text and "100%" in text and "\x1b[36m" in text
+    assert "a message" in text and "[/no] markup" in text
     assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
 
 

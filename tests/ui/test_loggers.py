@@ -87,6 +87,7 @@ def test_a_resume_drops_lines_that_are_no_rows(path):
     write_steps(path, 1)
     with open(path, "ab") as file:
         file.write(b"2,128,0.5\n" + b"\0" * 30 + b"\n" + b",,,,,,,,,,,\n" + b"\xff,1,2,3,4,5,6,7,8,9,10,11\n")
+    assert steps(path) == [1]
     write_steps(path, 2, resume_step=5)
     assert steps(path) == [1, 2]
 

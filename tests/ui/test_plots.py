@@ -72,6 +72,8 @@ def test_fewer_than_two_losses_are_no_picture(tmp_path, losses):
 
 def test_two_equal_losses_are_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
+    low, high = loss_limits([3.0, 3.0], [])
+    assert low < 3.0 < high
     write_run(tmp_path / "metrics.csv", [3.0, 3.0])
     assert plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png") is True
 

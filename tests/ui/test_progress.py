@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import subprocess
 import sys
 
@@ -55,6 +56,7 @@ def test_steps_are_printed_once_a_second_and_the_first_and_last_always(clock):
         for step in range(1, 101):
             progress.step(step, METRICS)
             clock.now += 0.125
+        assert out.getvalue().splitlines()[-1].startswith("step 100/100 |"), "before what comes after it"
     assert steps_in(out.getvalue()) == [*range(1, 101, 8), 100]
 
 
@@ -130,8 +132,10 @@ def test_a_pipe_gets_no_escape_codes_even_with_colours_forced(monkeypatch):
     assert steps_in(done.stdout) == [1, 3]
 
 
-def test_a_reader_that_goes_away_stops_the_printing_not_the_training():
-    run = subprocess.Popen([sys.executable, "-c", RUN, "5000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_goes_away_stops_the_printing_not_the_training(unbuffered):
+    command, environment = [sys.executable, "-c", RUN, "5000"], os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert run.stdout is not None and run.stderr is not None
     assert run.stdout.readline() == b"Training\n"
     run.stdout.close()
