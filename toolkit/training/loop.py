@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,12 @@ class Run:
     """None on all ranks but the first."""
     loggers: list[Any]
     checkpointer: Checkpointer
-    skipped_steps: int = field(default=0)
+    skipped_steps: int = 0
+    """Steps of this launch that the fp16 scaler left out."""
 
 
-def fit(run: Run) -> str:
+def fit(run: Run) -> None:
     """Train until a limit is reached, and write ``final/``.
-
-    Returns:
-        Which limit ended the run.
 
     Raises:
         StoppedBySignal: a signal came; the state has been saved.
@@ -66,12 +65,11 @@ def fit(run: Run) -> str:
     with SignalWatch() as signals:
         if run.eval.initial_validation and run.progress.step == 0:
             record(run, run_validation(run))
-        reason = train_until_done(run, signals)
+        train_until_done(run, signals)
     save(run, "final")
-    return reason
 
 
-def train_until_done(run: Run, signals: SignalWatch) -> str:
+def train_until_done(run: Run, signals: SignalWatch) -> None:
     fabric, progress, limits = run.fabric, run.progress, run.limits
     started = last_saved = time.perf_counter()
     seconds_before, step_seconds, skipped_in_a_row = progress.seconds, 0.0, 0
@@ -100,12 +98,12 @@ def train_until_done(run: Run, signals: SignalWatch) -> str:
             fabric,
             n_tokens=sum(batch.n_tokens for batch in micro_batches),
             n_inputs=sum(batch.n_inputs for batch in micro_batches),
-            signal=int(signals.received),
+            signalled=int(signals.received > 0),
             time_is_up=int(time_is_up),
             save_is_due=int(save_every is not None and step_started - last_saved >= save_every * 60),
         )
-        if agreed["signal"]:
-            stop_for_signal(run, signals.received or agreed["signal"])
+        if agreed["signalled"]:
+            stop_for_signal(run, signals.received or signal.SIGTERM)
 
         learning_rate = run.schedule.learning_rate(progress.step)
         try:
@@ -139,8 +137,7 @@ def train_until_done(run: Run, signals: SignalWatch) -> str:
         run.throughput.add(agreed["n_inputs"], step_seconds)
 
         # Now and then: validate, log, save.
-        finished = limits.reached(progress.step, progress.tokens)
-        last = finished or bool(agreed["time_is_up"])
+        last = limits.reached(progress.step, progress.tokens) or agreed["time_is_up"] > 0
         metrics: dict[str, float] = {}
         if is_due(run.eval.interval, progress.step) and not last or last and run.eval.final_validation:
             metrics = run_validation(run)
@@ -148,7 +145,7 @@ def train_until_done(run: Run, signals: SignalWatch) -> str:
             progress.seconds = seconds_before + time.perf_counter() - started
             record(run, step_metrics(run, result, agreed["n_tokens"], learning_rate) | metrics)
         if last:
-            return "the clock" if not finished else "its limit"
+            return
         if is_due(run.train.save_interval, progress.step) or agreed["save_is_due"]:
             progress.seconds = seconds_before + time.perf_counter() - started
             save(run, f"step-{progress.step:08d}")

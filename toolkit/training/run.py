@@ -136,6 +136,8 @@ def run_training(args: RunArgs) -> None:
             fit(run)
         finally:
             close_logs(run, Path(args.out_dir))
+        if run.skipped_steps:
+            display.message(f"the fp16 scaler left out {run.skipped_steps} steps")
         display.message(
             f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; "
             f"the model is in {Path(args.out_dir) / 'final'}"
