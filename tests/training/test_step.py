@@ -80,7 +80,7 @@ def test_n6_validation_is_the_token_weighted_mean(fabric, pico, ragged):
     losses = [
         F.cross_entropy(pico(r["input_ids"][None]).flatten(0, 1).float(), r["labels"], reduction="sum") for r in rows
     ]
-    mean = float(sum(losses)) / sum(int((r["labels"] != -100).sum()) for r in rows)
+    mean = float(sum(losses).detach()) / sum(int((r["labels"] != -100).sum()) for r in rows)
     for micro_batch_size in (1, 4, 13):
         batches = val_batches(ragged.val, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_iters=None)
         metrics = validate(fabric, fabric.setup(pico), batches, None)

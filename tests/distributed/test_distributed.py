@@ -1,0 +1,49 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from toolkit.distributed.device import pick_accelerator, pick_precision
+from toolkit.distributed.signals import SignalWatch
+from toolkit.distributed.vote import vote
+from toolkit.errors import UserError
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_s3_a_signal_is_noted_once_and_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with SignalWatch() as watch:
+        assert watch.received == 0
+        os.kill(os.getpid(), number)
+        assert watch.received == number
+        assert signal.getsignal(number) == before  # a second one acts as it always did
+    assert all(signal.getsignal(n) is not None for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+
+
+def test_a_vote_of_one_is_its_own_result():
+    assert vote(Fabric(accelerator="cpu", devices=1), tokens=3, stop=0) == {"tokens": 3, "stop": 0}
+
+
+def test_precision_follows_the_device():
+    assert pick_precision(None, "cpu") == "32-true"
+    assert pick_precision("bf16-mixed", "cpu") == "bf16-mixed"
+    with pytest.raises(UserError, match="--precision 16-mixed"):
+        pick_precision("16-mixed", "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_an_accelerator_that_is_not_there_is_refused():
+    with pytest.raises(UserError, match="--accelerator cuda"):
+        pick_accelerator("cuda")
+
+
+def test_threads_wait_without_spinning_unless_the_user_says_otherwise():
+    show = "import toolkit, os; print(os.environ['OMP_WAIT_POLICY'])"
+    for wanted, given in (("passive", {}), ("active", {"OMP_WAIT_POLICY": "active"})):
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | given
+        output = subprocess.run([sys.executable, "-c", show], env=environment, capture_output=True, text=True).stdout
+        assert output.strip() == wanted

@@ -1,0 +1,58 @@
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from toolkit.models.families import get_config
+from toolkit.models.gpt import GPT
+from toolkit.training import throughput
+from toolkit.training.throughput import Throughput, flops_per_token, matmul_parameters, peak_flops, peak_memory_gb
+
+
+@pytest.mark.parametrize("name", ["pico-llama", "pythia-14m", "gpt2"])
+def test_n8_flops_are_those_that_run(name):
+    """Compared with torch's count of what a forward pass does; forward and backward are three times that."""
+    config = get_config(name).with_vocab_size(512)
+    T = 64
+    with torch.device("meta"):
+        model = GPT(config)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(2, T, dtype=torch.int64))
+    ran = 3 * counter.get_total_flops() / (2 * T)
+    assert flops_per_token(model, config, T) == pytest.approx(ran, rel=0.01)
+
+
+def test_n8_a_tied_head_counts_once_and_a_lookup_not_at_all():
+    config = get_config("pico-llama").with_vocab_size(512)
+    with torch.device("meta"):
+        model = GPT(config)
+    embedding = 512 * config.n_embd
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert config.tie_embeddings and sum(p.numel() for p in model.parameters()) == matmul_parameters(model) + norms
+    assert matmul_parameters(model) > embedding
+    full, causal = (flops_per_token(model, config, 1000, causal=half) for half in (False, True))
+    assert full - causal == 6 * config.n_layer * config.n_embd * 1000
+
+
+@pytest.mark.parametrize(
+    ("device_name", "peak"),
+    [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Radeon", None)],
+)
+def test_n8_peaks_are_dense_and_unknown_devices_have_none(monkeypatch, device_name, peak):
+    monkeypatch.setattr(throughput.torch.cuda, "get_device_name", lambda device: device_name)
+    assert peak_flops(torch.device("cuda"), "bf16-mixed") == peak
+    assert peak_flops(torch.device("cuda"), "32-true") is None
+    assert peak_flops(torch.device("cpu"), "bf16-mixed") is None
+
+
+def test_n8_throughput_counts_what_it_is_told_since_the_last_reading():
+    counter = Throughput(flops_per_token=10.0, peak_flops=1000.0)
+    counter.add(100, 1.0)
+    counter.add(100, 3.0)
+    assert counter.read() == {"tokens_per_sec": 50.0, "mfu": 0.5}
+    counter.add(30, 1.0)
+    assert counter.read()["tokens_per_sec"] == 30.0
+    assert Throughput(10.0, None).read().keys() == {"tokens_per_sec"}
+
+
+def test_n8_memory_is_that_of_the_process():
+    assert 0.1 < peak_memory_gb(torch.device("cpu")) < 24
