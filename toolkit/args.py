@@ -179,7 +179,7 @@ PRETRAIN = CommandDefaults(
         "max_norm": 1.0, "save_interval": 1000, "keep_last": 3,
     },
     optimizer={"weight_decay": 0.1, "betas": (0.9, 0.95)},
-    default_model_length={"max_tokens": 1_000_000},
+    default_model_length={"max_tokens": 700_000},
     max_warmup_steps=2000,
 )  # fmt: skip
 
