@@ -1,3 +1,8 @@
+import os
+import signal
+import subprocess
+import sys
+import time
 from itertools import islice
 
 import pytest
@@ -14,7 +19,7 @@ ROWS = SyntheticRows(vocab_size=100, num_rows=N, seed=0, block_size=T + 1)
 
 def batches(**changes):
     options = {
-        "seed": 5, "start_step": 0, "total_positions": None, "global_batch_size": 8, "micro_batch_size": 2,
+        "seed": 5, "start_position": 0, "total_positions": None, "global_batch_size": 8, "micro_batch_size": 2,
         "rank": 0, "world_size": 1, "num_workers": 0,
     }  # fmt: skip
     return train_batches(ROWS, **(options | changes))
@@ -41,13 +46,13 @@ def test_n3_ranks_and_micro_batches_share_one_global_batch(world, micro):
 
 def test_s2_starting_at_a_step_equals_continuing():
     through = list(islice(batches(), 9))
-    for step, later in zip(range(4, 9), batches(start_step=4), strict=False):
+    for step, later in zip(range(4, 9), batches(start_position=4 * 8), strict=False):
         assert ids_of(through[step]) == ids_of(later)
         assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(through[step], later, strict=True))
 
 
 def test_a_far_step_is_reached_at_once():
-    assert ids_of(next(batches(start_step=10**9))) == stream(8 * 10**9, 8 * 10**9 + 8)
+    assert ids_of(next(batches(start_position=8 * 10**9))) == stream(8 * 10**9, 8 * 10**9 + 8)
 
 
 def test_rows_are_read_rightly():
@@ -76,8 +81,8 @@ def test_short_last_batch_is_filled_up(world):
 
 
 def test_nothing_is_left_after_the_last_step():
-    assert list(batches(total_positions=16, start_step=2)) == []
-    assert list(batches(total_positions=16, start_step=5)) == []
+    assert list(batches(total_positions=16, start_position=2 * 8)) == []
+    assert list(batches(total_positions=16, start_position=5 * 8)) == []
 
 
 def test_workers_do_not_change_the_result():
@@ -109,7 +114,7 @@ def test_rows_are_read_lazily():
             return ROWS[index]
 
     endless = train_batches(
-        Recorded(), seed=0, start_step=0, total_positions=None, global_batch_size=8, micro_batch_size=2, rank=0,
+        Recorded(), seed=0, start_position=0, total_positions=None, global_batch_size=8, micro_batch_size=2, rank=0,
         world_size=1, num_workers=0,
     )  # fmt: skip
     assert read == []
@@ -145,3 +150,42 @@ def test_n6_validation_reads_every_row_once(world):
 def test_validation_is_bounded_by_max_iters():
     found = list(val_batches(ROWS, micro_batch_size=2, rank=1, world_size=2, max_iters=3))
     assert [batch.ids for batch in found] == [[2, 3], [6, 7], [10, 11]]
+
+
+LISTENING = """
+import signal, sys
+from toolkit.data.loader import val_batches
+from toolkit.data.synthetic import SyntheticRows
+
+if __name__ == "__main__":
+    received = []
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        signal.signal(getattr(signal, name), lambda number, frame: received.append(number))
+    rows = SyntheticRows(vocab_size=100, num_rows=1000, seed=0, block_size=9)
+    batches = val_batches(rows, micro_batch_size=1, rank=0, world_size=1, max_iters=None, num_workers=2)
+    for _ in range(4):  # both workers have handed something over
+        next(batches)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for _ in range(20):
+        next(batches)
+    print(*map(int, received), flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_s3_workers_outlive_a_signal_to_the_whole_group(name):
+    """Launchers signal all processes of a run; without its workers the run could not finish its step."""
+    number = getattr(signal, name)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+        os.killpg(process.pid, number)
+        time.sleep(0.3)  # for a worker to die in
+        out, err = process.communicate("go on\n", timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (0, f"{int(number)}\n"), err

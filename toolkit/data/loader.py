@@ -4,6 +4,7 @@ continued at any step, on another number of ranks, without replaying what went b
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
@@ -68,6 +69,11 @@ class _MicroBatches(Dataset):
 
 
 def _start_worker(_worker: int) -> None:
+    # Launchers signal every process of a run: the training process reacts, and needs its workers to finish the step
+    # (law S3). They end when it tells them to, or when torch's watchdog sees that it is gone.
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # Windows has no SIGUSR1
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     # The threads of the tokenizers library do not survive a fork; a worker that tokenises must do without them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
