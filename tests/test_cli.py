@@ -141,7 +141,7 @@ def test_documented_spellings(argv, path, value):
 def test_nothing_given_is_the_signature():
     found = parse()
     assert found["train"] == TrainArgs() and found["eval"] == EvalArgs() and found["data"] == PythonStdlib()
-    assert found["seed"] == 42 and found["resume"] is False and found["model_name"] == "mini-llama"
+    assert found["seed"] == 42 and found["resume"] is False and found["model_name"] is None
 
 
 def test_values_are_taken_as_they_are():

@@ -35,23 +35,23 @@ class TrainArgs:
     """How to train.
 
     Args:
-        global_batch_size: Sequences per optimizer step, over all devices.
-        micro_batch_size: Sequences per forward pass on one device.
+        global_batch_size: Sequences per optimizer step, over all devices; pretraining takes 64 when not given.
+        micro_batch_size: Sequences per forward pass on one device; pretraining takes 4.
         max_steps: Stop after this many optimizer steps.
-        max_tokens: Stop after this many input tokens over all devices, padding left out.
+        max_tokens: Stop with the step that reaches this many input tokens over all devices, padding left out.
         epochs: Stop after this many passes over the training data; a fraction is fine.
         max_time: Stop this launch after so many minutes.
         max_seq_length: Tokens per sequence; the model's context length when not given.
-        learning_rate: The peak learning rate.
+        learning_rate: The peak learning rate; pretraining takes 4e-4.
         lr_schedule: Shape of the learning rate after the warm-up. "wsd" is warm-up, stable, decay (the last 20 %).
-        lr_warmup_steps: Optimizer steps of linear warm-up.
-        lr_warmup_fraction: Warm-up as a share of the run, instead of lr_warmup_steps.
+        lr_warmup_steps: Optimizer steps of linear warm-up; pretraining takes 5 % of the run, at most 2,000.
+        lr_warmup_fraction: Warm-up as a share of the run; the command's default when neither is given.
         lr_scaling: Scale learning rates with global_batch_size over the command's default batch.
         min_lr: The learning rate at the end of the schedule; a tenth of the peak when not given.
-        max_norm: Clip the norm of the gradient to this value; 0 switches clipping off.
-        save_interval: Optimizer steps between checkpoints; 0 saves at the end only.
+        max_norm: Clip the norm of the gradient to this value, 1.0 when not given; 0 switches clipping off.
+        save_interval: Optimizer steps between checkpoints; pretraining takes 1,000. 0 saves at the end only.
         save_every_minutes: Also save when this many minutes have gone by since the last checkpoint.
-        keep_last: How many step checkpoints to keep; 0 keeps all.
+        keep_last: How many step checkpoints to keep; pretraining takes 3. 0 keeps all.
         log_interval: Optimizer steps between two rows of metrics.
         tie_embeddings: Share the weight of embedding and head; the model's own choice when not given.
     """
@@ -135,8 +135,8 @@ class OptimizerArgs:
 
     Args:
         name: The name of any class of torch.optim.
-        weight_decay: Decay of weight matrices; biases, norms and embeddings are spared.
-        betas: Decay rates of the moments, for optimizers that have them.
+        weight_decay: Decay of weight matrices; biases, norms and embeddings are spared. Pretraining takes 0.1.
+        betas: Decay rates of the moments, for optimizers that have them; pretraining takes 0.9 and 0.95.
         eps: Added to the denominator, for optimizers that have it; the optimizer's own default when not given.
         options: Further keyword arguments of the class, for example '{"momentum": 0.9}'.
     """
@@ -160,26 +160,28 @@ class OptimizerArgs:
 class CommandDefaults:
     """What a training command sets where the user did not.
 
-    ``max_warmup_steps`` bounds the warm-up that ``lr_warmup_fraction`` gives; ``train`` and ``optimizer`` fill in
-    the ``None`` fields of the groups of the same name; ``default_model_length`` ends a run of the default model
-    that was given no limit.
+    The warm-up is a share of the run, ``max_warmup_steps`` at the most. ``train`` and ``optimizer`` fill in the
+    ``None`` fields of the groups of the same name. ``default_model_length`` ends a run of the default model that has
+    no limit.
     """
 
     out_dir: str
     train: dict[str, Any]
     optimizer: dict[str, Any]
     default_model_length: dict[str, Any]
-    max_warmup_steps: int | None = None
+    warmup_fraction: float
+    max_warmup_steps: int
 
 
 PRETRAIN = CommandDefaults(
     out_dir="out/pretrain",
     train={
-        "global_batch_size": 64, "micro_batch_size": 4, "learning_rate": 4e-4, "lr_warmup_fraction": 0.05,
-        "max_norm": 1.0, "save_interval": 1000, "keep_last": 3,
+        "global_batch_size": 64, "micro_batch_size": 4, "learning_rate": 4e-4, "max_norm": 1.0,
+        "save_interval": 1000, "keep_last": 3,
     },
     optimizer={"weight_decay": 0.1, "betas": (0.9, 0.95)},
     default_model_length={"max_tokens": 700_000},
+    warmup_fraction=0.05,
     max_warmup_steps=2000,
 )  # fmt: skip
 
@@ -189,6 +191,4 @@ def fill(args: Any, defaults: dict[str, Any]) -> Any:
     known = {f.name for f in fields(args)}
     assert defaults.keys() <= known, defaults.keys() - known
     missing = {k: v for k, v in defaults.items() if getattr(args, k) is None}
-    if "lr_warmup_fraction" in missing and args.lr_warmup_steps is not None:
-        del missing["lr_warmup_fraction"]
     return replace(args, **missing)

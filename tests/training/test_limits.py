@@ -3,10 +3,11 @@ import pytest
 from toolkit.args import TrainArgs
 from toolkit.errors import UserError
 from toolkit.training.limits import build_limits
+from toolkit.training.state import Progress
 
 
 def limits(**options):
-    return build_limits(TrainArgs(global_batch_size=10, **options), n_rows=25, tokens_per_row=8)
+    return build_limits(TrainArgs(global_batch_size=10, **options), Progress(), n_rows=25, tokens_per_row=8)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,15 @@ def limits(**options):
 )
 def test_the_first_limit_ends_the_run(options, total_steps):
     assert limits(**options).total_steps == total_steps
+
+
+def test_an_extension_counts_from_what_was_done():
+    """A run of one epoch has ended with a short batch: 3 steps for 25 rows. The next epoch begins with the 26th."""
+    done = Progress(step=3, tokens=200, samples=25)
+    two = build_limits(TrainArgs(global_batch_size=10, epochs=2), done, n_rows=25, tokens_per_row=8)
+    assert (two.total_steps, two.total_samples) == (6, 50)
+    more = build_limits(TrainArgs(global_batch_size=10, max_tokens=281), done, n_rows=25, tokens_per_row=8)
+    assert more.total_steps == 5
 
 
 def test_max_time_is_in_minutes():

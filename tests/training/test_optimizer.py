@@ -4,7 +4,7 @@ from torch import nn
 
 from toolkit.args import PRETRAIN, OptimizerArgs
 from toolkit.errors import UserError
-from toolkit.training.optimizer import build_optimizer, parameter_groups
+from toolkit.training.optimizer import build_optimizer, parameter_groups, resolve_optimizer
 
 
 class Small(nn.Module):
@@ -34,8 +34,15 @@ def test_frozen_parameters_are_left_out():
     assert all(p is not model.wte.weight for g in parameter_groups(model, 0.1) for p in g["params"])
 
 
-def build(**options):
-    return build_optimizer(Small(), OptimizerArgs(**options), PRETRAIN.optimizer, 1e-3)
+def build(precision="32-true", **options):
+    resolved = resolve_optimizer(OptimizerArgs(**options), PRETRAIN.optimizer, precision)
+    return build_optimizer(Small(), resolved, 1e-3, precision)
+
+
+def test_not_fused_under_fp16_whose_gradients_are_scaled():
+    assert not build("16-mixed").param_groups[0]["fused"]
+    with pytest.raises(UserError, match="fused"):
+        build("16-mixed", options={"fused": True})
 
 
 def test_adamw_has_the_commands_defaults_and_is_fused():
@@ -60,7 +67,7 @@ def test_any_class_by_name(name):
         ({"name": "AdmaW"}, "did you mean.*AdamW"),
         ({"name": "LBFGS"}, "--optimizer.name LBFGS"),
         ({"name": "SGD", "betas": (0.9, 0.99)}, "--optimizer.betas"),
-        ({"options": {"momentun": 0.9}}, "--optimizer.momentun"),
+        ({"options": {"momentun": 0.9}}, "--optimizer.options momentun"),
         ({"name": "Muon"}, "--optimizer.name Muon"),  # takes matrices only
     ],
 )

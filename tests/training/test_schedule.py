@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from toolkit.args import PRETRAIN, TrainArgs, fill
@@ -62,6 +60,13 @@ def test_min_lr_above_the_peak_is_refused():
         schedule(min_lr=1.0, learning_rate=0.1)
 
 
-def test_a_schedule_is_a_function_of_the_step_alone():
-    plan = schedule(50)
-    assert replace(plan, total_steps=50) == plan and plan.learning_rate(7) == plan.learning_rate(7)
+def test_n5_a_share_of_a_run_whose_length_is_not_known():
+    assert schedule(None, lr_schedule="constant", lr_warmup_fraction=0).warmup_steps == 0
+    with pytest.raises(UserError, match="--train.lr_warmup_fraction 0.1"):
+        schedule(None, lr_schedule="constant", lr_warmup_fraction=0.1)
+    assert schedule(1_000_000, lr_warmup_fraction=0.5).warmup_steps == 500_000  # what is asked for is not capped
+
+
+def test_min_lr_of_a_constant_rate_is_refused():
+    with pytest.raises(UserError, match="--train.min_lr 0.1: has no effect"):
+        schedule(lr_schedule="constant", min_lr=0.1)

@@ -21,8 +21,8 @@ def gradients(fabric, model, rows, micro_batch_size, max_norm=None):
     wrapped, optimizer = fabric.setup(model, optimizer)
     batches = next(
         train_batches(
-            rows, seed=3, start_step=0, total_positions=None, global_batch_size=8, micro_batch_size=micro_batch_size,
-            rank=0, world_size=1, num_workers=0,
+            rows, seed=3, start_position=0, total_positions=None, global_batch_size=8,
+            micro_batch_size=micro_batch_size, rank=0, world_size=1, num_workers=0,
         )
     )  # fmt: skip
     n_tokens = sum(batch.n_tokens for batch in batches)
@@ -65,7 +65,7 @@ def test_n7_a_non_finite_loss_never_reaches_the_weights(fabric, pico, ragged, va
     model, optimizer = fabric.setup(pico, torch.optim.AdamW(pico.parameters()))
     batches = next(
         train_batches(
-            ragged.train, seed=3, start_step=0, total_positions=None, global_batch_size=4, micro_batch_size=2,
+            ragged.train, seed=3, start_position=0, total_positions=None, global_batch_size=4, micro_batch_size=2,
             rank=0, world_size=1, num_workers=0,
         )
     )  # fmt: skip

@@ -152,7 +152,7 @@ def test_an_unknown_logger_names_the_nearest(name, mend, tmp_path):
 def test_a_missing_package_is_named_with_the_line_that_installs_it(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=f"^--logger_name {name}: .*pip install {name}$"):
-        check_logger(name)
+        check_logger(name, LogArgs())
 
 
 def test_tensorboard_holds_the_metrics_and_hyperparameters(tmp_path):

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
@@ -30,10 +29,6 @@ def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer's state, keyed by the names of the parameters."""
     return get_optimizer_state_dict(model, optimizer, options=_FULL)
-
-
-def set_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    set_model_state_dict(model, state, options=_FULL)
 
 
 def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.errors import UserError
@@ -69,6 +70,41 @@ def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None
         if message is not None:
             raise UserError(f"{flag} {folder.parent if flag == '--out_dir' else folder}: {message}") from error
         raise
+
+
+@contextmanager
+def exclusive(out_dir: Path) -> Iterator[None]:
+    """Keep a second process from running in the same folder, as long as this lasts.
+
+    The lock is the system's and ends with the process, however it ends. Where there are none (Windows, some network
+    file systems), nothing is locked.
+
+    Raises:
+        UserError: another process runs there, or the folder cannot be written.
+    """
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        file = open(out_dir / ".lock", "a+")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise UserError(f"--out_dir {out_dir}: {error.strerror}; give a folder that can be written") from error
+    with file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "?"
+            raise UserError(
+                f"--out_dir {out_dir}: process {owner} is running there; wait for it, or give another"
+            ) from None
+        except (ImportError, OSError):
+            pass
+        else:
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+        yield
 
 
 def is_complete(folder: Path) -> bool:

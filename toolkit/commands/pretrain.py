@@ -10,7 +10,7 @@ from toolkit.models.config import ModelOverrides
 
 
 def setup(
-    model_name: str = "mini-llama",
+    model_name: str | None = None,
     model_config: ModelOverrides = ModelOverrides(),
     data: DataModule = PythonStdlib(),
     train: TrainArgs = TrainArgs(),
@@ -32,7 +32,7 @@ def setup(
     `toolkit pretrain list` prints the names of the models.
 
     Args:
-        model_name: A named architecture; the default is small enough for any machine.
+        model_name: A named architecture; mini-llama, which any machine can train, when not given.
         model_config: Single fields of the architecture, set over those of the named one.
         data: What to train on.
         train: How to train.

@@ -39,6 +39,7 @@ class Prepared:
         content_key: SHA-256 in hex of what the rows hold: equal keys mean equal rows.
         train_tokens: Tokens in the training rows: rows x (max_seq_length + 1).
         summary: One line for people.
+        vocab_size: One more than the largest token id, of data that came as tokens.
     """
 
     train: Rows
@@ -47,6 +48,7 @@ class Prepared:
     content_key: str
     train_tokens: int
     summary: str
+    vocab_size: int | None = None
 
 
 class DataModule(ABC):

@@ -91,11 +91,14 @@ def _load(rows: Rows, micro_batches: Iterable[list[int]], num_workers: int, pad_
     return iter(loader)
 
 
-def _step_ids(step: int, n: int, seed: int, total: int | None, layout: tuple[int, int, int, int]) -> np.ndarray:
-    """Row numbers of one rank in one step, (accumulation, micro_batch_size); -1 beyond the end of the run."""
+def _step_ids(start: int, n: int, seed: int, total: int | None, layout: tuple[int, int, int, int]) -> np.ndarray:
+    """Row numbers of one rank in the step that begins at position ``start``, (accumulation, micro_batch_size).
+
+    -1 beyond the end of the run.
+    """
     global_size, micro_size, rank, world_size = layout
     a = np.arange(global_size // (micro_size * world_size))[:, None]
-    positions = step * global_size + (a * world_size + rank) * micro_size + np.arange(micro_size)[None, :]
+    positions = start + (a * world_size + rank) * micro_size + np.arange(micro_size)[None, :]
     ids = shuffled_index(positions, n, seed)
     return ids if total is None else np.where(positions < total, ids, FILLER)
 
@@ -104,7 +107,7 @@ def train_batches(
     rows: Rows,
     *,
     seed: int,
-    start_step: int,
+    start_position: int,
     total_positions: int | None,
     global_batch_size: int,
     micro_batch_size: int,
@@ -113,16 +116,16 @@ def train_batches(
     num_workers: int,
     pad_token: int = 0,
 ) -> Iterator[list[Batch]]:
-    """Yield, per optimizer step from ``start_step`` on, the micro-batches of this rank.
+    """Yield, per optimizer step from ``start_position`` on, the micro-batches of this rank.
 
-    The global batch of step s is positions ``[s * G, (s + 1) * G)`` of the shuffled stream, cut at
-    ``total_positions`` (None: endless). In the short last batch fillers stand in for what is missing, so that shapes
-    and counts are equal on all ranks. Rows are read as they are asked for; workers read a few micro-batches ahead.
+    A global batch is the next G positions of the shuffled stream, cut at ``total_positions`` (None: endless).
+    In the short last batch fillers stand in for what is missing, so that shapes and counts are equal on all ranks. Rows
+    are read as they are asked for; workers read a few micro-batches ahead.
 
     Args:
         rows: What to read; rows of unequal length are padded to the longest of their micro-batch.
         seed: Chooses the order.
-        start_step: The first step to yield; reaching it costs nothing.
+        start_position: Rows read before; going there costs nothing.
         total_positions: Rows in the run, over all epochs.
         global_batch_size: Rows per step, G; a whole number of ``world_size * micro_batch_size``.
         micro_batch_size: Rows per micro-batch.
@@ -139,13 +142,12 @@ def train_batches(
             f"a global batch of {global_batch_size} rows does not divide into {world_size} x {micro_batch_size}"
         )
     layout = (global_batch_size, micro_batch_size, rank, world_size)
-    steps = (
-        count(start_step) if total_positions is None else range(start_step, -(-total_positions // global_batch_size))
-    )
+    size = global_batch_size
+    starts = count(start_position, size) if total_positions is None else range(start_position, total_positions, size)
     n = len(rows)
     if n < 1:
         raise ValueError("there are no rows to train on")
-    micro_batches = (ids for step in steps for ids in _step_ids(step, n, seed, total_positions, layout).tolist())
+    micro_batches = (ids for start in starts for ids in _step_ids(start, n, seed, total_positions, layout).tolist())
     batches = _load(rows, micro_batches, num_workers, pad_token)
     accumulation = global_batch_size // (world_size * micro_batch_size)
     return iter(lambda: list(islice(batches, accumulation)), [])

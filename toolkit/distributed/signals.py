@@ -9,7 +9,10 @@ from typing import Any
 
 
 class SignalWatch:
-    """While active, the first SIGINT, SIGTERM or SIGUSR1 is noted in ``received``; a second one acts as it always did.
+    """While active, the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (a closed terminal) is noted in ``received``.
+
+    Launchers and schedulers send the same signal twice, or one after the other: further ones change nothing. Only a
+    second Ctrl-C, a person's impatience, acts as it always did.
 
     Handlers can be set in the main thread only; elsewhere (a notebook's worker thread) nothing is watched.
     """
@@ -20,14 +23,17 @@ class SignalWatch:
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is threading.main_thread():
-            names = ("SIGINT", "SIGTERM", "SIGUSR1")  # Windows has no SIGUSR1
+            names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")  # Windows has only the first two
             for number in (getattr(signal, name) for name in names if hasattr(signal, name)):
-                self._previous[number] = signal.signal(number, self._note)
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup wants it so
+                    self._previous[number] = signal.signal(number, self._note)
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        self._restore()
+        if self.received == signal.SIGINT == number:
+            self._restore()
+            signal.raise_signal(number)
+        self.received = self.received or number
 
     def _restore(self) -> None:
         while self._previous:

@@ -18,6 +18,7 @@ from toolkit.checkpoints.store import prune, write_checkpoint
 from toolkit.checkpoints.weights import load_state, save_state
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.models.config import ModelConfig
+from toolkit.training.schedule import Schedule
 from toolkit.training.state import FORMAT_VERSION, Identity, Progress
 
 
@@ -33,7 +34,7 @@ class Checkpointer:
     tokenizer: Tokenizer | None
     hyperparameters: dict[str, Any]
     identity: Identity
-    total_steps: int | None
+    schedule: Schedule
     keep_last: int
     """Step checkpoints to keep; 0 keeps all."""
 
@@ -60,7 +61,7 @@ class Checkpointer:
         meta = {
             "format_version": FORMAT_VERSION,
             **asdict(progress),
-            "total_steps": self.total_steps,
+            "schedule": asdict(self.schedule),
             "identity": asdict(self.identity),
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")

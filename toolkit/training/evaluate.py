@@ -41,8 +41,9 @@ def evaluate(
     length = max_seq_length or model.config.block_size
     if not 0 < length <= model.config.block_size:
         raise UserError(f"--max_seq_length {length}: the model takes 1 to {model.config.block_size} tokens")
+    with_tokenizer = tokenizer_dir or (folder if (folder / "tokenizer.json").is_file() else None)
     prepared = data.prepare(
-        tokenizer=Tokenizer.load(tokenizer_dir or folder),
+        tokenizer=None if with_tokenizer is None else Tokenizer.load(with_tokenizer),
         max_seq_length=length,
         report=lambda line: print(line, file=sys.stderr),
     )

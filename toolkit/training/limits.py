@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from toolkit.args import TrainArgs
+from toolkit.training.state import Progress
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,22 @@ class Limits:
         )
 
 
-def build_limits(args: TrainArgs, *, n_rows: int, tokens_per_row: int) -> Limits:
-    """Turn the limits that the user gave (one at least) into one end."""
+def build_limits(args: TrainArgs, done: Progress, *, n_rows: int, tokens_per_row: int) -> Limits:
+    """Turn the limits that the user gave (one at least) into one end.
+
+    ``done`` is how far the run has come: the last batch of an epoch may have been short, so that steps and samples
+    before it do not tell of those to come.
+    """
     assert args.global_batch_size is not None
     ends, total_samples = [], None
     if args.max_steps is not None:
         ends.append(args.max_steps)
     if args.max_tokens is not None:
-        ends.append(math.ceil(args.max_tokens / (args.global_batch_size * tokens_per_row)))
+        left = max(0, args.max_tokens - done.tokens)
+        ends.append(done.step + math.ceil(left / (args.global_batch_size * tokens_per_row)))
     if args.epochs is not None:
         total_samples = math.ceil(args.epochs * n_rows)
-        ends.append(math.ceil(total_samples / args.global_batch_size))
+        ends.append(done.step + math.ceil(max(0, total_samples - done.samples) / args.global_batch_size))
     assert ends or args.max_time is not None
     seconds = None if args.max_time is None else args.max_time * 60
     return Limits(min(ends, default=None), total_samples, args.max_tokens, seconds)

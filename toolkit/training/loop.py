@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch import nn
@@ -51,6 +53,13 @@ class Run:
     """None on all ranks but the first."""
     loggers: list[Any]
     checkpointer: Checkpointer
+    token_bytes: np.ndarray | None = None
+    """UTF-8 bytes of each token, for bits per byte; None without a tokenizer."""
+    resumed: bool = False
+    launched: float = 0.0
+    """When this launch began, by time.perf_counter(): --train.max_time counts from here."""
+    seconds_before: float = 0.0
+    """Seconds of the launches before this one."""
     skipped_steps: int = 0
     """Steps of this launch that the fp16 scaler left out."""
 
@@ -63,20 +72,22 @@ def fit(run: Run) -> None:
         GuardError: the loss or the gradient is not finite; nothing has been saved.
     """
     with SignalWatch() as signals:
-        if run.eval.initial_validation and run.progress.step == 0:
+        if run.eval.initial_validation and not run.resumed:
             record(run, run_validation(run))
         train_until_done(run, signals)
-    save(run, "final")
+        save(run, "final")  # still under the watch: a signal must not cut short the run's last save
 
 
 def train_until_done(run: Run, signals: SignalWatch) -> None:
     fabric, progress, limits = run.fabric, run.progress, run.limits
-    started = last_saved = time.perf_counter()
-    seconds_before, step_seconds, skipped_in_a_row = progress.seconds, 0.0, 0
+    if limits.reached(progress.step, progress.tokens):
+        return
+    last_saved = time.perf_counter()
+    step_seconds, skipped_in_a_row = 0.0, 0
     stream = train_batches(
         run.data.train,
         seed=run.seed,
-        start_step=progress.step,
+        start_position=progress.samples,
         total_positions=limits.total_samples,
         global_batch_size=run.plan.global_batch_size,
         micro_batch_size=run.plan.micro_batch_size,
@@ -91,15 +102,14 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
         micro_batches = next(stream)
 
         # The one vote of the step: what the ranks must agree on, summed over them.
-        now = step_started - started
-        time_is_up = limits.max_seconds is not None and now + step_seconds >= limits.max_seconds
+        left = math.inf if limits.max_seconds is None else run.launched + limits.max_seconds - step_started
         save_every = run.train.save_every_minutes
         agreed = vote(
             fabric,
             n_tokens=sum(batch.n_tokens for batch in micro_batches),
             n_inputs=sum(batch.n_inputs for batch in micro_batches),
             signalled=int(signals.received > 0),
-            time_is_up=int(time_is_up),
+            time_is_up=int(left <= step_seconds),
             save_is_due=int(save_every is not None and step_started - last_saved >= save_every * 60),
         )
         if agreed["signalled"]:
@@ -130,9 +140,9 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
 
         progress.step += 1
         progress.tokens += agreed["n_inputs"]
-        progress.samples = progress.step * run.plan.global_batch_size
+        progress.samples += run.plan.global_batch_size
         if limits.total_samples is not None:
-            progress.samples = min(progress.samples, limits.total_samples)
+            progress.samples = min(progress.samples, limits.total_samples)  # the last batch of an epoch may be short
         step_seconds = time.perf_counter() - step_started
         run.throughput.add(agreed["n_inputs"], step_seconds)
 
@@ -142,12 +152,10 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
         if is_due(run.eval.interval, progress.step) and not last or last and run.eval.final_validation:
             metrics = run_validation(run)
         if is_due(run.train.log_interval, progress.step) or last or metrics:
-            progress.seconds = seconds_before + time.perf_counter() - started
             record(run, step_metrics(run, result, agreed["n_tokens"], learning_rate) | metrics)
         if last:
             return
         if is_due(run.train.save_interval, progress.step) or agreed["save_is_due"]:
-            progress.seconds = seconds_before + time.perf_counter() - started
             save(run, f"step-{progress.step:08d}")
             last_saved = time.perf_counter()
 
@@ -165,14 +173,23 @@ def stop_for_signal(run: Run, signal_number: int) -> None:
 
 def save(run: Run, name: str) -> Path:
     run.display.phase("saving")
+    count_seconds(run)
     folder = run.checkpointer.save(name, run.progress)
     run.display.checkpoint(run.progress.step, folder)
     run.display.phase("training")
     return folder
 
 
+def count_seconds(run: Run) -> None:
+    run.progress.seconds = run.seconds_before + time.perf_counter() - run.launched
+
+
 def run_validation(run: Run) -> dict[str, float]:
-    """Validate on the held-out data; an empty dictionary where there is none."""
+    """Validate on the held-out data; an empty dictionary where there is none.
+
+    Raises:
+        GuardError: the loss is not finite: the last update has ruined the weights.
+    """
     if run.data.val is None or not len(run.data.val):
         return {}
     run.display.phase("validating")
@@ -183,8 +200,12 @@ def run_validation(run: Run) -> dict[str, float]:
         world_size=run.fabric.world_size,
         max_iters=run.eval.max_iters,
     )
-    token_bytes = run.data.tokenizer.token_bytes() if run.data.tokenizer is not None else None
-    metrics = validate(run.fabric, run.model, batches, token_bytes)
+    metrics = validate(run.fabric, run.model, batches, run.token_bytes)
+    if not math.isfinite(metrics.get("val_loss", 0.0)):
+        raise GuardError(
+            f"the validation loss after step {run.progress.step} is {metrics['val_loss']}: the weights are ruined and "
+            "were not saved; lower --train.learning_rate and go on with --resume auto"
+        )
     run.display.phase("training")
     return metrics
 
@@ -206,6 +227,7 @@ def record(run: Run, metrics: dict[str, float]) -> None:
     progress = run.progress
     if not metrics or run.csv is None:
         return
+    count_seconds(run)
     run.csv.write({"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds, **metrics})
     log_metrics(run.loggers, metrics, progress.step)
     shown = {"tokens": progress.tokens} | metrics

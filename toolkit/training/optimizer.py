@@ -14,6 +14,7 @@ from toolkit.errors import UserError, did_you_mean
 NOT_HERE = {
     "Optimizer": "is the base class",
     "LBFGS": "evaluates the loss several times per step",
+    "Muon": "takes matrices only, and embeddings, norms and biases need another",
     "SparseAdam": "needs sparse gradients, and these are dense",
 }
 
@@ -52,31 +53,53 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(
-    model: nn.Module, args: OptimizerArgs, defaults: dict[str, Any], learning_rate: float
-) -> torch.optim.Optimizer:
-    """Build the optimizer, fused where the class and the device have that.
+def resolve_optimizer(args: OptimizerArgs, defaults: dict[str, Any], precision: str) -> dict[str, Any]:
+    """Return the options of the optimizer that will be built, with its ``name``.
 
     ``defaults`` (weight_decay, betas) apply where the class takes them; what the user asked for must be taken.
 
     Raises:
-        UserError: the class does not take an option, or refuses its value.
+        UserError: there is no such class, or it does not take an option.
     """
     cls = optimizer_class(args.name)
     takes = inspect.signature(cls).parameters
     asked = {k: v for k in ("weight_decay", "betas", "eps") if (v := getattr(args, k)) is not None} | args.options
+    if "lr" in asked:
+        raise UserError(
+            f"--optimizer.options lr {asked['lr']}: the rate is set by --train.learning_rate; leave this out"
+        )
     for option in asked:
-        if option not in takes:
-            options = sorted(takes.keys() - {"params"})
-            raise UserError(f"--optimizer.{option}: {cls.__name__} takes no such option{did_you_mean(option, options)}")
+        if option not in takes or option == "params":
+            options = sorted(takes.keys() - {"params", "lr"})
+            where = f"options {option}" if option in args.options else option
+            hint = did_you_mean(option, options) or f"; it takes {', '.join(options)}"
+            raise UserError(f"--optimizer.{where} {asked[option]}: {cls.__name__} takes no such option{hint}")
     given = {k: v for k, v in defaults.items() if k in takes} | asked
-    weight_decay = given.pop("weight_decay", 0.0)
-    groups = parameter_groups(model, weight_decay)
+    if given.get("fused") and precision == "16-mixed":
+        raise UserError("--optimizer.options fused: does not go with --precision 16-mixed, whose gradients are scaled")
+    return {"name": cls.__name__, **given}
+
+
+def build_optimizer(
+    model: nn.Module, options: dict[str, Any], learning_rate: float, precision: str = "32-true"
+) -> torch.optim.Optimizer:
+    """Build the optimizer that :func:`resolve_optimizer` describes, fused where the class and the device have that.
+
+    Not under 16-mixed: a fused optimizer takes the fp16 scale off the gradients itself, and clipping would see them
+    scaled.
+
+    Raises:
+        UserError: the class refuses a value.
+    """
+    given = dict(options)
+    cls = optimizer_class(given.pop("name"))
+    takes = inspect.signature(cls).parameters
+    groups = parameter_groups(model, given.pop("weight_decay", 0.0))
     if "weight_decay" not in takes:
         groups = [{"params": [p for group in groups for p in group["params"]]}]
-    if "fused" in takes and not {"fused", "foreach"} & given.keys():
+    if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & given.keys():
         given["fused"] = all(p.device.type in ("cuda", "cpu", "mps") for p in model.parameters())
     try:
         return cls(groups, lr=learning_rate, **given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"--optimizer.name {args.name}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--optimizer.name {cls.__name__}: {str(error).splitlines()[0]}") from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric, seed_everything
 
+import toolkit.data
 from toolkit.args import CommandDefaults, EvalArgs, LogArgs, OptimizerArgs, Precision, TrainArgs, fill
 from toolkit.checkpoints.folder import find_checkpoint_dir, fitting_weights, read_model_config
-from toolkit.checkpoints.store import resolve_resume
+from toolkit.checkpoints.store import exclusive, resolve_resume
 from toolkit.data.base import DataModule, Prepared
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.fabric import Accelerator, build_fabric
@@ -25,7 +27,7 @@ from toolkit.training.batch import BatchPlan, plan_batch
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.limits import build_limits
 from toolkit.training.loop import Run, fit
-from toolkit.training.optimizer import build_optimizer, optimizer_class
+from toolkit.training.optimizer import build_optimizer, resolve_optimizer
 from toolkit.training.schedule import Schedule, build_schedule
 from toolkit.training.state import Identity, Progress, read_meta
 from toolkit.training.throughput import Throughput, flops_per_token, peak_flops
@@ -39,7 +41,7 @@ class RunArgs:
     """What a training command hands over: the user's options, and the defaults of the command."""
 
     defaults: CommandDefaults
-    model_name: str
+    model_name: str | None
     model_config: ModelOverrides
     data: DataModule
     train: TrainArgs
@@ -64,37 +66,42 @@ def run_training(args: RunArgs) -> None:
         UserError: a mistake in the arguments; nothing has been written.
         GuardError, StoppedBySignal: see :func:`toolkit.training.loop.fit`.
     """
+    launched = time.perf_counter()
     args = with_defaults(args)
     fabric, precision = build_fabric(args.accelerator, args.precision)
     args = replace(args, precision=precision)
     plan = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, devices=fabric.world_size)
-    resume_from = resolve_resume(args.resume, Path(args.out_dir))
+    out_dir = Path(args.out_dir)
+    resume_from = resolve_resume(args.resume, out_dir)
     config = choose_model(args)
     seq_length = choose_length(args.train, config)
-    optimizer_class(args.optimizer.name)
-    check_logger(args.logger_name)
-    with make_progress(total_steps=None, enabled=fabric.is_global_zero) as display:
+    optimizer_options = resolve_optimizer(args.optimizer, args.defaults.optimizer, precision)
+    check_logger(args.logger_name, args.log)
+    with ExitStack() as stack:
+        display = stack.enter_context(make_progress(total_steps=None, enabled=fabric.is_global_zero))
         data = prepare_data(args, seq_length, display)
-        config = with_vocabulary(config, args.data, data.tokenizer)
-        limits = build_limits(args.train, n_rows=len(data.train), tokens_per_row=seq_length)
-        display.total_steps = limits.total_steps
+        config = with_vocabulary(config, data)
+        identity = Identity(
+            config.to_dict(), data.content_key, plan.global_batch_size, args.seed, precision, optimizer_options
+        )
+        progress = Progress() if resume_from is None else read_progress(resume_from, identity)
+        limits = build_limits(args.train, progress, n_rows=len(data.train), tokens_per_row=seq_length)
         schedule = build_schedule(args.train, limits.total_steps, args.defaults)
-        identity = Identity(config.to_dict(), data.content_key, plan.global_batch_size, args.seed, precision)
-        progress = Progress()
-        if resume_from is not None:
-            progress = read_progress(resume_from, identity, limits.total_steps, display)
-            if limits.reached(progress.step, progress.tokens):
-                display.message(f"{resume_from} has reached step {progress.step}: the run is finished, nothing to do")
-                return
+        if limits.reached(progress.step, progress.tokens) and resume_from == out_dir / "final":
+            display.message(f"{resume_from} has reached step {progress.step}: the run is finished, nothing to do")
+            return
 
         seed_everything(args.seed, verbose=False)
         module = build_model(args, config, resume_from)
-        optimizer = build_optimizer(module, args.optimizer, args.defaults.optimizer, schedule.peak)
+        flops = flops_per_token(module, config, seq_length)
+        display.total_steps = limits.total_steps
+        display.message(describe(config, module, plan, fabric, precision, schedule, seq_length))
+        optimizer = build_optimizer(module, optimizer_options, schedule.peak, precision)
         if args.compiler == "torch":
             compile_blocks(module)
         model, wrapped_optimizer = fabric.setup(module, optimizer)
         checkpointer = Checkpointer(
-            out_dir=Path(args.out_dir),
+            out_dir=out_dir,
             module=module,
             optimizer=optimizer,
             scaler=getattr(fabric.strategy.precision, "scaler", None),
@@ -102,13 +109,16 @@ def run_training(args: RunArgs) -> None:
             tokenizer=data.tokenizer,
             hyperparameters=hyperparameters(args),
             identity=identity,
-            total_steps=limits.total_steps,
+            schedule=schedule,
             keep_last=args.train.keep_last or 0,
         )
-        display.message(describe(config, module, plan, fabric, precision, schedule, seq_length))
         if resume_from is not None:
             checkpointer.restore(resume_from, fabric.global_rank)
             display.message(f"going on from {resume_from}: step {progress.step}, {progress.tokens:,} tokens")
+            tell_changed_schedule(resume_from, schedule, display)
+        stack.enter_context(exclusive(out_dir))
+        if resolve_resume(args.resume, out_dir) != resume_from:
+            raise UserError(f"--out_dir {out_dir}: another process has just run there; start again")
         csv, loggers = open_logs(args, fabric, None if resume_from is None else progress.step)
         peak = peak_flops(fabric.device, precision)
         run = Run(
@@ -122,25 +132,28 @@ def run_training(args: RunArgs) -> None:
             train=args.train,
             eval=args.eval,
             progress=progress,
-            throughput=Throughput(
-                flops_per_token(module, config, seq_length), None if peak is None else peak * fabric.world_size
-            ),
+            throughput=Throughput(flops, None if peak is None else peak * fabric.world_size),
             seed=args.seed,
             num_workers=args.data.num_workers,
             display=display,
             csv=csv,
             loggers=loggers,
             checkpointer=checkpointer,
+            token_bytes=None if data.tokenizer is None else data.tokenizer.token_bytes(),
+            resumed=resume_from is not None,
+            launched=launched,
+            seconds_before=progress.seconds,
         )
+        status = "failed"
         try:
             fit(run)
+            status = "success"
         finally:
-            close_logs(run, Path(args.out_dir))
+            close_logs(run, out_dir, status)
         if run.skipped_steps:
             display.message(f"the fp16 scaler left out {run.skipped_steps} steps")
         display.message(
-            f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; "
-            f"the model is in {Path(args.out_dir) / 'final'}"
+            f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {out_dir / 'final'}"
         )
 
 
@@ -148,11 +161,20 @@ def with_defaults(args: RunArgs) -> RunArgs:
     """Fill in what the command decides; the default model also has a length of its own.
 
     Raises:
-        UserError: the run has no end.
+        UserError: the run has no end, or an option is of no use.
     """
+    if not args.out_dir:
+        raise UserError("--out_dir '': give the name of a folder")
+    if not 0 <= args.seed < 2**32:
+        raise UserError(f"--seed {args.seed}: must be from 0 to {2**32 - 1}")
+    if args.model_name is not None and args.initial_checkpoint_dir is not None:
+        raise UserError(
+            f"model_name {args.model_name}: --initial_checkpoint_dir {args.initial_checkpoint_dir} brings its own "
+            "architecture; leave one of them out"
+        )
     train = fill(args.train, args.defaults.train)
     if all(limit is None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time)):
-        if args.model_name != DEFAULT_MODEL:
+        if args.initial_checkpoint_dir is not None or choose_model(args).name != DEFAULT_MODEL:
             raise UserError(
                 "--train.max_tokens: the length of the run must be given; "
                 "set --train.max_tokens, --train.max_steps, --train.epochs or --train.max_time"
@@ -166,7 +188,7 @@ def choose_model(args: RunArgs) -> ModelConfig:
     if args.initial_checkpoint_dir is not None:
         config = read_model_config(find_checkpoint_dir(args.initial_checkpoint_dir))
     else:
-        config = get_config(args.model_name)
+        config = get_config(args.model_name or DEFAULT_MODEL)
     config = config.override(args.model_config)
     if args.train.tie_embeddings is not None:
         config = replace(config, tie_embeddings=args.train.tie_embeddings)
@@ -208,37 +230,40 @@ def prepare_data(args: RunArgs, seq_length: int, display: Any) -> Prepared:
     return data
 
 
-def with_vocabulary(config: ModelConfig, data: DataModule, tokenizer: Tokenizer | None) -> ModelConfig:
+def with_vocabulary(config: ModelConfig, data: Prepared) -> ModelConfig:
     """The config with the vocabulary of the tokenizer, or of data that comes as tokens, where it has none of its own.
 
     Raises:
-        UserError: there is no vocabulary to take, or it is larger than the model's.
+        UserError: there is no vocabulary to take, or a larger one than the model's.
     """
-    size = getattr(data, "vocab_size", None) if tokenizer is None else tokenizer.vocab_size
-    if config.vocab_size is None and size is None:
+    sizes = [data.tokenizer.vocab_size if data.tokenizer is not None else None, data.vocab_size]
+    known = [size for size in sizes if size is not None]
+    if config.vocab_size is None and not known:
         raise UserError(
             f"--tokenizer_dir: {config.name} takes its vocabulary from the tokenizer; "
             "give one, or --model_config.vocab_size"
         )
-    config = config if size is None else config.with_vocab_size(size)
-    if size is not None and size > config.padded_vocab_size:
+    config = config.with_vocab_size(max(known)) if known else config
+    if known and max(known) > config.padded_vocab_size:
         raise UserError(
-            f"--model_config.vocab_size {config.vocab_size}: the tokenizer has {size} tokens; "
-            f"give the tokenizer of the model, or --model_config.vocab_size {size}"
+            f"--model_config.vocab_size {config.vocab_size}: the data has {max(known)} different tokens; "
+            f"give the tokenizer of the model, or --model_config.vocab_size {max(known)}"
         )
     return config
 
 
-def read_progress(folder: Path, identity: Identity, total_steps: int | None, display: Any) -> Progress:
+def read_progress(folder: Path, identity: Identity) -> Progress:
     """Read how far a checkpoint had come, and check that it belongs to the same run."""
     meta = read_meta(folder)
     identity.require_same(meta["identity"], folder)
-    if meta["total_steps"] != total_steps:
-        display.message(
-            f"the run now ends at step {total_steps}, not {meta['total_steps']}: "
-            "the rest of the learning rate's curve follows the new end"
-        )
     return Progress(step=meta["step"], tokens=meta["tokens"], samples=meta["samples"], seconds=meta["seconds"])
+
+
+def tell_changed_schedule(folder: Path, schedule: Schedule, display: Any) -> None:
+    old, new = read_meta(folder)["schedule"], asdict(schedule)
+    changes = [f"{name} {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]]
+    if changes:
+        display.message(f"the rest of the learning rate's curve follows the new settings: {', '.join(changes)}")
 
 
 def build_model(args: RunArgs, config: ModelConfig, resume_from: Path | None) -> GPT:
@@ -267,7 +292,10 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
     values["optimizer"] = fill(args.optimizer, args.defaults.optimizer)
     plain = {k: asdict(v) if is_dataclass(v) else v for k, v in values.items()}
     plain["model_config"] = {k: v for k, v in plain["model_config"].items() if v is not None}
-    plain["data"] = {"class_path": type(args.data).__name__, "init_args": plain["data"]}
+    kind = type(args.data)
+    own = getattr(toolkit.data, kind.__name__, None) is kind
+    path = kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
+    plain["data"] = {"class_path": path, "init_args": plain["data"]}
     return plain
 
 
@@ -298,11 +326,10 @@ def open_logs(args: RunArgs, fabric: Fabric, resume_step: int | None) -> tuple[M
     return csv, make_loggers(args.logger_name, out_dir, args.log, hyperparameters(args), resume_step)
 
 
-def close_logs(run: Run, out_dir: Path) -> None:
+def close_logs(run: Run, out_dir: Path, status: str) -> None:
     if run.csv is None:
         return
     run.csv.close()
     for logger in run.loggers:
-        logger.finalize("success")
-    with suppress(OSError):  # a full disk has been reported, and a picture is not worth an error
-        plot_loss(run.csv.path, out_dir / "loss.png")
+        logger.finalize(status)
+    plot_loss(run.csv.path, out_dir / "loss.png")

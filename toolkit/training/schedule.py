@@ -62,6 +62,8 @@ def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDe
     ratio = args.global_batch_size / defaults.train["global_batch_size"]
     factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[args.lr_scaling]
     peak = args.learning_rate * factor
+    if args.lr_schedule == "constant" and args.min_lr is not None:
+        raise UserError(f"--train.min_lr {args.min_lr}: has no effect with --train.lr_schedule constant; leave one out")
     minimum = (args.learning_rate / 10 if args.min_lr is None else args.min_lr) * factor
     if minimum > peak:
         raise UserError(f"--train.min_lr {args.min_lr}: above --train.learning_rate {args.learning_rate}")
@@ -75,7 +77,14 @@ def _warmup_steps(args: TrainArgs, total_steps: int | None, defaults: CommandDef
                 f"--train.lr_warmup_steps {args.lr_warmup_steps}: must be less than the {total_steps} steps of the run"
             )
         return args.lr_warmup_steps
+    fraction = args.lr_warmup_fraction
     if total_steps is None:
-        return WARMUP_WITHOUT_HORIZON
-    steps = int((args.lr_warmup_fraction or 0) * total_steps)
-    return steps if defaults.max_warmup_steps is None else min(steps, defaults.max_warmup_steps)
+        if fraction:
+            raise UserError(
+                f"--train.lr_warmup_fraction {fraction}: needs the length of the run, and --train.max_time alone does "
+                "not tell it; use --train.lr_warmup_steps"
+            )
+        return WARMUP_WITHOUT_HORIZON if fraction is None else 0
+    if fraction is not None:
+        return int(fraction * total_steps)
+    return min(int(defaults.warmup_fraction * total_steps), defaults.max_warmup_steps)

@@ -31,6 +31,7 @@ class Identity:
     global_batch_size: int
     seed: int
     precision: str
+    optimizer: dict[str, Any]
 
     def require_same(self, saved: dict[str, Any], folder: Path) -> None:
         """Compare with what a checkpoint was made with.
@@ -43,13 +44,14 @@ class Identity:
             old, new = saved.get(name), getattr(self, name)
             if old != new:
                 raise UserError(f"--{flag} {_short(new)}: {folder} was trained with {_short(old)}; {_mend(name)}")
-        old_config, new_config = saved.get("model_config", {}), json.loads(json.dumps(self.model_config))
-        for name in new_config:
-            if name != "name" and old_config.get(name) != new_config[name]:
-                raise UserError(
-                    f"--model_config.{name} {new_config[name]}: {folder} was trained with {old_config.get(name)}; "
-                    "give the same model, or another --out_dir"
-                )
+        for group in ("optimizer", "model_config"):
+            old_options, new_options = saved.get(group, {}), json.loads(json.dumps(getattr(self, group)))
+            for name in sorted(
+                (old_options.keys() | new_options.keys()) - ({"name"} if group == "model_config" else set())
+            ):
+                old, new = old_options.get(name), new_options.get(name)
+                if old != new:
+                    raise UserError(f"--{group}.{name} {new}: {folder} was trained with {old}; {_mend(name)}")
 
 
 def _short(value: Any) -> str:
@@ -72,6 +74,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = json.loads(path.read_text())
         version = meta["format_version"]
+        _ = [meta[name] for name in ("step", "tokens", "samples", "seconds", "schedule", "identity")]
     except FileNotFoundError:
         raise UserError(
             f"--resume {folder}: holds weights but no trainer state; use --initial_checkpoint_dir {folder}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import torch
@@ -54,7 +55,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision == "32-true":  # 32-true may or may not use TF32: no honest single peak
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_FLOPS_BF16.items() if known.lower() in name.lower()), None)
+    return next((peak for known, peak in PEAK_FLOPS_BF16.items() if re.search(rf"\b{known}\b", name, re.I)), None)
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -32,7 +32,8 @@ def validate(
     for batch in batches:
         loss_sum, n_tokens = model(batch.input_ids.to(fabric.device), batch.labels.to(fabric.device))
         targets = batch.labels[batch.labels >= 0].numpy()
-        n_bytes = int(token_bytes[targets].sum()) if token_bytes is not None else 0
+        # ids beyond the tokenizer's own (padding of the vocabulary, foreign data) stand for no text
+        n_bytes = int(token_bytes[targets[targets < len(token_bytes)]].sum()) if token_bytes is not None else 0
         totals += torch.tensor([float(loss_sum), int(n_tokens), n_bytes], dtype=torch.float64)
     model.train(was_training)
     device_totals = totals.to(fabric.device) if fabric.device.type != "mps" else totals.float().to(fabric.device)

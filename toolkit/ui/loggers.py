@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ _HEADER = ",".join(COLUMNS) + "\n"
 
 LOGGERS = {"csv": "", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 """Names of loggers, and the package that each needs."""
+
+NAMES = {"wandb": {"project", "run", "group"}, "mlflow": {"project", "run"}}
+"""Which options of LogArgs a logger uses."""
 
 
 class MetricsCSV:
@@ -82,11 +86,14 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     return [values for _, values in _read(Path(path))]
 
 
-def check_logger(name: str) -> None:
-    """Raise UserError if there is no such logger, or its package is missing."""
+def check_logger(name: str, log_args: LogArgs) -> None:
+    """Raise UserError if there is no such logger, its package is missing, or it has no use for a given name."""
     if name not in LOGGERS:
         mend = did_you_mean(name, LOGGERS) or f"; use {', '.join(LOGGERS)}"
         raise UserError(f"--logger_name {name}: no such logger{mend}")
+    given = {f.name for f in fields(log_args) if getattr(log_args, f.name) != f.default}
+    for option in sorted(given - NAMES.get(name, set())):
+        raise UserError(f"--log.{option}: has no effect with --logger_name {name}; leave it out, or use wandb")
     if name != "csv":
         _require_package(name)
 
@@ -106,7 +113,7 @@ def make_loggers(
     Raises:
         UserError: There is no such logger, its package is missing, or it does not start (not logged in, no server).
     """
-    check_logger(name)
+    check_logger(name, log_args)
     if name == "csv":
         return []
     try:
