@@ -188,8 +188,8 @@ def test_litgpts_folder_is_read_as_it_is(tmp_path):
         ("n_layer: many", "not a model's configuration"),
         ("n_layer: -1", r"--model_config.n_layer -1: must be greater"),
         ("n_layer: 2", "vocab_size is missing"),
-        (litgpt_config(mlp_class_name="LLaMAMoE"), "mlp_class_name LLaMAMoE: only LLaMAMLP and GptNeoxMLP"),
-        (litgpt_config(final_logit_softcapping=30.0), "final_logit_softcapping 30.0: models with this part are not"),
+        (litgpt_config(mlp_class_name="LLaMAMoE"), "mlp_class_name LLaMAMoE: must be one of LLaMAMLP, GptNeoxMLP"),
+        (litgpt_config(final_logit_softcapping=30.0), "final_logit_softcapping 30.0: this version cannot"),
         (litgpt_config(name="Gemma-2b"), "name Gemma-2b: the norms of this model are not supported"),
     ],
 )
@@ -211,7 +211,7 @@ def test_find_checkpoint_dir(tmp_path, monkeypatch):
     assert find_checkpoint_dir("run/final").resolve() == tmp_path / "run" / "final"
     assert find_checkpoint_dir("meta/small").resolve() == tmp_path / "checkpoints" / "meta" / "small"
     for value, message in [
-        ("none", "checkpoint_dir none: no such folder, .*toolkit download"),
+        ("none", "checkpoint_dir none: no such folder, here or below checkpoints/$"),
         ("run", "checkpoint_dir run: holds no model_config.yaml; did you mean run/step-000005?"),
         ("run/final/lit_model.pth", "is a file; give the folder"),
         ("checkpoints", "holds no model_config.yaml"),

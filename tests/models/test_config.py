@@ -91,8 +91,26 @@ def test_overrides_are_parsed_from_flags_and_derived_fields_follow():
         ("shared_attention_norm", True),
         ("head_size", 7),
         ("padded_vocab_size", 10),
+        ("padding_multiple", 0),
+        ("rotary_percentage", 2.0),
+        ("rotary_percentage", -0.5),
     ],
 )
 def test_impossible_values_are_refused_with_the_flag_named(field, value):
     with pytest.raises(UserError, match=f"model_config.{field}"):
         ModelConfig(**{"vocab_size": 100, field: value})
+
+
+def test_a_padded_vocabulary_that_is_set_survives_the_tokenizer():
+    config = ModelConfig(padded_vocab_size=512)
+    assert config.with_vocab_size(300).padded_vocab_size == 512
+    assert ModelConfig().with_vocab_size(300).padded_vocab_size == 320
+    with pytest.raises(UserError, match="padded_vocab_size 512: smaller than vocab_size 600"):
+        config.with_vocab_size(600)
+
+
+def test_norms_that_litgpt_tells_by_name_only_are_refused():
+    with pytest.raises(UserError, match="name Gemma-2b: the norms"):
+        ModelConfig.from_dict(LITGPT_LLAMA | {"name": "Gemma-2b"})
+    ours = ModelConfig(name="my-Gemma-data", vocab_size=100)
+    assert ModelConfig.from_dict(ours.to_dict()) == ours

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 
 _HEAD = "lm_head.weight"
 CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
-# What LitGPT's architectures have and ours do not, with the value under which both compute the same.
-_NEUTRAL = {
-    "norm_qk": False, "post_attention_norm": False, "post_mlp_norm": False, "attention_scores_scalar": None,
-    "sliding_window_size": None, "attention_logit_softcapping": None, "final_logit_softcapping": None,
-    "rope_condense_ratio": 1, "rope_interleave": False, "rope_local_base_freq": None, "n_expert": 0,
-    "scale_embeddings": False, "norm_1": True, "norm_2": True, "latent_attention": None,
-}  # fmt: skip
 
 
 def find_checkpoint_dir(value: str | Path) -> Path:
@@ -40,7 +33,7 @@ def find_checkpoint_dir(value: str | Path) -> Path:
     if given.is_file():
         raise UserError(f"checkpoint_dir {value}: is a file; give the folder that holds it")
     if not folder.is_dir():
-        raise UserError(f"checkpoint_dir {value}: no such folder, here or below checkpoints/; see `toolkit download`")
+        raise UserError(f"checkpoint_dir {value}: no such folder, here or below checkpoints/")
     if not (folder / CONFIG).is_file():
         model = newest(folder)
         mend = f"did you mean {model}?" if model else f"a run's models are in its step-* and {FINAL} folders"
@@ -59,9 +52,6 @@ def read_model_config(folder: Path) -> ModelConfig:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("must hold names and values")
-        _refuse_unknown_parts(values)
-        if "family" not in values:
-            values["family"] = _litgpt_family(values)
         config = ModelConfig.from_dict(values)
         if config.padded_vocab_size is None:
             raise ValueError("vocab_size is missing")
@@ -142,26 +132,6 @@ def write_model_files(
 
 def _write_yaml(path: Path, values: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
-
-
-def _refuse_unknown_parts(values: dict[str, Any]) -> None:
-    for name, neutral in _NEUTRAL.items():
-        if values.get(name, neutral) != neutral:
-            raise UserError(f"{name} {values[name]}: models with this part are not supported")
-    for name, hint in get_type_hints(ModelConfig).items():
-        allowed = [v for v in get_args(hint) if isinstance(v, str)]  # of a Literal
-        if allowed and values.get(name, allowed[0]) not in allowed:
-            raise UserError(f"{name} {values[name]}: only {' and '.join(allowed)} are supported")
-    # LitGPT keeps two facts in the name alone.
-    if "family" not in values and any(part in str(values.get("name")) for part in ("Gemma", "OLMo")):
-        raise UserError(f"name {values['name']}: the norms of this model are not supported")
-
-
-def _litgpt_family(values: dict[str, Any]) -> str:
-    """The Hugging Face family of a LitGPT configuration, which does not say."""
-    if values.get("norm_class_name") == "LayerNorm" and values.get("mlp_class_name") == "GptNeoxMLP":
-        return "gpt_neox"
-    return "llama"
 
 
 def _rename_old(weights: dict[str, Tensor], config: ModelConfig) -> None:

@@ -20,6 +20,11 @@ _CHOICES = {
     "gelu_approximate": ("none", "tanh"),
 }
 
+_POSITIVE = (
+    "block_size", "n_layer", "n_head", "n_embd", "vocab_size", "padded_vocab_size", "padding_multiple",
+    "intermediate_size", "head_size",
+)  # fmt: skip
+
 # Fields of LitGPT's configurations that are not ours, with the value that changes nothing. Fields that only matter
 # together with another one (rope_indices, ...) are let through: the other one is not.
 _NEUTRAL = {"norm_1": True, "norm_2": True, "rope_condense_ratio": 1, "routed_scaling_factor": 1.0}
@@ -97,10 +102,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self._check_choices()
-        for name in ("block_size", "n_layer", "n_head", "n_embd", "vocab_size", "intermediate_size", "head_size"):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"--model_config.{name} {value}: must be greater than zero")
+        if not 0 <= self.rotary_percentage <= 1:
+            raise UserError(f"--model_config.rotary_percentage {self.rotary_percentage}: must be between 0 and 1")
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
         if self.n_query_groups is None:
             set_field("n_query_groups", self.n_head)
@@ -144,7 +151,7 @@ class ModelConfig:
 
     def with_vocab_size(self, vocab_size: int) -> ModelConfig:
         """Return the config with the vocabulary of a tokenizer, where it does not bring its own."""
-        return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size, padded_vocab_size=None)
+        return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -154,14 +161,16 @@ class ModelConfig:
         """Make a config from the content of a ``model_config.yaml``, ours or LitGPT's.
 
         Raises:
-            UserError: A field that this version does not know has a value that would change the mathematics.
+            UserError: A part of the model that this version does not know would change the mathematics.
         """
         known = {f.name for f in fields(cls)}
         for name, value in values.items():
             if name not in known and not _changes_nothing(name, value, values):
-                raise UserError(f"model_config.yaml: {name} {value}: this version cannot compute such a model")
+                raise UserError(f"{name} {value}: this version cannot compute such a model")
         config = {k: v for k, v in values.items() if k in known}
         if "family" not in config:  # LitGPT's files do not say
+            if any(part in str(values.get("name")) for part in ("Gemma", "OLMo")):  # that, nothing but the name says
+                raise UserError(f"name {values['name']}: the norms of this model are not supported")
             config["family"] = "llama" if config.get("mlp_class_name", "LLaMAMLP") == "LLaMAMLP" else "gpt_neox"
         return cls(**config)
 
