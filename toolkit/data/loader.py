@@ -3,9 +3,11 @@ continued at any step, on another number of ranks, without replaying what went b
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -70,7 +72,7 @@ class _MicroBatches(Dataset):
 
 def _start_worker(_worker: int) -> None:
     # Launchers signal every process of a run: the training process reacts, and needs its workers to finish the step
-    # (law S3). They end when it tells them to, or when torch's watchdog sees that it is gone.
+    # (law S3). They end when it tells them to, or when torch's watchdog sees that it is gone; see _close_all, too.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # Windows has no SIGUSR1
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -88,7 +90,26 @@ def _load(rows: Rows, micro_batches: Iterable[list[int]], num_workers: int, pad_
         # DataLoader draws a seed for its workers: not from the global generator, whose state belongs to the run.
         generator=torch.Generator(),
     )
-    return iter(loader)
+    batches = _hold(iter(loader))
+    _open.add(batches)
+    return batches
+
+
+def _hold(batches: Iterator[Batch]) -> Generator[Batch, None, None]:
+    yield from batches
+
+
+_open: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the workers of loaders that something, a traceback say, still holds at exit.
+
+    multiprocessing would send them the SIGTERM that they ignore, and wait for ever. Its hook runs after this one.
+    """
+    for batches in list(_open):
+        batches.close()
 
 
 def _step_ids(start: int, n: int, seed: int, total: int | None, layout: tuple[int, int, int, int]) -> np.ndarray:
