@@ -153,3 +153,36 @@ def test_size_does_not_depend_on_the_number_of_ranks(written, monkeypatch):
     assert len(TokenRows(folder, BLOCK)) == 1000 // BLOCK
     write_chunks(tokens, folder.parent / "again", BLOCK)  # and writing does not wait for other ranks
     assert len(TokenRows(folder.parent / "again", BLOCK)) == 1000 // BLOCK
+
+
+def overwrite(folder, chunk: int, token: int, value: int) -> None:
+    """Set one token of one chunk in its file."""
+    rows = TokenRows(folder, BLOCK)
+    path = folder / rows._files[chunk]
+    tokens = np.memmap(path, rows.dtype, "r+", rows._offsets[chunk], (rows._sizes[chunk],))
+    tokens[token] = value
+    tokens.flush()
+
+
+@pytest.mark.parametrize("chunk", [0, 5, 11])
+def test_s5_a_token_overwritten_in_any_chunk_is_noticed(written, chunk):
+    tokens, folder = written
+    before = TokenRows(folder, BLOCK).survey()
+    assert before == TokenRows(folder, BLOCK).survey() and before[1] == tokens[: 1000 // BLOCK * BLOCK].max()
+    overwrite(folder, chunk, 7, 65_000)
+    digest, largest = TokenRows(folder, BLOCK).survey()
+    assert digest != before[0] and largest == 65_000
+
+
+def test_large_data_is_sampled_head_and_tail_of_each_chunk_included(written, monkeypatch):
+    monkeypatch.setattr(chunks, "_READ_WHOLE", 0)
+    monkeypatch.setattr(chunks, "_SAMPLE", 3)
+    _, folder = written
+    seen = [len(part) for part in TokenRows(folder, BLOCK)._samples()]
+    assert set(seen) == {3} and len(seen) == 12 * chunks._SAMPLES
+    for chunk in range(12):
+        for token in (0, -1):
+            before = TokenRows(folder, BLOCK).survey()[0]
+            overwrite(folder, chunk, token, 65_000 + chunk % 2)
+            digest, largest = TokenRows(folder, BLOCK).survey()
+            assert digest != before and largest == 65_000 + (chunk > 0)

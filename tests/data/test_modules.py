@@ -83,7 +83,7 @@ def test_synthetic_tokens_are_a_pure_function_of_the_row():
         )
         for s in (1, 1, 2)
     )
-    assert len(data.train) == 10 and data.train_tokens == 170 and data.val is None and data.tokenizer is None
+    assert len(data.train) == 10 and data.vocab_size == 50 and data.val is None and data.tokenizer is None
     row = data.train[7]
     assert row["input_ids"].shape == row["labels"].shape == (16,)
     assert torch.equal(row["input_ids"][1:], row["labels"][:-1]) and row["input_ids"].max() < 50
@@ -108,7 +108,7 @@ def test_litdata_reads_prepared_chunks(prepared):
     again = LitData(str(folder)).prepare(tokenizer=data.tokenizer, max_seq_length=32, report=lines.append)
     assert len(again.train) == len(data.train) and len(again.val) == len(data.val)
     assert torch.equal(again.train[3]["labels"], data.train[3]["labels"])
-    assert again.train_tokens == data.train_tokens and "0 tokens at the ends" in lines[0]
+    assert data.vocab_size is None and "0 tokens at the ends" in lines[0]
     alone = LitData(str(folder / "train"), split_names=None)
     alone = alone.prepare(tokenizer=None, max_seq_length=32, report=lines.append)
     assert len(alone.train) == len(data.train) and alone.val is None and alone.tokenizer is None
@@ -154,3 +154,22 @@ def test_litdata_notices_another_tokenizer(prepared):
     folder, _ = prepared
     small = train_bpe(["text"], 257)
     assert "made with another tokenizer" in litdata_error(folder, tokenizer=small)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_s5_litdata_reads_all_chunks_for_its_key_and_vocabulary(prepared, split):
+    folder, data = prepared
+
+    def prepare(tokenizer=None):
+        return LitData(str(folder)).prepare(tokenizer=tokenizer, max_seq_length=32, report=lambda _: None)
+
+    before = prepare(data.tokenizer)
+    assert before.vocab_size <= data.tokenizer.vocab_size
+    chunk = folder / split / "chunk-0-0.bin"
+    content = bytearray(chunk.read_bytes())
+    content[-2:] = (999).to_bytes(2, "little")  # uint16
+    chunk.write_bytes(content)
+    after = prepare()
+    assert after.vocab_size == 1000 and after.content_key != before.content_key
+    with pytest.raises(UserError, match="holds the token 999"):
+        prepare(data.tokenizer)

@@ -52,7 +52,7 @@ def test_s5_miss_then_hit(prepare, tmp_path):
     assert "MISS" in said and "not prepared yet" in said and "HIT" not in said
     again, said = prepare()
     assert "HIT" in said and "MISS" not in said
-    assert again.content_key == first.content_key and again.train_tokens == first.train_tokens
+    assert again.content_key == first.content_key
     assert all_tokens(again.train) == all_tokens(first.train) and all_tokens(again.val) == all_tokens(first.val)
     assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
     (folder,) = (tmp_path / "cache").iterdir()
@@ -106,7 +106,7 @@ def test_s5_the_content_key_sees_one_token_among_equal_counts(prepare, text):
     file = text / "part03.txt"
     file.write_text(file.read_text().replace("m", "n", 1))
     second = prepare(tokenizer=by_bytes)[0]
-    assert second.train_tokens == first.train_tokens and second.content_key != first.content_key
+    assert len(second.train) == len(first.train) and second.content_key != first.content_key
 
 
 DAMAGE = {
@@ -243,7 +243,6 @@ def test_no_token_is_lost_or_doubled(prepare, text, count, fraction):
     cut = len(stream) - int(len(stream) * fraction)
     train, val = stream[:cut], stream[cut:]
     assert all_tokens(data.train) == train[: len(train) // (T + 1) * (T + 1)]
-    assert data.train_tokens == len(data.train) * (T + 1)
     tails = [len(train) % (T + 1)]
     if fraction:
         assert all_tokens(data.val) == val[: len(val) // (T + 1) * (T + 1)]

@@ -32,7 +32,7 @@ class RaggedRows:
 
 @pytest.fixture
 def ragged() -> Prepared:
-    return Prepared(RaggedRows(40), RaggedRows(13), None, "key", 40 * 24, "ragged rows")
+    return Prepared(RaggedRows(40), RaggedRows(13), None, "key", "ragged rows")
 
 
 @pytest.fixture

@@ -37,16 +37,15 @@ class Prepared:
         val: The held-out rows, where there are any.
         tokenizer: What made the tokens; None where the data came as tokens and none was given.
         content_key: SHA-256 in hex of what the rows hold: equal keys mean equal rows.
-        train_tokens: Tokens in the training rows: rows x (max_seq_length + 1).
         summary: One line for people.
-        vocab_size: One more than the largest token id, of data that came as tokens.
+        vocab_size: Where the data came as tokens, one more than the largest that they can be (SyntheticTokens) or are
+            (LitData; see ``TokenRows.survey`` for very large data); None where ``tokenizer`` made them.
     """
 
     train: Rows
     val: Rows | None
     tokenizer: Tokenizer | None
     content_key: str
-    train_tokens: int
     summary: str
     vocab_size: int | None = None
 

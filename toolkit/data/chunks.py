@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import hashlib
 import json
 import os
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ from torch import Tensor
 INDEX = "index.json"
 _TOKENS_PER_CHUNK = 1 << 23  # 16 or 32 MB
 _OPEN_CHUNKS = 128  # each holds a file descriptor
+_READ_WHOLE = 1 << 30  # bytes
+_SAMPLES, _SAMPLE = 16, 1 << 14  # pieces of a chunk of larger data, and tokens in each
+_PIECE = 1 << 22  # tokens
 
 
 def write_chunks(tokens: np.ndarray, folder: Path, block_size: int) -> int:
@@ -86,9 +91,31 @@ class TokenRows:
         block = torch.from_numpy(self._tokens(chunk)[start : start + self.block_size].astype(np.int64))
         return {"input_ids": block[:-1], "labels": block[1:]}
 
-    def largest_token(self) -> int:
-        """The largest token of the first chunk: enough to see that another tokenizer made it."""
-        return int(self._tokens(0).max(initial=0))
+    def survey(self) -> tuple[bytes, int]:
+        """Read through the tokens once.
+
+        Up to 1 GiB all of them; of more, 16 blocks of 16 Ki tokens of every chunk, evenly spaced from its first token
+        to its last: what lies between them goes unnoticed.
+
+        Returns:
+            SHA-256 of the index and the tokens, and the largest token.
+        """
+        digest, largest = hashlib.sha256((self.folder / INDEX).read_bytes()), 0
+        for tokens in self._samples():
+            digest.update(tokens)
+            largest = max(largest, int(tokens.max()))
+        return digest.digest(), largest
+
+    def _samples(self) -> Iterator[np.ndarray]:
+        """The pieces of the chunks that :meth:`survey` reads, none of them empty."""
+        whole = sum(self._sizes) * self.dtype.itemsize <= _READ_WHOLE
+        for chunk, size in enumerate(self._sizes):
+            if whole or size <= _SAMPLES * _SAMPLE:
+                starts, length = range(0, size, _PIECE), _PIECE
+            else:
+                starts, length = [i * (size - _SAMPLE) // (_SAMPLES - 1) for i in range(_SAMPLES)], _SAMPLE
+            for start in starts:
+                yield self._tokens(chunk)[start : start + length]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}  # memory maps do not travel to other processes

@@ -41,9 +41,12 @@ class LitData(DataModule):
         names = [""] if self.split_names is None else list(self.split_names)
         rows = [self._rows(name, max_seq_length + 1) for name in names]
         content = hashlib.sha256(f"{max_seq_length + 1}".encode())
+        largest = 0
         for split in rows:
-            content.update((split.folder / "index.json").read_bytes())
-        if tokenizer is not None and (largest := max(split.largest_token() for split in rows)) >= tokenizer.vocab_size:
+            digest, largest_here = split.survey()
+            content.update(digest)
+            largest = max(largest, largest_here)
+        if tokenizer is not None and largest >= tokenizer.vocab_size:
             raise UserError(
                 f"--data.data_path {self.data_path}: holds the token {largest:,}, but {tokenizer.name} knows"
                 f" {tokenizer.vocab_size:,}: the chunks were made with another tokenizer"
@@ -53,8 +56,7 @@ class LitData(DataModule):
         held_out = "no val rows" if val is None else f"{len(val):,} val rows"
         summary = f"{len(train):,} train rows of {max_seq_length:,} tokens; {held_out}"
         report(f"Data: {self.data_path}: {summary}; {tails:,} tokens at the ends of chunks do not fill a row")
-        tokens = len(train) * (max_seq_length + 1)
-        return Prepared(train, val, tokenizer, content.hexdigest(), tokens, summary)
+        return Prepared(train, val, tokenizer, content.hexdigest(), summary, largest + 1)
 
     def _rows(self, name: str, block_size: int) -> TokenRows:
         from toolkit.data.chunks import TokenRows

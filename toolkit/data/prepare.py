@@ -151,7 +151,6 @@ def _open(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: i
         val=rows["val"],
         tokenizer=tokenizer,
         content_key=manifest["content_key"],
-        train_tokens=len(train) * (max_seq_length + 1),
         summary=_summary(manifest),
     )
 

@@ -45,7 +45,7 @@ class SyntheticTokens(DataModule):
         summary = f"{self.num_rows:,} rows of {max_seq_length:,} random tokens out of {self.vocab_size:,}"
         report(f"Data: {summary}")
         rows = SyntheticRows(self.vocab_size, self.num_rows, self.seed, block_size)
-        return Prepared(rows, None, tokenizer, key, self.num_rows * block_size, summary, self.vocab_size)
+        return Prepared(rows, None, tokenizer, key, summary, self.vocab_size)
 
 
 @dataclass(frozen=True)
