@@ -260,6 +260,7 @@ def test_a_finished_run_resumes_to_nothing_and_a_longer_one_goes_on(corpus, tmp_
         ({"train": {"max_steps": None}}, "--train.max_tokens: the length of the run must be given"),
         ({"tokenizer_dir": "missing"}, "--tokenizer_dir missing"),
         ({"model_config": ModelOverrides(vocab_size=100)}, "vocab"),
+        ({"model_config": ModelOverrides(family="bert")}, "bert"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(corpus, tmp_path, change, message):

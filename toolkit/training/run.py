@@ -20,7 +20,7 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.fabric import Accelerator, build_fabric
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig, ModelOverrides
-from toolkit.models.families import DEFAULT_MODEL, get_config
+from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize
 from toolkit.training.batch import BatchPlan, plan_batch
@@ -192,6 +192,7 @@ def choose_model(args: RunArgs) -> ModelConfig:
     config = config.override(args.model_config)
     if args.train.tie_embeddings is not None:
         config = replace(config, tie_embeddings=args.train.tie_embeddings)
+    family_of(config)  # an architecture that belongs to none could be trained, but never exported
     return config
 
 
