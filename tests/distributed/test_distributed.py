@@ -47,9 +47,9 @@ def test_an_accelerator_that_is_not_there_is_refused():
         pick_accelerator("cuda")
 
 
-def test_threads_wait_without_spinning_unless_the_user_says_otherwise():
-    show = "import toolkit, os; print(os.environ['OMP_WAIT_POLICY'])"
-    for wanted, given in (("passive", {}), ("active", {"OMP_WAIT_POLICY": "active"})):
-        environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | given
+def test_threads_do_not_spin_for_long_unless_the_user_says_otherwise():
+    show = "import toolkit, os; print(os.environ['GOMP_SPINCOUNT'])"
+    for wanted, given in (("10000", {}), ("7", {"GOMP_SPINCOUNT": "7"})):
+        environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"} | given
         output = subprocess.run([sys.executable, "-c", show], env=environment, capture_output=True, text=True).stdout
         assert output.strip() == wanted
