@@ -40,6 +40,7 @@ def test_evaluate_repeats_the_validation_of_the_run(corpus, trained, capsys):
     row = dict(zip(header, last, strict=True))
     assert result["loss"] == pytest.approx(float(row["val_loss"]), rel=1e-5)
     assert result["bits_per_byte"] == pytest.approx(float(row["val_bpb"]), rel=1e-5)
+    assert result["data"] == "TextFiles, val"
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]), rel=1e-6)
 
 

@@ -53,4 +53,5 @@ def setup(
         print(json.dumps(result))
     else:
         for name, value in result.items():
-            print(f"{name:16} {value:,.4f}" if isinstance(value, float) else f"{name:16} {value:,}")
+            shown = {float: "{:,.4f}", int: "{:,}"}.get(type(value), "{}").format(value)
+            print(f"{name:16} {shown}")

@@ -27,7 +27,9 @@ def evaluate(
     accelerator: Accelerator,
     precision: Precision | None,
 ) -> dict[str, Any]:
-    """Return loss (nats per token), perplexity, bits_per_byte (where the tokenizer is known), sequences and tokens.
+    """Return the data's name, loss (nats per token), perplexity, bits_per_byte, sequences and tokens.
+
+    Without a tokenizer there are no bits per byte.
 
     Raises:
         UserError: an option does not fit, or the split is empty.
@@ -55,4 +57,5 @@ def evaluate(
     metrics = validate(fabric, fabric.setup(model), batches, token_bytes)
     names = {"val_loss": "loss", "val_ppl": "perplexity", "val_bpb": "bits_per_byte"}
     n_rows = len(rows) if max_iters is None else min(len(rows), max_iters * micro_batch_size)
-    return {names[k]: v for k, v in metrics.items()} | {"sequences": n_rows, "tokens": n_rows * length}
+    result = {"data": f"{type(data).__name__}, {split}"} | {names[k]: v for k, v in metrics.items()}
+    return result | {"sequences": n_rows, "tokens": n_rows * length}
