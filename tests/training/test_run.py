@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -190,6 +191,17 @@ def test_s3_a_signal_saves_and_exits_with_its_number(corpus, tmp_path, number):
     stdout, stderr = process.communicate()
     assert process.returncode == 0, stderr
     assert "final" in folders(out)
+
+
+def test_s3_a_signal_during_the_last_save_does_not_cut_it_short(corpus, tmp_path, monkeypatch):
+    def save(run, name):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return loop_save(run, name)
+
+    loop_save = loop.save
+    monkeypatch.setattr(loop, "save", save)
+    run_training(arguments(corpus, tmp_path / "run"))
+    assert folders(tmp_path / "run") == {"final"}
 
 
 def test_s1_a_full_disk_is_one_line_and_the_previous_checkpoint_survives(corpus, tmp_path):
