@@ -10,7 +10,11 @@ from typing import Any, Literal
 
 from toolkit.errors import UserError
 
+Accelerator = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
+Devices = int | Literal["auto"]
+Strategy = Literal["auto", "single", "ddp", "fsdp"]
+Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 def _require(ok: bool, flag: str, value: Any, mend: str) -> None:
@@ -154,6 +158,51 @@ class OptimizerArgs:
             self.betas is None or all(0 <= b < 1 for b in self.betas),
             "optimizer.betas", self.betas, "must be two numbers from 0 to below 1",
         )  # fmt: skip
+
+
+@dataclass
+class FSDPArgs:
+    """How to shard.
+
+    Args:
+        sharding_strategy: HYBRID_SHARD shards over the devices of a node and replicates over nodes; FULL_SHARD shards
+            over all devices; SHARD_GRAD_OP shards gradients and optimizer, but keeps the weights whole between forward
+            and backward; NO_SHARD is ddp.
+        state_dict_type: One file per checkpoint, or one per device: faster for large models, read everywhere.
+        param_dtype: Weights of the blocks while they compute; by --precision when not given.
+        reduce_dtype: Gradients while they are summed over devices; fp32 under mixed precision when not given.
+        buffer_dtype: Buffers, where a model has them; fp32 under mixed precision when not given.
+        backward_prefetch: Gather the next block's weights before or after the gradient of the one before is reduced.
+        forward_prefetch: Ask for the next block's weights before the block's forward pass.
+        limit_all_gathers: Hold at most two blocks' whole weights, instead of as many as the CPU runs ahead.
+    """
+
+    sharding_strategy: Literal["HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = "HYBRID_SHARD"
+    state_dict_type: Literal["full", "sharded"] = "full"
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    buffer_dtype: Dtype | None = None
+    backward_prefetch: Literal["pre", "post", "none"] = "pre"
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+
+
+@dataclass
+class DDPArgs:
+    """How to keep whole copies of the model equal.
+
+    Args:
+        bucket_cap_mb: Gradients are summed over devices in buckets of this size.
+        gradient_as_bucket_view: Let gradients live in the buckets: saves a copy of them.
+        static_graph: Promise that every step uses the same parameters, which lets DDP plan ahead.
+    """
+
+    bucket_cap_mb: float = 25.0
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+
+    def __post_init__(self) -> None:
+        _positive("ddp", self, "bucket_cap_mb")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 
-from toolkit.errors import GuardError, StoppedBySignal, UserError, did_you_mean
+from toolkit.errors import CommandEnd, did_you_mean
 
 # name: (module with setup(...), parameters that may be given without their flag, help in one line)
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "generate": ("toolkit.commands.generate", ("checkpoint_dir",), "let a model continue a text"),
     "evaluate": ("toolkit.commands.evaluate", ("checkpoint_dir",), "loss, perplexity and bits per byte on data"),
     "convert_to_hf": ("toolkit.commands.convert_to_hf", ("checkpoint_dir", "out_dir"), "write a Hugging Face folder"),
+    "consolidate": ("toolkit.commands.consolidate", ("checkpoint_dir", "out_dir"), "join the shards of a checkpoint"),
 }
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
 
@@ -62,10 +63,8 @@ def run(name: str, argv: list[str]) -> int:
         raise
     except KeyboardInterrupt:
         return _end(program, "interrupted", INTERRUPTED)
-    except (UserError, GuardError) as error:
-        return _end(program, error, 2 if isinstance(error, UserError) else 3)
-    except StoppedBySignal as error:
-        return _end(program, error, 128 + error.signal_number)
+    except CommandEnd as error:
+        return _end(program, error, error.exit_code)
     except Exception as error:
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)
@@ -76,5 +75,6 @@ def run(name: str, argv: list[str]) -> int:
 def _end(program: str, message: object, code: int) -> int:
     if os.environ.get("TOOLKIT_TRACEBACK") == "1" and sys.exc_info()[0]:
         traceback.print_exc()
-    print(f"{program}: {' '.join(str(message).split())}", file=sys.stderr)
+    if text := " ".join(str(message).split()):
+        print(f"{program}: {text}", file=sys.stderr)
     return code

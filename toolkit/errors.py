@@ -6,20 +6,42 @@ import difflib
 from collections.abc import Iterable
 
 
-class UserError(ValueError):
-    """A mistake of the user's (exit code 2). The message is one line: the flag or file, its value, and the mend."""
+class CommandEnd(Exception):
+    """Ends a command with ``exit_code`` and its message as one line on standard error, without a traceback."""
+
+    exit_code = 1
 
 
-class GuardError(RuntimeError):
-    """A guard stopped the run before it could do harm: a non-finite loss, replicas that differ (exit code 3)."""
+class UserError(CommandEnd, ValueError):
+    """A mistake of the user's. The message is one line: the flag or file, its value, and the mend."""
+
+    exit_code = 2
 
 
-class StoppedBySignal(RuntimeError):
+class GuardError(CommandEnd, RuntimeError):
+    """A guard stopped the run before it could do harm: a non-finite loss, replicas that differ."""
+
+    exit_code = 3
+
+
+class StoppedBySignal(CommandEnd, RuntimeError):
     """The run was asked to stop by a signal and has saved its state (exit code 128 + the signal's number)."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
-        self.signal_number = signal_number
+        self.exit_code = 128 + signal_number
+
+
+class PeerLost(CommandEnd, RuntimeError):
+    """Another process of the run has ended or does not answer, so that this one cannot go on."""
+
+
+class EndedTogether(CommandEnd, RuntimeError):
+    """This process ends because the run does; another one has said why. No message is printed."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("")
+        self.exit_code = exit_code
 
 
 def did_you_mean(name: str, known: Iterable[str], count: int = 3) -> str:

@@ -4,7 +4,7 @@ from torch import nn
 
 from toolkit.args import PRETRAIN, OptimizerArgs
 from toolkit.errors import UserError
-from toolkit.training.optimizer import build_optimizer, parameter_groups, resolve_optimizer
+from toolkit.training.optimizer import build_optimizer, parameter_groups, resolve_optimizer, spared_from_decay
 
 
 class Small(nn.Module):
@@ -21,17 +21,19 @@ class Small(nn.Module):
 @pytest.mark.parametrize("tied", [False, True])
 def test_n5_decay_spares_biases_norms_and_embeddings(tied):
     model = Small(tied)
-    decayed = {id(p) for g in parameter_groups(model, 0.1) if g["weight_decay"] for p in g["params"]}
+    groups = parameter_groups(model, 0.1, spared_from_decay(model))
+    decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
     names = {n for n, p in model.named_parameters() if id(p) in decayed}
     assert names == ({"proj.weight"} if tied else {"proj.weight", "lm_head.weight"})
-    grouped = [p for g in parameter_groups(model, 0.1) for p in g["params"]]
+    grouped = [p for g in parameter_groups(model, 0.1, spared_from_decay(model)) for p in g["params"]]
     assert len(grouped) == len(list(model.parameters()))
 
 
 def test_frozen_parameters_are_left_out():
     model = Small()
     model.wte.requires_grad_(False)
-    assert all(p is not model.wte.weight for g in parameter_groups(model, 0.1) for p in g["params"])
+    groups = parameter_groups(model, 0.1, spared_from_decay(model))
+    assert all(p is not model.wte.weight for g in groups for p in g["params"])
 
 
 def build(precision="32-true", **options):

@@ -17,7 +17,7 @@ import yaml
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 
-from toolkit.args import PRETRAIN, EvalArgs, LogArgs, OptimizerArgs, TrainArgs
+from toolkit.args import PRETRAIN, DDPArgs, EvalArgs, FSDPArgs, LogArgs, OptimizerArgs, TrainArgs
 from toolkit.checkpoints.store import exclusive
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data import TextFiles
@@ -25,7 +25,8 @@ from toolkit.data.loader import train_batches
 from toolkit.errors import GuardError, UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.training import loop, run
-from toolkit.training.run import RunArgs, run_training
+from toolkit.training.resolve import RunArgs
+from toolkit.training.run import run_training
 
 
 def arguments(corpus: Path, out_dir: Path, *, train=None, evaluation=None, data=None, **options) -> RunArgs:
@@ -44,6 +45,12 @@ def arguments(corpus: Path, out_dir: Path, *, train=None, evaluation=None, data=
         "initial_checkpoint_dir": None,
         "tokenizer_dir": None,
         "accelerator": "cpu",
+        "devices": 1,
+        "num_nodes": None,
+        "strategy": "auto",
+        "fsdp": FSDPArgs(),
+        "ddp": DDPArgs(),
+        "timeout": None,
         "precision": None,
         "compiler": "none",
         "logger_name": "csv",
@@ -321,12 +328,11 @@ def test_s2_a_resume_with_another_optimizer_is_refused(corpus, tmp_path, options
 def test_n7_an_fp16_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, capsys):
     """The path of 16-mixed, with a scaler on the CPU in place of CUDA's; its first scale is far too large."""
 
-    def build(accelerator, precision):
+    def build(*args, **options):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-        fabric = Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
-        fabric.launch()
-        return fabric, "16-mixed"
+        return Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
 
+    monkeypatch.setattr(run, "pick_precision", lambda precision, device: "16-mixed")
     monkeypatch.setattr(run, "build_fabric", build)
     train = {"max_steps": 60, "save_interval": 40, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train))

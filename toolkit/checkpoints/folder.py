@@ -116,14 +116,19 @@ def fitting_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
 def write_model_files(
     folder: Path,
     *,
-    state_dict: dict[str, Tensor],
-    config: ModelConfig,
+    state_dict: dict[str, Tensor] | None,
+    config: ModelConfig | None,
     hyperparameters: dict[str, Any] | None,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Write what makes a folder a model: weights, architecture, the options of its run, all tokenizer files."""
-    save_weights(state_dict, folder / WEIGHTS)
-    _write_yaml(folder / CONFIG, config.to_dict())
+    """Write what makes a folder a model: weights, architecture, the options of its run, all tokenizer files.
+
+    Each may be None: weights that are written in shards, the architecture of somebody's own module.
+    """
+    if state_dict is not None:
+        save_weights(state_dict, folder / WEIGHTS)
+    if config is not None:
+        _write_yaml(folder / CONFIG, config.to_dict())
     if hyperparameters is not None:
         _write_yaml(folder / HYPERPARAMETERS, hyperparameters)
     if tokenizer is not None:

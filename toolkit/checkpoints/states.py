@@ -1,12 +1,15 @@
 """The state of a model and its optimizer, by the names of the parameters: one path for every strategy.
 
 Fabric's own sharded load corrupts the optimizer under HYBRID_SHARD, and its single-device load matches the optimizer's
-state by position; torch's functions go by name and hold for all layouts.
+state by position; torch's functions go by name and hold for all layouts. ``module`` is always the wrapped module. All
+functions here are called by all ranks.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,26 +18,97 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
-_FULL = StateDictOptions(full_state_dict=True)
+from toolkit.checkpoints.sharded import load_sharded
+
+_BETWEEN = "|"  # in the names of an optimizer's tensors: parameter|key
 
 
-def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights under their canonical names. Tied weights come under both names, as one tensor."""
-    return get_model_state_dict(model, options=_FULL)
+def full_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the weights under their canonical names, and the optimizer's state keyed by these.
+
+    Tied weights come under both names, as one tensor. On CUDA only rank 0 gets them, in CPU memory.
+    """
+    options = _full(module)
+    return _quietly(get_model_state_dict, module, options=options), _quietly(
+        get_optimizer_state_dict, module, optimizer, options=options
+    )
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state, keyed by the names of the parameters."""
-    return get_optimizer_state_dict(model, optimizer, options=_FULL)
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Return, for each further name of a parameter, the name that it counts under, the last; before wrapping."""
+    last = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    pairs = ((name, last[id(p)]) for name, p in module.named_parameters(remove_duplicate=False))
+    return {name: first for name, first in pairs if name != first}
 
 
-def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    if not state["state"]:  # plain SGD has none, and torch does not know on which device to put nothing
-        return
+def sharded_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """Return this rank's shards: of the weights by name, of the optimizer by ``parameter|key``; and what is no tensor.
+
+    The latter is the optimizer's state without its tensors: ``{"param_groups": [...]}``.
+    """
+    weights = _quietly(get_model_state_dict, module)
+    state = _quietly(get_optimizer_state_dict, module, optimizer)
+    return _untied(weights, tied), _flat(state["state"]), {"param_groups": state["param_groups"]}
+
+
+def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) -> None:
+    """Fill the module's weights from a folder of shards, written by any number of ranks.
+
+    ``tied``: see :func:`tied_names`.
+
+    Raises:
+        UserError: a shard is missing or damaged, or does not fit.
+    """
+    weights = _quietly(get_model_state_dict, module)
+    load_sharded(_untied(weights, tied), folder)
+    weights |= {second: weights[first] for second, first in tied.items()}
+    _quietly(set_model_state_dict, module, weights)
+
+
+def load_sharded_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Fill the optimizer's state from a folder of shards.
+
+    Raises:
+        UserError: a shard is missing or damaged, or does not fit.
+    """
+    state = _quietly(get_optimizer_state_dict, module, optimizer)  # fills an empty state, to load into
+    load_sharded(_flat(state["state"]), folder)
+    if state["state"]:
+        _quietly(set_optimizer_state_dict, module, optimizer, state)
+
+
+def set_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give the optimizer a state that :func:`full_state` returned; every rank takes its part of it."""
+    if state["state"]:  # plain SGD has none, and torch does not know on which device to put nothing
+        options = StateDictOptions(full_state_dict=True)
+        _quietly(set_optimizer_state_dict, module, optimizer, state, options=options)
+
+
+def _full(module: nn.Module) -> StateDictOptions:
+    # On a CPU the offload copies nothing: the tensors would point into storage that FSDP frees.
+    on_cuda = any(p.device.type == "cuda" for p in module.parameters())
+    return StateDictOptions(full_state_dict=True, cpu_offload=on_cuda)
+
+
+def _flat(state: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {f"{name}{_BETWEEN}{key}": value for name, values in state.items() for key, value in values.items()}
+
+
+def _untied(weights: dict[str, torch.Tensor], tied: dict[str, str]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in weights.items() if name not in tied}
+
+
+def _quietly(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call one of torch's functions without its warnings, which users can do nothing about.
+
+    Some optimizers warn of missing gradients when torch fills their state by a step of learning rate zero.
+    """
     with warnings.catch_warnings():
-        # torch fills an optimizer's state by a step of learning rate zero, and some warn of the missing gradients
         warnings.simplefilter("ignore")
-        set_optimizer_state_dict(model, optimizer, state, options=_FULL)
+        return function(*args, **options)

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from toolkit.args import PRETRAIN, EvalArgs, LogArgs, OptimizerArgs, Precision, TrainArgs
+from toolkit.args import (
+    PRETRAIN,
+    Accelerator,
+    DDPArgs,
+    Devices,
+    EvalArgs,
+    FSDPArgs,
+    LogArgs,
+    OptimizerArgs,
+    Precision,
+    Strategy,
+    TrainArgs,
+)
 from toolkit.data import DataModule, PythonStdlib
 from toolkit.models.config import ModelOverrides
 
@@ -21,10 +33,16 @@ def setup(
     resume: bool | str = False,
     initial_checkpoint_dir: str | None = None,
     tokenizer_dir: str | None = None,
-    accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    accelerator: Accelerator = "auto",
+    devices: Devices = "auto",
+    num_nodes: int | None = None,
+    strategy: Strategy = "auto",
+    fsdp: FSDPArgs = FSDPArgs(),
+    ddp: DDPArgs = DDPArgs(),
     precision: Precision | None = None,
     compiler: Literal["none", "torch"] = "none",
     logger_name: Literal["csv", "tensorboard", "wandb", "mlflow"] = "csv",
+    timeout: float | None = None,
     seed: int = 42,
 ) -> None:
     """Train a language model on text, from scratch or from a checkpoint.
@@ -44,9 +62,15 @@ def setup(
         initial_checkpoint_dir: Start from the weights of this checkpoint, or of a name below checkpoints/.
         tokenizer_dir: A folder with a tokenizer.json; without it the data module trains its own where it can.
         accelerator: Where to compute.
+        devices: Devices per node; auto takes all GPUs, or one process on a CPU, or what torchrun or SLURM say.
+        num_nodes: Machines; one, or what torchrun or SLURM say, when not given.
+        strategy: How devices share the work; auto shards the model over them (fsdp), or takes the one there is.
+        fsdp: How to shard.
+        ddp: How to keep whole copies equal.
         precision: 32-true on a CPU and bf16-mixed on CUDA when not given.
         compiler: Compile the blocks with torch.compile.
         logger_name: Where metrics go besides logs/metrics.csv.
+        timeout: Minutes to wait for a process that does not answer; 30 until the first step is done, then 5.
         seed: Chooses initial weights and the order of the data.
     """
     arguments = dict(locals())

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
-from toolkit.args import Precision
+from toolkit.args import Accelerator, Precision
 from toolkit.errors import UserError
-
-Accelerator = Literal["auto", "cpu", "cuda", "mps"]
 
 
 def pick_accelerator(accelerator: Accelerator) -> str:
@@ -41,3 +37,8 @@ def pick_precision(precision: Precision | None, accelerator: str) -> Precision:
     if precision.startswith("bf16") and accelerator == "cuda" and not bf16_cuda:
         raise UserError(f"--precision {precision}: this CUDA device has no bfloat16; use 16-mixed or 32-true")
     return precision
+
+
+def count_devices(accelerator: str) -> int | None:
+    """Return the number of devices of this machine; None for the CPU, which any number of processes can share."""
+    return {"cuda": torch.cuda.device_count(), "mps": 1}.get(accelerator)

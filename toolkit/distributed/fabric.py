@@ -3,32 +3,85 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
+from typing import Any
 
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from torch import nn
 
-from toolkit.args import Precision
-from toolkit.distributed.device import Accelerator, pick_accelerator, pick_precision
+from toolkit.args import Accelerator, DDPArgs, FSDPArgs, Precision
+from toolkit.distributed.device import pick_accelerator, pick_precision
+from toolkit.distributed.fsdp import ShardedStrategy
+from toolkit.distributed.launch import Launched
+from toolkit.distributed.layout import Layout, cluster_environment
+from toolkit.distributed.strategy import StrategyPlan
 
 
-def build_fabric(accelerator: Accelerator, precision: Precision | None) -> tuple[Fabric, Precision]:
-    """Build and launch Fabric on one device; return it with the precision it runs in."""
+class _DDP(Launched, DDPStrategy):
+    """Fabric's DDP, started in our way."""
+
+
+class _Sharded(Launched, ShardedStrategy):
+    """FSDP, started in our way."""
+
+
+def single_device_fabric(accelerator: Accelerator, precision: Precision | None) -> Fabric:
+    """Build Fabric on one device, ready to use.
+
+    Raises:
+        UserError: the machine has no such device, or the device not this precision.
+    """
     device = pick_accelerator(accelerator)
-    chosen = pick_precision(precision, device)
-    if device == "cpu":
-        keep_freed_memory()
-    fabric = Fabric(accelerator=device, devices=1, precision=chosen)
-    fabric.launch()
-    return fabric, chosen
+    keep_freed_memory(device)
+    return Fabric(accelerator=device, devices=1, precision=pick_precision(precision, device))
 
 
-def keep_freed_memory() -> None:
-    """Have glibc keep large freed blocks instead of handing them back to the kernel.
+def build_fabric(
+    plan: StrategyPlan,
+    layout: Layout,
+    *,
+    accelerator: str,
+    precision: Precision,
+    fsdp: FSDPArgs,
+    ddp: DDPArgs,
+    block_classes: set[type[nn.Module]],
+) -> Fabric:
+    """Build Fabric for a plan; :func:`toolkit.distributed.launch.launched` starts its processes.
+
+    Args:
+        accelerator: "cpu", "cuda" or "mps".
+        block_classes: The modules to shard one by one.
+    """
+    keep_freed_memory(accelerator)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it greets on every rank
+    if plan.kind == "single":
+        return Fabric(accelerator=accelerator, devices=1, precision=precision)
+    options: dict[str, Any] = {
+        "accelerator": accelerator,
+        "devices": layout.devices,
+        "num_nodes": layout.num_nodes,
+        "plugins": [cluster_environment(layout)],
+    }
+    if plan.kind == "ddp":
+        strategy = _DDP(
+            bucket_cap_mb=ddp.bucket_cap_mb,
+            gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+            static_graph=ddp.static_graph,
+        )
+        return Fabric(strategy=strategy, precision=precision, **options)
+    assert plan.sharding is not None
+    return Fabric(strategy=_Sharded(block_classes, plan.mesh, plan.sharding, fsdp, precision, accelerator), **options)
+
+
+def keep_freed_memory(accelerator: str) -> None:
+    """Have glibc keep large freed blocks instead of handing them back to the kernel, where the work is on the CPU.
 
     A training step frees and takes the same tensors again and again; by default each goes through mmap and is paged
     in anew. The parameters are mallopt(3)'s M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD.
     """
-    if not sys.platform.startswith("linux"):
+    if accelerator != "cpu" or not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if mallopt is not None:

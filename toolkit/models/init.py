@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -43,30 +44,53 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-@torch.no_grad()
-def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Give every parameter of a GPT its initial value, in place.
+class Materializer:
+    """Gives the parameters of a model their values, module by module, wherever the modules are by then.
 
     Args:
-        model: A GPT (it needs ``model.config.n_layer``).
-        seed: Any integer.
+        model: Its parameters may be on the meta device. FSDP takes them out of the model one unit after the other; that
+            is why their names are noted now.
+        value_of: (name, shape) -> the parameter's value, on any device and in any floating-point dtype.
         device: Where parameters on the meta device are made; others stay where they are. Dtypes stay, ties survive.
     """
-    names, originals = parameter_names(model), list(model.parameters())  # the list keeps the ids from being reused
-    ready: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+
+    def __init__(
+        self,
+        model: nn.Module,
+        value_of: Callable[[str, torch.Size], torch.Tensor],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._value_of, self._device = value_of, device
+        self._names = parameter_names(model)
+        self._originals = list(model.parameters())  # keeps the ids from being reused
+        self._ready: dict[int, nn.Parameter] = {}
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, wanted: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
+        """Give the parameters directly in ``module`` their values, those that are ``wanted``."""
         for key, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in ready:
-                ready[id(parameter)] = _initialized(parameter, names[id(parameter)], seed, model.config.n_layer, device)
-            setattr(module, key, ready[id(parameter)])  # the same object for both of a tied pair
-    del originals
+            if id(parameter) in self._names and wanted(parameter):
+                if id(parameter) not in self._ready:
+                    self._ready[id(parameter)] = self._filled(parameter)
+                setattr(module, key, self._ready[id(parameter)])  # the same object for both of a tied pair
+
+    def _filled(self, parameter: nn.Parameter) -> nn.Parameter:
+        value = self._value_of(self._names[id(parameter)], parameter.shape)
+        if parameter.is_meta:
+            filled = torch.empty_like(parameter, device=self._device).copy_(value)
+            return nn.Parameter(filled, requires_grad=parameter.requires_grad)
+        parameter.copy_(value)
+        return parameter
 
 
-def _initialized(
-    parameter: nn.Parameter, name: str, seed: int, n_layer: int, device: torch.device | str
-) -> nn.Parameter:
-    value = draw(name, parameter.shape, seed=seed, n_layer=n_layer)
-    if parameter.is_meta:
-        return nn.Parameter(value.to(device, parameter.dtype), requires_grad=parameter.requires_grad)
-    parameter.copy_(value)
-    return parameter
+def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
+    """Give every parameter of a GPT (it needs ``model.config.n_layer``) its initial value, in place."""
+    materialize = Materializer(model, drawn(model, seed), device)
+    for module in model.modules():
+        materialize(module)
+
+
+def drawn(model: nn.Module, seed: int) -> Callable[[str, torch.Size], torch.Tensor]:
+    """Return the function from name and shape to initial value."""
+    n_layer = model.config.n_layer
+    return lambda name, shape: draw(name, shape, seed=seed, n_layer=n_layer)

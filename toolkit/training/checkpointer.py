@@ -1,4 +1,8 @@
-"""Law S2: everything that a run needs to go on where it stopped, written beside the weights in ``trainer/``."""
+"""Law S2: everything that a run needs to go on where it stopped, written beside the weights in ``trainer/``.
+
+All ranks save and restore together. What a rank holds is gathered first; rank 0 then writes the folder, and with
+``sharded`` every rank its shards into it. A rank that cannot write fails the save on all of them.
+"""
 
 from __future__ import annotations
 
@@ -13,76 +17,149 @@ import torch
 from torch import nn
 
 from toolkit.checkpoints.folder import write_model_files
-from toolkit.checkpoints.states import model_state, optimizer_state, set_optimizer_state
-from toolkit.checkpoints.store import prune, write_checkpoint
+from toolkit.checkpoints.sharded import check_sharded, is_sharded, save_sharded
+from toolkit.checkpoints.states import full_state, load_sharded_optimizer, set_optimizer_state, sharded_state
+from toolkit.checkpoints.store import WEIGHTS, prune, write_checkpoint
 from toolkit.checkpoints.weights import load_state, save_state
 from toolkit.data.tokenizer import Tokenizer
+from toolkit.distributed import ranks
+from toolkit.errors import PeerLost
 from toolkit.models.config import ModelConfig
 from toolkit.training.schedule import Schedule
 from toolkit.training.state import FORMAT_VERSION, Identity, Progress
 
+TRAINER, STATE, OPTIMIZER = "trainer", "state.pth", "optimizer"
+
 
 @dataclass
 class Checkpointer:
-    """Saves and restores one run. ``module`` is the model as the checkpoint names its weights."""
+    """Saves and restores one run."""
 
     out_dir: Path
     module: nn.Module
+    """As the strategy has wrapped it."""
     optimizer: torch.optim.Optimizer
     scaler: Any | None
-    config: ModelConfig
+    config: ModelConfig | None
     tokenizer: Tokenizer | None
-    hyperparameters: dict[str, Any]
+    hyperparameters: dict[str, Any] | None
     identity: Identity
     schedule: Schedule
     keep_last: int
     """Step checkpoints to keep; 0 keeps all."""
+    tied: dict[str, str]
+    """Further names of parameters; see :func:`toolkit.checkpoints.states.tied_names`."""
+    sharded: bool
+    seed: int
 
     def save(self, name: str, progress: Progress) -> Path:
-        """Write the checkpoint folder ``out_dir/name``, whole or not at all, then delete what is too old."""
+        """Write the checkpoint folder ``out_dir/name``, whole or not at all, then delete what is too old.
 
-        def write(folder: Path) -> None:
-            write_model_files(
-                folder,
-                state_dict=model_state(self.module),
-                config=self.config,
-                hyperparameters=self.hyperparameters,
-                tokenizer=self.tokenizer,
-            )
-            self._write_trainer(folder / "trainer", progress)
+        Raises:
+            UserError: it cannot be written.
+        """
+        folder = self.out_dir / name
+        rng = ranks.gather(rng_state())
+        error: Exception | None = None
+        try:
+            if self.sharded:
+                self._save_shards(folder, progress, rng)
+            else:
+                weights, optimizer = full_state(self.module, self.optimizer)
+                if ranks.global_rank() == 0:
+                    write_checkpoint(folder, lambda tmp: self._write(tmp, weights, optimizer, progress, rng))
+            if self.keep_last and ranks.global_rank() == 0:
+                prune(self.out_dir, self.keep_last)
+        except Exception as caught:
+            error = caught
+        if ranks.vote(failed=int(error is not None))["failed"]:
+            if error is None or ranks.global_rank() != 0:
+                raise PeerLost(f"{folder} could not be written") from error
+            raise error
+        return folder
 
-        write_checkpoint(self.out_dir / name, write)
-        if self.keep_last:
-            prune(self.out_dir, self.keep_last)
-        return self.out_dir / name
+    def _save_shards(self, folder: Path, progress: Progress, rng: list[dict[str, Any]]) -> None:
+        weights, moments, rest = sharded_state(self.module, self.optimizer, self.tied)
 
-    def _write_trainer(self, folder: Path, progress: Progress) -> None:
-        folder.mkdir()
+        def write_shards(tmp: Path) -> None:
+            save_sharded(weights, tmp / WEIGHTS)
+            save_sharded(moments, tmp / TRAINER / OPTIMIZER)
+
+        if ranks.global_rank() != 0:
+            tmp = ranks.from_first(None)
+            if tmp is not None:
+                write_shards(tmp)
+            return
+        told = False
+
+        def write(tmp: Path) -> None:
+            nonlocal told
+            self._write(tmp, None, rest, progress, rng)
+            told = True
+            ranks.from_first(tmp)
+            write_shards(tmp)
+            for shards in (tmp / WEIGHTS, tmp / TRAINER / OPTIMIZER):
+                check_sharded(shards)  # not so where the nodes do not share the disk
+
+        try:
+            write_checkpoint(folder, write)
+        finally:
+            if not told:  # the others wait for the folder's name
+                ranks.from_first(None)
+
+    def _write(
+        self,
+        folder: Path,
+        weights: dict[str, torch.Tensor] | None,
+        optimizer: dict[str, Any],
+        progress: Progress,
+        rng: list[dict[str, Any]],
+    ) -> None:
+        write_model_files(
+            folder,
+            state_dict=weights,
+            config=self.config,
+            hyperparameters=self.hyperparameters,
+            tokenizer=self.tokenizer,
+        )
+        (folder / TRAINER).mkdir()
         meta = {
             "format_version": FORMAT_VERSION,
             **asdict(progress),
             "schedule": asdict(self.schedule),
             "identity": asdict(self.identity),
         }
-        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        state = {
-            "optimizer": optimizer_state(self.module, self.optimizer),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "rng": [rng_state()],
-        }
-        save_state(state, folder / "state.pth")
+        (folder / TRAINER / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        save_state({"optimizer": optimizer, "scaler": scaler, "rng": rng}, folder / TRAINER / STATE)
 
-    def restore(self, folder: Path, rank: int) -> None:
+    def restore(self, folder: Path, step: int) -> None:
         """Bring back the optimizer, the scaler and the random generators; the weights are in the model already.
 
+        Another number of ranks than saved gets new random states, a function of seed, step and rank.
+
         Raises:
-            UserError: the file is broken.
+            UserError: a file is broken.
         """
-        state = load_state(folder / "trainer" / "state.pth")
-        set_optimizer_state(self.module, self.optimizer, state["optimizer"])
+        state = load_state(folder / TRAINER / STATE)
+        if is_sharded(folder / TRAINER / OPTIMIZER):
+            load_sharded_optimizer(self.module, self.optimizer, folder / TRAINER / OPTIMIZER)
+        else:
+            set_optimizer_state(self.module, self.optimizer, state["optimizer"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
-        set_rng_state(state["rng"][rank])
+        if len(state["rng"]) == ranks.world_size():
+            set_rng_state(state["rng"][ranks.global_rank()])
+        else:
+            seed_from(self.seed, step, ranks.global_rank())
+
+
+def seed_from(*facts: int) -> None:
+    """Seed all random generators of this process from some numbers."""
+    seed = int(np.random.SeedSequence(facts).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def rng_state() -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal
 
-from toolkit.args import Precision
+from toolkit.args import Accelerator, Precision
 from toolkit.checkpoints.folder import find_checkpoint_dir, load_model
 from toolkit.data.base import DataModule
 from toolkit.data.loader import val_batches
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.distributed.fabric import Accelerator, build_fabric
+from toolkit.distributed.fabric import single_device_fabric
 from toolkit.errors import UserError
 from toolkit.training.validate import validate
 
@@ -38,7 +38,7 @@ def evaluate(
         if value is not None and value <= 0:
             raise UserError(f"--{name} {value}: must be greater than zero")
     folder = find_checkpoint_dir(checkpoint_dir)
-    fabric, _ = build_fabric(accelerator, precision)
+    fabric = single_device_fabric(accelerator, precision)
     model = load_model(folder)
     length = max_seq_length or model.config.block_size
     if not 0 < length <= model.config.block_size:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from torch import nn
 from toolkit.args import EvalArgs, TrainArgs
 from toolkit.data.base import Prepared
 from toolkit.data.loader import train_batches, val_batches
+from toolkit.distributed import ranks
 from toolkit.distributed.signals import SignalWatch
-from toolkit.distributed.vote import vote
 from toolkit.errors import GuardError, StoppedBySignal
 from toolkit.training.batch import BatchPlan
 from toolkit.training.checkpointer import Checkpointer
@@ -60,6 +61,10 @@ class Run:
     """When this launch began, by time.perf_counter(): --train.max_time counts from here."""
     seconds_before: float = 0.0
     """Seconds of the launches before this one."""
+    after_first_step: Callable[[], None] | None = None
+    """Called once, after the first step of this launch."""
+    patient: Callable[[], AbstractContextManager] = nullcontext
+    """Within it, a rank may take its time: rank 0 writes a checkpoint."""
     skipped_steps: int = 0
     """Steps of this launch that the fp16 scaler left out."""
 
@@ -104,8 +109,7 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
         # The one vote of the step: what the ranks must agree on, summed over them.
         left = math.inf if limits.max_seconds is None else run.launched + limits.max_seconds - step_started
         save_every = run.train.save_every_minutes
-        agreed = vote(
-            fabric,
+        agreed = ranks.vote(
             n_tokens=sum(batch.n_tokens for batch in micro_batches),
             n_inputs=sum(batch.n_inputs for batch in micro_batches),
             signalled=int(signals.received > 0),
@@ -113,7 +117,7 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
             save_is_due=int(save_every is not None and step_started - last_saved >= save_every * 60),
         )
         if agreed["signalled"]:
-            stop_for_signal(run, signals.received or signal.SIGTERM)
+            stop_for_signal(run, max(ranks.gather(signals.received)))
 
         learning_rate = run.schedule.learning_rate(progress.step)
         try:
@@ -144,6 +148,9 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
         if limits.total_samples is not None:
             progress.samples = min(progress.samples, limits.total_samples)  # the last batch of an epoch may be short
         step_seconds = time.perf_counter() - step_started
+        if run.after_first_step is not None:
+            run.after_first_step()
+            run.after_first_step = None
         run.throughput.add(agreed["n_inputs"], step_seconds)
 
         # Now and then: validate, log, save.
@@ -152,7 +159,7 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
         if is_due(run.eval.interval, progress.step) and not last or last and run.eval.final_validation:
             metrics = run_validation(run)
         if is_due(run.train.log_interval, progress.step) or last or metrics:
-            record(run, step_metrics(run, result, agreed["n_tokens"], learning_rate) | metrics)
+            record(run, step_metrics(run, result, learning_rate) | metrics)
         if last:
             return
         if is_due(run.train.save_interval, progress.step) or agreed["save_is_due"]:
@@ -174,7 +181,8 @@ def stop_for_signal(run: Run, signal_number: int) -> None:
 def save(run: Run, name: str) -> Path:
     run.display.phase("saving")
     count_seconds(run)
-    folder = run.checkpointer.save(name, run.progress)
+    with run.patient():
+        folder = run.checkpointer.save(name, run.progress)
     run.display.checkpoint(run.progress.step, folder)
     run.display.phase("training")
     return folder
@@ -210,11 +218,10 @@ def run_validation(run: Run) -> dict[str, float]:
     return metrics
 
 
-def step_metrics(run: Run, result: StepResult, n_tokens: int, learning_rate: float) -> dict[str, float]:
-    """The metrics of the step just made; the loss is the global batch's (law N2)."""
-    loss = float(run.fabric.all_reduce(result.loss_sum, reduce_op="sum")) / max(1, n_tokens)
+def step_metrics(run: Run, result: StepResult, learning_rate: float) -> dict[str, float]:
+    """The metrics of the step just made."""
     return {
-        "loss": loss,
+        "loss": result.loss,
         "learning_rate": learning_rate,
         "grad_norm": result.grad_norm,
         **run.throughput.read(),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from toolkit.args import OptimizerArgs
+from toolkit.checkpoints.weights import canonical_name
 from toolkit.errors import UserError, did_you_mean
 
 NOT_HERE = {
@@ -39,17 +40,22 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return known[match]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trained parameters into those that decay and those that are spared (law N5).
+def spared_from_decay(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that do not decay (law N5): biases, norms (one dimension) and embeddings.
 
-    Matrices of linear layers decay; biases, norms (one dimension) and embeddings, tied heads among them, do not.
+    Tied heads are embeddings. To be asked before a strategy wraps the model: shards have one dimension, all of them.
     """
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    decay, spared = [], []
-    for parameter in model.parameters():
+    return frozenset(name for name, p in model.named_parameters() if p.ndim < 2 or id(p) in embeddings)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, spared: frozenset[str]) -> list[dict[str, Any]]:
+    """Split the trained parameters, whole or sharded, into those that decay and those that are spared."""
+    decay, rest = [], []
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (spared if parameter.ndim < 2 or id(parameter) in embeddings else decay).append(parameter)
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
+            (rest if canonical_name(name) in spared else decay).append(parameter)
+    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
@@ -81,20 +87,25 @@ def resolve_optimizer(args: OptimizerArgs, defaults: dict[str, Any], precision: 
 
 
 def build_optimizer(
-    model: nn.Module, options: dict[str, Any], learning_rate: float, precision: str = "32-true"
+    model: nn.Module,
+    options: dict[str, Any],
+    learning_rate: float,
+    precision: str = "32-true",
+    spared: frozenset[str] | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that :func:`resolve_optimizer` describes, fused where the class and the device have that.
 
     Not under 16-mixed: a fused optimizer takes the fp16 scale off the gradients itself, and clipping would see them
-    scaled.
+    scaled. ``spared`` is what :func:`spared_from_decay` said of the model; needed where the model is wrapped.
 
     Raises:
         UserError: the class refuses a value.
     """
     given = dict(options)
     cls = optimizer_class(given.pop("name"))
+    spared = spared_from_decay(model) if spared is None else spared
     takes = inspect.signature(cls).parameters
-    groups = parameter_groups(model, given.pop("weight_decay", 0.0))
+    groups = parameter_groups(model, given.pop("weight_decay", 0.0), spared)
     if "weight_decay" not in takes:
         groups = [{"params": [p for group in groups for p in group["params"]]}]
     if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & given.keys():

@@ -10,6 +10,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from toolkit.data.loader import Batch
+from toolkit.distributed import ranks
 from toolkit.errors import GuardError
 
 MAX_SKIPPED_IN_A_ROW = 50
@@ -17,8 +18,8 @@ MAX_SKIPPED_IN_A_ROW = 50
 
 
 class StepResult(NamedTuple):
-    loss_sum: torch.Tensor
-    """Sum over this rank's supervised tokens, in nats, on the device."""
+    loss: float
+    """Mean over the supervised tokens of the global batch, in nats (law N2)."""
     grad_norm: float
     """Norm of the whole gradient before clipping, the same on all ranks."""
     skipped: bool
@@ -58,14 +59,23 @@ def train_step(
         loss_total += loss_sum.detach()
     # An infinite limit leaves the gradient as it is; the norm is wanted anyhow.
     norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm or math.inf, error_if_nonfinite=False)
-    grad_norm, loss_value = torch.stack([norm.float(), loss_total.float()]).tolist()  # the step's one synchronisation
+    mine = loss_total.clone()
+    totals = torch.stack([norm.float(), ranks.sum_over_ranks(loss_total).float()])
+    grad_norm, loss_sum = totals.tolist()  # the step's one synchronisation; the same numbers on every rank
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     finite = math.isfinite(grad_norm)
-    if not math.isfinite(loss_value) or (not finite and scaler is None):
-        ids = [row for batch in micro_batches for row in batch.ids if row >= 0]
-        raise GuardError(
-            f"loss {loss_value:.6g}, gradient norm {grad_norm:.6g} on rank {fabric.global_rank}; its samples: {ids}"
-        )
+    if not math.isfinite(loss_sum) or (not finite and scaler is None):
+        raise GuardError(_what_is_not_finite(float(mine), grad_norm, micro_batches))
     optimizer.step()  # with a scaler, this leaves the weights alone where the gradient is not finite
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss_total, grad_norm, skipped=not finite)
+    return StepResult(loss_sum / max(1, n_tokens), grad_norm, skipped=not finite)
+
+
+def _what_is_not_finite(loss_sum: float, grad_norm: float, micro_batches: list[Batch]) -> str:
+    """Name the ranks whose loss is not finite, or all where only the gradient is not; the same text on every rank."""
+    ids = [row for batch in micro_batches for row in batch.ids if row >= 0]
+    everywhere = list(enumerate(ranks.gather((loss_sum, ids))))
+    guilty = [found for found in everywhere if not math.isfinite(found[1][0])] or everywhere
+    return f"gradient norm {grad_norm:.6g}, " + "; ".join(
+        f"loss {loss:.6g} on rank {rank}, its samples: {rows}" for rank, (loss, rows) in guilty
+    )

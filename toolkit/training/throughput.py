@@ -76,7 +76,7 @@ class Throughput:
     Validation, saving and logging are not part of it: only what :meth:`add` is told.
     """
 
-    def __init__(self, flops_per_token: float, peak_flops: float | None) -> None:
+    def __init__(self, flops_per_token: float | None, peak_flops: float | None) -> None:
         """``peak_flops``: of all devices together, in FLOP/s."""
         self._flops_per_token, self._peak = flops_per_token, peak_flops
         self._tokens, self._seconds = 0, 0.0
@@ -90,6 +90,6 @@ class Throughput:
         rate = self._tokens / self._seconds if self._seconds else float("nan")
         self._tokens, self._seconds = 0, 0.0
         values = {"tokens_per_sec": rate}
-        if self._peak is not None:
+        if self._peak is not None and self._flops_per_token is not None:
             values["mfu"] = self._flops_per_token * rate / self._peak
         return values

@@ -11,6 +11,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from toolkit.data.loader import Batch
+from toolkit.distributed import ranks
 
 
 @torch.no_grad()
@@ -36,8 +37,7 @@ def validate(
         n_bytes = int(token_bytes[targets[targets < len(token_bytes)]].sum()) if token_bytes is not None else 0
         totals += torch.tensor([float(loss_sum), int(n_tokens), n_bytes], dtype=torch.float64)
     model.train(was_training)
-    device_totals = totals.to(fabric.device) if fabric.device.type != "mps" else totals.float().to(fabric.device)
-    nats, tokens, n_bytes = fabric.all_reduce(device_totals, reduce_op="sum").tolist()
+    nats, tokens, n_bytes = ranks.sum_over_ranks(totals).tolist()
     if not tokens:
         return {}
     loss = nats / tokens

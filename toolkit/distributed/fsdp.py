@@ -1,0 +1,165 @@
+"""FSDP as this project needs it: on CUDA and on the CPU, with explicit meshes and the mathematics of one device.
+
+Under mixed precision one device keeps weights, residual stream, norms and gradients in fp32 and computes matrix
+products in 16 bits (autocast). Here the same is had in four steps: the blocks' matrices are gathered in 16 bits;
+embedding and head, in the root's unit, in fp32; vectors (norms, biases) are not sharded but held in fp32 by every rank,
+their gradients summed once per step; and gradients that wait for their last micro-batch wait in fp32.
+Measured over 20 steps on 2 ranks, largest relative difference of the loss from one device: 3.7e-5, where other
+micro-batches on one device differ by 6.5e-5; with all parameters in bf16, as Fabric has it, 3.7e-4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from lightning.fabric.plugins.precision import FSDPPrecision
+from lightning.fabric.strategies import FSDPStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from toolkit.args import Dtype, FSDPArgs, Precision
+from toolkit.distributed.ranks import sum_over_ranks, world_size
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+
+
+class ShardedStrategy(FSDPStrategy):
+    """FSDP per block.
+
+    Args:
+        block_classes: The classes of the blocks: each block is a unit, what remains is the root's.
+        mesh: (shards,) or (replicas, shards).
+        sharding: FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD.
+        options: The user's further options.
+        precision: How to compute.
+
+    ``materialize(module, wanted)`` gives the parameters directly in a module, as far as they are on the meta device and
+    ``wanted``, their values.
+    """
+
+    materialize: Callable[..., None] | None = None
+
+    def __init__(
+        self,
+        block_classes: set[type[nn.Module]],
+        mesh: tuple[int, ...],
+        sharding: str,
+        options: FSDPArgs,
+        precision: Precision,
+        device_type: str,
+    ) -> None:
+        # the mesh is made in setup_module: Fabric would make one of CUDA devices
+        super().__init__(sharding_strategy="FULL_SHARD", precision=ShardedPrecision(precision, device_type))
+        self.sharding_strategy = ShardingStrategy[sharding]
+        self._blocks, self._mesh_shape, self._options = tuple(block_classes), mesh, options
+        self._replicated: list[nn.Parameter] = []
+        self._backward_sync_control = _AccumulateInFP32()
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        unit, root = unit_precision(self._options, self.precision.precision)
+        if unit is not None:
+            for owner in module.modules() if self.materialize is not None else ():
+                self.materialize(owner, _is_vector)
+            self._replicated = [p for p in module.parameters() if _is_vector(p)]
+            for parameter in self._replicated:
+                parameter.data = parameter.data.to(self.root_device)
+        names = ("shard",) if len(self._mesh_shape) == 1 else ("replicate", "shard")
+        return FullyShardedDataParallel(
+            module,
+            auto_wrap_policy=CustomPolicy(lambda m: isinstance(m, self._blocks) and {"mixed_precision": unit}),
+            mixed_precision=root,
+            sharding_strategy=self.sharding_strategy,
+            device_mesh=init_device_mesh(self.root_device.type, self._mesh_shape, mesh_dim_names=names),
+            device_id=self.root_device,
+            param_init_fn=self.materialize,
+            ignored_states=self._replicated or None,
+            use_orig_params=True,
+            backward_prefetch=_PREFETCH[self._options.backward_prefetch],
+            forward_prefetch=self._options.forward_prefetch,
+            limit_all_gathers=self._options.limit_all_gathers,
+        )
+
+    def reduce_replicated_gradients(self) -> None:
+        """Average the gradients of the parameters that every rank holds whole, in one collective."""
+        gradients = [p.grad for p in self._replicated if p.grad is not None]
+        if gradients:
+            flat = sum_over_ranks(torch.cat([g.flatten() for g in gradients])).div_(world_size())
+            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+def _is_vector(parameter: nn.Parameter) -> bool:
+    """Norms and biases: too small to shard, and better kept in fp32 than gathered in 16 bits."""
+    return parameter.ndim < 2
+
+
+def unit_precision(options: FSDPArgs, precision: Precision) -> tuple[MixedPrecision | None, MixedPrecision | None]:
+    """Return the dtypes of the blocks' units and of the root's; None where everything stays in the model's own.
+
+    Inputs are not cast: the residual stream keeps the dtype that it has on one device.
+    """
+    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+    given = (options.param_dtype, options.reduce_dtype, options.buffer_dtype)
+    if mixed is None and given == (None, None, None):
+        return None, None
+    own = None if mixed is None else torch.float32
+
+    def dtype(name: Dtype | None, otherwise: torch.dtype | None) -> torch.dtype | None:
+        return otherwise if name is None else _DTYPES[name]
+
+    rest = {
+        "reduce_dtype": dtype(options.reduce_dtype, own),
+        "buffer_dtype": dtype(options.buffer_dtype, own),
+        "cast_forward_inputs": False,
+        "cast_root_forward_inputs": False,
+    }
+    return MixedPrecision(param_dtype=dtype(options.param_dtype, mixed), **rest), MixedPrecision(**rest)
+
+
+class ShardedPrecision(FSDPPrecision):
+    """Autocast as on one device; the dtypes of the units are :func:`unit_precision`'s.
+
+    Fabric's own rounds reduction and buffers to 16 bits and enters CUDA's autocast even on a CPU.
+    """
+
+    def __init__(self, precision: Precision, device_type: str) -> None:
+        super().__init__(precision)
+        self._device_type = device_type
+
+    def forward_context(self) -> AbstractContextManager:
+        dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision)
+        if dtype is None:
+            return self.tensor_init_context()
+        return torch.autocast(self._device_type, dtype=dtype)
+
+    @property
+    def mixed_precision_config(self) -> None:
+        return None
+
+
+class _AccumulateInFP32(_BackwardSyncControl):
+    """Keeps FSDP from reducing a gradient before the last micro-batch.
+
+    torch keeps such a gradient in the dtype that its unit computes in, and a sum in 16 bits loses what is small.
+    """
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        return _accumulate(module) if enabled else nullcontext()
+
+
+@contextmanager
+def _accumulate(module: FullyShardedDataParallel) -> Iterator[None]:
+    with module.no_sync():
+        yield
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        handle = unit._handle
+        gradient = None if handle is None else handle.flat_param.grad
+        if gradient is not None and gradient.dtype != handle._orig_param_dtype:
+            gradient.data = gradient.to(handle._orig_param_dtype)
+            handle._use_unsharded_grad_views()  # or the parameters keep views of the old one

@@ -1,0 +1,117 @@
+"""What the processes (ranks) of a run say to each other. In a run of one process every function is its own answer.
+
+Small things (counts, flags, names) go over the CPU, whatever the devices: a rank that is gone is then noticed at once
+and as an exception.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed as dist
+
+from toolkit.errors import PeerLost
+
+T = TypeVar("T")
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def global_rank() -> int:
+    return dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def barrier() -> None:
+    """Wait until all ranks are here."""
+    vote(here=1)
+
+
+def vote(**values: int) -> dict[str, int]:
+    """Sum each value over all ranks, in one collective. Flags are 0 or 1: above zero means that some rank says yes."""
+    if not is_distributed():
+        return values
+    ballot = torch.tensor(list(values.values()), dtype=torch.int64)
+    dist.all_reduce(ballot)
+    return dict(zip(values, ballot.tolist(), strict=True))
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor over all ranks, in place, on its own device."""
+    if is_distributed():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def from_first(value: T) -> T:
+    """Return rank 0's value on every rank."""
+    if not is_distributed():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks, by rank."""
+    if not is_distributed():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def rank_print(*message: object, rank: int | None = None) -> None:
+    """Print a message with its rank before it, on the rank that is named, or on every one.
+
+    >>> rank_print("ready", rank=1)
+    [rank 1] ready
+    """
+    here = global_rank()
+    if rank is None or rank == here:
+        print(f"[rank {here}]", *message, flush=True, file=sys.stdout)
+
+
+def set_timeout(seconds: float) -> None:
+    """Set how long a collective waits for a rank that does not answer."""
+    if is_distributed():
+        # torch has no public name for it; torchtitan sets its timeouts in this way, too
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+@contextmanager
+def patience(seconds: float, otherwise: float) -> Iterator[None]:
+    """Wait ``seconds`` for other ranks within, one of which may write to a slow disk; ``otherwise`` afterwards."""
+    set_timeout(seconds)
+    try:
+        yield
+    finally:
+        set_timeout(otherwise)
+
+
+def on_first(act: Callable[[], T]) -> T | None:
+    """Do something on rank 0 only and return what comes of it there; where it fails, it fails on all ranks.
+
+    Raises:
+        PeerLost: on the other ranks, if rank 0 could not.
+    """
+    value, error = None, None
+    if global_rank() == 0:
+        try:
+            value = act()
+        except Exception as caught:
+            error = caught
+    if vote(failed=int(error is not None))["failed"]:
+        raise error if error is not None else PeerLost("rank 0 has ended")
+    return value

@@ -1,0 +1,155 @@
+"""What is trained: built on the meta device, then given its weights where the strategy wants them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import distributed as dist
+from torch import nn
+
+from toolkit.checkpoints.folder import fitting_weights, read_model_config
+from toolkit.checkpoints.sharded import is_sharded
+from toolkit.checkpoints.states import load_sharded_weights, tied_names
+from toolkit.checkpoints.store import WEIGHTS
+from toolkit.checkpoints.weights import canonical_name, load_weights
+from toolkit.distributed import ranks
+from toolkit.distributed.fsdp import ShardedStrategy
+from toolkit.distributed.replicas import require_equal_replicas
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT, Block
+from toolkit.models.init import Materializer, drawn
+from toolkit.training.optimizer import spared_from_decay
+from toolkit.training.throughput import flops_per_token
+
+
+@dataclass
+class Plan:
+    """A model before it is wrapped, and what can only be known of it then.
+
+    Args:
+        module: A GPT on the meta device, or somebody's own module with its weights.
+        config: Its architecture; None for somebody's own.
+        blocks: The classes of its blocks.
+        sizes: Elements of each parameter, by name.
+        tied: See :func:`toolkit.checkpoints.states.tied_names`.
+        spared: See :func:`toolkit.training.optimizer.spared_from_decay`.
+        facts: What may not change on resume.
+    """
+
+    module: nn.Module
+    config: ModelConfig | None
+    blocks: tuple[type[nn.Module], ...]
+    sizes: dict[str, int]
+    tied: dict[str, str]
+    spared: frozenset[str]
+    facts: dict[str, Any]
+
+
+def plan_model(config: ModelConfig | None, module: nn.Module | None, blocks: tuple[type[nn.Module], ...]) -> Plan:
+    """Build the model of ``config`` on the meta device, or take ``module``."""
+    if module is None:
+        assert config is not None
+        with torch.device("meta"):
+            module = GPT(config)
+        blocks = (Block,)
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    if config is not None:
+        facts = config.to_dict()
+    else:
+        shapes = [f"{canonical_name(name)} {tuple(p.shape)}" for name, p in module.named_parameters()]
+        facts = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
+    return Plan(module, config, blocks, sizes, tied_names(module), spared_from_decay(module), facts)
+
+
+def set_up_model(
+    fabric: Fabric, plan: Plan, *, seed: int, precision: str, compiler: str, source: Path | None
+) -> nn.Module:
+    """Give the model its weights and wrap it as the strategy has it.
+
+    Every rank makes one unit after the other from the seed, or reads it from a file that all share, and keeps its part
+    (law M3): no rank ever holds a second whole copy.
+
+    Args:
+        source: A checkpoint folder to take the weights from.
+
+    Raises:
+        UserError: the weights do not fit.
+    """
+    module = plan.module
+    if precision == "bf16-true":
+        module.to(torch.bfloat16)
+    shards = source is not None and is_sharded(source / WEIGHTS) and _shards_fit(plan, source)
+    if plan.config is None:
+        _take_weights(module, None if shards else source)
+    else:
+        materialize = Materializer(module, _values(plan, seed, None if shards else source, shards), fabric.device)
+        if isinstance(fabric.strategy, ShardedStrategy):
+            fabric.strategy.materialize = materialize
+        else:
+            for part in module.modules():
+                materialize(part)
+    if compiler == "torch":
+        for part in module.modules():
+            if isinstance(part, plan.blocks):
+                part.compile()  # in place: its class and the names of its weights stay as they are
+    wrapped = fabric.setup(module)
+    if shards:
+        assert source is not None
+        load_sharded_weights(unwrapped(wrapped), plan.tied, source / WEIGHTS)
+    return wrapped
+
+
+def unwrapped(wrapped: nn.Module) -> nn.Module:
+    """What Fabric has wrapped: DDP's or FSDP's module, or the plain one."""
+    return wrapped._forward_module
+
+
+def check_replicas(wrapped: nn.Module, plan: Plan, shards: int) -> None:
+    """Law N4, see :func:`toolkit.distributed.replicas.require_equal_replicas`."""
+    parts = {canonical_name(name): p for name, p in unwrapped(wrapped).named_parameters()}
+    sizes = {canonical_name(name): size for name, size in plan.sizes.items()}
+    require_equal_replicas(parts, sizes, shards)
+
+
+def describe_model(plan: Plan, seq_length: int) -> str:
+    """Name, parameters and FLOPs per token (law N8) in a few words."""
+    name = type(plan.module).__name__ if plan.config is None else plan.config.name
+    text = f"{name}: {sum(plan.sizes.values()):,} parameters"
+    if plan.config is None:
+        return text
+    full, causal = (flops_per_token(plan.module, plan.config, seq_length, causal=half) / 1e6 for half in (False, True))
+    return f"{text}, {full:.1f} MFLOP per token ({causal:.1f} with causal attention counted by half)"
+
+
+def _shards_fit(plan: Plan, source: Path) -> bool:
+    """Whether the shards can be read as they are: not where head and embedding are one here and two there."""
+    return plan.config is None or read_model_config(source).tie_embeddings == plan.config.tie_embeddings
+
+
+def _values(plan: Plan, seed: int, source: Path | None, shards: bool) -> Callable[[str, torch.Size], torch.Tensor]:
+    if shards:
+        return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
+    if source is None:
+        return drawn(plan.module, seed)
+    weights = fitting_weights(source, plan.module)
+    return lambda name, shape: weights[name]
+
+
+@torch.no_grad()
+def _take_weights(module: nn.Module, source: Path | None) -> None:
+    """Load a checkpoint into somebody's own module; without one, all ranks take rank 0's weights."""
+    state = module.state_dict()
+    weights = {} if source is None else load_weights(source)
+    for name, tensor in state.items():
+        if canonical_name(name) in weights:
+            tensor.copy_(weights[canonical_name(name)])
+        elif ranks.is_distributed():
+            on_cpu = tensor.detach().cpu().contiguous()
+            dist.broadcast(on_cpu, src=0)
+            tensor.copy_(on_cpu)

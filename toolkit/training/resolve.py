@@ -1,0 +1,182 @@
+"""What a run will be, from the arguments alone: nothing is started, built or written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from typing import Any
+
+from torch import nn
+
+import toolkit.data
+from toolkit.args import (
+    Accelerator,
+    CommandDefaults,
+    DDPArgs,
+    Devices,
+    EvalArgs,
+    FSDPArgs,
+    LogArgs,
+    OptimizerArgs,
+    Precision,
+    Strategy,
+    TrainArgs,
+    fill,
+)
+from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
+from toolkit.data.base import DataModule, Prepared
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig, ModelOverrides
+from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
+
+
+@dataclass
+class RunArgs:
+    """What a training command hands over: the user's options, and the defaults of the command."""
+
+    defaults: CommandDefaults
+    model_name: str | None
+    model_config: ModelOverrides
+    data: DataModule
+    train: TrainArgs
+    eval: EvalArgs
+    log: LogArgs
+    optimizer: OptimizerArgs
+    fsdp: FSDPArgs
+    ddp: DDPArgs
+    out_dir: str
+    resume: bool | str
+    initial_checkpoint_dir: str | None
+    tokenizer_dir: str | None
+    accelerator: Accelerator
+    devices: Devices
+    num_nodes: int | None
+    strategy: Strategy
+    precision: Precision | None
+    compiler: str
+    logger_name: str
+    timeout: float | None
+    seed: int
+    module: nn.Module | None = None
+    """Somebody's own model, ready; then there is no ``model_name``."""
+    block_classes: tuple[type[nn.Module], ...] = ()
+    """The blocks of that model."""
+
+
+def with_defaults(args: RunArgs) -> RunArgs:
+    """Fill in what the command decides; the default model also has a length of its own.
+
+    Raises:
+        UserError: the run has no end, or an option is of no use.
+    """
+    if not args.out_dir:
+        raise UserError("--out_dir '': give the name of a folder")
+    if not 0 <= args.seed < 2**32:
+        raise UserError(f"--seed {args.seed}: must be from 0 to {2**32 - 1}")
+    if args.model_name is not None and args.initial_checkpoint_dir is not None:
+        raise UserError(
+            f"model_name {args.model_name}: --initial_checkpoint_dir {args.initial_checkpoint_dir} brings its own "
+            "architecture; leave one of them out"
+        )
+    if args.timeout is not None and args.timeout <= 0:
+        raise UserError(f"--timeout {args.timeout}: must be greater than zero")
+    train = fill(args.train, args.defaults.train)
+    if all(limit is None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time)):
+        config = None if args.initial_checkpoint_dir is not None else choose_model(args)
+        if config is None or config.name != DEFAULT_MODEL:
+            raise UserError(
+                "--train.max_tokens: the length of the run must be given; "
+                "set --train.max_tokens, --train.max_steps, --train.epochs or --train.max_time"
+            )
+        train = replace(train, **args.defaults.default_model_length)
+    return replace(args, train=train)
+
+
+def choose_model(args: RunArgs) -> ModelConfig | None:
+    """The named architecture, or that of the initial checkpoint, with the user's changes; None for a ready module."""
+    if args.module is not None:
+        return None
+    if args.initial_checkpoint_dir is not None:
+        config = read_model_config(find_checkpoint_dir(args.initial_checkpoint_dir))
+    else:
+        config = get_config(args.model_name or DEFAULT_MODEL)
+    config = config.override(args.model_config)
+    if args.train.tie_embeddings is not None:
+        config = replace(config, tie_embeddings=args.train.tie_embeddings)
+    family_of(config)  # an architecture that belongs to none could be trained, but never exported
+    return config
+
+
+def choose_length(train: TrainArgs, config: ModelConfig | None) -> int | None:
+    """Tokens per sequence; None where the data decides.
+
+    Raises:
+        UserError: longer than the model's context.
+    """
+    if config is None:
+        return train.max_seq_length
+    length = train.max_seq_length or config.block_size
+    if length > config.block_size:
+        raise UserError(
+            f"--train.max_seq_length {length}: {config.name or 'the model'} takes at most {config.block_size} tokens; "
+            f"lower it, or raise --model_config.block_size"
+        )
+    return length
+
+
+def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], None]) -> Prepared:
+    """Prepare the data with the tokenizer of the run: --tokenizer_dir, else the initial checkpoint's, else its own.
+
+    Raises:
+        UserError: there is less text than one global batch.
+    """
+    tokenizer = None
+    folder = args.tokenizer_dir or args.initial_checkpoint_dir
+    if folder is not None:
+        tokenizer = Tokenizer.load(folder if args.tokenizer_dir else find_checkpoint_dir(folder))
+    data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report)
+    if len(data.train) < args.train.global_batch_size:
+        raise UserError(
+            f"--train.global_batch_size {args.train.global_batch_size}: the training data has only {len(data.train)} "
+            f"sequences of {seq_length} tokens; give more text, a smaller batch or a shorter --train.max_seq_length"
+        )
+    return data
+
+
+def with_vocabulary(config: ModelConfig | None, data: Prepared) -> ModelConfig | None:
+    """The config with the vocabulary of the tokenizer, or of data that comes as tokens, where it has none of its own.
+
+    Raises:
+        UserError: there is no vocabulary to take, or a larger one than the model's.
+    """
+    if config is None:
+        return None
+    sizes = [data.tokenizer.vocab_size if data.tokenizer is not None else None, data.vocab_size]
+    known = [size for size in sizes if size is not None]
+    if config.vocab_size is None and not known:
+        raise UserError(
+            f"--tokenizer_dir: {config.name} takes its vocabulary from the tokenizer; "
+            "give one, or --model_config.vocab_size"
+        )
+    config = config.with_vocab_size(max(known)) if known else config
+    if known and max(known) > config.padded_vocab_size:
+        raise UserError(
+            f"--model_config.vocab_size {config.vocab_size}: the data has {max(known)} different tokens; "
+            f"give the tokenizer of the model, or --model_config.vocab_size {max(known)}"
+        )
+    return config
+
+
+def hyperparameters(args: RunArgs) -> dict[str, Any]:
+    """The options of this run as ``toolkit SUB --config`` takes them, defaults filled in."""
+    left_out = ("defaults", "module", "block_classes")
+    values = {k: v for k, v in vars(args).items() if k not in left_out} | {"resume": False}
+    values["optimizer"] = fill(args.optimizer, args.defaults.optimizer)
+    plain = {k: asdict(v) if is_dataclass(v) else v for k, v in values.items()}
+    plain["model_config"] = {k: v for k, v in plain["model_config"].items() if v is not None}
+    kind = type(args.data)
+    own = getattr(toolkit.data, kind.__name__, None) is kind
+    path = kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
+    plain["data"] = {"class_path": path, "init_args": plain["data"]}
+    return plain
