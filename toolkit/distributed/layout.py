@@ -1,0 +1,299 @@
+"""How many processes there are and which one this is, as the launcher says: the toolkit, torchrun, SLURM, or by hand.
+
+Fabric guesses the same, but "auto" devices under torchrun, or one SLURM task with two devices, become processes that
+train alone without an error. So it is read here, before Fabric is built, and what contradicts is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import ClusterEnvironment
+
+Environ = Mapping[str, str]
+
+_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_LOCALHOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The processes of a run, one per device, and the place of this one among them.
+
+    ``launcher`` is who set the ranks. "by hand" is everything that sets LOCAL_RANK: a person, an unknown launcher, and
+    the toolkit itself for the processes that it starts.
+    """
+
+    devices: int
+    """Processes per node."""
+    num_nodes: int
+    node_rank: int
+    local_rank: int
+    launcher: Literal["toolkit", "torchrun", "slurm", "by hand"]
+    starts_processes: bool
+    """Whether this process has to start the other ``devices - 1`` of its node."""
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.devices
+
+    @property
+    def global_rank(self) -> int:
+        """The rank in the run; ranks of a node follow each other (a RANK or SLURM_PROCID that differs is refused)."""
+        return self.node_rank * self.devices + self.local_rank
+
+
+def read_layout(
+    devices: int | Literal["auto"], num_nodes: int | None, available: int | None, environ: Environ = os.environ
+) -> Layout:
+    """Read from the environment how the processes of this run were started, or are to be.
+
+    Args:
+        devices: Processes per node; "auto" is what the launcher says, else all devices of the node.
+        num_nodes: ``None`` is what the launcher says, else 1.
+        available: Devices that this process sees; ``None`` on a CPU, where any number of processes can be started and
+            "auto" is one.
+        environ: The variables to read.
+
+    Raises:
+        UserError: a number is impossible, what was asked for contradicts the launcher, or a variable is missing.
+    """
+    if devices != "auto" and (not isinstance(devices, int) or devices < 1):
+        raise UserError(f"--devices {devices}: must be auto or at least 1")
+    if num_nodes is not None and num_nodes < 1:
+        raise UserError(f"--num_nodes {num_nodes}: must be at least 1")
+    _number("MASTER_PORT", environ, 1, below=65536, default=1)
+    if "TORCHELASTIC_RUN_ID" in environ:
+        layout = _read_torchrun(devices, num_nodes, environ)
+    elif _is_slurm_task(environ):
+        layout = _read_slurm(devices, num_nodes, available, environ)
+    elif "LOCAL_RANK" in environ:
+        layout = _read_by_hand(devices, num_nodes, environ)
+    else:
+        layout = _read_nothing(devices, num_nodes, available, environ)
+    _check_available(layout, available, environ)
+    return layout
+
+
+def cluster_environment(layout: Layout) -> ClusterEnvironment:
+    """Return what tells Fabric the same, for ``Fabric(plugins=[...])``.
+
+    Lightning's environments read ``os.environ`` whenever they are asked, so variables are set there where the launcher
+    left them out; the processes that Fabric starts inherit them.
+    """
+    from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+
+    if layout.launcher == "torchrun":
+        return TorchElasticEnvironment()
+    if layout.launcher == "slurm":
+        return _slurm_environment(layout)
+    if layout.world_size > 1:
+        _set_node(layout)
+    return LightningEnvironment()
+
+
+def _read_torchrun(devices: int | str, num_nodes: int | None, environ: Environ) -> Layout:
+    world, per_node = _number("WORLD_SIZE", environ, 1), _number("LOCAL_WORLD_SIZE", environ, 1)
+    nodes = world // per_node
+    says = f"torchrun started {_count(per_node, 'process', 'processes')} on this node (LOCAL_WORLD_SIZE={per_node})"
+    if world % per_node or nodes != _number("GROUP_WORLD_SIZE", environ, 1, default=nodes):
+        raise UserError(f"WORLD_SIZE={world}: {says}; use the same torchrun --nproc_per_node on every node")
+    if devices not in ("auto", per_node):
+        raise UserError(f"--devices {devices}: {says}; leave --devices out, or use torchrun --nproc_per_node {devices}")
+    if num_nodes not in (None, nodes):
+        raise UserError(
+            f"--num_nodes {num_nodes}: {says} of {world} (WORLD_SIZE={world}), so on {_count(nodes, 'node')}; "
+            f"leave --num_nodes out, or use torchrun --nnodes {num_nodes}"
+        )
+    local_rank = _number("LOCAL_RANK", environ, 0, below=per_node)
+    node_rank = _number("GROUP_RANK", environ, 0, below=nodes, default=0 if nodes == 1 else None)
+    return _checked(Layout(per_node, nodes, node_rank, local_rank, "torchrun", False), environ)
+
+
+def _is_slurm_task(environ: Environ) -> bool:
+    """Whether SLURM numbered this process; a LOCAL_RANK that differs is of a launcher inside of the task."""
+    if not {"SLURM_NTASKS", "SLURM_PROCID"} <= environ.keys():
+        return False
+    if environ.get("LOCAL_RANK") not in (None, environ.get("SLURM_LOCALID")):
+        return False
+    if (name := environ.get("SLURM_JOB_NAME")) not in ("bash", "interactive"):
+        return True
+    if "SLURM_STEP_ID" in environ and "SLURM_PTY_PORT" not in environ:  # salloc names its job so; this is srun in it
+        return True
+    if _number("SLURM_PROCID", environ, 0) == 0:  # a person's shell, with the devices of the node to itself
+        return False
+    raise UserError(
+        f"SLURM_JOB_NAME={name}: looks like a shell, but is one of several tasks; use srun --job-name train"
+    )
+
+
+def _read_slurm(devices: int | str, num_nodes: int | None, available: int | None, environ: Environ) -> Layout:
+    tasks = _number("SLURM_NTASKS", environ, 1)
+    nodes = _number("SLURM_NNODES", environ, 1, default=num_nodes or 1)
+    # The batch script itself: SLURM numbers it 0 of all tasks, and the others do not exist before srun.
+    in_batch_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
+    if in_batch_script and "LOCAL_RANK" in environ:
+        return _read_by_hand(devices, num_nodes, environ)
+    if in_batch_script and tasks > 1:
+        raise UserError(
+            f"SLURM_NTASKS={tasks}: only one of these tasks runs; start it with srun: srun toolkit ... "
+            "(or submit with --ntasks=1, for one process that starts the others of its node)"
+        )
+    variables = f"SLURM_NTASKS={tasks}, SLURM_NNODES={nodes}"
+    says = f"SLURM started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({variables})"
+    if num_nodes not in (None, nodes):
+        raise UserError(f"--num_nodes {num_nodes}: {says}; leave --num_nodes out, or use srun --nodes {num_nodes}")
+    if devices == "auto":
+        if tasks % nodes:
+            raise UserError(f"SLURM_NTASKS={tasks}: {says}, not the same number on each; use srun --ntasks-per-node")
+        devices = available if tasks == nodes and available else tasks // nodes
+    if nodes > 1 and not any(environ.get(name) for name in ("MASTER_ADDR", *_NODE_LISTS)):
+        raise UserError(f"SLURM_NNODES={nodes}: SLURM_JOB_NODELIST is not set; set MASTER_ADDR to the first node")
+    if tasks == devices * nodes:
+        return _slurm_task(devices, nodes, environ)
+    if tasks != nodes:
+        raise UserError(f"--devices {devices}: {says}; leave --devices out, or use srun --ntasks-per-node {devices}")
+    if "LOCAL_RANK" in environ:  # the first process of a node, after it has started the others
+        return _read_by_hand(devices, nodes, environ)
+    node_rank = _number("SLURM_NODEID", environ, 0, below=nodes)
+    return Layout(devices, nodes, node_rank, 0, "slurm", starts_processes=True)
+
+
+def _slurm_task(devices: int, nodes: int, environ: Environ) -> Layout:
+    """One task per device. Tasks that are dealt out in turns would make every shard group cross all nodes."""
+    rank, local_rank = _number("SLURM_PROCID", environ, 0), _number("SLURM_LOCALID", environ, 0)
+    layout = Layout(devices, nodes, _number("SLURM_NODEID", environ, 0, below=nodes), local_rank, "slurm", False)
+    if local_rank >= devices or rank != layout.global_rank:
+        raise UserError(
+            f"SLURM_PROCID={rank}: is task {local_rank} of node {layout.node_rank} (SLURM_LOCALID, SLURM_NODEID), but "
+            f"nodes must hold {devices} tasks each, in order; use srun --ntasks-per-node {devices} --distribution block"
+        )
+    return layout
+
+
+def _read_by_hand(devices: int | str, num_nodes: int | None, environ: Environ) -> Layout:
+    """LOCAL_RANK is set: all processes exist. What is not known is asked for, as a wrong guess waits for nobody."""
+    world = _number("WORLD_SIZE", environ, 1, default=0)
+    per_node = _number("LOCAL_WORLD_SIZE", environ, 1, default=1 if world == 1 else 0)
+    started = f"LOCAL_RANK={environ['LOCAL_RANK']} says that a launcher started this process"
+    if devices == "auto":
+        if not per_node:
+            raise UserError(f"--devices auto: {started}; give the number per node, or unset LOCAL_RANK")
+        devices = per_node
+    elif per_node not in (0, devices):
+        variable = f"LOCAL_WORLD_SIZE={per_node}" if "LOCAL_WORLD_SIZE" in environ else f"WORLD_SIZE={world}"
+        raise UserError(f"--devices {devices}: {started}, one of {per_node} ({variable}); make them agree")
+    nodes = num_nodes or max(1, world // devices)
+    if world and world != devices * nodes:
+        raise UserError(
+            f"WORLD_SIZE={world}: is not --devices {devices} x --num_nodes {nodes}; "
+            "give those that the launcher started, or unset LOCAL_RANK"
+        )
+    local_rank = _number("LOCAL_RANK", environ, 0, below=devices)
+    by_rank = None if "RANK" not in environ else _number("RANK", environ, 0, below=devices * nodes) // devices
+    node_rank = _node_rank(nodes, environ, default=by_rank)
+    # On one node too: without it every process of Fabric's takes a free port of its own, and waits there.
+    if devices * nodes > 1:
+        _require(["MASTER_ADDR"] * (nodes > 1) + ["MASTER_PORT"], nodes, environ)
+    return _checked(Layout(devices, nodes, node_rank, local_rank, "by hand", False), environ)
+
+
+def _read_nothing(devices: int | str, num_nodes: int | None, available: int | None, environ: Environ) -> Layout:
+    """No launcher: this process is the first of its node."""
+    devices, nodes = (available or 1) if devices == "auto" else devices, num_nodes or 1
+    if "RANK" in environ and (world := _number("WORLD_SIZE", environ, 1, default=1)) > 1:
+        mend = "set it to the rank within the node, or unset RANK for processes that the toolkit starts"
+        raise UserError(f"RANK={environ['RANK']}: is one of WORLD_SIZE={world}, but LOCAL_RANK is not set; {mend}")
+    node_rank = _node_rank(nodes, environ)
+    if nodes > 1:
+        _require(["MASTER_ADDR", "MASTER_PORT"], nodes, environ)
+    return Layout(devices, nodes, node_rank, 0, "toolkit", starts_processes=devices > 1)
+
+
+def _node_rank(nodes: int, environ: Environ, default: int | None = None) -> int:
+    if nodes > 1 and default is None:
+        _require(["NODE_RANK"], nodes, environ)
+    value = _number("NODE_RANK", environ, 0, default=default or 0)
+    if value >= nodes:
+        raise UserError(f"NODE_RANK={value}: must be less than --num_nodes {nodes}; {_what_to_set(max(nodes, 2))}")
+    return value
+
+
+def _require(variables: list[str], nodes: int, environ: Environ) -> None:
+    for name in (name for name in variables if not environ.get(name)):
+        if nodes > 1:
+            raise UserError(f"--num_nodes {nodes}: {name} is not set; {_what_to_set(nodes)}")
+        raise UserError(f"{name}: is not set; set it to the same free port for all processes that LOCAL_RANK numbers")
+
+
+def _what_to_set(nodes: int) -> str:
+    return f"set NODE_RANK to 0 ... {nodes - 1}, one per node, and MASTER_ADDR and MASTER_PORT of the first on all"
+
+
+def _check_available(layout: Layout, available: int | None, environ: Environ) -> None:
+    if available is None or layout.devices <= available:
+        return
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    has = _count(available, "device") + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible else "")
+    if layout.launcher == "slurm" and not layout.starts_processes:
+        mend = "every task must see all devices of its node: use srun --gpus-per-node, not --gpus-per-task"
+        raise UserError(f"--devices {layout.devices}: this task sees {has}; {mend}")
+    mend = f"torchrun --nproc_per_node {available}" if layout.launcher == "torchrun" else f"--devices {available}"
+    raise UserError(f"--devices {layout.devices}: this machine has {has}; use {mend}")
+
+
+def _checked(layout: Layout, environ: Environ) -> Layout:
+    if (rank := _number("RANK", environ, 0, default=layout.global_rank)) != layout.global_rank:
+        raise UserError(
+            f"RANK={rank}: process {layout.local_rank} of node {layout.node_rank}, with {layout.devices} on each node, "
+            f"has rank {layout.global_rank}; number the ranks node by node"
+        )
+    return layout
+
+
+def _number(name: str, environ: Environ, at_least: int, *, below: int | None = None, default: int | None = None) -> int:
+    """Return a variable's whole number, or ``default`` where it is not set."""
+    if (value := environ.get(name)) is None:
+        if default is None:
+            raise UserError(f"{name}: is not set, as it should be by the launcher of this process")
+        return default
+    if not value.strip().isdecimal():
+        raise UserError(f"{name}={value}: must be a whole number")
+    number = int(value)
+    if number < at_least or (below is not None and number >= below):
+        most = "" if below is None else f" and less than {below}"
+        raise UserError(f"{name}={value}: must be at least {at_least}{most}")
+    return number
+
+
+def _count(count: int, one: str, many: str | None = None) -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def _slurm_environment(layout: Layout) -> ClusterEnvironment:
+    from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+
+    # Set by --ntasks-per-node only, but Lightning refuses to run without; srun may have been given another number.
+    os.environ["SLURM_NTASKS_PER_NODE"] = str(1 if layout.starts_processes else layout.devices)
+    slurm = SLURMEnvironment(auto_requeue=False)
+    nodes = next((os.environ[name] for name in _NODE_LISTS if os.environ.get(name)), _LOCALHOST)
+    # On one node the loopback address: names of nodes do not resolve everywhere.
+    root = _LOCALHOST if layout.num_nodes == 1 else slurm.resolve_root_node_address(nodes)
+    os.environ.setdefault("MASTER_ADDR", root)
+    if not layout.starts_processes:
+        return slurm
+    if layout.num_nodes > 1:
+        os.environ["MASTER_PORT"] = str(slurm.main_port)  # on one node any free port will do
+    _set_node(layout)
+    return LightningEnvironment()
+
+
+def _set_node(layout: Layout) -> None:
+    """LOCAL_WORLD_SIZE tells the processes that this one starts what "--devices auto" was here."""
+    os.environ["NODE_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(layout.node_rank), str(layout.devices)
