@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import FSDPPrecision
@@ -85,7 +86,12 @@ class ShardedStrategy(FSDPStrategy):
             limit_all_gathers=self._options.limit_all_gathers,
         )
 
-    def reduce_replicated_gradients(self) -> None:
+    def clip_gradients_norm(self, module: nn.Module, *args: Any, **options: Any) -> torch.Tensor:
+        """Finish the gradient, then clip it; every step does."""
+        self._reduce_replicated_gradients()
+        return super().clip_gradients_norm(module, *args, **options)
+
+    def _reduce_replicated_gradients(self) -> None:
         """Average the gradients of the parameters that every rank holds whole, in one collective."""
         gradients = [p.grad for p in self._replicated if p.grad is not None]
         if gradients:

@@ -1,0 +1,105 @@
+"""Law N3: the same training on 1, 2 and 4 ranks under every strategy, in one group of real gloo processes each."""
+
+import math
+
+import pytest
+import torch
+from groups import Case, losses, run_group
+
+from toolkit.checkpoints.weights import load_weights
+
+SHARDINGS = ["HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+PRECISIONS = ["32-true", "bf16-mixed"]
+
+
+def cases(size: int) -> list[Case]:
+    found = []
+    for precision in PRECISIONS:
+        same = ["--precision", precision]
+        if size > 1:
+            found.append(Case(f"{size}-ddp-{precision}", [*same, "--strategy", "ddp"]))
+        else:
+            found.append(Case(f"1-single-{precision}", same))
+            for micro in (8, 4):  # other splits of the same batch: the yardstick of bf16
+                found.append(Case(f"split-{micro}-{precision}", [*same, "--train.micro_batch_size", str(micro)]))
+        for sharding in SHARDINGS:
+            flags = [*same, "--strategy", "fsdp", "--fsdp.sharding_strategy", sharding]
+            found.append(Case(f"{size}-{sharding}-{precision}", flags))
+            if size == 4 and sharding == "HYBRID_SHARD":
+                found.append(Case(f"2x2-{sharding}-{precision}", flags, nodes=2))
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, shared_flags):
+    folder = tmp_path_factory.mktemp("equivalence")
+    seen = {}
+    for size in (1, 2, 4):
+        seen |= run_group(folder, size, cases(size), shared_flags)
+    return folder, seen
+
+
+def relative(a: list[float], b: list[float]) -> float:
+    assert len(a) == len(b) == 20
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.name.startswith("split")]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("32-true")])
+def test_n3_fp32(runs, name):
+    folder, seen = runs
+    one = "1-single-32-true"
+    for rank in seen[name]:
+        assert rank["initial"] == seen[one][0]["initial"]  # bit for bit, as far as two sums of each weight tell
+    assert relative(losses(folder / name), losses(folder / one)) < 1e-5
+    mine, theirs = load_weights(folder / name / "final"), load_weights(folder / one / "final")
+    assert mine.keys() == theirs.keys()
+    for key in mine:
+        assert (mine[key] - theirs[key]).norm() <= 2e-4 * theirs[key].norm(), key
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("bf16-mixed")])
+def test_n3_bf16(runs, name):
+    folder, seen = runs
+    one = losses(folder / "1-single-bf16-mixed")
+    allowed = 2 * max(relative(losses(folder / f"split-{micro}-bf16-mixed"), one) for micro in (8, 4))
+    assert 0 < allowed < 2e-3
+    for rank in seen[name]:
+        assert rank["initial"] == seen["1-single-32-true"][0]["initial"] and rank["dtypes"] == ["torch.float32"]
+    assert relative(losses(folder / name), one) <= allowed
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "SHARD" in name and name[0] != "1" and "NO_SHARD" not in name])
+def test_each_rank_holds_its_share(runs, name):
+    _, seen = runs
+    shards = 2 if name.startswith("2") else 4
+    whole = seen["1-single-32-true"][0]
+    replicated = 5 * 64 * 4 if "bf16" in name else 0  # norms, in fp32 on every rank
+    for rank in seen[name]:
+        for what, copies in (("parameters", 1), ("gradients", 1), ("moments", 2)):
+            share = (whole[what] - copies * replicated) / shards + copies * replicated
+            assert rank[what] == pytest.approx(share, rel=0.02), what
+    for what in ("parameters", "gradients", "moments"):
+        total = sum(rank[what] for rank in seen[name][:shards])
+        assert total >= whole[what]
+
+
+@pytest.mark.parametrize("name", ["2-ddp-32-true", "2-FULL_SHARD-32-true", "2-FULL_SHARD-bf16-mixed", "2x2-HYBRID_SHARD-32-true"])
+def test_gradients_are_reduced_once_per_step(runs, name):
+    """Four micro-batches per rank on 2 ranks, two on 4: the collectives that carry gradients do not repeat."""
+    _, seen = runs
+    counts = seen[name][0]["collectives"]
+    reductions = sum(n for kind, n in counts.items() if "reduce" in kind)
+    units = 3  # two blocks and the root
+    # the loss; the gradients; under FSDP the norm of the gradient; in a hybrid, the copies' sum of each shard
+    expected = {"2-ddp-32-true": 2, "2-FULL_SHARD-32-true": units + 2, "2-FULL_SHARD-bf16-mixed": units + 3}
+    assert reductions == expected.get(name, 2 * units + 2), counts
+
+
+def test_the_loss_falls(runs):
+    folder, _ = runs
+    one = losses(folder / "1-single-32-true")
+    assert one[-1] < one[0] - 0.3 and all(map(math.isfinite, one))
+    assert torch.tensor(one).isfinite().all()

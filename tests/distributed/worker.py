@@ -1,0 +1,119 @@
+"""One rank of a group of gloo processes that lives through many runs: ``python worker.py RANK RANKS PORT CASES``.
+
+CASES is a JSON file: a list of {"name", "flags", "nodes", "break"}. Each is a run through the command line, in this
+process. What this rank saw is written beside it, as ``RANK-name.json``: the exit code and what :func:`watch` notes.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from toolkit import cli
+from toolkit.checkpoints.states import full_state
+from toolkit.distributed import fsdp
+from toolkit.training import loop, run
+from toolkit.training.model import unwrapped
+
+
+def local_bytes(module, optimizer, what) -> int:
+    if what == "parameters":
+        tensors = list(module.parameters())
+    elif what == "gradients":
+        tensors = [p.grad for p in module.parameters() if p.grad is not None]
+    else:
+        tensors = [t for state in optimizer.state.values() for k, t in state.items() if k != "step"]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def watch(seen: dict, fit):
+    """Around the loop: initial weights, bytes held in the middle of a step, collectives of one step."""
+
+    def watched(training):
+        module, optimizer = unwrapped(training.model), training.checkpointer.optimizer
+        weights, _ = full_state(module, optimizer)
+        seen["initial"] = {name: [float(w.double().sum()), float(w.double().norm())] for name, w in weights.items()}
+        optimizer.register_step_pre_hook(
+            lambda *_: seen.update({what: local_bytes(module, optimizer, what) for what in ("parameters", "gradients")})
+        )
+        optimizer.register_step_post_hook(lambda *_: seen.update(moments=local_bytes(module, optimizer, "moments")))
+        seen["dtypes"] = sorted({str(p.dtype) for p in module.parameters()})
+        fit(training)
+
+    return watched
+
+
+def counting(seen: dict, train_step):
+    """Count the collectives of the third step in a profiler trace."""
+    steps = iter(range(10**9))
+
+    def counted(*args, **options):
+        if next(steps) != 2:
+            return train_step(*args, **options)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            result = train_step(*args, **options)
+        names = Counter(event.name for event in profile.events())
+        seen["collectives"] = {name: n for name, n in names.items() if name.startswith("gloo:")}
+        return result
+
+    return counted
+
+
+def broken(kind: str):
+    """Break something on purpose, as a bug would."""
+    if kind == "mesh":  # shard groups of one rank: torch trains copies that never meet
+
+        def mesh(device, shape, mesh_dim_names):
+            return init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("r", "s"))
+
+        return mock.patch.object(fsdp, "init_device_mesh", mesh)
+    if kind == "norms":  # the parameters that every rank holds whole are never summed
+        return mock.patch.object(fsdp.ShardedStrategy, "_reduce_replicated_gradients", lambda self: None)
+    if kind == "nan on rank 1":
+        return mock.patch.object(loop, "train_step", ruined(loop.train_step))
+    raise ValueError(kind)
+
+
+def ruined(train_step):
+    """Rank 1's third step is not finite."""
+    steps = iter(range(10**9))
+
+    def step(fabric, model, optimizer, micro_batches, **options):
+        if next(steps) == 2 and dist.get_rank() == 1:
+            forward = model.forward
+            with mock.patch.object(model, "forward", lambda *batch: (forward(*batch)[0] * float("nan"), None)):
+                return train_step(fabric, model, optimizer, micro_batches, **options)
+        return train_step(fabric, model, optimizer, micro_batches, **options)
+
+    return step
+
+
+def main() -> None:
+    rank, size, port, cases = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    torch.set_num_threads(1)
+    for case in json.loads(cases.read_text()):
+        per_node = size // case.get("nodes", 1)
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": str(rank % per_node),
+            "NODE_RANK": str(rank // per_node), "LOCAL_WORLD_SIZE": str(per_node),
+        }  # fmt: skip
+        seen: dict = {}
+        layout = ["--devices", str(per_node), "--num_nodes", str(case.get("nodes", 1))]
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(run, "fit", watch(seen, loop.fit)))
+            stack.enter_context(mock.patch.object(loop, "train_step", counting(seen, loop.train_step)))
+            if "break" in case:
+                stack.enter_context(broken(case["break"]))
+            seen["exit"] = cli.main(["pretrain", *layout, *case["flags"]])
+        (cases.parent / f"{rank}-{case['name']}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
