@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 
 from toolkit import cli
 from toolkit.checkpoints.states import full_state
@@ -73,7 +74,8 @@ def broken(kind: str):
         def mesh(device, shape, mesh_dim_names):
             return init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("r", "s"))
 
-        return mock.patch.object(fsdp, "init_device_mesh", mesh)
+        hybrid = {"FULL_SHARD": ShardingStrategy.HYBRID_SHARD}
+        return mock.patch.multiple(fsdp, init_device_mesh=mesh, ShardingStrategy=hybrid)
     if kind == "norms":  # the parameters that every rank holds whole are never summed
         return mock.patch.object(fsdp.ShardedStrategy, "_reduce_replicated_gradients", lambda self: None)
     if kind == "nan on rank 1":
@@ -87,9 +89,7 @@ def ruined(train_step):
 
     def step(fabric, model, optimizer, micro_batches, **options):
         if next(steps) == 2 and dist.get_rank() == 1:
-            forward = model.forward
-            with mock.patch.object(model, "forward", lambda *batch: (forward(*batch)[0] * float("nan"), None)):
-                return train_step(fabric, model, optimizer, micro_batches, **options)
+            unwrapped(model).register_forward_hook(lambda module, inputs, out: (out[0] * float("nan"), out[1]))
         return train_step(fabric, model, optimizer, micro_batches, **options)
 
     return step

@@ -1,0 +1,44 @@
+"""Laws N4 and N7 across ranks: what is broken on purpose is found, by every rank, before it does harm."""
+
+import pytest
+from groups import Case, run_group
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory, shared_flags):
+    folder = tmp_path_factory.mktemp("guards")
+    fsdp = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD"]
+    cases = [
+        Case("mesh", ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD"], fault="mesh"),
+        Case("norms", [*fsdp, "--precision", "bf16-mixed"], fault="norms"),
+        Case("nan-ddp", ["--strategy", "ddp", "--train.save_interval", "1"], fault="nan on rank 1"),
+        Case("nan-fsdp", [*fsdp, "--train.save_interval", "1"], fault="nan on rank 1"),
+    ]
+    results = {}
+    for case in cases:  # a group each: it does not outlive the failure
+        results |= run_group(folder, 2, [case], shared_flags)
+    return folder, results
+
+
+def said(folder, name) -> str:
+    (work,) = [p.parent for p in folder.glob(f"group-*/0-{name}.json")]
+    return "".join((work / f"{rank}.out").read_text() for rank in (0, 1))
+
+
+@pytest.mark.parametrize(("name", "parameter"), [("mesh", "lm_head.weight"), ("norms", "transformer.h.0.norm_1.weight")])
+def test_n4_copies_that_differ_are_found_after_the_first_step(broken, name, parameter):
+    folder, results = broken
+    assert [seen["exit"] for seen in results[name]] == [3, 3]
+    text = said(folder, name)
+    assert text.count("toolkit pretrain:") == 1 and parameter in text and "Traceback" not in text
+    assert not list((folder / name).glob("*/COMPLETE"))
+
+
+@pytest.mark.parametrize("name", ["nan-ddp", "nan-fsdp"])
+def test_n7_a_non_finite_loss_on_one_rank_stops_all(broken, name):
+    folder, results = broken
+    assert [seen["exit"] for seen in results[name]] == [3, 3]
+    text = said(folder, name)
+    assert text.count("toolkit pretrain:") == 1
+    assert "step 3 is not finite" in text and "on rank 1, its samples" in text and "on rank 0" not in text
+    assert sorted(p.parent.name for p in (folder / name).glob("*/COMPLETE")) == ["step-00000001", "step-00000002"]
