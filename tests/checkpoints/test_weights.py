@@ -110,7 +110,7 @@ def missing(path, witness):
         (no_dictionary, "holds a list, not a dictionary"),
         (not_only_tensors, "'step' is not a plain tensor"),
         (sparse, "'a' is not a plain tensor"),
-        (folder, "is a sharded checkpoint"),
+        (folder, "holds no .metadata"),
         (missing, "no such file"),
     ],
 )

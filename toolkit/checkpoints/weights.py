@@ -45,7 +45,7 @@ def save_state(state: dict[str, Any], path: Path) -> None:
 
 
 def load_weights(checkpoint_dir: Path, mmap: bool = True) -> dict[str, Tensor]:
-    """Read the weights of a checkpoint folder, ours or LitGPT's, under canonical names.
+    """Read the weights of a checkpoint folder, ours or LitGPT's, in one file or in shards, under canonical names.
 
     With ``mmap`` a tensor's bytes come into memory when they are touched, shared by all processes of the machine. Tied
     weights share their storage.
@@ -54,6 +54,10 @@ def load_weights(checkpoint_dir: Path, mmap: bool = True) -> dict[str, Tensor]:
         UserError: there is no such file, it is cut short or empty, or holds anything but tensors.
     """
     path = Path(checkpoint_dir) / WEIGHTS
+    if path.is_dir():
+        from toolkit.checkpoints.sharded import read_sharded  # it needs this file, and a second to import
+
+        return {canonical_name(name): tensor for name, tensor in read_sharded(path).items()}
     state = load_state(path, mmap=mmap)
     if isinstance(state.get("model"), dict):  # as LitGPT's pretrain writes it, beside the optimizer
         state = state["model"]
@@ -76,7 +80,7 @@ def load_state(path: Path, mmap: bool = True) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # a TorchScript file makes torch warn before it refuses it
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # a hostile file can make the reader raise anything
-        raise UserError(f"{path}: {_what_is_wrong(error)}") from error
+        raise UserError(f"{path}: {what_is_wrong(error)}") from error
     if not isinstance(state, dict):
         raise UserError(f"{path}: holds a {type(state).__name__}, not a dictionary of tensors")
     return state
@@ -85,7 +89,7 @@ def load_state(path: Path, mmap: bool = True) -> dict[str, Any]:
 def _require_zip(path: Path) -> None:
     """Refuse what is not torch's zip format: older ones are pickles from the first byte."""
     if path.is_dir():
-        raise UserError(f"{path}: is a sharded checkpoint; only a single file of weights can be read here")
+        raise UserError(f"{path}: is a folder; a file of tensors must stand here")
     try:
         with open(path, "rb") as file:
             start = file.read(4)
@@ -99,7 +103,8 @@ def _require_zip(path: Path) -> None:
         raise UserError(f"{path}: not a file that torch.save of torch >= 1.6 wrote; save it again with it")
 
 
-def _what_is_wrong(error: Exception) -> str:
+def what_is_wrong(error: Exception) -> str:
+    """What a failed ``torch.load`` says of the file, in one line."""
     text = str(error)
     named = re.search(r"GLOBAL ([\w.]+)", text)
     if "TorchScript" in text:

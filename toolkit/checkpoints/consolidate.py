@@ -1,0 +1,85 @@
+"""From shards to single files: a checkpoint that any number of ranks wrote becomes one that one process would write."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoints.folder import fitting_weights, read_model_config
+from toolkit.checkpoints.sharded import is_sharded, read_sharded
+from toolkit.checkpoints.store import COMPLETE, WEIGHTS, is_complete, write_folder
+from toolkit.checkpoints.weights import load_state, save_state, save_weights
+from toolkit.errors import UserError
+from toolkit.models.gpt import GPT
+
+_STATE, _OPTIMIZER = Path("trainer", "state.pth"), Path("trainer", "optimizer")
+
+
+def consolidate(checkpoint_dir: Path, out_dir: Path) -> None:
+    """Write the checkpoint with its weights in one file and its optimizer in ``trainer/state.pth``.
+
+    The new folder appears whole or not at all, and is complete where the old one is. Runs in one process, without a
+    process group; memory as :func:`~toolkit.checkpoints.sharded.read_sharded`.
+
+    Raises:
+        UserError: nothing in the checkpoint is sharded, a part of it is missing or damaged, out_dir is in use, or the
+            disk is full.
+    """
+    checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
+    _require_new(out_dir, checkpoint_dir)
+    if not (is_sharded(checkpoint_dir / WEIGHTS) or is_sharded(checkpoint_dir / _OPTIMIZER)):
+        raise UserError(f"checkpoint_dir {checkpoint_dir}: is not sharded: its {WEIGHTS} is one file already")
+    # write_checkpoint would tidy up beside out_dir, where it may be no run's folder, or that of one that is running.
+    write_folder(out_dir, lambda tmp: _write(tmp, checkpoint_dir), flag="out_dir")
+
+
+def _require_new(out_dir: Path, checkpoint_dir: Path) -> None:
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise UserError(f"out_dir {out_dir}: already there and not empty; give a new folder")
+    if checkpoint_dir.resolve() in (out_dir.resolve(), *out_dir.resolve().parents):
+        raise UserError(f"out_dir {out_dir}: is inside the checkpoint; give a folder beside it")
+
+
+def _write(tmp: Path, source: Path) -> None:
+    joined = {source / path for path in (WEIGHTS, _STATE, _OPTIMIZER, COMPLETE)}
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if Path(folder, name) in joined}
+
+    shutil.copytree(source, tmp, ignore=left_out, dirs_exist_ok=True)
+    _write_weights(tmp, source)
+    if (source / "trainer").exists():
+        _write_state(tmp, source)
+    if is_complete(source):
+        (tmp / COMPLETE).touch()  # seen by nobody before all is on the disk and the folder has its name
+
+
+def _write_weights(tmp: Path, source: Path) -> None:
+    with torch.device("meta"):
+        model = GPT(read_model_config(source))
+    save_weights(fitting_weights(source, model), tmp / WEIGHTS)
+
+
+def _write_state(tmp: Path, source: Path) -> None:
+    state = load_state(source / _STATE)
+    optimizer = state.get("optimizer")
+    if not isinstance(optimizer, dict):
+        raise UserError(f"{source / _STATE}: holds no optimizer; the checkpoint is not one of toolkit's")
+    if "state" not in optimizer:
+        tensors = read_sharded(source / _OPTIMIZER)
+        state["optimizer"] = {"state": _optimizer_state(tensors, source), **optimizer}
+    save_state(state, tmp / _STATE)
+
+
+def _optimizer_state(tensors: dict[str, Tensor], source: Path) -> dict[str, dict[str, Tensor]]:
+    """{"<parameter>|<key>": tensor} -> {parameter: {key: tensor}}"""
+    state: dict[str, dict[str, Tensor]] = {}
+    for flat, tensor in tensors.items():
+        name, bar, key = flat.rpartition("|")
+        if not bar:
+            raise UserError(f"{source / _OPTIMIZER}: holds {flat!r:.100}, which is no optimizer's tensor")
+        state.setdefault(name, {})[key] = tensor
+    return state

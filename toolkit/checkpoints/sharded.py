@@ -1,0 +1,228 @@
+"""Law S4 and torch's distributed checkpoints (DCP): folders of shards that all ranks write and read together.
+
+Such a folder holds tensors only. torch's own reader unpickles its ``.metadata`` freely, and so it does the items in it
+that are no tensors; it is given metadata here that was read and checked by :mod:`toolkit.checkpoints.shard_metadata`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.futures import Future
+
+from toolkit.checkpoints.shard_metadata import read_metadata
+from toolkit.checkpoints.weights import what_is_wrong
+from toolkit.distributed.ranks import gather
+from toolkit.errors import UserError
+
+_SMALL = 65_536  # numbers; fewer are not worth a file of their own
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether weights or optimizer state lie there as a folder of shards (which may be damaged), not as a file."""
+    return Path(path).is_dir()
+
+
+def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write tensors, each rank its own shards, into one file per rank; collective where a process group is up.
+
+    Args:
+        tensors: The same names on every rank; DTensor, ShardedTensor or plain (then equal on all ranks, stored once).
+        folder: Made if it is not there.
+
+    Raises:
+        RuntimeError: a rank could not write, on every rank; its cause is that rank's exception.
+    """
+    assert all(isinstance(value, Tensor) for value in tensors.values()), "a folder of shards holds tensors only"
+    writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
+            dcp.save(dict(tensors), storage_writer=writer)
+    except CheckpointException as error:
+        rank, cause = _first_failure(error)
+        if not isinstance(cause, Exception):
+            raise cause from None  # Ctrl-C stays one
+        raise RuntimeError(f"rank {rank} could not write {folder}: {cause}") from cause
+
+
+def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Fill the given tensors in place, each rank its own shards; collective where a process group is up.
+
+    Args:
+        tensors: The same names on every rank; DTensor, ShardedTensor or plain, of any layout and type.
+        folder: What :func:`save_sharded` wrote, on any number of ranks; it may hold more.
+
+    Raises:
+        UserError: as :func:`check_sharded`, or a name is missing or of another shape, or a shard is damaged or holds
+            more than a tensor; on every rank, whichever saw it.
+    """
+    metadata = _alike_on_all_ranks(lambda: _fitting(tensors, Path(folder)))
+    _read(tensors, Path(folder), metadata)
+
+
+def check_sharded(folder: Path) -> None:
+    """Look at the folder's ``.metadata`` and at the sizes of its files.
+
+    Raises:
+        UserError: ``.metadata`` is missing or damaged, holds anything but the places of tensors, or points outside the
+            folder; a shard that it names is missing or too short.
+    """
+    read_metadata(Path(folder))
+
+
+def read_sharded(folder: Path) -> dict[str, Tensor]:
+    """Read whole tensors in this process alone, one after the other, under their names in the folder.
+
+    They lie in files without a name, which the system writes out when memory is short, so that the memory that cannot
+    be given back stays a small multiple of the largest tensor (law M2). Needs as much free disk as they take.
+
+    Raises:
+        UserError: as :func:`load_sharded`, or there is no room for those files.
+    """
+    folder = Path(folder)
+    metadata = read_metadata(folder)
+    tensors = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        tensors[name] = _empty(tensor.size, tensor.properties.dtype, folder)
+        _read({name: tensors[name]}, folder, metadata, no_dist=True)
+    return tensors
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, with errors that keep their reason on the way to other ranks."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # What torch's zip writer raises has the system's error behind it, which pickling would leave here.
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, with metadata that was checked, errors that name the file, and one chunk at a time."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._checked_metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._checked_metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            try:
+                with open(self.path / name, "rb") as file:
+                    for item in items:
+                        self._read_chunk(file, item, planner)
+                        if item.lengths.numel() >= _SMALL:
+                            _trim()
+            except OSError as error:
+                raise UserError(f"{self.path / name}: {error.strerror}") from error
+            except Exception as error:  # a hostile file can make the reader raise anything
+                raise UserError(f"{self.path / name}: {what_is_wrong(error)}") from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_chunk(self, file: IO[bytes], item: ReadItem, planner: LoadPlanner) -> None:
+        place = self.storage_data[item.storage_index]
+        chunk = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
+        if type(chunk) is not Tensor or chunk.layout != torch.strided or chunk.shape != place.shape:
+            raise ValueError(f"{item.storage_index} is not what the metadata says")
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            chunk = chunk.narrow(dim, start, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(chunk)
+        planner.commit_tensor(item, target)
+
+
+def _read(tensors: dict[str, Tensor], folder: Path, metadata: Metadata, no_dist: bool = False) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(dict(tensors), storage_reader=_Reader(folder, metadata), no_dist=no_dist)
+    except CheckpointException as error:
+        raise _first_failure(error)[1] from None
+
+
+def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """(rank, exception) that explains the most: a disk's or a file's error, else the first."""
+    failures = [(rank, failure) for rank, (failure, _) in sorted(error.failures.items())]
+    return next((found for found in failures if isinstance(found[1], (OSError, UserError))), failures[0])
+
+
+def _alike_on_all_ranks(check: Callable[[], Metadata]) -> Metadata:
+    """Run the check; where it fails on one rank it fails on all, or the others would wait for that one."""
+    result, message = None, None
+    try:
+        result = check()
+    except UserError as error:
+        message = str(error)
+    message = next(filter(None, gather(message)), None)
+    if message is not None:
+        raise UserError(message)
+    assert result is not None
+    return result
+
+
+def _fitting(tensors: dict[str, Tensor], folder: Path) -> Metadata:
+    metadata = read_metadata(folder)
+    saved = metadata.state_dict_metadata
+    wrong = [f"missing {name}" for name in tensors if name not in saved]
+    wrong += [
+        f"{name} is {tuple(saved[name].size)}, not {tuple(tensor.size())}"
+        for name, tensor in tensors.items()
+        if name in saved and saved[name].size != tensor.size()
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise UserError(f"{folder}: does not hold what is asked of it: {', '.join(wrong[:5])}{more}")
+    return metadata
+
+
+def _empty(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
+    """An empty tensor in a file that has no name any more, or in memory if it is small."""
+    if size.numel() < _SMALL:
+        return torch.empty(size, dtype=dtype)
+    nbytes = size.numel() * dtype.itemsize
+    # Beside the checkpoint first: that disk has room for such files, while the system's folder is often in memory.
+    for place in (folder.parent, Path(tempfile.gettempdir())):
+        try:
+            return _mapped(place, nbytes).view(dtype).view(size)
+        except (OSError, RuntimeError):  # read-only, full, or a file system that maps no files
+            continue
+    raise UserError(
+        f"{folder}: no {nbytes:,} bytes of disk to read into, neither beside it nor in {tempfile.gettempdir()}; free "
+        "some space or set TMPDIR to a folder with room"
+    )
+
+
+def _mapped(place: Path, nbytes: int) -> Tensor:
+    with tempfile.NamedTemporaryFile(dir=place, prefix=".tmp-") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # a disk that is full later would kill the process
+        return torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _trim() -> None:
+    """Give freed memory back. glibc would keep the room of each chunk, and may find none of it large enough again."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    if trim is not None:
+        trim(0)

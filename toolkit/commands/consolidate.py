@@ -1,0 +1,21 @@
+"""`toolkit consolidate`: a sharded checkpoint becomes one with single files."""
+
+from __future__ import annotations
+
+
+def setup(checkpoint_dir: str, out_dir: str) -> None:
+    """Write a sharded checkpoint again, with its weights in one file and its trainer state in another.
+
+    Runs on the CPU, in one process, with a few weights in memory at a time. --resume goes on from the result as well.
+
+    Args:
+        checkpoint_dir: The sharded checkpoint: a folder, or a name below checkpoints/.
+        out_dir: The new folder.
+    """
+    from pathlib import Path
+
+    from toolkit.checkpoints.consolidate import consolidate
+    from toolkit.checkpoints.folder import find_checkpoint_dir
+
+    consolidate(find_checkpoint_dir(checkpoint_dir), Path(out_dir))
+    print(f"wrote {out_dir}")
