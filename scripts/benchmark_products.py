@@ -24,7 +24,7 @@ from toolkit.models.families import family_of, get_config
 
 SEED, LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_NORM = 42, 4e-4, 0.1, (0.9, 0.95), 1.0
 
-# What toolkit asks of glibc itself (keep_freed_memory in toolkit/distributed/fabric.py): the peers get it too.
+# What toolkit asks of glibc itself (keep_freed_memory in toolkit/distributed/memory.py): the peers get it too.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +31,12 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run_group(folder: Path, size: int, cases: list[Case], shared: list[str]) -> dict[str, list[dict]]:
+def run_group(
+    folder: Path, size: int, cases: list[Case], shared: list[str], **environment: str
+) -> dict[str, list[dict]]:
     """Start one group of gloo processes, take it through all cases, and return by case what each rank saw."""
+    if not cases:
+        return {}
     work = folder / f"group-of-{size}-{len(list(folder.glob('group-*')))}"
     work.mkdir(parents=True)
     listed = [
@@ -42,15 +47,15 @@ def run_group(folder: Path, size: int, cases: list[Case], shared: list[str]) -> 
     (work / "cases.json").write_text(json.dumps(listed))
     port = free_port()
     environ = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(size), str(port), str(work / "cases.json")],
-            stdout=open(work / f"{rank}.out", "w"), stderr=subprocess.STDOUT, env=environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    for process in processes:
-        process.wait()
+    environ |= {"OMP_NUM_THREADS": "1"} | environment
+    with ExitStack() as stack:
+        processes = []
+        for rank in range(size):
+            out = stack.enter_context(open(work / f"{rank}.out", "w"))
+            command = [sys.executable, str(WORKER), str(rank), str(size), str(port), str(work / "cases.json")]
+            processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ))
+        for process in processes:
+            process.wait()
     said = "\n".join(path.read_text() for path in sorted(work.glob("*.out")))
     missing = [c.name for c in cases for r in range(size) if not (work / f"{r}-{c.name}.json").exists()]
     assert not missing, f"{missing} did not end:\n{said[-6000:]}"

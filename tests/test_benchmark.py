@@ -89,12 +89,12 @@ def test_products_take_turns_and_must_build_the_same_model(monkeypatch):
 
 
 def test_peers_get_the_malloc_settings_that_toolkit_asks_for(monkeypatch):
-    from toolkit.distributed.fabric import keep_freed_memory
+    from toolkit.distributed.memory import keep_freed_memory
 
     asked = {}
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=asked.__setitem__))
     monkeypatch.setattr(sys, "platform", "linux")
-    keep_freed_memory()
+    keep_freed_memory("cpu")
     numbers = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}  # malloc.h
     assert {numbers[name]: int(value) for name, value in products.MALLOC.items()} == asked
 

@@ -1,8 +1,41 @@
-"""toolkit: pretrain language models with Lightning Fabric."""
+"""toolkit: pretrain language models with Lightning Fabric.
 
+From Python: ``toolkit.train`` and ``toolkit.load``, see :mod:`toolkit.api`. Nothing heavy is imported before it is
+used.
+"""
+
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.api import TrainResult, load, memory_stats, train
+    from toolkit.distributed.ranks import barrier, rank_print
+    from toolkit.models.config import ModelConfig
+    from toolkit.models.gpt import GPT
+
+__all__ = ["GPT", "ModelConfig", "TrainResult", "barrier", "load", "memory_stats", "rank_print", "train"]
 
 # Must stand before torch starts its threads. They wait for each other by spinning, by default for so long that training
 # became eight times slower beside another busy process (two cores, one of them taken). Ten thousand turns cost nothing
 # on a quiet machine, and then a thread sleeps. Read by GNU's OpenMP, which torch's builds for Linux use.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Before torch is loaded, too: its warnings about a process that is gone are C++ stacks; the run says it in a line.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+_HOMES = {
+    "GPT": "toolkit.models.gpt",
+    "ModelConfig": "toolkit.models.config",
+    "barrier": "toolkit.distributed.ranks",
+    "rank_print": "toolkit.distributed.ranks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'toolkit' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES.get(name, "toolkit.api")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -103,13 +103,13 @@ class EvalArgs:
 
     Args:
         interval: Optimizer steps between validations; 0 validates at the end only.
-        max_iters: At most so many batches per validation; all of the held-out data when not given.
+        max_iters: At most so many global batches per validation; all of the held-out data when null.
         initial_validation: Validate once before the first step.
         final_validation: Validate once after the last step.
     """
 
     interval: int = 1000
-    max_iters: int | None = 100
+    max_iters: int | None = 10
     initial_validation: bool = False
     final_validation: bool = True
 
@@ -194,12 +194,10 @@ class DDPArgs:
     Args:
         bucket_cap_mb: Gradients are summed over devices in buckets of this size.
         gradient_as_bucket_view: Let gradients live in the buckets: saves a copy of them.
-        static_graph: Promise that every step uses the same parameters, which lets DDP plan ahead.
     """
 
     bucket_cap_mb: float = 25.0
     gradient_as_bucket_view: bool = True
-    static_graph: bool = False
 
     def __post_init__(self) -> None:
         _positive("ddp", self, "bucket_cap_mb")

@@ -125,7 +125,7 @@ def test_rows_are_read_lazily():
 def test_ragged_rows_are_padded_to_the_longest():
     lengths = [3, 5]
     rows = [{"input_ids": torch.arange(1, n + 1), "labels": torch.full((n,), 7)} for n in lengths]
-    (batch,) = val_batches(rows, micro_batch_size=3, rank=0, world_size=1, max_iters=None, pad_token=9)
+    (batch,) = val_batches(rows, micro_batch_size=3, rank=0, world_size=1, max_rows=None, pad_token=9)
     assert batch.input_ids.tolist() == [[1, 2, 3, 9, 9], [1, 2, 3, 4, 5], [9] * 5]
     assert batch.labels.tolist() == [[7, 7, 7, -100, -100], [7] * 5, [-100] * 5]
     assert (batch.n_inputs, batch.n_tokens, batch.ids) == (8, 8, [0, 1, -1])
@@ -138,18 +138,23 @@ def test_n1_a_global_batch_that_does_not_divide_is_refused():
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_n6_validation_reads_every_row_once(world):
-    ranks = [
-        list(val_batches(ROWS, micro_batch_size=4, rank=r, world_size=world, max_iters=None)) for r in range(world)
-    ]
+    ranks = [list(val_batches(ROWS, micro_batch_size=4, rank=r, world_size=world, max_rows=None)) for r in range(world)]
     assert len({len(rank) for rank in ranks}) == 1
     in_order = [i for step in zip(*ranks, strict=True) for batch in step for i in batch.ids if i >= 0]
     assert in_order == list(range(N))
     assert sum(batch.n_tokens for rank in ranks for batch in rank) == N * T
 
 
-def test_validation_is_bounded_by_max_iters():
-    found = list(val_batches(ROWS, micro_batch_size=2, rank=1, world_size=2, max_iters=3))
-    assert [batch.ids for batch in found] == [[2, 3], [6, 7], [10, 11]]
+@pytest.mark.parametrize(("micro_batch_size", "world_size"), [(1, 1), (2, 2), (4, 1), (3, 2)])
+def test_a_limit_of_rows_names_the_same_rows_on_any_layout(micro_batch_size, world_size):
+    found = [
+        row
+        for rank in range(world_size)
+        for batch in val_batches(ROWS, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size, max_rows=11)
+        for row in batch.ids
+        if row >= 0
+    ]
+    assert sorted(found) == list(range(11))
 
 
 LISTENING = """
@@ -162,7 +167,7 @@ if __name__ == "__main__":
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
         signal.signal(getattr(signal, name), lambda number, frame: received.append(number))
     rows = SyntheticRows(vocab_size=100, num_rows=1000, seed=0, block_size=9)
-    batches = val_batches(rows, micro_batch_size=1, rank=0, world_size=1, max_iters=None, num_workers=2)
+    batches = val_batches(rows, micro_batch_size=1, rank=0, world_size=1, max_rows=None, num_workers=2)
     for _ in range(4):  # both workers have handed something over
         next(batches)
     print("ready", flush=True)

@@ -9,5 +9,6 @@ def shared_flags(corpus) -> list[str]:
     return [
         "pico-llama", "--accelerator", "cpu", "--data", "TextFiles", "--data.train_data_path", str(corpus),
         "--data.vocab_size", "300", "--train.global_batch_size", "8", "--train.micro_batch_size", "1",
-        "--train.max_seq_length", "32", "--train.max_steps", "20", "--train.learning_rate", "1e-3", "--eval.interval", "0",
+        "--train.max_seq_length", "32", "--train.max_steps", "20",
+        "--train.learning_rate", "1e-3", "--eval.interval", "0",
     ]  # fmt: skip

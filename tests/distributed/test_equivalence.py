@@ -31,11 +31,14 @@ def cases(size: int) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, shared_flags):
+def runs(tmp_path_factory, shared_flags, request):
+    """All cases that a selected test is about, and the runs on one rank that they are compared with."""
     folder = tmp_path_factory.mktemp("equivalence")
+    wanted = {item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")
+              and item.path == request.path}  # fmt: skip
     seen = {}
     for size in (1, 2, 4):
-        seen |= run_group(folder, size, cases(size), shared_flags)
+        seen |= run_group(folder, size, [c for c in cases(size) if size == 1 or c.name in wanted], shared_flags)
     return folder, seen
 
 
@@ -47,7 +50,13 @@ def relative(a: list[float], b: list[float]) -> float:
 NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.name.startswith("split")]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("32-true")])
+def named(names: list[str]):
+    """Parametrise by name; most layouts of 4 ranks are marked slow, all else runs always."""
+    marks = [[pytest.mark.slow] if name[0] == "4" and "FULL_SHARD-32" not in name else [] for name in names]
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in zip(names, marks, strict=True)])
+
+
+@named([name for name in NAMES if name.endswith("32-true")])
 def test_n3_fp32(runs, name):
     folder, seen = runs
     one = "1-single-32-true"
@@ -60,7 +69,7 @@ def test_n3_fp32(runs, name):
         assert (mine[key] - theirs[key]).norm() <= 2e-4 * theirs[key].norm(), key
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("bf16-mixed")])
+@named([name for name in NAMES if name.endswith("bf16-mixed")])
 def test_n3_bf16(runs, name):
     folder, seen = runs
     one = losses(folder / "1-single-bf16-mixed")
@@ -71,7 +80,10 @@ def test_n3_bf16(runs, name):
     assert relative(losses(folder / name), one) <= allowed
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "SHARD" in name and name[0] != "1" and "NO_SHARD" not in name])
+SHARDED = [name for name in NAMES if "SHARD" in name and name[0] != "1" and "NO_SHARD" not in name]
+
+
+@named(SHARDED)
 def test_each_rank_holds_its_share(runs, name):
     _, seen = runs
     shards = 2 if name.startswith("2") else 4
@@ -86,7 +98,10 @@ def test_each_rank_holds_its_share(runs, name):
         assert total >= whole[what]
 
 
-@pytest.mark.parametrize("name", ["2-ddp-32-true", "2-FULL_SHARD-32-true", "2-FULL_SHARD-bf16-mixed", "2x2-HYBRID_SHARD-32-true"])
+COUNTED = ["2-ddp-32-true", "2-FULL_SHARD-32-true", "2-FULL_SHARD-bf16-mixed", "2x2-HYBRID_SHARD-32-true"]
+
+
+@named(COUNTED)
 def test_gradients_are_reduced_once_per_step(runs, name):
     """Four micro-batches per rank on 2 ranks, two on 4: the collectives that carry gradients do not repeat."""
     _, seen = runs

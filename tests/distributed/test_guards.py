@@ -25,7 +25,9 @@ def said(folder, name) -> str:
     return "".join((work / f"{rank}.out").read_text() for rank in (0, 1))
 
 
-@pytest.mark.parametrize(("name", "parameter"), [("mesh", "lm_head.weight"), ("norms", "transformer.h.0.norm_1.weight")])
+@pytest.mark.parametrize(
+    ("name", "parameter"), [("mesh", "lm_head.weight"), ("norms", "transformer.h.0.norm_1.weight")]
+)
 def test_n4_copies_that_differ_are_found_after_the_first_step(broken, name, parameter):
     folder, results = broken
     assert [seen["exit"] for seen in results[name]] == [3, 3]

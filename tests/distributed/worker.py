@@ -7,6 +7,7 @@ process. What this rank saw is written beside it, as ``RANK-name.json``: the exi
 import json
 import os
 import sys
+import threading
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,8 @@ from unittest import mock
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from toolkit import cli
 from toolkit.checkpoints.states import full_state
@@ -45,10 +47,54 @@ def watch(seen: dict, fit):
             lambda *_: seen.update({what: local_bytes(module, optimizer, what) for what in ("parameters", "gradients")})
         )
         optimizer.register_step_post_hook(lambda *_: seen.update(moments=local_bytes(module, optimizer, "moments")))
+        seen["options"] = options_of(module)
         seen["dtypes"] = sorted({str(p.dtype) for p in module.parameters()})
         fit(training)
 
     return watched
+
+
+def anonymous_mb() -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) / 1024
+
+
+def measuring(seen: dict, set_up_model):
+    """Anonymous memory of this process while the model gets its weights, in MiB above what it had before."""
+
+    def measured(*args, **options):
+        before, peak, done = anonymous_mb(), [0.0], threading.Event()
+
+        def sample():
+            while not done.wait(0.002):
+                peak.append(anonymous_mb() - before)
+
+        thread = threading.Thread(target=sample)
+        thread.start()
+        try:
+            return set_up_model(*args, **options)
+        finally:
+            done.set()
+            thread.join()
+            seen["model_mb"] = {"peak": max(peak), "after": anonymous_mb() - before}
+
+    return measured
+
+
+def options_of(module) -> dict:
+    """What of the user's options has reached the wrapper."""
+    if isinstance(module, FullyShardedDataParallel):
+        block = module.transformer.h[0]
+        return {
+            "backward_prefetch": str(module.backward_prefetch), "forward_prefetch": module.forward_prefetch,
+            "limit_all_gathers": module.limit_all_gathers, "block": str(block.mixed_precision),
+            "root": str(module.mixed_precision), "sharding": str(module.sharding_strategy),
+        }  # fmt: skip
+    if isinstance(module, DistributedDataParallel):
+        return {
+            "bucket_bytes": module.bucket_bytes_cap, "bucket_view": module.gradient_as_bucket_view,
+        }  # fmt: skip
+    return {}
 
 
 def counting(seen: dict, train_step):
@@ -108,6 +154,7 @@ def main() -> None:
         layout = ["--devices", str(per_node), "--num_nodes", str(case.get("nodes", 1))]
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(run, "fit", watch(seen, loop.fit)))
+            stack.enter_context(mock.patch.object(run, "set_up_model", measuring(seen, run.set_up_model)))
             stack.enter_context(mock.patch.object(loop, "train_step", counting(seen, loop.train_step)))
             if "break" in case:
                 stack.enter_context(broken(case["break"]))

@@ -82,13 +82,13 @@ def test_n6_validation_is_the_token_weighted_mean(fabric, pico, ragged):
     ]
     mean = float(sum(losses).detach()) / sum(int((r["labels"] != -100).sum()) for r in rows)
     for micro_batch_size in (1, 4, 13):
-        batches = val_batches(ragged.val, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_iters=None)
+        batches = val_batches(ragged.val, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_rows=None)
         metrics = validate(fabric, fabric.setup(pico), batches, None)
         assert metrics["val_loss"] == pytest.approx(mean, rel=1e-5)
         assert metrics["val_ppl"] == pytest.approx(math.exp(mean), rel=1e-4)
 
 
 def test_n6_nothing_supervised_is_no_number_rather_than_nan(fabric, pico, ragged):
-    batches = list(val_batches(ragged.val, micro_batch_size=1, rank=0, world_size=1, max_iters=1))
+    batches = list(val_batches(ragged.val, micro_batch_size=1, rank=0, world_size=1, max_rows=1))
     assert batches[0].n_tokens == 0
     assert validate(fabric, fabric.setup(pico), batches, None) == {}

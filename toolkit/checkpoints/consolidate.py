@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints.folder import fitting_weights, read_model_config
+from toolkit.checkpoints.folder import CONFIG, fitting_weights, read_model_config
 from toolkit.checkpoints.sharded import is_sharded, read_sharded
 from toolkit.checkpoints.store import COMPLETE, WEIGHTS, is_complete, write_folder
-from toolkit.checkpoints.weights import load_state, save_state, save_weights
+from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
 from toolkit.errors import UserError
 from toolkit.models.gpt import GPT
 
@@ -58,9 +59,14 @@ def _write(tmp: Path, source: Path) -> None:
 
 
 def _write_weights(tmp: Path, source: Path) -> None:
-    with torch.device("meta"):
-        model = GPT(read_model_config(source))
-    save_weights(fitting_weights(source, model), tmp / WEIGHTS)
+    if (source / CONFIG).exists():
+        with torch.device("meta"):
+            model = GPT(read_model_config(source))
+        save_weights(fitting_weights(source, model), tmp / WEIGHTS)
+        return
+    weights = load_weights(source)  # of somebody's own module: the run has noted which names are one tensor
+    tied = json.loads((source / "trainer" / "meta.json").read_text()).get("tied", {})
+    save_weights(weights | {second: weights[first] for second, first in tied.items()}, tmp / WEIGHTS)
 
 
 def _write_state(tmp: Path, source: Path) -> None:

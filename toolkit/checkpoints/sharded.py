@@ -6,7 +6,6 @@ that are no tensors; it is given metadata here that was read and checked by :mod
 
 from __future__ import annotations
 
-import ctypes
 import os
 import tempfile
 import warnings
@@ -24,6 +23,7 @@ from torch.futures import Future
 
 from toolkit.checkpoints.shard_metadata import read_metadata
 from toolkit.checkpoints.weights import what_is_wrong
+from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.ranks import gather
 from toolkit.errors import UserError
 
@@ -132,7 +132,7 @@ class _Reader(dcp.FileSystemReader):
                     for item in items:
                         self._read_chunk(file, item, planner)
                         if item.lengths.numel() >= _SMALL:
-                            _trim()
+                            give_back_freed_memory()
             except OSError as error:
                 raise UserError(f"{self.path / name}: {error.strerror}") from error
             except Exception as error:  # a hostile file can make the reader raise anything
@@ -219,10 +219,3 @@ def _mapped(place: Path, nbytes: int) -> Tensor:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, nbytes)  # a disk that is full later would kill the process
         return torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)
-
-
-def _trim() -> None:
-    """Give freed memory back. glibc would keep the room of each chunk, and may find none of it large enough again."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-    if trim is not None:
-        trim(0)

@@ -185,7 +185,7 @@ def _named_checkpoint(path: Path) -> Path:
         raise UserError(f"--resume {path}: no such folder or file; --resume auto takes the newest of --out_dir")
     if path.is_file() and path.name != WEIGHTS:
         raise UserError(f"--resume {path}: not a checkpoint; give a checkpoint folder or the {WEIGHTS} in one")
-    folder = path.parent if path.is_file() else path
+    folder = path.parent if path.name == WEIGHTS else path  # a file, or a folder of shards
     if is_complete(folder):
         return folder
     if folder is path and (found := newest(folder)) is not None:

@@ -16,6 +16,9 @@ def setup(checkpoint_dir: str, out_dir: str) -> None:
 
     from toolkit.checkpoints.consolidate import consolidate
     from toolkit.checkpoints.folder import find_checkpoint_dir
+    from toolkit.checkpoints.sharded import is_sharded
+    from toolkit.checkpoints.store import WEIGHTS
 
-    consolidate(find_checkpoint_dir(checkpoint_dir), Path(out_dir))
+    folder = Path(checkpoint_dir)  # a module of one's own has no configuration for find_checkpoint_dir to find
+    consolidate(folder if is_sharded(folder / WEIGHTS) else find_checkpoint_dir(checkpoint_dir), Path(out_dir))
     print(f"wrote {out_dir}")

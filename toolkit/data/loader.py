@@ -180,18 +180,17 @@ def val_batches(
     micro_batch_size: int,
     rank: int,
     world_size: int,
-    max_iters: int | None,
+    max_rows: int | None,
     num_workers: int = 0,
     pad_token: int = 0,
 ) -> Iterator[Batch]:
     """Yield the validation batches of this rank: rows in order, each once over all ranks.
 
-    Every rank gets the same number of batches (fillers at the end), at most ``max_iters``.
+    Every rank gets the same number of batches (fillers at the end). ``max_rows`` limits the rows, over all ranks: they
+    are the same rows whatever the micro-batch and the number of ranks.
     """
-    n, per_round = len(rows), world_size * micro_batch_size
+    n, per_round = min(len(rows), max_rows or len(rows)), world_size * micro_batch_size
     rounds = -(-n // per_round)
-    if max_iters is not None:
-        rounds = min(rounds, max_iters)
     starts = (b * per_round + rank * micro_batch_size for b in range(rounds))
     micro_batches = ([i if i < n else FILLER for i in range(s, s + micro_batch_size)] for s in starts)
     return _load(rows, micro_batches, num_workers, pad_token)

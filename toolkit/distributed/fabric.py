@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import sys
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -16,6 +14,7 @@ from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import ShardedStrategy
 from toolkit.distributed.launch import Launched
 from toolkit.distributed.layout import Layout, cluster_environment
+from toolkit.distributed.memory import keep_freed_memory
 from toolkit.distributed.strategy import StrategyPlan
 
 
@@ -54,7 +53,6 @@ def build_fabric(
         accelerator: "cpu", "cuda" or "mps".
         block_classes: The modules to shard one by one.
     """
-    keep_freed_memory(accelerator)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it greets on every rank
     if plan.kind == "single":
         return Fabric(accelerator=accelerator, devices=1, precision=precision)
@@ -68,22 +66,7 @@ def build_fabric(
         strategy = _DDP(
             bucket_cap_mb=ddp.bucket_cap_mb,
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-            static_graph=ddp.static_graph,
         )
         return Fabric(strategy=strategy, precision=precision, **options)
     assert plan.sharding is not None
     return Fabric(strategy=_Sharded(block_classes, plan.mesh, plan.sharding, fsdp, precision, accelerator), **options)
-
-
-def keep_freed_memory(accelerator: str) -> None:
-    """Have glibc keep large freed blocks instead of handing them back to the kernel, where the work is on the CPU.
-
-    A training step frees and takes the same tensors again and again; by default each goes through mmap and is paged
-    in anew. The parameters are mallopt(3)'s M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD.
-    """
-    if accelerator != "cpu" or not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is not None:
-        for parameter, value in ((-3, 1 << 30), (-1, (1 << 31) - 1), (-2, 1 << 28)):
-            mallopt(parameter, value)

@@ -6,6 +6,7 @@ and as an exception.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import distributed as dist
 from toolkit.errors import PeerLost
 
 T = TypeVar("T")
+_timeout = 30 * 60.0
 
 
 def is_distributed() -> bool:
@@ -74,20 +76,38 @@ def gather(value: T) -> list[T]:
 def rank_print(*message: object, rank: int | None = None) -> None:
     """Print a message with its rank before it, on the rank that is named, or on every one.
 
+    Before a run connects the processes, the rank is what the launcher has told this one.
+
     >>> rank_print("ready", rank=1)
     [rank 1] ready
     """
-    here = global_rank()
+    here = global_rank() if is_distributed() else _announced_rank()
     if rank is None or rank == here:
-        print(f"[rank {here}]", *message, flush=True, file=sys.stdout)
+        # in one piece, or lines of ranks that print at the same time mix
+        sys.stdout.write(" ".join([f"[rank {here}]", *map(str, message)]) + "\n")
+        sys.stdout.flush()
+
+
+def _announced_rank() -> int:
+    """The rank by the environment of torchrun, of SLURM, or of the processes that a run starts (LOCAL_RANK)."""
+    if "RANK" not in os.environ and "LOCAL_RANK" in os.environ:
+        node, per_node, local = (os.environ.get(n, "0") for n in ("NODE_RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+        return int(node) * int(per_node) + int(local)
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
 def set_timeout(seconds: float) -> None:
-    """Set how long a collective waits for a rank that does not answer."""
+    """Set how long a collective waits for a rank that does not answer, in all process groups that there are."""
+    global _timeout
+    _timeout = seconds
     if is_distributed():
-        # torch has no public name for it; torchtitan sets its timeouts in this way, too
-        for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list of them
+            group.set_timeout(timedelta(seconds=seconds))
+
+
+def timeout() -> float:
+    """Seconds that a collective waits, as set last."""
+    return _timeout
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.sharded import check_sharded, is_sharded, save_sharded
 from toolkit.checkpoints.states import full_state, load_sharded_optimizer, set_optimizer_state, sharded_state
 from toolkit.checkpoints.store import WEIGHTS, prune, write_checkpoint
-from toolkit.checkpoints.weights import load_state, save_state
+from toolkit.checkpoints.weights import canonical_name, load_state, save_state
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.errors import PeerLost
@@ -128,6 +128,7 @@ class Checkpointer:
             **asdict(progress),
             "schedule": asdict(self.schedule),
             "identity": asdict(self.identity),
+            "tied": {canonical_name(second): canonical_name(first) for second, first in self.tied.items()},
         }
         (folder / TRAINER / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         scaler = None if self.scaler is None else self.scaler.state_dict()

@@ -52,10 +52,10 @@ def evaluate(
     rows = prepared.val if split == "val" else prepared.train
     if rows is None or not len(rows):
         raise UserError(f"--split {split}: this data has none; give --data.val_fraction, or use --split train")
-    batches = val_batches(rows, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_iters=max_iters)
+    n_rows = len(rows) if max_iters is None else min(len(rows), max_iters * micro_batch_size)
+    batches = val_batches(rows, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_rows=n_rows)
     token_bytes = prepared.tokenizer.token_bytes() if prepared.tokenizer is not None else None
     metrics = validate(fabric, fabric.setup(model), batches, token_bytes)
     names = {"val_loss": "loss", "val_ppl": "perplexity", "val_bpb": "bits_per_byte"}
-    n_rows = len(rows) if max_iters is None else min(len(rows), max_iters * micro_batch_size)
     result = {"data": f"{type(data).__name__}, {split}"} | {names[k]: v for k, v in metrics.items()}
     return result | {"sequences": n_rows, "tokens": n_rows * length}

@@ -206,7 +206,7 @@ def run_validation(run: Run) -> dict[str, float]:
         micro_batch_size=run.plan.micro_batch_size,
         rank=run.fabric.global_rank,
         world_size=run.fabric.world_size,
-        max_iters=run.eval.max_iters,
+        max_rows=None if run.eval.max_iters is None else run.eval.max_iters * run.plan.global_batch_size,
     )
     metrics = validate(run.fabric, run.model, batches, run.token_bytes)
     if not math.isfinite(metrics.get("val_loss", 0.0)):

@@ -20,6 +20,7 @@ from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import canonical_name, load_weights
 from toolkit.distributed import ranks
 from toolkit.distributed.fsdp import ShardedStrategy
+from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block
@@ -33,7 +34,8 @@ class Plan:
     """A model before it is wrapped, and what can only be known of it then.
 
     Args:
-        module: A GPT on the meta device, or somebody's own module with its weights.
+        module: A GPT on the meta device, or a module that is ready, with its weights: somebody's own, or a GPT.
+        ready: Which of the two.
         config: Its architecture; None for somebody's own.
         blocks: The classes of its blocks.
         sizes: Elements of each parameter, by name.
@@ -43,6 +45,7 @@ class Plan:
     """
 
     module: nn.Module
+    ready: bool
     config: ModelConfig | None
     blocks: tuple[type[nn.Module], ...]
     sizes: dict[str, int]
@@ -53,7 +56,8 @@ class Plan:
 
 def plan_model(config: ModelConfig | None, module: nn.Module | None, blocks: tuple[type[nn.Module], ...]) -> Plan:
     """Build the model of ``config`` on the meta device, or take ``module``."""
-    if module is None:
+    ready = module is not None
+    if not ready:
         assert config is not None
         with torch.device("meta"):
             module = GPT(config)
@@ -64,7 +68,7 @@ def plan_model(config: ModelConfig | None, module: nn.Module | None, blocks: tup
     else:
         shapes = [f"{canonical_name(name)} {tuple(p.shape)}" for name, p in module.named_parameters()]
         facts = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
-    return Plan(module, config, blocks, sizes, tied_names(module), spared_from_decay(module), facts)
+    return Plan(module, ready, config, blocks, sizes, tied_names(module), spared_from_decay(module), facts)
 
 
 def set_up_model(
@@ -84,8 +88,11 @@ def set_up_model(
     module = plan.module
     if precision == "bf16-true":
         module.to(torch.bfloat16)
+    elif plan.ready:
+        for parameter in module.parameters():  # it may come in 16 bits; buffers may have a reason for what they are
+            parameter.data = parameter.data.float()
     shards = source is not None and is_sharded(source / WEIGHTS) and _shards_fit(plan, source)
-    if plan.config is None:
+    if plan.ready:
         _take_weights(module, None if shards else source)
     else:
         materialize = Materializer(module, _values(plan, seed, None if shards else source, shards), fabric.device)
@@ -99,6 +106,7 @@ def set_up_model(
             if isinstance(part, plan.blocks):
                 part.compile()  # in place: its class and the names of its weights stay as they are
     wrapped = fabric.setup(module)
+    give_back_freed_memory()
     if shards:
         assert source is not None
         load_sharded_weights(unwrapped(wrapped), plan.tied, source / WEIGHTS)
@@ -119,7 +127,7 @@ def check_replicas(wrapped: nn.Module, plan: Plan, shards: int) -> None:
 
 def describe_model(plan: Plan, seq_length: int) -> str:
     """Name, parameters and FLOPs per token (law N8) in a few words."""
-    name = type(plan.module).__name__ if plan.config is None else plan.config.name
+    name = plan.module._get_name() if plan.config is None else plan.config.name
     text = f"{name}: {sum(plan.sizes.values()):,} parameters"
     if plan.config is None:
         return text

@@ -41,12 +41,13 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def spared_from_decay(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that do not decay (law N5): biases, norms (one dimension) and embeddings.
+    """Return the canonical names of the parameters that do not decay (law N5): biases, norms and embeddings.
 
     Tied heads are embeddings. To be asked before a strategy wraps the model: shards have one dimension, all of them.
     """
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    return frozenset(name for name, p in model.named_parameters() if p.ndim < 2 or id(p) in embeddings)
+    spared = (name for name, p in model.named_parameters() if p.ndim < 2 or id(p) in embeddings)
+    return frozenset(map(canonical_name, spared))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, spared: frozenset[str]) -> list[dict[str, Any]]:
@@ -59,15 +60,21 @@ def parameter_groups(model: nn.Module, weight_decay: float, spared: frozenset[st
     return [group for group in groups if group["params"]]
 
 
-def resolve_optimizer(args: OptimizerArgs, defaults: dict[str, Any], precision: str) -> dict[str, Any]:
+def resolve_optimizer(
+    args: OptimizerArgs,
+    defaults: dict[str, Any],
+    precision: str,
+    given_class: type[torch.optim.Optimizer] | None = None,
+) -> dict[str, Any]:
     """Return the options of the optimizer that will be built, with its ``name``.
 
     ``defaults`` (weight_decay, betas) apply where the class takes them; what the user asked for must be taken.
+    ``given_class`` is one that torch.optim does not have.
 
     Raises:
         UserError: there is no such class, or it does not take an option.
     """
-    cls = optimizer_class(args.name)
+    cls = given_class or optimizer_class(args.name)
     takes = inspect.signature(cls).parameters
     asked = {k: v for k in ("weight_decay", "betas", "eps") if (v := getattr(args, k)) is not None} | args.options
     if "lr" in asked:
@@ -83,7 +90,7 @@ def resolve_optimizer(args: OptimizerArgs, defaults: dict[str, Any], precision: 
     given = {k: v for k, v in defaults.items() if k in takes} | asked
     if given.get("fused") and precision == "16-mixed":
         raise UserError("--optimizer.options fused: does not go with --precision 16-mixed, whose gradients are scaled")
-    return {"name": cls.__name__, **given}
+    return {"name": args.name if given_class else cls.__name__, **given}
 
 
 def build_optimizer(
@@ -92,6 +99,7 @@ def build_optimizer(
     learning_rate: float,
     precision: str = "32-true",
     spared: frozenset[str] | None = None,
+    given_class: type[torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that :func:`resolve_optimizer` describes, fused where the class and the device have that.
 
@@ -102,7 +110,8 @@ def build_optimizer(
         UserError: the class refuses a value.
     """
     given = dict(options)
-    cls = optimizer_class(given.pop("name"))
+    name = given.pop("name")
+    cls = given_class or optimizer_class(name)
     spared = spared_from_decay(model) if spared is None else spared
     takes = inspect.signature(cls).parameters
     groups = parameter_groups(model, given.pop("weight_decay", 0.0), spared)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 import toolkit.data
@@ -25,10 +26,12 @@ from toolkit.args import (
 )
 from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
 from toolkit.data.base import DataModule, Prepared
+from toolkit.data.ready import ReadyData
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
+from toolkit.models.gpt import GPT
 
 
 @dataclass
@@ -62,6 +65,8 @@ class RunArgs:
     """Somebody's own model, ready; then there is no ``model_name``."""
     block_classes: tuple[type[nn.Module], ...] = ()
     """The blocks of that model."""
+    optimizer_class: type[torch.optim.Optimizer] | None = None
+    """A class that torch.optim does not have; ``optimizer.name`` is its name."""
 
 
 def with_defaults(args: RunArgs) -> RunArgs:
@@ -94,9 +99,9 @@ def with_defaults(args: RunArgs) -> RunArgs:
 
 
 def choose_model(args: RunArgs) -> ModelConfig | None:
-    """The named architecture, or that of the initial checkpoint, with the user's changes; None for a ready module."""
+    """The named architecture, or that of the initial checkpoint, with the user's changes; None for somebody's own."""
     if args.module is not None:
-        return None
+        return args.module.config if isinstance(args.module, GPT) else None
     if args.initial_checkpoint_dir is not None:
         config = read_model_config(find_checkpoint_dir(args.initial_checkpoint_dir))
     else:
@@ -137,9 +142,10 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
         tokenizer = Tokenizer.load(folder if args.tokenizer_dir else find_checkpoint_dir(folder))
     data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report)
     if len(data.train) < args.train.global_batch_size:
+        of_length = f" of {seq_length} tokens" if seq_length else ""
         raise UserError(
             f"--train.global_batch_size {args.train.global_batch_size}: the training data has only {len(data.train)} "
-            f"sequences of {seq_length} tokens; give more text, a smaller batch or a shorter --train.max_seq_length"
+            f"sequences{of_length}; give more text, a smaller batch or a shorter --train.max_seq_length"
         )
     return data
 
@@ -168,9 +174,15 @@ def with_vocabulary(config: ModelConfig | None, data: Prepared) -> ModelConfig |
     return config
 
 
+def is_repeatable(args: RunArgs) -> bool:
+    """Whether the options say all of the run: no object from Python takes part."""
+    ready = args.module is not None or isinstance(args.data, ReadyData) or args.optimizer_class is not None
+    return not ready
+
+
 def hyperparameters(args: RunArgs) -> dict[str, Any]:
-    """The options of this run as ``toolkit SUB --config`` takes them, defaults filled in."""
-    left_out = ("defaults", "module", "block_classes")
+    """The options of this run as ``toolkit SUB --config`` takes them, defaults filled in; of ready data the class."""
+    left_out = ("defaults", "module", "block_classes", "optimizer_class")
     values = {k: v for k, v in vars(args).items() if k not in left_out} | {"resume": False}
     values["optimizer"] = fill(args.optimizer, args.defaults.optimizer)
     plain = {k: asdict(v) if is_dataclass(v) else v for k, v in values.items()}
@@ -178,5 +190,5 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
     kind = type(args.data)
     own = getattr(toolkit.data, kind.__name__, None) is kind
     path = kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
-    plain["data"] = {"class_path": path, "init_args": plain["data"]}
+    plain["data"] = {"class_path": path, "init_args": {} if isinstance(args.data, ReadyData) else plain["data"]}
     return plain

@@ -18,6 +18,7 @@ from toolkit.distributed.device import count_devices, pick_accelerator, pick_pre
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import RunGroup, Timeouts, launched
 from toolkit.distributed.layout import read_layout
+from toolkit.distributed.memory import keep_freed_memory
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
 from toolkit.models.gpt import Block
@@ -32,6 +33,7 @@ from toolkit.training.resolve import (
     choose_length,
     choose_model,
     hyperparameters,
+    is_repeatable,
     prepare_data,
     with_defaults,
     with_vocabulary,
@@ -63,7 +65,9 @@ def run_training(args: RunArgs) -> None:
     batch = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, **sizes)
     config = choose_model(args)
     seq_length = choose_length(args.train, config)
-    optimizer_options = resolve_optimizer(args.optimizer, args.defaults.optimizer, precision)
+    if strategy.kind == "fsdp" and args.module is not None and not args.block_classes:
+        raise UserError("--strategy fsdp: shards the blocks of a model, and none were found; name them: block_classes")
+    optimizer_options = resolve_optimizer(args.optimizer, args.defaults.optimizer, precision, args.optimizer_class)
     check_logger(args.logger_name, args.log)
     out_dir = Path(args.out_dir)
     resume_from = resolve_resume(args.resume, out_dir) if layout.global_rank == 0 else None
@@ -80,7 +84,7 @@ def run_training(args: RunArgs) -> None:
         group.connect()
         resume_from = ranks.from_first(resume_from)
         model_plan = plan_model(with_vocabulary(config, data), args.module, args.block_classes)
-        seq_length = seq_length or len(data.train[0]["input_ids"])
+        seq_length = len(data.train[0]["input_ids"])  # rows of somebody's own may be shorter than the model's context
         identity = Identity(
             model_plan.facts, data.content_key, batch.global_batch_size, args.seed, precision, optimizer_options
         )
@@ -108,7 +112,9 @@ def run_training(args: RunArgs) -> None:
         model = set_up_model(
             fabric, model_plan, seed=args.seed, precision=precision, compiler=args.compiler, source=source
         )
-        optimizer = build_optimizer(unwrapped(model), optimizer_options, schedule.peak, precision, model_plan.spared)
+        optimizer = build_optimizer(
+            unwrapped(model), optimizer_options, schedule.peak, precision, model_plan.spared, args.optimizer_class
+        )
         checkpointer = Checkpointer(
             out_dir=out_dir,
             module=unwrapped(model),
@@ -116,7 +122,7 @@ def run_training(args: RunArgs) -> None:
             scaler=getattr(fabric.strategy.precision, "scaler", None),
             config=model_plan.config,
             tokenizer=data.tokenizer,
-            hyperparameters=None if args.module is not None else hyperparameters(args),
+            hyperparameters=hyperparameters(args) if is_repeatable(args) else None,
             identity=identity,
             schedule=schedule,
             keep_last=args.train.keep_last or 0,
@@ -156,6 +162,7 @@ def run_training(args: RunArgs) -> None:
             after_first_step=lambda: after_first_step(run, model_plan, strategy.shards, group),
             patient=partial(ranks.patience, timeouts.first, timeouts.later),
         )
+        keep_freed_memory(device)  # only now: what loading has freed goes back (law M3)
         status = "failed"
         try:
             fit(run)

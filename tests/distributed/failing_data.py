@@ -1,0 +1,45 @@
+"""Data modules that fail, or fall asleep, on one rank; ``--data failing_data.Fails`` in test_failures.py."""
+
+import os
+import time
+from dataclasses import dataclass
+
+from toolkit.data import SyntheticTokens
+from toolkit.errors import UserError
+
+
+@dataclass
+class Fails(SyntheticTokens):
+    """Fails on one rank in one way.
+
+    Args:
+        rank: The local rank that fails.
+        how: "row": a bug at its first row; "prepare": a user's mistake; "asleep": no answer; "slow": takes long.
+    """
+
+    rank: int = 1
+    how: str = "row"
+
+    def prepare(self, **options):
+        here = int(os.environ.get("LOCAL_RANK", "0"))
+        if here == self.rank and self.how == "prepare":
+            raise UserError("--data.how prepare: this file is broken; take another")
+        prepared = super().prepare(**options)
+        if here == self.rank and self.how != "prepare":
+            prepared.train = Rows(prepared.train, self.how)
+        return prepared
+
+
+class Rows:
+    def __init__(self, rows, how):
+        self.rows, self.how = rows, how
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        if index and self.how == "row":  # the run looks at row 0 before it begins
+            raise ValueError(f"row {index} is broken")
+        if index and self.how == "asleep":
+            time.sleep(1000)
+        return self.rows[index]

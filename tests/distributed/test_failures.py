@@ -1,0 +1,374 @@
+"""Starting and ending across ranks, through the real command line: what one rank suffers ends all, with one line."""
+
+import csv
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from groups import free_port
+from torch import distributed as dist
+
+from toolkit import cli
+from toolkit.distributed import launch
+from toolkit.distributed.launch import RunGroup, Timeouts
+from toolkit.distributed.layout import Layout
+from toolkit.errors import PeerLost
+
+PRETRAIN = ["-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu"]
+TRAIN = {"global_batch_size": 8, "micro_batch_size": 2, "max_seq_length": 32, "max_steps": 100_000}
+GO_ON = "and the run with it; --resume auto goes on with the newest checkpoint"
+LAUNCHERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_PARENT_PID")
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def flags_for(corpus: Path, out: Path, **train) -> list[str]:
+    flags = ["--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300"]
+    return flags + common_flags(out, **train)
+
+
+def common_flags(out: Path, **train) -> list[str]:
+    flags = ["--out_dir", str(out), "--resume", "auto", "--eval.interval", "0", "--eval.final_validation", "false"]
+    return flags + [part for name, value in (TRAIN | train).items() for part in (f"--train.{name}", str(value))]
+
+
+def failing(out: Path, rank: int, how: str) -> list[str]:
+    data = ["--data", "failing_data.Fails", "--data.rank", str(rank), "--data.how", how, "--data.vocab_size", "300"]
+    return data + common_flags(out)
+
+
+def start(*arguments: str, **environ: str) -> subprocess.Popen:
+    """Start Python in a session of its own, as a terminal would."""
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    environment = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environ
+    return subprocess.Popen([sys.executable, *arguments], env=environment, **pipes)
+
+
+def pretrain(*flags: str, **environ: str) -> subprocess.Popen:
+    return start(*PRETRAIN, *flags, **environ)
+
+
+def read_until(process: subprocess.Popen, text: str) -> None:
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} never came:\n{''.join(seen)}\n{process.stderr.read()}")
+
+
+def session(process: subprocess.Popen) -> list[int]:
+    """The processes of the session that a process has begun."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, leader = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # gone in the meantime
+            continue
+        if int(leader) == process.pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def child_of(process: subprocess.Popen) -> int:
+    (child,) = set(session(process)) - {process.pid}
+    return child
+
+
+def finish(process: subprocess.Popen, seconds: float = 60) -> tuple[str, str]:
+    """Wait until all processes have ended; return what they have written."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        left = session(process)
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"{left} did not end: {process.communicate()}") from None
+    closed = time.monotonic()
+    while session(process) and time.monotonic() - closed < 10:  # the pipes close shortly before the last of them ends
+        time.sleep(0.05)
+    assert session(process) == []
+    return out, err
+
+
+def ended(process: subprocess.Popen, code: int, *texts: str, within: float = 60) -> str:
+    """Require an end with this exit code and with one line on stderr, which holds the texts; return stdout."""
+    out, err = finish(process, within)
+    assert process.returncode == code, err
+    assert len(err.splitlines()) == 1 and err.startswith("toolkit pretrain: "), err
+    for text in texts:
+        assert text in err
+    return out
+
+
+def losses(out: Path) -> list[float]:
+    with open(out / "logs" / "metrics.csv", newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+def folders(out: Path) -> set[str]:
+    return {path.name for path in out.iterdir() if (path / "COMPLETE").exists()}
+
+
+def resumes(corpus: Path, out: Path) -> None:
+    """Two more steps, with --resume auto, on two ranks."""
+    newest = max(int(name.split("-")[1]) for name in folders(out))
+    process = pretrain("--devices", "2", *flags_for(corpus, out, max_steps=newest + 2))
+    stdout, err = finish(process)
+    assert process.returncode == 0 and f"step {newest}" in stdout and "going on from" in stdout, err
+    assert "final" in folders(out)
+
+
+# ---- a rank that is gone or silent
+
+
+def test_a_killed_rank_ends_the_run_which_resumes(corpus, tmp_path):
+    process = pretrain("--devices", "2", *flags_for(corpus, tmp_path, save_interval=20))
+    read_until(process, "step-00000020")
+    os.kill(child_of(process), signal.SIGKILL)
+    ended(process, 1, f"rank 1 was killed by SIGKILL, {GO_ON}", within=25)
+    resumes(corpus, tmp_path)
+
+
+def test_a_rank_whose_first_process_is_killed_ends_by_itself(corpus, tmp_path):
+    process = pretrain("--devices", "2", *flags_for(corpus, tmp_path))
+    read_until(process, "step 1/")
+    process.kill()
+    ended(process, -signal.SIGKILL, f"rank 0 is gone or does not answer, {GO_ON}", within=25)
+
+
+@pytest.mark.parametrize("rank", [1, slow(0)])
+def test_a_stopped_rank_ends_the_run_after_the_timeout(corpus, tmp_path, rank):
+    process = pretrain("--devices", "2", *flags_for(corpus, tmp_path), "--timeout", "0.05")
+    read_until(process, "step 1/")
+    time.sleep(1)
+    os.kill(process.pid if rank == 0 else child_of(process), signal.SIGSTOP)
+    if rank == 1:
+        ended(process, 1, f"no answer from rank 1 for 0.05 minutes (--timeout), {GO_ON}", within=40)
+        return
+    deadline = time.monotonic() + 50
+    while len(session(process)) > 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert session(process) == [process.pid]
+    os.kill(process.pid, signal.SIGCONT)
+    _, err = finish(process)
+    assert process.returncode == 1 and len(err.splitlines()) == 2 and "Traceback" not in err
+    assert "rank 0 is gone or does not answer" in err and "rank 1 ended with exit code 1" in err
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_silent_before_the_first_step_ends_the_run(tmp_path):
+    process = pretrain("--devices", "2", "--timeout", "0.05", *failing(tmp_path, 1, "asleep"))
+    ended(process, 1, "no answer from rank 1 for 0.05 minutes (--timeout)")
+
+
+def test_the_timeout_reaches_every_process_group():
+    program = """
+import sys, time, torch
+from datetime import timedelta
+from torch import distributed as dist
+from toolkit.distributed import ranks
+rank = int(sys.argv[1])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), is_master=rank == 0, timeout=timedelta(seconds=60))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+group = dist.new_group([0, 1])
+dist.barrier(group)
+dist.barrier()
+ranks.set_timeout(1.0)
+if rank == 0:
+    for each in (group, None):
+        started = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1), group=each)
+        except RuntimeError:
+            print(0.9 < time.monotonic() - started < 10)
+    store.set("done", "")
+store.wait(["done"])
+dist.destroy_process_group()
+"""
+    port = str(free_port())
+    other, first = (start("-c", program, rank, port) for rank in "10")
+    assert finish(first)[0].split() == ["True", "True"]
+    finish(other)
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [
+        (signal.SIGUSR1, "rank 1"),
+        slow(signal.SIGTERM, "rank 0"),
+        slow(signal.SIGTERM, "rank 1"),
+        slow(signal.SIGINT, "all"),
+    ],
+)
+def test_s3_a_signal_on_any_rank_saves_once_and_ends_all(corpus, tmp_path, number, to):
+    process = pretrain("--devices", "2", *flags_for(corpus, tmp_path, save_interval=0))
+    read_until(process, "step 1/")
+    if to == "all":
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid if to == "rank 0" else child_of(process), number)
+    out = ended(process, 128 + number, "is saved, go on with --resume auto", within=25)
+    assert len(folders(tmp_path)) == 1 and out.count("saved ") == 1
+    if to == "all":
+        resumes(corpus, tmp_path)
+
+
+# ---- what goes wrong on one rank
+
+
+def test_an_exception_on_one_rank_ends_all_and_its_traceback_is_seen_once(tmp_path):
+    process = pretrain("--devices", "2", *failing(tmp_path, 1, "row"))
+    _, err = finish(process)
+    assert process.returncode == 1
+    assert err.count("Traceback (most recent call last)") == 1 and len(re.findall(r"^ValueError: row", err, re.M)) == 1
+    assert re.search(r"^toolkit pretrain: rank 1: ValueError: row \d+ is broken$", err, re.M), err
+
+
+@pytest.mark.parametrize("rank", [0, slow(1)])
+def test_a_users_mistake_on_one_rank_is_one_line(tmp_path, rank):
+    process = pretrain("--devices", "2", *failing(tmp_path, rank, "prepare"))
+    ended(process, 2, "--data.how prepare: this file is broken; take another")
+
+
+def test_a_mistake_known_before_the_launch_starts_no_process(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch._Launcher, "launch", lambda *_: pytest.fail("processes were started"))
+    flags = flags_for(corpus, tmp_path / "run", global_batch_size=7)
+    assert cli.main([*PRETRAIN[2:], "--devices", "2", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--train.global_batch_size 7" in line and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("state_dict_type", ["sharded", slow("full")])
+def test_s1_a_full_disk_ends_all_ranks_with_one_line(corpus, tmp_path, state_dict_type):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        flags = flags_for(corpus, disk / "run", save_interval=3, keep_last=0)
+        process = pretrain("--devices", "2", "--fsdp.state_dict_type", state_dict_type, *flags)
+        ended(process, 2, "disk" if state_dict_type == "full" else "")
+        kept = folders(disk / "run")
+        assert kept and "final" not in kept
+        assert not [path for path in (disk / "run").iterdir() if path.name.startswith(".tmp-")]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# ---- the ways to start
+
+
+@pytest.fixture(scope="module")
+def two_devices(corpus, tmp_path_factory) -> list[float]:
+    """The losses of ``--devices 2``."""
+    folder = tmp_path_factory.mktemp("devices")
+    process = pretrain("--devices", "2", *flags_for(corpus, folder, max_steps=10))
+    out, err = finish(process)
+    assert (process.returncode, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) == len(set(lines)) and lines[-1].startswith("finished after 10 steps")
+    return losses(folder)
+
+
+def finish_all(processes: list[subprocess.Popen], out: Path, expected: list[float]) -> None:
+    said = [finish(process) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), said
+    assert losses(out) == pytest.approx(expected, rel=1e-5)
+    assert [stdout.count("finished after") for stdout, _ in said] == [1] + [0] * (len(said) - 1)
+    assert all(stdout == "" for stdout, _ in said[1:]) and all(err == "" for _, err in said)
+
+
+def test_torchrun_trains_as_devices_do(corpus, tmp_path, two_devices):
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", f"--master_port={free_port()}"]
+    process = start(*torchrun, *PRETRAIN, *flags_for(corpus, tmp_path, max_steps=10))
+    finish_all([process], tmp_path, two_devices)
+
+
+def test_two_nodes_train_as_two_devices_do(corpus, tmp_path, two_devices):
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    flags = ["--devices", "1", "--num_nodes", "2", *flags_for(corpus, tmp_path, max_steps=10)]
+    finish_all([pretrain(*flags, NODE_RANK=rank, **where) for rank in "01"], tmp_path, two_devices)
+
+
+@pytest.mark.parametrize("per_node", [{}, slow({"SLURM_NTASKS_PER_NODE": "2"})])
+def test_slurm_tasks_train_as_devices_do(corpus, tmp_path, two_devices, per_node):
+    # the port is 15000 + the last four digits of the job
+    job = {
+        "SLURM_JOB_ID": str(random.randrange(10_000)),
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+    } | per_node
+    flags = flags_for(corpus, tmp_path, max_steps=10)
+    tasks = [pretrain("--devices", "2", *flags, **job, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
+    finish_all(tasks, tmp_path, two_devices)
+
+
+@pytest.mark.parametrize("node_rank", ["1", slow("0")])
+def test_a_node_that_is_alone_says_where_it_has_waited(corpus, tmp_path, node_rank):
+    port = str(free_port())
+    where = {"NODE_RANK": node_rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    flags = ["--devices", "1", "--num_nodes", "2", "--timeout", "0.05", *flags_for(corpus, tmp_path)]
+    missing = "rank 1 has not come there" if node_rank == "0" else "rank 0 does not answer there"
+    ended(pretrain(*flags, **where), 2, f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: {missing} within 0.05 minutes")
+
+
+# ---- law S5, and what waits for what
+
+
+def groups_of_two(minutes: float | None = None) -> list[RunGroup]:
+    """Two ranks that have met at a real store, in one process."""
+    port, groups = free_port(), []
+    for rank in (0, 1):
+        group = RunGroup(SimpleNamespace(), Layout(2, 1, 0, rank, "by hand", False), Timeouts.of(minutes))
+        store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=10), wait_for_workers=False)
+        group._store = group.ending.store = store
+        groups.append(group)
+    return groups
+
+
+def test_s5_rank_0_prepares_first_and_the_others_wait_with_a_heartbeat(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "_HEARTBEAT", 0.2)
+    first, second = groups_of_two()
+    order: list[str] = []
+
+    def slow() -> None:
+        time.sleep(0.7)
+        order.append("rank 0")
+
+    waiting = threading.Thread(target=lambda: second.first_then_others(lambda: order.append("rank 1")))
+    waiting.start()
+    first.first_then_others(slow)
+    waiting.join(5)
+    assert order == ["rank 0", "rank 1"]
+    assert capsys.readouterr().out.count("waiting for the data to be prepared") in (2, 3)
+
+
+def test_s5_a_rank_that_fails_in_preparing_ends_the_wait():
+    first, second = groups_of_two()
+    first.ending._say("ended")
+    with pytest.raises(PeerLost):
+        second.first_then_others(lambda: pytest.fail("was called"))
+
+
+def test_a_roll_call_names_who_is_missing():
+    first, _ = groups_of_two(0.001)
+    with pytest.raises(TimeoutError, match="^rank 1$"):
+        first._roll_call("here", "")

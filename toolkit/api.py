@@ -1,0 +1,258 @@
+"""Training from Python, with what is ready there: a model, a dataset, an optimizer. ``import toolkit`` offers it.
+
+It is the same run as ``toolkit pretrain``'s; here is only what turns objects into its arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.args import PRETRAIN, OptimizerArgs
+from toolkit.checkpoints.folder import find_checkpoint_dir, load_model
+from toolkit.checkpoints.store import FINAL
+from toolkit.commands.pretrain import setup
+from toolkit.data.base import DataModule
+from toolkit.data.ready import ReadyData
+from toolkit.distributed import ranks
+from toolkit.distributed.device import count_devices, pick_accelerator
+from toolkit.distributed.layout import read_layout
+from toolkit.errors import EndedTogether, UserError, did_you_mean
+from toolkit.models.config import ModelConfig, ModelOverrides
+from toolkit.models.gpt import GPT, Block
+from toolkit.models.ready import WithLoss, find_blocks
+from toolkit.training.options import as_mapping, read_group, read_options
+from toolkit.training.run import RunArgs, run_training
+from toolkit.training.state import read_meta
+from toolkit.training.throughput import peak_memory_gb
+from toolkit.ui.loggers import read_metrics
+
+_DTYPES = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended; the same on every rank.
+
+    Args:
+        out_dir: The folder of the run.
+        checkpoint: The folder of the last weights, ``out_dir/final``.
+        step: Optimizer steps done.
+        tokens: Input tokens so far, over all ranks.
+        metrics: The last row of metrics.csv: loss, val_loss where there was held-out data, ...
+    """
+
+    out_dir: Path
+    checkpoint: Path
+    step: int
+    tokens: int
+    metrics: dict[str, float]
+
+
+def load(checkpoint_dir: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None) -> GPT:
+    """Load the model of a checkpoint folder.
+
+    Args:
+        checkpoint_dir: A folder, or the name of one below ``checkpoints/``.
+        device: Where the weights go.
+        dtype: Their type: torch's, or "fp32", "bf16", "fp16"; that of the file when not given.
+
+    Raises:
+        UserError: there is no such folder, or its weights do not fit its configuration.
+    """
+    if isinstance(dtype, str):
+        if dtype not in _DTYPES:
+            raise UserError(f"dtype {dtype}: must be one of {', '.join(_DTYPES)}{did_you_mean(dtype, _DTYPES)}")
+        dtype = _DTYPES[dtype]
+    return load_model(find_checkpoint_dir(checkpoint_dir), device, dtype)
+
+
+def train(
+    model: str | ModelConfig | nn.Module | None = None,
+    dataset: Any = None,
+    *,
+    val_dataset: Any = None,
+    optimizer: Any = None,
+    block_classes: Iterable[type[nn.Module] | str] | None = None,
+    num_workers: int = 0,
+    **options: Any,
+) -> TrainResult:
+    """Train a model: the run of ``toolkit pretrain``, with ready objects where you have them.
+
+    On several devices (``devices=2``) the script is started once more for each further one, as it is; under torchrun or
+    srun all processes are there already. All calls of ``train`` in one script use the same number of devices.
+
+    Args:
+        model: The name of a model, a :class:`ModelConfig`, or any module. Its forward is ``forward(input_ids, labels)``
+            and returns ``(loss_sum, n_tokens)`` as :class:`GPT`'s does, or ``forward(input_ids)`` and returns logits
+            (B, T, vocabulary) or an object with ``.logits``. A module is trained in place, or taken apart where it is
+            sharded: the trained weights are those of the returned ``checkpoint``. All ranks begin with rank 0's.
+        dataset: A :class:`~toolkit.data.DataModule`, or anything with ``len()`` and ``[index]``. An item is a 1-D
+            tensor of T + 1 tokens, or ``{"input_ids": (T,), "labels": (T,)}``, where ``labels[t]`` is the token that
+            follows ``input_ids[t]``, or -100 where nothing is to be learned. ``dataset[i]`` must not change.
+        val_dataset: Held-out rows, of the same kind as ``dataset``.
+        optimizer: A class of torch.optim or another with the same interface, its name, or the options of
+            ``--optimizer`` as a dictionary or :class:`~toolkit.args.OptimizerArgs`; ``"name"`` in it may be a class.
+        block_classes: Classes (or their names) of the blocks of a ready module, which are sharded and compiled one by
+            one; those in its longest ``nn.ModuleList`` when not given.
+        num_workers: Processes that read ``dataset``; 0 reads in the training process.
+        options: The options of ``toolkit pretrain`` by name; groups are dictionaries or the classes of
+            :mod:`toolkit.args`: ``train={"max_steps": 100}, devices=2, strategy="fsdp", out_dir="out/mine"``.
+
+    Raises:
+        UserError: a mistake in the arguments; nothing has been written.
+        GuardError, StoppedBySignal, PeerLost: as on the command line, see :mod:`toolkit.errors`.
+        SystemExit: on the other ranks, where rank 0 raises one of these.
+    """
+    arguments = read_options(setup, options)
+    chosen, cls = _read_optimizer(optimizer)
+    arguments["optimizer"] = read_group("optimizer", OptimizerArgs, chosen)
+    arguments |= _read_model(model, block_classes, arguments)
+    arguments["data"] = _read_data(dataset, val_dataset, num_workers, options.get("data"), arguments)
+    _require_script(arguments)
+    run = RunArgs(defaults=PRETRAIN, optimizer_class=cls, **arguments)
+    try:
+        run_training(run)
+        return ranks.from_first(ranks.on_first(lambda: _result(Path(run.out_dir))))
+    except EndedTogether as error:
+        raise SystemExit(error.exit_code) from None  # rank 0 says why; here a traceback would only hide that
+
+
+def memory_stats() -> list[dict[str, Any]]:
+    """Return what each rank holds in memory, by rank; in GB (1e9 bytes). Every rank must call it.
+
+    Keys: rank, device, rss_gb and peak_rss_gb (of the process, on the CPU); where CUDA is in use also allocated_gb,
+    reserved_gb and peak_gb, the most that was allocated.
+    """
+    stats: dict[str, Any] = {"rank": ranks.global_rank(), "device": "cpu"}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        stats["device"] = f"cuda:{torch.cuda.current_device()}"
+        stats["allocated_gb"] = torch.cuda.memory_allocated() / 1e9
+        stats["reserved_gb"] = torch.cuda.memory_reserved() / 1e9
+        stats["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    stats |= {"rss_gb": _resident_gb(), "peak_rss_gb": peak_memory_gb(torch.device("cpu"))}
+    return ranks.gather(stats)
+
+
+def _resident_gb() -> float:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # Linux only
+        return float("nan")
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+def _result(out_dir: Path) -> TrainResult:
+    checkpoint = out_dir / FINAL
+    meta, rows = read_meta(checkpoint), read_metrics(out_dir / "logs" / "metrics.csv")
+    last = {name: value for name, value in (rows[-1] if rows else {}).items() if value == value}  # NaN: an empty cell
+    metrics = {name: value for name, value in last.items() if name not in ("step", "tokens")}
+    return TrainResult(out_dir, checkpoint, meta["step"], meta["tokens"], metrics)
+
+
+def _require_script(arguments: dict[str, Any]) -> None:
+    """Refuse to start processes from where there is no script that they could run."""
+    available = count_devices(pick_accelerator(arguments["accelerator"]))
+    layout = read_layout(arguments["devices"], arguments["num_nodes"], available)
+    if layout.starts_processes and not hasattr(sys.modules["__main__"], "__file__"):
+        raise UserError(
+            f"devices {layout.devices}: a notebook, a prompt or python -c has no script to start the other processes "
+            "with; put this into a file and run that, or take devices=1"
+        )
+
+
+# ---- model, data, optimizer
+
+
+def _read_model(
+    model: Any, block_classes: Iterable[type[nn.Module] | str] | None, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of RunArgs that say what is trained."""
+    if model is not None and arguments["model_name"] is not None:
+        raise UserError(f"model_name {arguments['model_name']}: a model is given, too; leave one of them out")
+    if isinstance(model, nn.Module):
+        return _read_module(model, block_classes, arguments)
+    if block_classes is not None:
+        raise UserError("block_classes: is for a model that is a module; leave it out, the blocks of ours are known")
+    if model is None or isinstance(model, str):
+        return {} if model is None else {"model_name": model}
+    if not isinstance(model, ModelConfig):
+        raise UserError(f"model {type(model).__name__}: must be a model's name, a ModelConfig or a torch.nn.Module")
+    if arguments["initial_checkpoint_dir"] is not None:
+        raise UserError("initial_checkpoint_dir: brings its own architecture; leave it or the ModelConfig out")
+    return {"model_config": ModelOverrides(**model.override(arguments["model_config"]).to_dict())}
+
+
+def _read_module(
+    module: nn.Module, block_classes: Iterable[type[nn.Module] | str] | None, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    no_effect = {
+        "initial_checkpoint_dir": arguments["initial_checkpoint_dir"] is not None,
+        "model_config": arguments["model_config"] != ModelOverrides(),
+        "train.tie_embeddings": arguments["train"].tie_embeddings is not None,
+    }
+    for name in (name for name, given in no_effect.items() if given):
+        raise UserError(f"{name}: has no effect on a model that is ready; change the model itself")
+    if any(p.is_meta for p in module.parameters()):
+        raise UserError("model: has weights on the meta device, which are no values; build it on the CPU")
+    if isinstance(module, GPT):
+        return {"module": module, "block_classes": (Block,)}
+    blocks = find_blocks(module, block_classes)
+    if arguments["compiler"] == "torch" and not blocks:
+        raise UserError("compiler torch: compiles the blocks, and none were found; name their classes: block_classes")
+    return {"module": WithLoss(module), "block_classes": blocks}
+
+
+def _read_data(
+    dataset: Any, val_dataset: Any, num_workers: int, data: DataModule | None, arguments: dict[str, Any]
+) -> DataModule:
+    train = arguments["train"]
+    if dataset is not None and data is not None:
+        raise UserError("data: a dataset is given, too; leave one of them out")
+    if dataset is None or isinstance(dataset, DataModule):
+        if val_dataset is not None or num_workers:
+            name = "num_workers" if num_workers else "val_dataset"
+            raise UserError(f"{name}: a DataModule has its own; set it there")
+        if isinstance(arguments.get("module"), WithLoss) and train.max_seq_length is None:
+            raise UserError("train.max_seq_length: must be given, the model's context length is not known")
+        return arguments["data"] if dataset is None else dataset
+    ready = ReadyData(dataset, val_dataset, num_workers, train.max_seq_length)
+    other_limits = (train.max_steps, train.epochs, train.max_time)
+    if ready.is_ragged and (train.max_tokens is not None or other_limits == (None, None, None)):
+        raise UserError(
+            f"train.max_tokens {train.max_tokens}: the rows of the dataset differ in length, so that the number of "
+            "steps, which the learning rate's schedule needs, is not known; give train.max_steps or train.epochs"
+        )
+    return ready
+
+
+def _read_optimizer(value: Any) -> tuple[dict[str, Any], type[torch.optim.Optimizer] | None]:
+    """Return the options of ``--optimizer``, and the class where torch.optim has none of that name."""
+    if value is None:
+        return {}, None
+    if inspect.isclass(value) or isinstance(value, str):
+        value = {"name": value}
+    if isinstance(value, torch.optim.Optimizer):
+        raise UserError(
+            f"optimizer {type(value).__name__}: give the class, the run makes the object from the sharded weights"
+        )
+    values = dict(as_mapping("optimizer", value))
+    cls = values.get("name")
+    if not inspect.isclass(cls):
+        return values, None
+    if not issubclass(cls, torch.optim.Optimizer):
+        raise UserError(f"optimizer {cls.__name__}: must be a class derived from torch.optim.Optimizer")
+    if getattr(torch.optim, cls.__name__, None) is cls:
+        return values | {"name": cls.__name__}, None
+    return values | {"name": f"{cls.__module__}.{cls.__qualname__}"}, cls

@@ -1,0 +1,98 @@
+"""Somebody's own model: how it is made to return a loss, and which of its parts are its blocks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from toolkit.errors import UserError, did_you_mean
+from toolkit.models.loss import IGNORE_INDEX
+
+
+class WithLoss(nn.Module):
+    """A module whose forward takes input_ids and labels (B, T) and returns ``(loss_sum, n_tokens)``, as GPT's does.
+
+    Args:
+        module: Its forward takes them and returns just that, or ``forward(input_ids)`` returns the logits
+            (B, T, vocabulary), or an object that has them as ``.logits``. It is the attribute ``module``, a name that
+            :func:`toolkit.checkpoints.weights.canonical_name` leaves out: on disk the names are its own.
+
+    The logits are the module's to make, whole: law M1 is kept by GPT only.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        parameters = list(inspect.signature(module.forward).parameters)
+        self._has_loss = parameters[1:2] == ["labels"]
+        # Hugging Face models would make a cache for generation in every step
+        self._options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses in nats, and the number of supervised tokens.
+
+        Raises:
+            UserError: the module returns something else than it should.
+        """
+        if self._has_loss:
+            result = self.module(input_ids, labels)
+            if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()):
+                raise UserError(
+                    f"model: {self._get_name()}.forward(input_ids, labels) returns {_describe(result)}; it must return "
+                    "(loss_sum, n_tokens): the sum of the losses, a scalar, and the number of supervised tokens"
+                )
+            return result
+        result = self.module(input_ids, **self._options)
+        logits = result if isinstance(result, torch.Tensor) else getattr(result, "logits", None)
+        if not isinstance(logits, torch.Tensor) or logits.ndim != 3 or logits.shape[:2] != labels.shape:
+            raise UserError(
+                f"model: {self._get_name()}.forward(input_ids) with input_ids {tuple(labels.shape)} returns "
+                f"{_describe(result if logits is None else logits)}; it must return logits (batch, tokens, vocabulary)"
+                ", or take a second argument named labels and return (loss_sum, n_tokens)"
+            )
+        loss_sum = F.cross_entropy(
+            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+        return loss_sum, (labels != IGNORE_INDEX).sum()
+
+    def _get_name(self) -> str:  # torch's hook for what a module calls itself
+        return type(self.module).__name__
+
+
+def find_blocks(module: nn.Module, named: Iterable[type[nn.Module] | str] | None = None) -> tuple[type[nn.Module], ...]:
+    """Return the classes of a module's blocks: those that are named, else those of its longest ``nn.ModuleList``.
+
+    A list inside of another one's elements (experts in a layer) does not count. Empty where there is no list.
+
+    Raises:
+        UserError: the module has no part of a named class.
+    """
+    parts = list(dict.fromkeys(type(part) for part in module.modules()))
+    if named is not None:
+        return tuple(_find(wanted, parts) for wanted in ([named] if isinstance(named, str | type) else named))
+    lists = {name: part for name, part in module.named_modules() if isinstance(part, nn.ModuleList)}
+    outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    return tuple(dict.fromkeys(type(block) for block in max(outer, key=len, default=())))
+
+
+def _find(wanted: type[nn.Module] | str, parts: list[type[nn.Module]]) -> type[nn.Module]:
+    found = next((part for part in parts if wanted in (part, part.__name__)), None)
+    if found is None:
+        name, known = wanted if isinstance(wanted, str) else wanted.__name__, [part.__name__ for part in parts]
+        near = did_you_mean(name, known) or f"; its classes are {', '.join(known)}"
+        raise UserError(f"block_classes {name}: the model has no part of this class{near}")
+    return found
+
+
+def _describe(result: Any) -> str:
+    """What something returned is, in a few words."""
+    if isinstance(result, torch.Tensor):
+        return f"a tensor of shape {tuple(result.shape)}"
+    if isinstance(result, tuple):
+        return f"a tuple ({', '.join(_describe(part) for part in result)})"
+    return f"an object of type {type(result).__name__}"

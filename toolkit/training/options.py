@@ -1,0 +1,91 @@
+"""Options that are given as Python objects: names and types are checked against those of a typed function."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from toolkit.errors import UserError, did_you_mean
+
+
+def read_options(setup: Callable[..., None], given: dict[str, Any]) -> dict[str, Any]:
+    """Check names and types against those of ``setup``'s parameters, and fill in its defaults.
+
+    Args:
+        setup: A function with typed parameters; those that are dataclasses are groups.
+        given: Values by name; groups as dictionaries or as their dataclasses, paths as texts or path objects.
+
+    Raises:
+        UserError: a name that does not exist, with the nearest one, or a value of the wrong type.
+    """
+    hints, parameters = get_type_hints(setup), inspect.signature(setup).parameters
+    groups = {name: hints[name] for name in parameters if is_dataclass(hints[name])}
+    for name in given:
+        if name not in parameters:
+            home = next((group for group, cls in groups.items() if name in {f.name for f in fields(cls)}), None)
+            inside = f"; did you mean {home}={{{name!r}: ...}}?"
+            raise UserError(f"{name}: no such option{inside if home else did_you_mean(name, parameters)}")
+    values = {}
+    for name, parameter in parameters.items():
+        value = given.get(name, parameter.default)
+        if name in groups:
+            values[name] = read_group(name, groups[name], value)
+        else:
+            values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+            _require_type(name, values[name], hints[name])
+    return values
+
+
+def read_group(name: str, cls: type, value: Any) -> Any:
+    """Make the dataclass ``cls`` from a dictionary, or anew (and so checked) from one of its kind."""
+    values, hints = as_mapping(name, value), get_type_hints(cls)
+    for key, inner in values.items():
+        if key not in hints:
+            raise UserError(f"{name}.{key}: no such option{did_you_mean(str(key), hints)}")
+        _require_type(f"{name}.{key}", inner, hints[key])
+    return cls(**values)
+
+
+def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if is_dataclass(value) and not inspect.isclass(value):
+        return vars(value)
+    if not isinstance(value, Mapping):
+        kind = type(value).__name__
+        raise UserError(f"{name} {kind}: is a group of options; give a dictionary such as {{'name': value}}")
+    return value
+
+
+def _require_type(name: str, value: Any, hint: Any) -> None:
+    if not _fits(value, hint):
+        choices = _choices(hint)
+        near = did_you_mean(value, [c.strip("'") for c in choices]) if isinstance(value, str) else ""
+        raise UserError(f"{name} {value!r}: must be {' or '.join(choices)}{near}")
+
+
+def _choices(hint: Any) -> list[str]:
+    """What a value of a type looks like, for people."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return [choice for part in get_args(hint) for choice in _choices(part)]
+    if get_origin(hint) is Literal:
+        return [repr(value) for value in get_args(hint)]
+    return ["None"] if hint is type(None) else [inspect.formatannotation(hint)]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type that an option has."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple:
+        return isinstance(value, tuple | list) and len(value) == len(parts) and all(map(_fits, value, parts))
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
