@@ -1,16 +1,21 @@
-"""Groups of real gloo processes that live through many runs; see distributed/worker.py."""
+"""Groups of real gloo processes that live through many runs; see rank_worker.py."""
 
 import csv
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-WORKER = Path(__file__).parent / "distributed" / "worker.py"
+import rank_worker
+
+# The processes come from a server that has imported everything once and has done nothing else: real processes that
+# start in no time. (The test's own process has, by then, run what must not be forked: autograd, threads.)
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["rank_worker"])
 
 
 @dataclass
@@ -21,6 +26,9 @@ class Case:
     flags: list[str]
     nodes: int = 1
     fault: str | None = None
+    """What to break in it; see rank_worker.broken."""
+    look_at: str | None = None
+    """What else to measure, "collectives" or "memory"."""
     out: str | None = None
     """Its out_dir below the folder of the test, where that is not its name."""
 
@@ -39,23 +47,23 @@ def run_group(
         return {}
     work = folder / f"group-of-{size}-{len(list(folder.glob('group-*')))}"
     work.mkdir(parents=True)
-    listed = [
-        {"name": c.name, "flags": [*shared, *c.flags, "--out_dir", str(folder / (c.out or c.name))], "nodes": c.nodes}
-        | ({"break": c.fault} if c.fault else {})
-        for c in cases
-    ]
+    listed = [asdict(c) | {"flags": [*shared, *c.flags, "--out_dir", str(folder / (c.out or c.name))]} for c in cases]
     (work / "cases.json").write_text(json.dumps(listed))
     port = free_port()
     environ = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
     environ |= {"OMP_NUM_THREADS": "1"} | environment
-    with ExitStack() as stack:
-        processes = []
-        for rank in range(size):
-            out = stack.enter_context(open(work / f"{rank}.out", "w"))
-            command = [sys.executable, str(WORKER), str(rank), str(size), str(port), str(work / "cases.json")]
-            processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ))
-        for process in processes:
+    if environment:  # what is read when a process starts needs fresh ones
+        words = [[str(rank), str(size), str(port), str(work / "cases.json")] for rank in range(size)]
+        script = str(Path(__file__).with_name("rank_worker.py"))
+        for process in [subprocess.Popen([sys.executable, script, *w], env=environ) for w in words]:
             process.wait()
+    else:
+        facts = [(rank, size, port, work / "cases.json", environ) for rank in range(size)]
+        processes = [SERVER.Process(target=rank_worker.live, args=fact) for fact in facts]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
     said = "\n".join(path.read_text() for path in sorted(work.glob("*.out")))
     missing = [c.name for c in cases for r in range(size) if not (work / f"{r}-{c.name}.json").exists()]
     assert not missing, f"{missing} did not end:\n{said[-6000:]}"

@@ -17,16 +17,16 @@ def cases(size: int) -> list[Case]:
     for precision in PRECISIONS:
         same = ["--precision", precision]
         if size > 1:
-            found.append(Case(f"{size}-ddp-{precision}", [*same, "--strategy", "ddp"]))
+            found.append(Case(f"{size}-ddp-{precision}", [*same, "--strategy", "ddp"], look_at="collectives"))
         else:
             found.append(Case(f"1-single-{precision}", same))
             for micro in (8, 4):  # other splits of the same batch: the yardstick of bf16
                 found.append(Case(f"split-{micro}-{precision}", [*same, "--train.micro_batch_size", str(micro)]))
         for sharding in SHARDINGS:
             flags = [*same, "--strategy", "fsdp", "--fsdp.sharding_strategy", sharding]
-            found.append(Case(f"{size}-{sharding}-{precision}", flags))
+            found.append(Case(f"{size}-{sharding}-{precision}", flags, look_at="collectives"))
             if size == 4 and sharding == "HYBRID_SHARD":
-                found.append(Case(f"2x2-{sharding}-{precision}", flags, nodes=2))
+                found.append(Case(f"2x2-{sharding}-{precision}", flags, nodes=2, look_at="collectives"))
     return found
 
 

@@ -73,7 +73,9 @@ def test_m3_a_full_checkpoint_is_read_once_per_node(tmp_path, shared_flags):
     start = [flag for flag in shared_flags if flag != "pico-llama"]
     flags = ["--initial_checkpoint_dir", str(tmp_path / "source" / "final"), "--strategy", "fsdp", *once[6:]]
     # Blocks of real models are so large that glibc gives their memory back at once; here it has to be told.
-    (ranks,) = run_group(tmp_path, 4, [Case("four", flags)], start, MALLOC_MMAP_THRESHOLD_="1000000").values()
+    (ranks,) = run_group(
+        tmp_path, 4, [Case("four", flags, look_at="memory")], start, MALLOC_MMAP_THRESHOLD_="1000000"
+    ).values()
     held = sum(seen["model_mb"]["after"] for seen in ranks)
     peaks = [seen["model_mb"]["peak"] for seen in ranks]
     print(f"model {model_mb:.0f} MiB; four ranks hold {held:.0f} MiB; peaks {peaks}")

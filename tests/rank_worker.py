@@ -1,13 +1,14 @@
-"""One rank of a group of gloo processes that lives through many runs: ``python worker.py RANK RANKS PORT CASES``.
+"""One rank of a group of gloo processes that lives through many runs, each through the command line; see groups.py.
 
-CASES is a JSON file: a list of {"name", "flags", "nodes", "break"}. Each is a run through the command line, in this
-process. What this rank saw is written beside it, as ``RANK-name.json``: the exit code and what :func:`watch` notes.
+The cases are a JSON file: {"name", "flags", "nodes", "fault", "look_at"}. What this rank saw of one is written beside
+it, as ``RANK-name.json``: the exit code and what :func:`watch` notes.
 """
 
 import json
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -141,26 +142,37 @@ def ruined(train_step):
     return step
 
 
-def main() -> None:
-    rank, size, port, cases = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) -> None:
+    """Go through the cases as one rank of the group."""
+    os.environ.clear()
+    os.environ |= environ
+    with open(cases.parent / f"{rank}.out", "w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
     torch.set_num_threads(1)
     for case in json.loads(cases.read_text()):
-        per_node = size // case.get("nodes", 1)
+        per_node = size // case["nodes"]
         os.environ |= {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": str(rank % per_node),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank % per_node),
             "NODE_RANK": str(rank // per_node), "LOCAL_WORLD_SIZE": str(per_node),
         }  # fmt: skip
         seen: dict = {}
-        layout = ["--devices", str(per_node), "--num_nodes", str(case.get("nodes", 1))]
+        layout = ["--devices", str(per_node), "--num_nodes", str(case["nodes"])]
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(run, "fit", watch(seen, loop.fit)))
-            stack.enter_context(mock.patch.object(run, "set_up_model", measuring(seen, run.set_up_model)))
-            stack.enter_context(mock.patch.object(loop, "train_step", counting(seen, loop.train_step)))
-            if "break" in case:
-                stack.enter_context(broken(case["break"]))
+            if case["look_at"] == "memory":
+                stack.enter_context(mock.patch.object(run, "set_up_model", measuring(seen, run.set_up_model)))
+            if case["look_at"] == "collectives":
+                stack.enter_context(mock.patch.object(loop, "train_step", counting(seen, loop.train_step)))
+            if case["fault"]:
+                stack.enter_context(broken(case["fault"]))
             seen["exit"] = cli.main(["pretrain", *layout, *case["flags"]])
         (cases.parent / f"{rank}-{case['name']}.json").write_text(json.dumps(seen))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+        time.sleep(0.2)  # or gloo's threads, about to free the last tensors, meet a Python that is going down
 
 
 if __name__ == "__main__":
-    main()
+    live(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), dict(os.environ))
