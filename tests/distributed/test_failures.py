@@ -333,20 +333,22 @@ def test_a_node_that_is_alone_says_where_it_has_waited(corpus, tmp_path, node_ra
 # ---- law S5, and what waits for what
 
 
-def groups_of_two(minutes: float | None = None) -> list[RunGroup]:
+def groups_of_two(nodes: int = 1, minutes: float | None = None) -> list[RunGroup]:
     """Two ranks that have met at a real store, in one process."""
     port, groups = free_port(), []
     for rank in (0, 1):
-        group = RunGroup(SimpleNamespace(), Layout(2, 1, 0, rank, "by hand", False), Timeouts.of(minutes))
+        place = (2, 1, 0, rank) if nodes == 1 else (1, 2, rank, 0)
+        group = RunGroup(SimpleNamespace(), Layout(*place, "by hand", False), Timeouts.of(minutes))
         store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=10), wait_for_workers=False)
         group._store = group.ending.store = store
         groups.append(group)
     return groups
 
 
-def test_s5_rank_0_prepares_first_and_the_others_wait_with_a_heartbeat(monkeypatch, capsys):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_s5_rank_0_prepares_first_and_the_others_wait_with_a_heartbeat(monkeypatch, capsys, nodes):
     monkeypatch.setattr(launch, "_HEARTBEAT", 0.2)
-    first, second = groups_of_two()
+    first, second = groups_of_two(nodes)
     order: list[str] = []
 
     def slow() -> None:
@@ -369,6 +371,6 @@ def test_s5_a_rank_that_fails_in_preparing_ends_the_wait():
 
 
 def test_a_roll_call_names_who_is_missing():
-    first, _ = groups_of_two(0.001)
+    first, _ = groups_of_two(minutes=0.001)
     with pytest.raises(TimeoutError, match="^rank 1$"):
         first._roll_call("here", "")
