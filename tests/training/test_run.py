@@ -182,7 +182,15 @@ def test_s2_two_sigkills_and_an_epochs_end_between_them_leave_no_trace(corpus, t
     assert json.loads((tmp_path / "killed/final/trainer/meta.json").read_text())["step"] == 160
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+# SIGTERM, SIGINT and SIGUSR1 are tried with two ranks, in tests/distributed/test_failures.py
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        signal.SIGHUP,
+    ],
+)
 def test_s3_a_signal_saves_and_exits_with_its_number(corpus, tmp_path, number):
     out = tmp_path / "run"
     process = cli(*flags_for(corpus, out, max_steps=100_000, save_interval=0))
