@@ -376,3 +376,11 @@ def test_a_reader_that_leaves_is_no_fault(argv):
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=env)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
+def test_a_mistake_is_said_by_the_first_of_many_processes(variable, monkeypatch, capsys):
+    for rank in ("0", "1", "7"):
+        monkeypatch.setenv(variable, rank)
+        assert cli.main(["pretrain", "--devics", "2"]) == 2
+        assert bool(capsys.readouterr().err) == (rank == "0")

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 
-from toolkit.errors import CommandEnd, did_you_mean
+from toolkit.errors import CommandEnd, did_you_mean, is_said_elsewhere
 
 # name: (module with setup(...), parameters that may be given without their flag, help in one line)
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -64,7 +64,7 @@ def run(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         return _end(program, "interrupted", INTERRUPTED)
     except CommandEnd as error:
-        return _end(program, error, error.exit_code)
+        return _end(program, "" if is_said_elsewhere(error) else error, error.exit_code)
     except Exception as error:
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 
@@ -42,6 +43,11 @@ class EndedTogether(CommandEnd, RuntimeError):
     def __init__(self, exit_code: int) -> None:
         super().__init__("")
         self.exit_code = exit_code
+
+
+def is_said_elsewhere(error: CommandEnd) -> bool:
+    """Whether another process prints this: torchrun and srun start a command, mistakes and all, once per device."""
+    return isinstance(error, UserError) and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") != "0"
 
 
 def did_you_mean(name: str, known: Iterable[str], count: int = 3) -> str:
