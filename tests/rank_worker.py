@@ -42,7 +42,7 @@ def watch(seen: dict, fit):
 
     def watched(training):
         module, optimizer = unwrapped(training.model), training.checkpointer.optimizer
-        weights, _ = full_state(module, optimizer)
+        weights, _ = full_state(module, optimizer, training.checkpointer.tied)
         seen["initial"] = {name: [float(w.double().sum()), float(w.double().norm())] for name, w in weights.items()}
         optimizer.register_step_pre_hook(
             lambda *_: seen.update({what: local_bytes(module, optimizer, what) for what in ("parameters", "gradients")})

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from toolkit.distributed import ranks
+from toolkit.distributed import ranks, signals
 from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.signals import SignalWatch
 from toolkit.errors import UserError
@@ -23,9 +23,12 @@ def test_s3_the_first_signal_is_noted_and_handlers_come_back(number):
     assert signal.getsignal(number) == before
 
 
-def test_s3_a_second_ctrl_c_interrupts_at_once():
-    with pytest.raises(KeyboardInterrupt), SignalWatch():
+def test_s3_a_second_ctrl_c_interrupts_unless_it_is_an_echo(monkeypatch):
+    with pytest.raises(KeyboardInterrupt), SignalWatch() as watch:
         os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert watch.received == signal.SIGINT
+        monkeypatch.setattr(signals, "PATIENCE", 0.0)
         os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -420,3 +420,10 @@ def test_low_precision_learns(corpus, tmp_path, precision):
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.3
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     assert {t.dtype for t in load_weights(tmp_path / "run" / "final").values()} == {dtype}
+
+
+@pytest.mark.parametrize("resume", [False, True, "auto"])
+def test_a_folder_where_somebody_runs_is_refused_before_anything_is_read(corpus, tmp_path, resume):
+    out = tmp_path / "run"
+    with exclusive(out), pytest.raises(UserError, match="is running there"):
+        run_training(arguments(corpus, out, resume=resume))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from toolkit.checkpoints.folder import CONFIG, fitting_weights, read_model_config
 from toolkit.checkpoints.sharded import is_sharded, read_sharded
@@ -75,14 +75,15 @@ def _write_state(tmp: Path, source: Path) -> None:
     if not isinstance(optimizer, dict):
         raise UserError(f"{source / _STATE}: holds no optimizer; the checkpoint is not one of toolkit's")
     if "state" not in optimizer:
-        tensors = read_sharded(source / _OPTIMIZER)
-        state["optimizer"] = {"state": _optimizer_state(tensors, source), **optimizer}
+        tensors = read_sharded(source / _OPTIMIZER) | (optimizer.get("values") or {})
+        groups = optimizer.get("param_groups", [])
+        state["optimizer"] = {"state": _optimizer_state(tensors, source), "param_groups": groups}
     save_state(state, tmp / _STATE)
 
 
-def _optimizer_state(tensors: dict[str, Tensor], source: Path) -> dict[str, dict[str, Tensor]]:
-    """{"<parameter>|<key>": tensor} -> {parameter: {key: tensor}}"""
-    state: dict[str, dict[str, Tensor]] = {}
+def _optimizer_state(tensors: dict[str, Any], source: Path) -> dict[str, dict[str, Any]]:
+    """{"<parameter>|<key>": tensor or number} -> {parameter: {key: tensor or number}}"""
+    state: dict[str, dict[str, Any]] = {}
     for flat, tensor in tensors.items():
         name, bar, key = flat.rpartition("|")
         if not bar:

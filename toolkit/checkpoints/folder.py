@@ -35,6 +35,11 @@ def find_checkpoint_dir(value: str | Path) -> Path:
     if not folder.is_dir():
         raise UserError(f"checkpoint_dir {value}: no such folder, here or below checkpoints/")
     if not (folder / CONFIG).is_file():
+        if (folder / WEIGHTS).exists():
+            raise UserError(
+                f"checkpoint_dir {value}: holds weights but no {CONFIG}, as that of a module of one's own does; "
+                f"load its {WEIGHTS} with load_state_dict"
+            )
         model = newest(folder)
         mend = f"did you mean {model}?" if model else f"a run's models are in its step-* and {FINAL} folders"
         raise UserError(f"checkpoint_dir {value}: holds no {CONFIG}; {mend}")

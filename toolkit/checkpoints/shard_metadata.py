@@ -122,6 +122,8 @@ def _ends(metadata: Metadata) -> dict[str, int]:
             if place.offset < 0 or place.length < math.prod(chunk.sizes) * tensor.properties.dtype.itemsize:
                 raise ValueError(f"a chunk of {name} that cannot hold its numbers")
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        if len({chunk.offsets for chunk in tensor.chunks}) != len(tensor.chunks):
+            raise ValueError(f"two chunks in one place of {name}")
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
             raise UserError(f"its {_METADATA} has only a part of {name!r:.100}; copy it again")
     return ends

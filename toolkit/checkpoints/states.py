@@ -27,15 +27,19 @@ from toolkit.checkpoints.sharded import load_sharded
 _BETWEEN = "|"  # in the names of an optimizer's tensors: parameter|key
 
 
-def full_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def full_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the weights under their canonical names, and the optimizer's state keyed by these.
 
-    Tied weights come under both names, as one tensor. On CUDA only rank 0 gets them, in CPU memory.
+    Tied weights come under all their names, as one tensor. On CUDA only rank 0 gets them, in CPU memory.
     """
-    options = _full(module)
-    return _quietly(get_model_state_dict, module, options=options), _quietly(
-        get_optimizer_state_dict, module, optimizer, options=options
-    )
+    options = StateDictOptions(full_state_dict=True, cpu_offload=_on_cuda(module))
+    weights = _quietly(get_model_state_dict, module, options=options)
+    weights |= {second: weights[first] for second, first in tied.items() if first in weights}
+    if _is_fresh(optimizer):
+        return weights, {"state": {}, "param_groups": []}
+    return weights, _quietly(get_optimizer_state_dict, module, optimizer, options=options)
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -50,11 +54,16 @@ def sharded_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
     """Return this rank's shards: of the weights by name, of the optimizer by ``parameter|key``; and what is no tensor.
 
-    The latter is the optimizer's state without its tensors: ``{"param_groups": [...]}``.
+    The latter is ``{"param_groups": [...], "values": {"parameter|key": number}}``, or None for values before the first
+    step.
     """
-    weights = _quietly(get_model_state_dict, module)
-    state = _quietly(get_optimizer_state_dict, module, optimizer)
-    return _untied(weights, tied), _flat(state["state"]), {"param_groups": state["param_groups"]}
+    options = StateDictOptions(cpu_offload=_on_cuda(module))
+    weights = _untied(_quietly(get_model_state_dict, module, options=options), tied)
+    if _is_fresh(optimizer):
+        return weights, {}, {"param_groups": [], "values": None}
+    state = _quietly(get_optimizer_state_dict, module, optimizer, options=options)
+    tensors, values = _flat(state["state"])
+    return weights, tensors, {"param_groups": state["param_groups"], "values": values}
 
 
 def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) -> None:
@@ -71,14 +80,22 @@ def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) 
     _quietly(set_model_state_dict, module, weights)
 
 
-def load_sharded_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Fill the optimizer's state from a folder of shards.
+def load_sharded_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, rest: dict[str, Any], folder: Path
+) -> None:
+    """Fill the optimizer's state from a folder of shards and the ``rest`` of :func:`sharded_state`.
 
     Raises:
         UserError: a shard is missing or damaged, or does not fit.
     """
+    if rest["values"] is None:
+        return
     state = _quietly(get_optimizer_state_dict, module, optimizer)  # fills an empty state, to load into
-    load_sharded(_flat(state["state"]), folder)
+    tensors, _ = _flat(state["state"])
+    load_sharded(tensors, folder)
+    for flat, value in rest["values"].items():
+        name, _, key = flat.rpartition(_BETWEEN)
+        state["state"][name][key] = value
     if state["state"]:
         _quietly(set_optimizer_state_dict, module, optimizer, state)
 
@@ -90,14 +107,21 @@ def set_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, sta
         _quietly(set_optimizer_state_dict, module, optimizer, state, options=options)
 
 
-def _full(module: nn.Module) -> StateDictOptions:
-    # On a CPU the offload copies nothing: the tensors would point into storage that FSDP frees.
-    on_cuda = any(p.device.type == "cuda" for p in module.parameters())
-    return StateDictOptions(full_state_dict=True, cpu_offload=on_cuda)
+def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
+    """Before its first step an optimizer has no state; torch's functions would make one, by a step of its own."""
+    return not any(optimizer.state.values())
 
 
-def _flat(state: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
-    return {f"{name}{_BETWEEN}{key}": value for name, values in state.items() for key, value in values.items()}
+def _on_cuda(module: nn.Module) -> bool:
+    """Whether to offload; on a CPU that copies nothing: the tensors would point into storage that FSDP frees."""
+    return any(p.device.type == "cuda" for p in module.parameters())
+
+
+def _flat(state: dict[str, dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors and all else by ``parameter|key``."""
+    flat = {f"{name}{_BETWEEN}{key}": value for name, values in state.items() for key, value in values.items()}
+    tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in flat.items() if name not in tensors}
 
 
 def _untied(weights: dict[str, torch.Tensor], tied: dict[str, str]) -> dict[str, torch.Tensor]:

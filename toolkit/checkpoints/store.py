@@ -12,8 +12,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from toolkit.errors import UserError
 
@@ -21,6 +22,7 @@ COMPLETE = "COMPLETE"
 FINAL = "final"
 WEIGHTS = "lit_model.pth"
 _TMP, _OLD = ".tmp-", ".old-"
+_LOCK = ".lock"
 _STEP = re.compile(r"step-(\d+)")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OUT_OF_REACH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
@@ -84,27 +86,42 @@ def exclusive(out_dir: Path) -> Iterator[None]:
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        file = open(out_dir / ".lock", "a+")  # noqa: SIM115 (closed below)
+        file = open(out_dir / _LOCK, "a+")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise UserError(f"--out_dir {out_dir}: {error.strerror}; give a folder that can be written") from error
     with file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip() or "?"
-            raise UserError(
-                f"--out_dir {out_dir}: process {owner} is running there; wait for it, or give another"
-            ) from None
-        except (ImportError, OSError):
-            pass
-        else:
+        if _lock(file, out_dir):
             file.truncate(0)
             file.write(f"{os.getpid()}\n")
             file.flush()
         yield
+
+
+def _lock(file: IO[str], out_dir: Path) -> bool:
+    """Lock the file until it is closed, and return whether that can be done here."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "?"
+        raise UserError(
+            f"--out_dir {out_dir}: process {owner} is running there; wait for it, or give another"
+        ) from None
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def require_free(out_dir: Path) -> None:
+    """Make sure that nobody runs there at the moment, before anything is read that may be gone in the next.
+
+    Raises:
+        UserError: another process does.
+    """
+    with suppress(OSError), open(out_dir / _LOCK) as file:  # no such file: nobody has ever run there
+        _lock(file, out_dir)
 
 
 def is_complete(folder: Path) -> bool:

@@ -29,7 +29,7 @@ def pick_precision(precision: Precision | None, accelerator: str) -> Precision:
     Raises:
         UserError: the device cannot do it.
     """
-    bf16_cuda = accelerator == "cuda" and torch.cuda.is_bf16_supported()
+    bf16_cuda = accelerator == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if precision is None:
         return "bf16-mixed" if bf16_cuda else "16-mixed" if accelerator == "cuda" else "32-true"
     if precision == "16-mixed" and accelerator != "cuda":

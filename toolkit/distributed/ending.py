@@ -24,7 +24,7 @@ from toolkit.errors import CommandEnd, EndedTogether, PeerLost
 PARENT = "TOOLKIT_PARENT_PID"  # tells a process that another one of its node has started it
 _LINGER = 5.0  # seconds that a failed run gives its processes to end by themselves
 _GRACE = 30.0  # seconds after which a process that hangs in a failed run is ended from outside
-_GO_ON = "and the run with it; --resume auto goes on with the newest checkpoint"
+_GO_ON = "and the run with it; --resume auto goes on with the newest checkpoint, if one was saved"
 
 children: list[subprocess.Popen] = []
 """Local ranks 1, 2, ... of this node, in the process that has started them."""
@@ -144,12 +144,17 @@ class Ending:
         """
         threading.Thread(target=self._watch, daemon=True).start()
 
+    def _is_over_elsewhere(self) -> bool:
+        with suppress(Exception):  # a store that is gone is noticed by who needs it
+            return bool(self._dead()) or (self.store is not None and self.store.check(["ended"]))
+        return False
+
     def done(self) -> None:
         self._over.set()
 
     def _watch(self) -> None:
         parent = os.getppid() if os.environ.get(PARENT) == str(os.getppid()) else None
-        while not (self._started.is_set() or self._dead() or parent not in (None, os.getppid())):
+        while not (self._started.is_set() or self._is_over_elsewhere() or parent not in (None, os.getppid())):
             if self._over.wait(0.5):
                 return
         if self._over.wait(_GRACE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -35,6 +36,15 @@ def single_device_fabric(accelerator: Accelerator, precision: Precision | None) 
     device = pick_accelerator(accelerator)
     keep_freed_memory(device)
     return Fabric(accelerator=device, devices=1, precision=pick_precision(precision, device))
+
+
+def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..., None]) -> None:
+    """Have a module on the meta device get its values: here, or, where it is sharded, one unit after the other."""
+    if isinstance(fabric.strategy, ShardedStrategy):
+        fabric.strategy.materialize = materialize
+    else:
+        for part in module.modules():
+            materialize(part)
 
 
 def build_fabric(

@@ -10,6 +10,7 @@ micro-batches on one device differ by 6.5e-5; with all parameters in bf16, as Fa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,10 +19,13 @@ import torch
 from lightning.fabric.plugins.precision import FSDPPrecision
 from lightning.fabric.strategies import FSDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
 
 from toolkit.args import Dtype, FSDPArgs, Precision
 from toolkit.distributed.ranks import sum_over_ranks, world_size
@@ -86,18 +90,33 @@ class ShardedStrategy(FSDPStrategy):
             limit_all_gathers=self._options.limit_all_gathers,
         )
 
-    def clip_gradients_norm(self, module: nn.Module, *args: Any, **options: Any) -> torch.Tensor:
+    def clip_gradients_norm(
+        self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **options: Any
+    ) -> torch.Tensor:
         """Finish the gradient, then clip it; every step does."""
         self._reduce_replicated_gradients()
-        return super().clip_gradients_norm(module, *args, **options)
+        if len(self._mesh_shape) == 1:
+            return super().clip_gradients_norm(module, optimizer, max_norm, *args, **options)
+        # Each copy of the model would clip by its own norm. They may differ in the last bit, and the copies with them.
+        norm = super().clip_gradients_norm(module, optimizer, math.inf, *args, **options).float()
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+        clip_grads_with_norm_(list(module.parameters()), max_norm, norm)
+        return norm
 
     def _reduce_replicated_gradients(self) -> None:
-        """Average the gradients of the parameters that every rank holds whole, in one collective."""
-        gradients = [p.grad for p in self._replicated if p.grad is not None]
-        if gradients:
-            flat = sum_over_ranks(torch.cat([g.flatten() for g in gradients])).div_(world_size())
-            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        """Average the gradients of the parameters that every rank holds whole, in fp32, in one collective.
+
+        A rank on which a parameter took no part adds zeros.
+        """
+        parameters = [p for p in self._replicated if p.requires_grad]
+        if parameters:
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            flat = torch.cat([p.grad.flatten().float() for p in parameters])
+            averaged = sum_over_ranks(flat).div_(world_size())
+            for parameter, part in zip(parameters, averaged.split([p.numel() for p in parameters]), strict=True):
+                parameter.grad.copy_(part.view_as(parameter))
 
 
 def _is_vector(parameter: nn.Parameter) -> bool:

@@ -129,7 +129,11 @@ class RunGroup:
         except dist.DistError as error:
             why = first_line(error)
             raise UserError(f"{address}: cannot be used ({why}); take a free port of the first node") from None
-        self._store = self.ending.store = dist.PrefixStore(f"run-{next(_runs)}", store)
+        # torchrun's store outlives a failed attempt, and what was said in it
+        name = f"run-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{next(_runs)}"
+        self._store = dist.PrefixStore(name, store)
+        # Its own connection: while the process group waits for a key on the other, nothing else gets through there.
+        self.ending.store = dist.PrefixStore(name, _open_store(host, port, self.timeouts.first, is_host=False))
         if self._store.add(f"claimed/{rank}", 1) > 1:
             raise UserError(f"NODE_RANK {self.layout.node_rank}: another process is rank {rank}, too; number the nodes")
         try:

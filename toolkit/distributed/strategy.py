@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from toolkit.args import FSDPArgs, Precision, Strategy
+from toolkit.args import DDPArgs, FSDPArgs, Precision, Strategy
 from toolkit.errors import UserError
 
 
@@ -40,7 +40,14 @@ class StrategyPlan:
 
 
 def plan_strategy(
-    strategy: Strategy, fsdp: FSDPArgs, *, devices: int, num_nodes: int, accelerator: str, precision: Precision
+    strategy: Strategy,
+    fsdp: FSDPArgs,
+    ddp: DDPArgs,
+    *,
+    devices: int,
+    num_nodes: int,
+    accelerator: str,
+    precision: Precision,
 ) -> StrategyPlan:
     """Decide the strategy, with its mesh written out.
 
@@ -56,12 +63,22 @@ def plan_strategy(
     if ranks > 1 and accelerator == "mps":
         raise UserError(f"--devices {ranks}: mps has one device; use --devices 1 or --accelerator cpu")
     if plan.kind != "fsdp":
-        for field in fields(FSDPArgs):
-            value = getattr(fsdp, field.name)
-            if field.name not in ("sharding_strategy", "state_dict_type") and value != field.default:
-                raise UserError(f"--fsdp.{field.name} {value}: would have no effect, nothing is sharded: {plan}")
+        _require_defaults("fsdp", fsdp, ("sharding_strategy", "state_dict_type"), f"nothing is sharded: {plan}")
+        if strategy == "ddp" and fsdp.sharding_strategy not in ("HYBRID_SHARD", "NO_SHARD"):
+            raise UserError(
+                f"--fsdp.sharding_strategy {fsdp.sharding_strategy}: contradicts --strategy ddp; leave one out"
+            )
+    if plan.kind != "ddp":
+        _require_defaults("ddp", ddp, (), f"the strategy is {plan}")
     _require_dtypes(fsdp, precision)
     return plan
+
+
+def _require_defaults(group: str, args: FSDPArgs | DDPArgs, but: tuple[str, ...], why: str) -> None:
+    for field in fields(args):
+        value = getattr(args, field.name)
+        if field.name not in but and value != field.default:
+            raise UserError(f"--{group}.{field.name} {value}: would have no effect, {why}")
 
 
 def _require_dtypes(fsdp: FSDPArgs, precision: Precision) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from toolkit.checkpoints.folder import write_model_files
-from toolkit.checkpoints.sharded import check_sharded, is_sharded, save_sharded
+from toolkit.checkpoints.sharded import check_sharded, save_sharded
 from toolkit.checkpoints.states import full_state, load_sharded_optimizer, set_optimizer_state, sharded_state
 from toolkit.checkpoints.store import WEIGHTS, prune, write_checkpoint
 from toolkit.checkpoints.weights import canonical_name, load_state, save_state
@@ -60,14 +60,17 @@ class Checkpointer:
         """
         folder = self.out_dir / name
         rng = ranks.gather(rng_state())
+        # Not within the try: a rank that fails in these collectives must end at once, for the others wait in them.
+        if self.sharded:
+            state = sharded_state(self.module, self.optimizer, self.tied)
+        else:
+            state = full_state(self.module, self.optimizer, self.tied)
         error: Exception | None = None
         try:
             if self.sharded:
-                self._save_shards(folder, progress, rng)
-            else:
-                weights, optimizer = full_state(self.module, self.optimizer)
-                if ranks.global_rank() == 0:
-                    write_checkpoint(folder, lambda tmp: self._write(tmp, weights, optimizer, progress, rng))
+                self._save_shards(folder, progress, rng, *state)
+            elif ranks.global_rank() == 0:
+                write_checkpoint(folder, lambda tmp: self._write(tmp, *state, progress, rng))
             if self.keep_last and ranks.global_rank() == 0:
                 prune(self.out_dir, self.keep_last)
         except Exception as caught:
@@ -78,9 +81,15 @@ class Checkpointer:
             raise error
         return folder
 
-    def _save_shards(self, folder: Path, progress: Progress, rng: list[dict[str, Any]]) -> None:
-        weights, moments, rest = sharded_state(self.module, self.optimizer, self.tied)
-
+    def _save_shards(
+        self,
+        folder: Path,
+        progress: Progress,
+        rng: list[dict[str, Any]],
+        weights: dict[str, torch.Tensor],
+        moments: dict[str, torch.Tensor],
+        rest: dict[str, Any],
+    ) -> None:
         def write_shards(tmp: Path) -> None:
             save_sharded(weights, tmp / WEIGHTS)
             save_sharded(moments, tmp / TRAINER / OPTIMIZER)
@@ -143,10 +152,10 @@ class Checkpointer:
             UserError: a file is broken.
         """
         state = load_state(folder / TRAINER / STATE)
-        if is_sharded(folder / TRAINER / OPTIMIZER):
-            load_sharded_optimizer(self.module, self.optimizer, folder / TRAINER / OPTIMIZER)
-        else:
+        if "state" in state["optimizer"]:
             set_optimizer_state(self.module, self.optimizer, state["optimizer"])
+        else:
+            load_sharded_optimizer(self.module, self.optimizer, state["optimizer"], folder / TRAINER / OPTIMIZER)
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
         if len(state["rng"]) == ranks.world_size():

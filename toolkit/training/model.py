@@ -19,9 +19,10 @@ from toolkit.checkpoints.states import load_sharded_weights, tied_names
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import canonical_name, load_weights
 from toolkit.distributed import ranks
-from toolkit.distributed.fsdp import ShardedStrategy
+from toolkit.distributed.fabric import materialize_with
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.replicas import require_equal_replicas
+from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.init import Materializer, drawn
@@ -96,11 +97,7 @@ def set_up_model(
         _take_weights(module, None if shards else source)
     else:
         materialize = Materializer(module, _values(plan, seed, None if shards else source, shards), fabric.device)
-        if isinstance(fabric.strategy, ShardedStrategy):
-            fabric.strategy.materialize = materialize
-        else:
-            for part in module.modules():
-                materialize(part)
+        materialize_with(fabric, module, materialize)
     if compiler == "torch":
         for part in module.modules():
             if isinstance(part, plan.blocks):
@@ -137,7 +134,13 @@ def describe_model(plan: Plan, seq_length: int) -> str:
 
 def _shards_fit(plan: Plan, source: Path) -> bool:
     """Whether the shards can be read as they are: not where head and embedding are one here and two there."""
-    return plan.config is None or read_model_config(source).tie_embeddings == plan.config.tie_embeddings
+    fit = plan.config is None or read_model_config(source).tie_embeddings == plan.config.tie_embeddings
+    if not fit and ranks.world_size() > 1:
+        raise UserError(
+            f"--train.tie_embeddings {plan.config.tie_embeddings}: {source} is sharded and has it otherwise; "
+            "run toolkit consolidate on it first"
+        )
+    return fit
 
 
 def _values(plan: Plan, seed: int, source: Path | None, shards: bool) -> Callable[[str, torch.Size], torch.Tensor]:

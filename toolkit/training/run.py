@@ -12,7 +12,7 @@ from typing import Any
 from lightning.fabric import seed_everything
 
 from toolkit.checkpoints.folder import find_checkpoint_dir
-from toolkit.checkpoints.store import exclusive, resolve_resume
+from toolkit.checkpoints.store import exclusive, require_free, resolve_resume
 from toolkit.distributed import ranks
 from toolkit.distributed.device import count_devices, pick_accelerator, pick_precision
 from toolkit.distributed.fabric import build_fabric
@@ -23,7 +23,7 @@ from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
 from toolkit.models.gpt import Block
 from toolkit.training.batch import plan_batch
-from toolkit.training.checkpointer import Checkpointer
+from toolkit.training.checkpointer import Checkpointer, seed_from
 from toolkit.training.limits import build_limits
 from toolkit.training.loop import Run, fit
 from toolkit.training.model import check_replicas, describe_model, plan_model, set_up_model, unwrapped
@@ -61,16 +61,21 @@ def run_training(args: RunArgs) -> None:
     args = replace(args, precision=precision)
     layout = read_layout(args.devices, args.num_nodes, count_devices(device))
     sizes = {"devices": layout.devices, "num_nodes": layout.num_nodes}
-    strategy = plan_strategy(args.strategy, args.fsdp, **sizes, accelerator=device, precision=precision)
+    strategy = plan_strategy(args.strategy, args.fsdp, args.ddp, **sizes, accelerator=device, precision=precision)
     batch = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, **sizes)
     config = choose_model(args)
     seq_length = choose_length(args.train, config)
     if strategy.kind == "fsdp" and args.module is not None and not args.block_classes:
         raise UserError("--strategy fsdp: shards the blocks of a model, and none were found; name them: block_classes")
+    if strategy.kind == "fsdp" and args.optimizer.name.lower() == "adafactor":
+        raise UserError(
+            "--optimizer.name Adafactor: looks at whole matrices, and fsdp gives it parts; use --strategy ddp or AdamW"
+        )
     optimizer_options = resolve_optimizer(args.optimizer, args.defaults.optimizer, precision, args.optimizer_class)
     check_logger(args.logger_name, args.log)
     out_dir = Path(args.out_dir)
-    resume_from = resolve_resume(args.resume, out_dir) if layout.global_rank == 0 else None
+    alone = layout.world_size == 1 or (layout.starts_processes and layout.num_nodes == 1)  # nobody waits yet
+    resume_from = find_start(args) if alone else None
     fabric = build_fabric(
         strategy, layout, accelerator=device, precision=precision, fsdp=args.fsdp, ddp=args.ddp,
         block_classes=set(args.block_classes or (Block,)),
@@ -79,6 +84,8 @@ def run_training(args: RunArgs) -> None:
     with ExitStack() as stack:
         group = stack.enter_context(launched(fabric, layout, timeouts))
         display = stack.enter_context(make_progress(total_steps=None, enabled=layout.global_rank == 0))
+        if layout.global_rank == 0 and not alone:
+            resume_from = find_start(args)
         display.phase("preparing data")
         data = group.first_then_others(lambda: prepare_data(args, seq_length, display.message))
         group.connect()
@@ -88,7 +95,7 @@ def run_training(args: RunArgs) -> None:
         identity = Identity(
             model_plan.facts, data.content_key, batch.global_batch_size, args.seed, precision, optimizer_options
         )
-        require_same_everywhere(identity)
+        require_same_everywhere(args, identity)
         progress = Progress() if resume_from is None else read_progress(resume_from, identity)
         limits = build_limits(args.train, progress, n_rows=len(data.train), tokens_per_row=seq_length)
         schedule = build_schedule(args.train, limits.total_steps, args.defaults)
@@ -112,6 +119,7 @@ def run_training(args: RunArgs) -> None:
         model = set_up_model(
             fabric, model_plan, seed=args.seed, precision=precision, compiler=args.compiler, source=source
         )
+        seed_from(args.seed, ranks.global_rank())  # else dropout would draw the same on all ranks
         optimizer = build_optimizer(
             unwrapped(model), optimizer_options, schedule.peak, precision, model_plan.spared, args.optimizer_class
         )
@@ -136,6 +144,8 @@ def run_training(args: RunArgs) -> None:
             tell_changed_schedule(resume_from, schedule, display)
         opened = ranks.on_first(partial(open_outputs, args, out_dir, resume_from, progress.step, stack))
         csv, loggers = opened or (None, [])
+        if checkpointer.sharded:
+            require_shared_disk(out_dir)
         peak = peak_flops(fabric.device, precision)
         run = Run(
             fabric=fabric,
@@ -168,6 +178,7 @@ def run_training(args: RunArgs) -> None:
             fit(run)
             status = "success"
         finally:
+            ranks.set_timeout(timeouts.first)  # a logger may have much to send
             close_logs(run, out_dir, status)
         if run.skipped_steps:
             display.message(f"the fp16 scaler left out {run.skipped_steps} steps")
@@ -176,19 +187,43 @@ def run_training(args: RunArgs) -> None:
         )
 
 
-def require_same_everywhere(identity: Identity) -> None:
-    """Compare what the ranks are about to train.
+def find_start(args: RunArgs) -> Path | None:
+    """Return the checkpoint to go on from, if any."""
+    require_free(Path(args.out_dir))
+    return resolve_resume(args.resume, Path(args.out_dir))
+
+
+def require_same_everywhere(args: RunArgs, identity: Identity) -> None:
+    """Compare what the ranks are about to do.
 
     Raises:
         UserError: a node was started with other options, or sees other data.
     """
-    for rank, facts in enumerate(ranks.gather(asdict(identity))):
-        for name, value in asdict(identity).items():
-            if facts[name] != value:
-                raise UserError(
-                    f"{name}: differs between rank {ranks.global_rank()} and rank {rank}; start every process with the "
-                    "same options, and let all nodes read the same files"
-                )
+    facts = asdict(identity)
+    for group in ("train", "eval", "optimizer", "fsdp", "ddp"):
+        facts |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
+    facts |= {f"--{name}": getattr(args, name) for name in ("strategy", "compiler", "timeout")}
+    everywhere = ranks.gather(facts)
+    for rank, theirs in enumerate(everywhere):
+        if name := next((name for name in facts if theirs[name] != everywhere[0][name]), None):
+            raise UserError(
+                f"{name} {theirs[name]}: on rank {rank}, and {everywhere[0][name]} on rank 0; start every process with "
+                "the same options, and let all nodes read the same files"
+            )
+
+
+def require_shared_disk(out_dir: Path) -> None:
+    """Every rank writes its shards into the one folder that rank 0 has made.
+
+    Raises:
+        UserError: a node does not see it.
+    """
+    blind = [rank for rank, sees in enumerate(ranks.gather(out_dir.is_dir())) if not sees]
+    if blind:
+        raise UserError(
+            f"--out_dir {out_dir}: rank {blind[0]} does not see it; give a folder on a disk that all nodes share, or "
+            "--fsdp.state_dict_type full"
+        )
 
 
 def after_first_step(run: Run, model_plan: Any, shards: int, group: RunGroup) -> None:

@@ -1,0 +1,64 @@
+"""Which strategy a run gets."""
+
+import pytest
+
+from toolkit.args import DDPArgs, FSDPArgs
+from toolkit.distributed.strategy import plan_strategy
+from toolkit.errors import UserError
+
+
+def plan(
+    strategy="auto",
+    sharding="HYBRID_SHARD",
+    devices=1,
+    nodes=1,
+    precision="32-true",
+    accelerator="cpu",
+    ddp=None,
+    **fsdp,
+):
+    return plan_strategy(
+        strategy, FSDPArgs(sharding_strategy=sharding, **fsdp), ddp or DDPArgs(),
+        devices=devices, num_nodes=nodes, accelerator=accelerator, precision=precision,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "sharding", "mesh"),
+    [
+        ({}, "single", None, (1, 1)),
+        ({"strategy": "fsdp"}, "single", None, (1, 1)),
+        ({"devices": 8}, "fsdp", "FULL_SHARD", (8,)),
+        ({"devices": 8, "nodes": 2}, "fsdp", "HYBRID_SHARD", (2, 8)),
+        ({"devices": 1, "nodes": 4}, "ddp", None, (4, 1)),
+        ({"devices": 8, "nodes": 2, "sharding": "FULL_SHARD"}, "fsdp", "FULL_SHARD", (16,)),
+        ({"devices": 1, "nodes": 4, "sharding": "FULL_SHARD"}, "fsdp", "FULL_SHARD", (4,)),
+        ({"devices": 2, "nodes": 2, "sharding": "SHARD_GRAD_OP"}, "fsdp", "SHARD_GRAD_OP", (4,)),
+        ({"devices": 4, "sharding": "NO_SHARD"}, "ddp", None, (4, 1)),
+        ({"devices": 2, "nodes": 2, "strategy": "ddp"}, "ddp", None, (4, 1)),
+    ],
+)
+def test_n4_every_mesh_is_written_out_and_no_shard_group_has_one_rank(asked, kind, sharding, mesh):
+    found = plan(**asked)
+    assert (found.kind, found.sharding, found.mesh) == (kind, sharding, mesh)
+    assert found.reason and str(found)
+    assert found.kind != "fsdp" or found.shards > 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "flag"),
+    [
+        ({"strategy": "single", "devices": 2}, "--strategy single"),
+        ({"devices": 2, "accelerator": "mps"}, "--devices 2"),
+        ({"param_dtype": "bf16"}, "--fsdp.param_dtype bf16"),
+        ({"devices": 2, "strategy": "ddp", "forward_prefetch": True}, "--fsdp.forward_prefetch True"),
+        ({"devices": 2, "strategy": "ddp", "sharding": "FULL_SHARD"}, "--fsdp.sharding_strategy FULL_SHARD"),
+        ({"devices": 2, "ddp": DDPArgs(bucket_cap_mb=1)}, "--ddp.bucket_cap_mb 1"),
+        ({"devices": 2, "param_dtype": "bf16"}, "--fsdp.param_dtype bf16"),
+        ({"devices": 2, "param_dtype": "fp16", "precision": "bf16-mixed"}, "--fsdp.param_dtype fp16"),
+        ({"devices": 2, "reduce_dtype": "fp16", "precision": "bf16-mixed"}, "--fsdp.reduce_dtype fp16"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(asked, flag):
+    with pytest.raises(UserError, match=flag):
+        plan(**asked)
