@@ -22,11 +22,12 @@ from toolkit.checkpoints.store import exclusive
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data import TextFiles
 from toolkit.data.loader import train_batches
-from toolkit.errors import GuardError, UserError
+from toolkit.errors import GuardError, StoppedBySignal, UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.training import loop, run
 from toolkit.training.resolve import RunArgs
 from toolkit.training.run import run_training
+from toolkit.training.state import Identity
 
 
 def arguments(corpus: Path, out_dir: Path, *, train=None, evaluation=None, data=None, **options) -> RunArgs:
@@ -427,3 +428,45 @@ def test_a_folder_where_somebody_runs_is_refused_before_anything_is_read(corpus,
     out = tmp_path / "run"
     with exclusive(out), pytest.raises(UserError, match="is running there"):
         run_training(arguments(corpus, out, resume=resume))
+
+
+def test_s2_a_checkpoint_before_the_first_step_is_that_of_step_zero(corpus, tmp_path, monkeypatch):
+    """A signal during the initial validation; torch's state functions would make a step of their own there."""
+
+    def signalled(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    run_training(arguments(corpus, tmp_path / "whole", evaluation={"initial_validation": True}))
+    with monkeypatch.context() as patch, pytest.raises(StoppedBySignal):
+        patch.setattr(loop, "run_validation", signalled)
+        run_training(arguments(corpus, tmp_path / "parts", evaluation={"initial_validation": True}))
+    assert folders(tmp_path / "parts") == {"step-00000000"}
+    run_training(arguments(corpus, tmp_path / "parts", resume="auto"))
+    assert_same_weights(tmp_path / "whole" / "final", tmp_path / "parts" / "final")
+
+
+def test_an_optimizer_that_needs_whole_matrices_is_refused_where_they_are_sharded(corpus, tmp_path):
+    options = {"devices": 2, "strategy": "fsdp", "optimizer": OptimizerArgs(name="adafactor")}
+    with pytest.raises(UserError, match="--optimizer.name Adafactor"):
+        run_training(arguments(corpus, tmp_path / "run", **options))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [({"eval": EvalArgs(interval=7)}, "--eval.interval 7"), ({"strategy": "ddp"}, "--strategy ddp")],
+)
+def test_nodes_that_were_started_with_other_options_are_refused(corpus, tmp_path, monkeypatch, change, flag):
+    mine = arguments(corpus, tmp_path)
+    identity = Identity({}, "data", 8, 42, "32-true", {})
+    heard = []
+
+    def gather(facts):
+        heard.append(facts)
+        return heard
+
+    monkeypatch.setattr(run.ranks, "gather", gather)
+    run.require_same_everywhere(mine, identity)
+    with pytest.raises(UserError, match=f"{flag}: on rank 1"):
+        run.require_same_everywhere(replace(mine, **change), identity)
