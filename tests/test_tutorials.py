@@ -30,7 +30,19 @@ def test_there_are_commands():
     assert len(BLOCKS) >= 6 and "torchrun" in text and "NODE_RANK" in text and "sbatch" in text
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[re.sub(r"\W+", "-", block)[:60] for block in BLOCKS])
+# one block of each kind always; the others with the slow tests
+QUICK = ("sbatch", "torchrun")
+CASES = [
+    pytest.param(
+        block,
+        id=re.sub(r"\W+", "-", block)[:60],
+        marks=[] if block.startswith(QUICK) else [pytest.mark.slow],
+    )
+    for block in BLOCKS
+]
+
+
+@pytest.mark.parametrize("block", CASES)
 def test_commands_of_the_tutorial(block, workplace):
     path = os.pathsep.join([str(workplace / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
