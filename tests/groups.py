@@ -77,3 +77,13 @@ def run_group(
 def losses(out_dir: Path) -> list[float]:
     with open(out_dir / "logs" / "metrics.csv", newline="") as file:
         return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+def read_until(process: subprocess.Popen, text: str) -> None:
+    """Read what a process prints up to the first line that has ``text``."""
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} never came:\n{''.join(seen)}\n{process.stderr.read()}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from groups import free_port
+from groups import free_port, read_until
 from torch import distributed as dist
 
 from toolkit import cli
@@ -59,15 +59,6 @@ def start(*arguments: str, **environ: str) -> subprocess.Popen:
 
 def pretrain(*flags: str, **environ: str) -> subprocess.Popen:
     return start(*PRETRAIN, *flags, **environ)
-
-
-def read_until(process: subprocess.Popen, text: str) -> None:
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if text in line:
-            return
-    raise AssertionError(f"{text!r} never came:\n{''.join(seen)}\n{process.stderr.read()}")
 
 
 def session(process: subprocess.Popen) -> list[int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from groups import read_until
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 
@@ -144,15 +145,6 @@ def test_s2_a_resumed_run_is_bit_equal_across_an_epochs_end(corpus, tmp_path, op
 def cli(*flags: str, **popen) -> subprocess.Popen:
     command = [sys.executable, "-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu", *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen)
-
-
-def read_until(process: subprocess.Popen, text: str) -> None:
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if text in line:
-            return
-    raise AssertionError(f"{text!r} never came:\n{''.join(seen)}\n{process.stderr.read()}")
 
 
 def flags_for(corpus: Path, out: Path, **train) -> list[str]:

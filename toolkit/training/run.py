@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric import seed_everything
-
 from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.store import exclusive, require_free, resolve_resume
 from toolkit.distributed import ranks
@@ -105,7 +103,6 @@ def run_training(args: RunArgs) -> None:
 
         display.total_steps = limits.total_steps
         display.phase("building the model")
-        seed_everything(args.seed, verbose=False)
         flops = None
         if model_plan.config is not None:
             flops = flops_per_token(model_plan.module, model_plan.config, seq_length)
