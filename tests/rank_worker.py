@@ -7,7 +7,6 @@ it, as ``RANK-name.json``: the exit code and what :func:`watch` notes.
 import json
 import os
 import sys
-import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from peak_memory import rise
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -55,29 +55,13 @@ def watch(seen: dict, fit):
     return watched
 
 
-def anonymous_mb() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("RssAnon:")[1].split()[0]) / 1024
-
-
 def measuring(seen: dict, set_up_model):
     """Anonymous memory of this process while the model gets its weights, in MiB above what it had before."""
 
     def measured(*args, **options):
-        before, peak, done = anonymous_mb(), [0.0], threading.Event()
-
-        def sample():
-            while not done.wait(0.002):
-                peak.append(anonymous_mb() - before)
-
-        thread = threading.Thread(target=sample)
-        thread.start()
-        try:
-            return set_up_model(*args, **options)
-        finally:
-            done.set()
-            thread.join()
-            seen["model_mb"] = {"peak": max(peak), "after": anonymous_mb() - before}
+        peak, after, model = rise(set_up_model, *args, **options)
+        seen["model_mb"] = {"peak": peak / 2**20, "after": after / 2**20}
+        return model
 
     return measured
 
@@ -125,6 +109,13 @@ def broken(kind: str):
         return mock.patch.multiple(fsdp, init_device_mesh=mesh, ShardingStrategy=hybrid)
     if kind == "norms":  # the parameters that every rank holds whole are never summed
         return mock.patch.object(fsdp.ShardedStrategy, "_reduce_replicated_gradients", lambda self: None)
+    if kind == "norms that differ":  # between the copies of a hybrid, by more than rounding would make them
+        clip = fsdp.FSDPStrategy.clip_gradients_norm
+
+        def skewed(self, *args, **options):
+            return clip(self, *args, **options) * (1 + 0.1 * (dist.get_rank() // 2))
+
+        return mock.patch.object(fsdp.FSDPStrategy, "clip_gradients_norm", skewed)
     if kind == "nan on rank 1":
         return mock.patch.object(loop, "train_step", ruined(loop.train_step))
     raise ValueError(kind)

@@ -23,7 +23,7 @@ from toolkit.commands.pretrain import setup
 from toolkit.data.base import DataModule
 from toolkit.data.ready import ReadyData
 from toolkit.distributed import ranks
-from toolkit.distributed.device import count_devices, pick_accelerator
+from toolkit.distributed.device import DTYPES, count_devices, pick_accelerator
 from toolkit.distributed.layout import read_layout
 from toolkit.errors import EndedTogether, UserError, did_you_mean
 from toolkit.models.config import ModelConfig, ModelOverrides
@@ -35,10 +35,7 @@ from toolkit.training.state import read_meta
 from toolkit.training.throughput import peak_memory_gb
 from toolkit.ui.loggers import read_metrics
 
-_DTYPES = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-}  # fmt: skip
+_DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from peak_memory import with_path
 from safetensors import safe_open
 
 from toolkit.checkpoints.folder import load_model, write_model_files
@@ -184,30 +185,17 @@ def test_s1_full_disk_during_an_export_names_out_dir(tmp_path):
 
 # Prints for each model by how much the peak of anonymous memory rose during its export, in units of its largest weight.
 PEAK = """
-import sys, threading, torch
+import sys, torch
 from pathlib import Path
+from peak_memory import rise
 from toolkit.checkpoints.hf import export_hf
 from toolkit.checkpoints.weights import load_weights
-
-def anonymous():
-    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
-
-def rise(source, dtype):
-    peak, done, start = [0], threading.Event(), anonymous()
-    def watch():
-        while not done.wait(0.0005):
-            peak[0] = max(peak[0], anonymous())
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    export_hf(source, source + "-hf", dtype=dtype)
-    done.set()
-    watcher.join()
-    return max(peak[0], anonymous()) - start
 
 torch.set_num_threads(1)
 export_hf(sys.argv[1], sys.argv[1] + "-hf")  # imports and caches are not what is measured
 for source, dtype in zip(sys.argv[2::2], sys.argv[3::2]):
-    print(rise(source, getattr(torch, dtype)) / max(t.nbytes for t in load_weights(Path(source)).values()))
+    peak, _, _ = rise(export_hf, source, source + "-hf", dtype=getattr(torch, dtype))
+    print(peak / max(t.nbytes for t in load_weights(Path(source)).values()))
 """
 
 
@@ -220,6 +208,6 @@ def test_m2_export_holds_a_small_multiple_of_the_largest_weight(tmp_path):
         weights = [p.nbytes for p in model.parameters()]
         assert sum(weights) > 15 * max(weights), "the model must be many times its largest weight"
         command += [tmp_path / style, dtype]
-    measured = subprocess.run(command, capture_output=True, text=True, check=True)
+    measured = subprocess.run(command, capture_output=True, text=True, check=True, env=with_path())
     rises = [float(line) for line in measured.stdout.split()]
     assert len(rises) == 3 and max(rises) < 4, rises

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from peak_memory import with_path
 
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.checkpoints.sharded import save_sharded
@@ -158,29 +159,15 @@ def test_other_commands_read_shards(checkpoint, sharded, tmp_path, capsys):
 
 # Prints by how much the peak of anonymous memory rose, in units of the largest tensor.
 PEAK = """
-import ctypes, sys, threading, torch
+import sys, torch
 from pathlib import Path
+from peak_memory import rise
 from toolkit.checkpoints.consolidate import consolidate
-
-def anonymous():
-    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
 
 torch.set_num_threads(1)
 small, large, largest = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 consolidate(small, small.with_name("small-one"))  # imports and caches are not what is measured
-ctypes.CDLL(None).malloc_trim(0)  # or what the imports have freed would hide a part
-peak, done, start = [0], threading.Event(), anonymous()
-
-def watch():
-    while not done.wait(0.0005):
-        peak[0] = max(peak[0], anonymous())
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-consolidate(large, large.with_name("large-one"))
-done.set()
-watcher.join()
-print((max(peak[0], anonymous()) - start) / largest)
+print(rise(consolidate, large, large.with_name("large-one"))[0] / largest)
 """
 
 
@@ -193,5 +180,5 @@ def test_m2_it_holds_a_small_multiple_of_the_largest_tensor(sharded, tmp_path):
     small = shutil.copytree(sharded, tmp_path / "small")
     large = shard(full, tmp_path / "large")
     command = [sys.executable, "-c", PEAK, small, large, str(max(weights))]
-    measured = subprocess.run(command, capture_output=True, text=True, check=True)
+    measured = subprocess.run(command, capture_output=True, text=True, check=True, env=with_path())
     assert 0 < float(measured.stdout) < 4

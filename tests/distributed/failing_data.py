@@ -14,7 +14,8 @@ class Fails(SyntheticTokens):
 
     Args:
         rank: The local rank that fails.
-        how: "row": a bug at its first row; "prepare": a user's mistake; "asleep": no answer; "slow": takes long.
+        how: "row": a bug at its first row; "prepare": a user's mistake; "asleep": no answer; "slow": takes long;
+            "once": as "row", but not after a restart by torchrun.
     """
 
     rank: int = 1
@@ -25,7 +26,8 @@ class Fails(SyntheticTokens):
         if here == self.rank and self.how == "prepare":
             raise UserError("--data.how prepare: this file is broken; take another")
         prepared = super().prepare(**options)
-        if here == self.rank and self.how != "prepare":
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        if here == self.rank and self.how != "prepare" and not (restarted and self.how == "once"):
             prepared.train = Rows(prepared.train, self.how)
         return prepared
 
@@ -38,7 +40,7 @@ class Rows:
         return len(self.rows)
 
     def __getitem__(self, index):
-        if index and self.how == "row":  # the run looks at row 0 before it begins
+        if index and self.how in ("row", "once"):  # the run looks at row 0 before it begins
             raise ValueError(f"row {index} is broken")
         if index and self.how == "asleep":
             time.sleep(1000)

@@ -44,6 +44,13 @@ def test_precision_follows_the_device():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_emulated_bf16_is_not_taken_for_the_real_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert pick_precision(None, "cuda") == "16-mixed"
+    with pytest.raises(UserError, match="--precision bf16-true"):
+        pick_precision("bf16-true", "cuda")
+
+
 def test_an_accelerator_that_is_not_there_is_refused():
     with pytest.raises(UserError, match="--accelerator cuda"):
         pick_accelerator("cuda")

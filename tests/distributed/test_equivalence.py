@@ -27,6 +27,9 @@ def cases(size: int) -> list[Case]:
             found.append(Case(f"{size}-{sharding}-{precision}", flags, look_at="collectives"))
             if size == 4 and sharding == "HYBRID_SHARD":
                 found.append(Case(f"2x2-{sharding}-{precision}", flags, nodes=2, look_at="collectives"))
+    if size == 2:
+        compiled = ["--precision", "32-true", "--strategy", "fsdp", "--compiler", "torch"]
+        found.append(Case("2-compiled-32-true", compiled))
     return found
 
 
@@ -51,8 +54,9 @@ NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.nam
 
 
 def named(names: list[str]):
-    """Parametrise by name; most layouts of 4 ranks are marked slow, all else runs always."""
-    marks = [[pytest.mark.slow] if name[0] == "4" and "FULL_SHARD-32" not in name else [] for name in names]
+    """Parametrise by name; most layouts of 4 ranks are marked slow, as is compiling, all else runs always."""
+    slow = [name[0] == "4" and "FULL_SHARD-32" not in name or "compiled" in name for name in names]
+    marks = [[pytest.mark.slow] if is_slow else [] for is_slow in slow]
     return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in zip(names, marks, strict=True)])
 
 

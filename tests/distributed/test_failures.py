@@ -292,6 +292,16 @@ def test_torchrun_trains_as_devices_do(corpus, tmp_path, two_devices):
     finish_all([process], tmp_path, two_devices)
 
 
+@pytest.mark.slow
+def test_a_restart_by_torchrun_does_not_hear_what_the_failed_attempt_has_said(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max_restarts", "1"]
+    flags = [*failing(tmp_path, 1, "once"), "--train.max_steps", "2"]
+    process = start(*torchrun, f"--master_port={free_port()}", *PRETRAIN, *flags)
+    out, err = finish(process, 120)
+    assert process.returncode == 0, err
+    assert err.count("is broken") and "finished after 2 steps" in out
+
+
 def test_two_nodes_train_as_two_devices_do(corpus, tmp_path, two_devices):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     flags = ["--devices", "1", "--num_nodes", "2", *flags_for(corpus, tmp_path, max_steps=10)]
@@ -359,6 +369,13 @@ def test_s5_a_rank_that_fails_in_preparing_ends_the_wait():
     first.ending._say("ended")
     with pytest.raises(PeerLost):
         second.first_then_others(lambda: pytest.fail("was called"))
+
+
+def test_the_watch_over_a_process_sees_at_the_store_that_another_node_has_ended():
+    first, second = groups_of_two(nodes=2)
+    assert not second.ending._is_over_elsewhere()
+    first.ending._say("ended")
+    assert second.ending._is_over_elsewhere()
 
 
 def test_a_roll_call_names_who_is_missing():

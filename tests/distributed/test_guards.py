@@ -36,6 +36,15 @@ def test_n4_copies_that_differ_are_found_after_the_first_step(broken, name, para
     assert not list((folder / name).glob("*/COMPLETE"))
 
 
+@pytest.mark.slow
+def test_n4_the_copies_of_a_hybrid_clip_by_one_norm(tmp_path, shared_flags):
+    """Norms that differ between the copies, as they may in the last bit, must not make the copies differ."""
+    hybrid = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "HYBRID_SHARD", "--train.max_norm", "0.01"]
+    case = Case("hybrid", hybrid, nodes=2, fault="norms that differ")
+    (ranks,) = run_group(tmp_path, 4, [case], shared_flags).values()
+    assert [seen["exit"] for seen in ranks] == [0] * 4, said(tmp_path, "hybrid")
+
+
 @pytest.mark.parametrize("name", ["nan-ddp", "nan-fsdp"])
 def test_n7_a_non_finite_loss_on_one_rank_stops_all(broken, name):
     folder, results = broken

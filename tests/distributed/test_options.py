@@ -17,7 +17,7 @@ def seen(tmp_path_factory, shared_flags):
         Case("mixed", [*FSDP, "--precision", "bf16-mixed"]),
         Case("fsdp-all", [
             *FSDP, "--precision", "bf16-mixed", "--fsdp.param_dtype", "fp32", "--fsdp.reduce_dtype", "bf16",
-            "--fsdp.buffer_dtype", "bf16", "--fsdp.backward_prefetch", "post", "--fsdp.forward_prefetch", "true",
+            "--fsdp.backward_prefetch", "post", "--fsdp.forward_prefetch", "true",
             "--fsdp.limit_all_gathers", "false", "--fsdp.sharding_strategy", "SHARD_GRAD_OP",
         ]),
         Case("bf16-true", [*FSDP, "--precision", "bf16-true", "--fsdp.reduce_dtype", "fp32"]),
@@ -47,7 +47,7 @@ def test_every_fsdp_option_reaches_the_wrapper(seen):
     options = seen["fsdp-all"]["options"]
     assert "BACKWARD_POST" in options["backward_prefetch"] and "SHARD_GRAD_OP" in options["sharding"]
     assert options["forward_prefetch"] and not options["limit_all_gathers"]
-    for dtype in ("param_dtype=torch.float32", "reduce_dtype=torch.bfloat16", "buffer_dtype=torch.bfloat16"):
+    for dtype in ("param_dtype=torch.float32", "reduce_dtype=torch.bfloat16"):
         assert dtype in options["block"]
 
 

@@ -1,8 +1,13 @@
 """Which strategy a run gets."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
+from torch import nn
 
 from toolkit.args import DDPArgs, FSDPArgs
+from toolkit.distributed.fsdp import ShardedStrategy, unit_precision
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
 
@@ -62,3 +67,25 @@ def test_n4_every_mesh_is_written_out_and_no_shard_group_has_one_rank(asked, kin
 def test_what_cannot_be_had_is_refused(asked, flag):
     with pytest.raises(UserError, match=flag):
         plan(**asked)
+
+
+def test_one_device_says_what_it_cannot_shard():
+    assert "nothing for --fsdp.sharding_strategy FULL_SHARD" in str(plan(sharding="FULL_SHARD"))
+    assert "sharding_strategy" not in str(plan())
+
+
+def test_buffers_have_the_dtype_asked_for_where_there_are_any():
+    block, root = unit_precision(FSDPArgs(buffer_dtype="bf16"), "bf16-mixed")
+    assert block.buffer_dtype == root.buffer_dtype == torch.bfloat16
+    strategy = ShardedStrategy({nn.Linear}, (2,), "FULL_SHARD", FSDPArgs(buffer_dtype="bf16"), "bf16-mixed", "cpu")
+    with pytest.raises(UserError, match="--fsdp.buffer_dtype bf16: would have no effect"):
+        strategy.setup_module(nn.Linear(2, 2))
+
+
+def test_a_replicated_vector_without_a_gradient_on_this_rank_takes_part_with_zeros():
+    used, unused, frozen = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    used.grad = torch.full((3,), 2.0)
+    frozen.requires_grad_(False)
+    ShardedStrategy._reduce_replicated_gradients(SimpleNamespace(_replicated=[used, unused, frozen]))
+    assert torch.equal(unused.grad, torch.zeros(3)) and torch.equal(used.grad, torch.full((3,), 2.0))
+    assert frozen.grad is None

@@ -7,6 +7,9 @@ import torch
 from toolkit.args import Accelerator, Precision
 from toolkit.errors import UserError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""torch's dtypes by the names that options have for them."""
+
 
 def pick_accelerator(accelerator: Accelerator) -> str:
     """Return "cpu", "cuda" or "mps".

@@ -28,9 +28,10 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from toolkit.args import Dtype, FSDPArgs, Precision
+from toolkit.distributed.device import DTYPES
 from toolkit.distributed.ranks import sum_over_ranks, world_size
+from toolkit.errors import UserError
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
@@ -67,6 +68,15 @@ class ShardedStrategy(FSDPStrategy):
         self._backward_sync_control = _AccumulateInFP32()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard ``module``.
+
+        Raises:
+            UserError: an option would have no effect on this model.
+        """
+        if self._options.buffer_dtype is not None and not any(b.is_floating_point() for b in module.buffers()):
+            raise UserError(
+                f"--fsdp.buffer_dtype {self._options.buffer_dtype}: would have no effect, the model has no buffers"
+            )
         unit, root = unit_precision(self._options, self.precision.precision)
         if unit is not None:
             for owner in module.modules() if self.materialize is not None else ():
@@ -136,7 +146,7 @@ def unit_precision(options: FSDPArgs, precision: Precision) -> tuple[MixedPrecis
     own = None if mixed is None else torch.float32
 
     def dtype(name: Dtype | None, otherwise: torch.dtype | None) -> torch.dtype | None:
-        return otherwise if name is None else _DTYPES[name]
+        return otherwise if name is None else DTYPES[name]
 
     rest = {
         "reduce_dtype": dtype(options.reduce_dtype, own),

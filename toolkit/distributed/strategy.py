@@ -97,6 +97,8 @@ def _plan(strategy: Strategy, sharding: str, devices: int, num_nodes: int) -> St
     ranks = devices * num_nodes
     if ranks == 1:
         reason = "there is only one" if strategy in ("auto", "single") else f"{strategy} on one device is the same"
+        if sharding not in ("HYBRID_SHARD", "NO_SHARD"):
+            reason += f", nothing for --fsdp.sharding_strategy {sharding} to shard over"
         return StrategyPlan("single", None, (1, 1), reason)
     whole = StrategyPlan("ddp", None, (ranks, 1), "")
     if strategy == "ddp":

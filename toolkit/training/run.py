@@ -78,6 +78,8 @@ def run_training(args: RunArgs) -> None:
         strategy, layout, accelerator=device, precision=precision, fsdp=args.fsdp, ddp=args.ddp,
         block_classes=set(args.block_classes or (Block,)),
     )  # fmt: skip
+    if args.timeout is not None and layout.world_size == 1:
+        raise UserError(f"--timeout {args.timeout}: would have no effect, one process waits for no other")
     timeouts = Timeouts.of(args.timeout)
     with ExitStack() as stack:
         group = stack.enter_context(launched(fabric, layout, timeouts))

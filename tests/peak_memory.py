@@ -1,0 +1,39 @@
+"""Anonymous memory of a process: what its calls hold that no file does. For scripts in a process of their own."""
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def anonymous() -> int:
+    """Bytes that this process holds now."""
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+
+
+def rise(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[int, int, Any]:
+    """Call ``function``; return the bytes by which memory rose at its highest, and after it, and what it returned."""
+    ctypes.CDLL(None).malloc_trim(0)  # or what the imports have freed would hide a part
+    before, peak, done = anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.0005):
+            peak[0] = max(peak[0], anonymous() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        result = function(*args, **options)
+    finally:
+        done.set()
+        watcher.join()
+    after = anonymous() - before
+    return max(peak[0], after), after, result
+
+
+def with_path() -> dict[str, str]:
+    """The environment for a script that imports this."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
