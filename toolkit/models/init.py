@@ -31,9 +31,13 @@ def draw(name: str, shape: torch.Size | tuple[int, ...], *, seed: int, n_layer: 
     if module.rpartition(".")[2] in ("norm_1", "norm_2", "ln_f"):
         return torch.ones(shape, device="cpu")
     std = STD / math.sqrt(2 * n_layer) if module.endswith(".proj") else STD
+    return torch.empty(shape, device="cpu").normal_(0.0, std, generator=generator_of(name, seed))
+
+
+def generator_of(name: str, seed: int) -> torch.Generator:
+    """Return the generator on the CPU that draws the parameter ``name``."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    return torch.empty(shape, device="cpu").normal_(0.0, std, generator=generator)
+    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

@@ -1,0 +1,231 @@
+"""Low-rank adapters beside the model's linear layers.
+
+A layer with adapters keeps its ``weight`` and ``bias`` under their names, frozen. What is trained lies below ``lora``:
+
+| name | shape | initial value |
+|---|---|---|
+| ``transformer.h.0.attn.qkv.lora.query.A`` (``key``, ``value``) | (r, in) | uniform, +- 1 / sqrt(in) |
+| ``transformer.h.0.attn.qkv.lora.query.B`` | (rows of that part, r) | 0 |
+| ``transformer.h.0.mlp.proj.lora.whole.A``, ``.B`` (every other layer) | (r, in), (out, r) | as above |
+| ``....magnitude`` (DoRA) | (rows of that part,) | the norms of the rows of ``weight`` |
+
+The adapters are fp32 whatever the base is; products run in the dtype that the base's do. The parts of a fused layer
+work as one pair of matrices: A one below the other, B in blocks. What is not adapted has rows of zeros there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from toolkit.models.init import generator_of
+from toolkit.models.lora_config import LoRAConfig
+
+if TYPE_CHECKING:
+    from toolkit.models.gpt import GPT
+
+WHOLE = "whole"
+
+
+class Adapter(nn.Module):
+    """The trained factors of some rows of a weight, in fp32."""
+
+    def __init__(self, r: int, in_features: int, rows: range, dora: bool, device: torch.device) -> None:
+        super().__init__()
+        self.rows = rows
+        options = {"dtype": torch.float32, "device": device}
+        self.A = nn.Parameter(torch.zeros(r, in_features, **options))
+        self.B = nn.Parameter(torch.zeros(len(rows), r, **options))
+        if dora:
+            self.magnitude = nn.Parameter(torch.ones(len(rows), **options))
+
+
+class LoRAMixin:
+    """What a linear layer needs to carry adapters; goes before the layer's class.
+
+    The class provides ``weight`` (out, in) and ``bias``, a ``forward``, ``project(x)``: the same without the bias, and
+    ``base_weight()``: the weight in a floating-point type.
+    """
+
+    lora: nn.ModuleDict
+
+    def add_adapters(self, config: LoRAConfig, parts: dict[str, range]) -> None:
+        """Make the adapters of ``parts``: names and the rows of the weight that they adapt, in ascending order."""
+        self.scaling, self.dropout, self.dora = config.scaling, config.dropout, config.dora
+        device = self.weight.device
+        self.lora = nn.ModuleDict(
+            {name: Adapter(config.r, self.in_features, rows, config.dora, device) for name, rows in parts.items()}
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)."""
+        if self.dora:
+            return self._forward_dora(x)
+        y = super().forward(x)
+        hidden, b = self.low_rank(x, y.dtype)
+        return _add_product(y, hidden, b)
+
+    def low_rank(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (..., R) and (out, R) whose product is added to the layer's output; R is the sum of the ranks."""
+        a, b = self._factors()
+        return self._hidden(self._drop(x), a, dtype), b.to(dtype)
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return ``weight`` (out, in) with the adapters in it, in fp32."""
+        a, b = (factor.detach() for factor in self._factors())
+        merged = torch.addmm(weight.float(), b, a, alpha=self.scaling)
+        if self.dora:
+            merged *= self._row_scales(merged.norm(dim=1)).detach()[:, None]
+        return merged
+
+    def _forward_dora(self, x: torch.Tensor) -> torch.Tensor:
+        dropped = self._drop(x)
+        plain = self.project(x)
+        seen = plain if dropped is x else self.project(dropped)
+        a, b = self._factors()
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            norms = torch.addmm(self.base_weight().float(), b, a, alpha=self.scaling).norm(dim=1)
+        # Section 4.3 of the paper: the norms count as constants. Scales are near 1, where 16 bits have steps of 1/256.
+        y = self._row_scales(norms) * _add_product(seen, self._hidden(dropped, a, plain.dtype), b.to(plain.dtype))
+        if seen is not plain:
+            y = y + (plain - seen)
+        return (y if self.bias is None else y + self.bias).to(plain.dtype)
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout) if self.training and self.dropout else x
+
+    def _hidden(self, dropped: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return F.linear(dropped.to(dtype), a.to(dtype)) * self.scaling
+
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(R, in) and (out, R), fp32."""
+        adapters = list(self.lora.values())
+        if len(adapters) == 1 and len(adapters[0].rows) == self.out_features:
+            return adapters[0].A, adapters[0].B
+        ranks = sum(adapter.A.size(0) for adapter in adapters)
+        blocks, before, row = [], 0, 0
+        for adapter in adapters:
+            r = adapter.A.size(0)
+            blocks += [adapter.B.new_zeros(adapter.rows.start - row, ranks)]
+            blocks += [F.pad(adapter.B, (before, ranks - before - r))]
+            before, row = before + r, adapter.rows.stop
+        blocks += [adapters[0].B.new_zeros(self.out_features - row, ranks)]
+        return torch.cat([adapter.A for adapter in adapters]), torch.cat(blocks)
+
+    def _row_scales(self, norms: torch.Tensor) -> torch.Tensor:
+        """DoRA's factors of the rows, (out,): magnitude / norm; 1 for what is not adapted."""
+        scales, row = [], 0
+        for adapter in self.lora.values():
+            scales += [norms.new_ones(adapter.rows.start - row)]
+            scales += [adapter.magnitude / norms[adapter.rows.start : adapter.rows.stop]]
+            row = adapter.rows.stop
+        return torch.cat([*scales, norms.new_ones(self.out_features - row)])
+
+
+class LoRALinear(LoRAMixin, nn.Linear):
+    """A linear layer with adapters; its own weight and bias are those of the layer that it replaces."""
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+    def base_weight(self) -> torch.Tensor:
+        return self.weight
+
+
+def add_lora(model: GPT, config: LoRAConfig, seed: int = 0) -> None:
+    """Give the selected layers of a GPT their adapters, in place, and freeze everything else.
+
+    On the meta device the adapters are there, too; elsewhere they get their initial values, drawn from ``seed``.
+    """
+    model.requires_grad_(False)
+    for block in model.transformer.h:
+        _adapt(block.attn, "qkv", config, _qkv_rows(model, config))
+        _adapt(block.attn, "proj", config, {WHOLE: config.projection})
+        for name, layer in list(block.mlp.named_children()):
+            if isinstance(layer, nn.Linear):
+                _adapt(block.mlp, name, config, {WHOLE: config.mlp})
+    _adapt(model, "lm_head", config, {WHOLE: config.head})
+    adapters = {name: p for name, p in model.named_parameters() if is_adapter(name)}
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    value_of = adapter_values(model, seed, weights.__getitem__)
+    for name, parameter in adapters.items():
+        if not parameter.is_meta:
+            parameter.data.copy_(value_of(name, parameter.shape))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name is an adapter's."""
+    return ".lora." in name
+
+
+def draw_adapter(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> torch.Tensor:
+    """Return the initial value of an adapter's ``A`` or ``B``, a pure function of (seed, name): fp32, on the CPU.
+
+    A is uniform with the bound 1 / sqrt(in), which is what Kaiming's rule gives with a = sqrt(5), as in the paper's
+    own code; B is zero, so that the model begins as the base.
+    """
+    kind = name.rpartition(".")[2]
+    assert kind in ("A", "B"), f"{name}: a magnitude comes from the base's weight, see adapter_values"
+    if kind == "B":
+        return torch.zeros(shape, device="cpu")
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator_of(name, seed))
+
+
+def magnitude_of(weight: torch.Tensor) -> torch.Tensor:
+    """DoRA's initial magnitudes, (rows,) fp32: the norms of the rows of the base's weight."""
+    return torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32)
+
+
+def adapter_values(
+    model: nn.Module, seed: int, weight_of: Callable[[str], torch.Tensor]
+) -> Callable[[str, torch.Size], torch.Tensor]:
+    """Return the function from an adapter's name and shape to its initial value.
+
+    Args:
+        model: With its adapters, before a strategy takes its parameters; it may be on the meta device.
+        seed: Of the run.
+        weight_of: Gives the base's whole weight of a name, such as ``transformer.h.0.attn.qkv.weight``; it is called
+            for DoRA's magnitudes only.
+    """
+    rows = {name: module.rows for name, module in model.named_modules() if isinstance(module, Adapter)}
+
+    def value_of(name: str, shape: torch.Size) -> torch.Tensor:
+        adapter, _, kind = name.rpartition(".")
+        if kind != "magnitude":
+            return draw_adapter(name, shape, seed)
+        weight = weight_of(adapter.partition(".lora.")[0] + ".weight")
+        return magnitude_of(weight[rows[adapter].start : rows[adapter].stop])
+
+    return value_of
+
+
+def _qkv_rows(model: GPT, config: LoRAConfig) -> dict[str, range]:
+    """The rows of the selected parts of the fused projection: all queries, then all keys, then all values."""
+    size = model.config.head_size
+    q, kv = model.config.n_head * size, model.config.n_query_groups * size
+    rows = {"query": range(q), "key": range(q, q + kv), "value": range(q + kv, q + 2 * kv)}
+    return {part: rows[part] for part in rows if getattr(config, part)}
+
+
+def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, range | bool]) -> None:
+    """Replace ``owner.name`` by a layer with adapters for ``parts``: rows, or True for all of them."""
+    linear = getattr(owner, name)
+    parts = {part: range(linear.out_features) if rows is True else rows for part, rows in parts.items() if rows}
+    if not parts:
+        return
+    layer = LoRALinear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    layer.weight, layer.bias = linear.weight, linear.bias  # the same parameters: ties stay
+    layer.train(linear.training)
+    layer.add_adapters(config, parts)
+    setattr(owner, name, layer)
+
+
+def _add_product(y: torch.Tensor, hidden: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """y + hidden @ b.T, rounded once and without a second tensor of y's size."""
+    return torch.addmm(y.flatten(0, -2), hidden.flatten(0, -2), b.t()).view_as(y)
