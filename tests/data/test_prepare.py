@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from toolkit.data import PythonStdlib, TextFiles, documents
-from toolkit.data.prepare import default_cache_dir
+from toolkit.data.cache import default_cache_dir
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 

@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import socket
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +22,7 @@ import numpy as np
 
 from toolkit.data import documents
 from toolkit.data.base import Prepared
+from toolkit.data.cache import DAMAGE, HEARTBEAT, MANIFEST, choose_cache_dir, clean_up, publish, unfinished
 from toolkit.data.chunks import TokenRows, write_chunks
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
@@ -33,9 +30,6 @@ from toolkit.errors import UserError
 Report = Callable[[str], None]
 CODE_VERSION = 1  # raise it when the same text and options would give other rows
 _BPE_SAMPLE = 8_000_000  # characters that a tokenizer is trained on
-_HEARTBEAT = 10.0  # seconds between two lines while a long text is read
-_MANIFEST = "manifest.json"
-_DAMAGE = (ValueError, TypeError, KeyError, OSError)  # what reading a damaged folder can raise
 
 
 @dataclass(frozen=True)
@@ -63,11 +57,6 @@ class TextSources:
     cache_dir: str | None
 
 
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/toolkit/data``, or the same under ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "toolkit" / "data"
-
-
 def prepare_text(sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report) -> Prepared:
     """Find the rows of ``sources`` in the cache (HIT) or make them (MISS).
 
@@ -80,7 +69,7 @@ def prepare_text(sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_l
     train = documents.fingerprint(sources.train, sources.train_option)
     val = None if sources.val is None else documents.fingerprint(sources.val, sources.val_option)
     key = _key(sources, train, val, tokenizer, max_seq_length)
-    cache_dir = Path(sources.cache_dir).expanduser() if sources.cache_dir else default_cache_dir()
+    cache_dir = choose_cache_dir(sources.cache_dir)
     folder = cache_dir / f"{sources.module}-{key[:16]}"
     try:
         prepared, reason = _find(folder, key, tokenizer, max_seq_length)
@@ -90,7 +79,7 @@ def prepare_text(sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_l
         texts = train + (val or [])
         size = sum(document.size for document in texts) / 1e6
         report(f"Data: MISS {folder}: {reason}; preparing {len(texts):,} documents, {size:.1f} MB")
-        _clean_up(cache_dir)
+        clean_up(cache_dir)
         _make(folder, key, sources, (train, val), tokenizer, max_seq_length, report)
     except OSError as error:
         raise UserError(f"--data.cache_dir {cache_dir}: cannot be used: {error.strerror or error}") from error
@@ -105,7 +94,7 @@ def _find(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: i
         return None, "not prepared yet"
     try:
         return _open(folder, key, tokenizer, max_seq_length), ""
-    except _DAMAGE as error:
+    except DAMAGE as error:
         return None, f"what is there is damaged ({error!s})"
 
 
@@ -128,10 +117,10 @@ def _key(
 
 
 def _open(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int) -> Prepared:
-    """Read a prepared folder. Raises one of _DAMAGE if it is not whole."""
-    manifest = json.loads((folder / _MANIFEST).read_bytes())
+    """Read a prepared folder. Raises one of DAMAGE if it is not whole."""
+    manifest = json.loads((folder / MANIFEST).read_bytes())
     if not isinstance(manifest, dict) or manifest.get("key") != key:
-        raise ValueError(f"{_MANIFEST} belongs to other data")
+        raise ValueError(f"{MANIFEST} belongs to other data")
     if tokenizer is None:
         tokenizer = Tokenizer.load(folder / "tokenizer", flag="the cached tokenizer")
     if tokenizer.fingerprint != manifest.get("tokenizer"):
@@ -145,7 +134,7 @@ def _open(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: i
                 raise ValueError(f"{split} holds {len(found):,} rows instead of {facts['rows']:,}")
     train = rows["train"]
     if train is None:
-        raise ValueError(f"{_MANIFEST} names no training rows")
+        raise ValueError(f"{MANIFEST} names no training rows")
     return Prepared(
         train=train,
         val=rows["val"],
@@ -177,18 +166,13 @@ def _make(
     report: Report,
 ) -> None:
     """Build the data in a temporary folder beside ``folder``, then rename it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{_unfinished_prefix()}{os.getpid()}-", dir=folder.parent))
-    try:
+    with unfinished(folder) as temporary:
         used = tokenizer or _train_tokenizer(sources, texts[0], report)
         used.save(temporary / "tokenizer")
         manifest = {"version": CODE_VERSION, "key": key, "tokenizer": used.fingerprint}
         manifest |= _write_splits(temporary, sources, texts, used, max_seq_length, report)
-        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        temporary.chmod(0o755)  # mkdtemp's folder is private, a cache may be shared
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         _publish(temporary, folder, key, tokenizer, max_seq_length)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _train_tokenizer(sources: TextSources, train: list[documents.Document], report: Report) -> Tokenizer:
@@ -258,44 +242,11 @@ def _write_tokens(path: Path, texts: list[documents.Document], tokenizer: Tokeni
             for ids, piece in zip(encoded, pieces, strict=True):
                 np.array([*ids, tokenizer.eos_id] if piece.ends_document else ids, dtype=dtype).tofile(out)
             done += sum(len(piece.text) for piece in pieces)
-            if time.perf_counter() - last_line > _HEARTBEAT:
+            if time.perf_counter() - last_line > HEARTBEAT:
                 report(f"Data: tokenized {done / 1e6:,.0f} of about {total / 1e6:,.0f} MB")
                 last_line = time.perf_counter()
     return np.memmap(path, dtype=dtype, mode="r")
 
 
 def _publish(temporary: Path, folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int) -> None:
-    try:
-        os.rename(temporary, folder)
-    except OSError:
-        if not folder.exists():
-            raise
-        if _find(folder, key, tokenizer, max_seq_length)[0] is not None:
-            return  # another process was quicker; its data is the same
-        damaged = temporary.with_name(f"{temporary.name}-damaged")
-        os.rename(folder, damaged)
-        os.rename(temporary, folder)
-        shutil.rmtree(damaged, ignore_errors=True)
-
-
-def _unfinished_prefix() -> str:
-    return f".unfinished-{socket.gethostname()}-"
-
-
-def _clean_up(cache_dir: Path) -> None:
-    """Remove what killed preparations on this machine have left behind."""
-    prefix = _unfinished_prefix()
-    for leftover in cache_dir.glob(f"{prefix}*"):
-        pid = leftover.name[len(prefix) :].split("-")[0]
-        if pid.isdigit() and not _is_alive(int(pid)):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+    publish(temporary, folder, lambda: _find(folder, key, tokenizer, max_seq_length)[0] is not None)

@@ -1,0 +1,53 @@
+"""`toolkit inspect_data`: what a run would train on, before it does."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from toolkit.data import DataModule, PythonStdlib
+
+
+def setup(
+    data: DataModule = PythonStdlib(),
+    tokenizer_dir: str | None = None,
+    max_seq_length: int = 2048,
+    num_samples: int = 3,
+    format: Literal["text", "json"] = "text",
+) -> None:
+    """Show samples token by token, those that are trained apart from those that are not, and count all of them.
+
+    Args:
+        data: The data, with the options of the run.
+        tokenizer_dir: The checkpoint folder of the run, a name below checkpoints/, or a folder with a tokenizer.json.
+        max_seq_length: Tokens per sequence, as in the run.
+        num_samples: How many samples to show.
+        format: For people, or one JSON object.
+    """
+    import json
+    import sys
+    from pathlib import Path
+
+    from toolkit.data.inspection import inspect_rows
+    from toolkit.data.tokenizer import Tokenizer
+    from toolkit.errors import UserError
+
+    for name, value in (("max_seq_length", max_seq_length), ("num_samples", num_samples + 1)):
+        if value <= 0:
+            wrong = value if name == "max_seq_length" else num_samples
+            raise UserError(f"--{name} {wrong}: must be greater than zero")
+    tokenizer = None
+    if tokenizer_dir is not None:
+        below = Path("checkpoints") / tokenizer_dir
+        tokenizer = Tokenizer.load(below if below.is_dir() and not Path(tokenizer_dir).exists() else tokenizer_dir)
+    prepared = data.prepare(
+        tokenizer=tokenizer, max_seq_length=max_seq_length, report=lambda line: print(line, file=sys.stderr)
+    )
+    found = inspect_rows(prepared, num_samples)
+    if format == "json":
+        print(json.dumps({"data": type(data).__name__, "max_seq_length": max_seq_length, **found}))
+        return
+    from rich.console import Console
+
+    from toolkit.ui.tokens import print_inspection
+
+    print_inspection(found, Console(highlight=False, markup=False, emoji=False))

@@ -1,0 +1,114 @@
+"""Instruction data: conversations and plain text for finetuning, one row per sample or several packed together."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, Prepared, require
+from toolkit.data.records import require_columns
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    from toolkit.data.row_files import Splits
+    from toolkit.data.tokenizer import Tokenizer
+
+OnLong = Literal["truncate", "drop", "split", "error"]
+TrainOn = Literal["answers", "last_answer", "all"]
+Packing = Literal["none", "best_fit"]
+
+
+@dataclass(kw_only=True)
+class InstructionData(DataModule):
+    """Rows with instruction/input/output, prompt/completion, messages, conversations or text, told apart one by one.
+
+    Args:
+        val_split_fraction: Share of the samples to hold out; 0.05 when not given and there is no held-out file, 0 for
+            none.
+        prompt_style: The chat template: alpaca, chatml, llama2, llama3, ...; the checkpoint's own when not given.
+        mask_prompt: Learn the answers only; false also learns the prompts.
+        train_on: Which tokens are learned: those of all answers, of the last answer, or all; "answers" when not given.
+        on_long: What becomes of samples longer than a row: cut off the end, drop the sample, split it into several
+            rows, or refuse it.
+        packing: "best_fit" puts several samples into each row; they do not see each other.
+        columns: Columns of other names, as in '{"prompt": "question", "completion": "reply"}'.
+        cache_dir: Where prepared data is kept; ~/.cache/toolkit/data when not given.
+        num_workers: Processes that read rows during training; 0 reads in the training process.
+    """
+
+    val_split_fraction: float | None = None
+    prompt_style: str | None = None
+    mask_prompt: bool = True
+    train_on: TrainOn | None = None
+    on_long: OnLong = "truncate"
+    packing: Packing = "none"
+    columns: dict[str, str] | None = None
+    cache_dir: str | None = None
+    num_workers: int = 0
+
+    # Rows with an empty answer are left out and counted, instead of refused: the user cannot mend published sets.
+    skips_empty_answers: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        fraction = self.val_split_fraction
+        mend = "must be at least 0 and less than 1"
+        require(fraction is None or 0 <= fraction < 1, "val_split_fraction", fraction, mend)
+        if not self.mask_prompt and self.train_on not in (None, "all"):
+            raise UserError(f"--data.mask_prompt false: trains on everything, but --data.train_on is {self.train_on}")
+        require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
+        require_columns(self.columns)
+
+    @abstractmethod
+    def find_rows(self) -> tuple[str, Splits]:
+        """Return how the user named the rows, such as ``--data.json_path faq.jsonl``, and where they are.
+
+        Raises:
+            UserError: if there are none.
+        """
+
+    def prepare(
+        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
+    ) -> Prepared:
+        """See :meth:`DataModule.prepare`; rows have up to ``max_seq_length`` input tokens."""
+        name = type(self).__name__
+        if tokenizer is None:
+            raise UserError(f"--data {name}: needs the tokenizer of the model; give --tokenizer_dir")
+        if max_seq_length <= 0:
+            raise UserError(f"--train.max_seq_length {max_seq_length}: must be greater than zero for --data {name}")
+        from toolkit.data.chat_template import ChatTemplate
+        from toolkit.data.encode import Job
+        from toolkit.data.encoded import prepare_encoded
+
+        option, splits = self.find_rows()
+        fraction = self.val_split_fraction
+        if splits.val is not None and fraction is not None:
+            raise UserError(
+                f"--data.val_split_fraction {fraction}: {option} has held-out rows of its own; give no share"
+            )
+        template, no_template = None, None
+        try:
+            template = ChatTemplate.of(tokenizer, self.prompt_style)
+        except UserError as error:
+            if self.prompt_style is not None:
+                raise
+            no_template = error  # plain text needs none
+        job = Job(
+            module=re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(),
+            option=option,
+            splits=splits,
+            tokenizer=tokenizer,
+            template=template,
+            no_template=no_template,
+            columns=self.columns,
+            skip_empty=self.skips_empty_answers,
+            train_on=self.train_on or ("answers" if self.mask_prompt else "all"),
+            on_long=self.on_long,
+            packing=self.packing,
+            max_seq_length=max_seq_length,
+            val_fraction=0.0 if splits.val is not None else DEFAULT_VAL_FRACTION if fraction is None else fraction,
+            cache_dir=self.cache_dir,
+        )
+        return prepare_encoded(job, report)
