@@ -18,7 +18,9 @@ from groups import free_port, read_until
 from torch import distributed as dist
 
 from toolkit import cli
+from toolkit.distributed import ending as ending_module
 from toolkit.distributed import launch
+from toolkit.distributed.ending import Ending
 from toolkit.distributed.launch import RunGroup, Timeouts
 from toolkit.distributed.layout import Layout
 from toolkit.errors import PeerLost
@@ -373,9 +375,24 @@ def test_s5_a_rank_that_fails_in_preparing_ends_the_wait():
 
 def test_the_watch_over_a_process_sees_at_the_store_that_another_node_has_ended():
     first, second = groups_of_two(nodes=2)
-    assert not second.ending._is_over_elsewhere()
+    assert not second.ending._is_over(None)
     first.ending._say("ended")
-    assert second.ending._is_over_elsewhere()
+    second.ending._listen()
+    assert second.ending._is_over(None)
+
+
+def test_a_store_that_does_not_answer_does_not_hold_up_the_watch(monkeypatch):
+    """As that of a first process that is stopped: whoever asks it waits for ever."""
+    ending = Ending(Layout(1, 2, 1, 0, "by hand", False))
+    asked, left = threading.Event(), threading.Event()
+    ending.store = SimpleNamespace(check=lambda keys: asked.set() or threading.Event().wait(30))
+    monkeypatch.setattr(ending_module, "_GRACE", 0.1)
+    monkeypatch.setattr(ending_module.os, "_exit", lambda code: left.set())
+    ending.watch()
+    assert asked.wait(5)
+    ending._started.set()
+    assert left.wait(5)
+    ending.done()
 
 
 def test_a_roll_call_names_who_is_missing():

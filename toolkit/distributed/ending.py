@@ -41,7 +41,7 @@ class Ending:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.store: dist.Store | None = None
-        self._started, self._over = threading.Event(), threading.Event()
+        self._started, self._over, self._over_elsewhere = threading.Event(), threading.Event(), threading.Event()
         self._others = range(1, layout.world_size)
 
     @property
@@ -142,19 +142,22 @@ class Ending:
         Some time after another process has gone this one is ended, if it has not done so itself: it may hang in a
         collective, or in asking rank 0.
         """
-        threading.Thread(target=self._watch, daemon=True).start()
+        for task in (self._watch, self._listen):
+            threading.Thread(target=task, daemon=True).start()
 
-    def _is_over_elsewhere(self) -> bool:
-        with suppress(Exception):  # a store that is gone is noticed by who needs it
-            return bool(self._dead()) or (self.store is not None and self.store.check(["ended"]))
-        return False
+    def _listen(self) -> None:
+        """Learn that another node has ended. A thread of its own: a store that does not answer keeps whoever asks."""
+        while not self._over.wait(0.5) and not self._over_elsewhere.is_set():
+            with suppress(Exception):  # a store that is gone is noticed by who needs it
+                if self.store is not None and self.store.check(["ended"]):
+                    self._over_elsewhere.set()
 
     def done(self) -> None:
         self._over.set()
 
     def _watch(self) -> None:
         parent = os.getppid() if os.environ.get(PARENT) == str(os.getppid()) else None
-        while not (self._started.is_set() or self._is_over_elsewhere() or parent not in (None, os.getppid())):
+        while not (self._started.is_set() or self._is_over(parent)):
             if self._over.wait(0.5):
                 return
         if self._over.wait(_GRACE):
@@ -167,6 +170,10 @@ class Ending:
             print(f"toolkit: {verdict}", file=sys.stderr, flush=True)
         _kill_children()
         os._exit(verdict.exit_code)
+
+    def _is_over(self, parent: int | None) -> bool:
+        """Whether a process that this one depends on is seen to have ended."""
+        return self._over_elsewhere.is_set() or bool(self._dead()) or parent not in (None, os.getppid())
 
     # ---- words at the store
 
