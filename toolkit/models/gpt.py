@@ -9,6 +9,7 @@ from torch import nn
 
 from toolkit.models.attention import CausalSelfAttention, LayerCache, cache_mask
 from toolkit.models.config import ModelConfig
+from toolkit.models.lora import LoRALinear
 from toolkit.models.loss import IGNORE_INDEX, head_loss
 from toolkit.models.mlp import make_mlp
 from toolkit.models.norm import make_norm
@@ -101,7 +102,9 @@ class GPT(nn.Module):
         x = self._embed_and_run_blocks(input_ids, positions, kv_cache)
         if labels is None:
             return self.lm_head(x)
-        loss_sum = head_loss(x, self.lm_head.weight, self.lm_head.bias, labels)
+        head = self.lm_head
+        low_rank = head.low_rank(x, x.dtype) if isinstance(head, LoRALinear) else None
+        loss_sum = head_loss(x, head.weight, head.bias, labels, low_rank)
         return loss_sum, (labels != IGNORE_INDEX).sum()
 
     def _embed_and_run_blocks(

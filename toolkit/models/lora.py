@@ -27,6 +27,7 @@ from toolkit.models.init import generator_of
 from toolkit.models.lora_config import LoRAConfig
 
 if TYPE_CHECKING:
+    from toolkit.models.config import ModelConfig
     from toolkit.models.gpt import GPT
 
 WHOLE = "whole"
@@ -144,7 +145,8 @@ def add_lora(model: GPT, config: LoRAConfig, seed: int = 0) -> None:
     """
     model.requires_grad_(False)
     for block in model.transformer.h:
-        _adapt(block.attn, "qkv", config, _qkv_rows(model, config))
+        selected = {part: rows for part, rows in qkv_rows(model.config).items() if getattr(config, part)}
+        _adapt(block.attn, "qkv", config, selected)
         _adapt(block.attn, "proj", config, {WHOLE: config.projection})
         for name, layer in list(block.mlp.named_children()):
             if isinstance(layer, nn.Linear):
@@ -205,12 +207,10 @@ def adapter_values(
     return value_of
 
 
-def _qkv_rows(model: GPT, config: LoRAConfig) -> dict[str, range]:
-    """The rows of the selected parts of the fused projection: all queries, then all keys, then all values."""
-    size = model.config.head_size
-    q, kv = model.config.n_head * size, model.config.n_query_groups * size
-    rows = {"query": range(q), "key": range(q, q + kv), "value": range(q + kv, q + 2 * kv)}
-    return {part: rows[part] for part in rows if getattr(config, part)}
+def qkv_rows(config: ModelConfig) -> dict[str, range]:
+    """The rows of a block's fused projection: all queries, then all keys, then all values."""
+    q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
+    return {"query": range(q), "key": range(q, q + kv), "value": range(q + kv, q + 2 * kv)}
 
 
 def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, range | bool]) -> None:

@@ -16,6 +16,8 @@ So there is no second way for small batches: a batch that fits in one chunk is s
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -34,7 +36,13 @@ def chunk_rows(vocab_size: int, device: torch.device) -> int:
     return max(1, DEVICE_CHUNK_LOGITS // vocab_size)
 
 
-def head_loss(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor) -> torch.Tensor:
+def head_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Return the sum over the supervised tokens of the cross-entropy of ``x @ weight.T + bias``, in nats.
 
     Args:
@@ -42,6 +50,7 @@ def head_loss(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
         weight: (vocabulary, n_embd).
         bias: (vocabulary,) or None.
         labels: (...), int64; rows labelled -100 count for nothing and get a gradient of zero.
+        low_rank: (..., R) and (vocabulary, R), whose product is added to the logits: a head's adapters.
 
     Returns:
         An fp32 scalar. Matrix products run in the autocast dtype where autocast is on, else in the weight's dtype;
@@ -49,16 +58,17 @@ def head_loss(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     """
     device_type = x.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
-    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
-    return _HeadLoss.apply(x, weight, bias, labels, dtype, wanted)
+    tensors = (bias, x, weight, *(low_rank or ()))
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
+    return _HeadLoss.apply(labels, dtype, wanted, *tensors)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, labels, dtype, wanted):
-        with torch.autocast(x.device.type, enabled=False):  # dtypes are explicit below
-            loss, grads = _loss_and_grads(x, weight, bias, labels, dtype, *wanted)
-        ctx.grads, ctx.dtypes = grads, [None if t is None else t.dtype for t in (x, weight, bias)]
+    def forward(ctx, labels, dtype, wanted, bias, *factors):
+        with torch.autocast(labels.device.type, enabled=False):  # dtypes are explicit below
+            loss, grads = _loss_and_grads(labels, dtype, wanted, bias, *factors)
+        ctx.grads, ctx.dtypes = grads, [None if t is None else t.dtype for t in (bias, *factors)]
         return loss
 
     @staticmethod
@@ -68,56 +78,98 @@ class _HeadLoss(torch.autograd.Function):
             raise RuntimeError("the loss was already differentiated: its gradients are scaled in place, once")
         grads, ctx.grads = ctx.grads, None
         scaled = [None if g is None else g.mul_(grad_output).to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
-        return *scaled, None, None, None
+        return None, None, None, *scaled
 
 
 def _loss_and_grads(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
     labels: torch.Tensor,
     dtype: torch.dtype,
-    want_x: bool,
-    want_weight: bool,
-    want_bias: bool,
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """Return the loss and the gradients of x, weight and bias (None where not wanted) for an output gradient of 1.
+    wanted: list[bool],
+    bias: torch.Tensor | None,
+    *factors: torch.Tensor,
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Return the loss and the gradients of bias and factors (None where not wanted) for an output gradient of 1.
 
-    The sums over chunks (weight and bias) are kept in fp32 even for a bf16 weight: in bf16 every chunk would round away
-    what is small beside the sum. The price is one fp32 copy of the head's gradient between forward and backward.
+    The factors are pairs whose products add up to the logits. The sums over chunks (weight and bias) are kept in fp32
+    even for a bf16 weight: in bf16 every chunk would round away what is small beside the sum. The price is one fp32
+    copy of the head's gradient between forward and backward.
     """
-    rows, targets = x.detach().reshape(-1, x.size(-1)), labels.reshape(-1)
-    n, vocab_size = rows.size(0), weight.size(0)
+    targets, vocab_size, device = labels.reshape(-1), factors[1].size(0), labels.device
     kept = _supervised_rows(targets)
     if kept is not None:
-        rows, targets = rows[kept], targets[kept]
-    ignored = targets == IGNORE_INDEX
-    rows = rows.to(dtype).masked_fill(ignored[:, None], 0)  # so they add nothing to the weight's gradient
-    head = weight.detach().to(dtype)
-    grad_x = x.new_empty(rows.shape) if want_x else None
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
+        targets = targets[kept]
+    ignored, n = targets == IGNORE_INDEX, targets.numel()
+    want_bias, *want = wanted
+    products = [
+        _Product(factors[i], factors[i + 1], want[i], want[i + 1], dtype, kept, ignored)
+        for i in range(0, len(factors), 2)
+    ]
     grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
-    loss = torch.zeros((), dtype=torch.float32, device=x.device)
-    step = min(chunk_rows(vocab_size, x.device), max(1, rows.size(0)))
+    loss = torch.zeros((), dtype=torch.float32, device=device)
+    step = min(chunk_rows(vocab_size, device), max(1, n))
     # one buffer for all chunks: fresh memory for each would cost a page fault per 4 KiB
-    buffer = torch.empty(step, vocab_size, dtype=torch.float32, device=x.device)
-    for i in range(0, rows.size(0), step):
-        chunk, counts = rows[i : i + step], ~ignored[i : i + step]
-        logits = _logits(chunk, head, bias, buffer[: chunk.size(0)])
-        loss += _loss_and_grad_of_logits(logits, targets[i : i + step], counts, want_x or want_weight or want_bias)
+    buffer = torch.empty(step, vocab_size, dtype=torch.float32, device=device)
+    for i in range(0, n, step):
+        chunk = slice(i, i + step)
+        counts = ~ignored[chunk]
+        logits = _logits(products, chunk, bias, buffer[: counts.numel()])
+        loss += _loss_and_grad_of_logits(logits, targets[chunk], counts, any(wanted))
         grad_logits = logits.to(dtype)
-        if want_x:
-            grad_x[i : i + step] = grad_logits @ head
-        if want_weight:
-            _add_product(grad_weight, grad_logits.t(), chunk)
+        for product in products:
+            product.add_gradients(chunk, grad_logits)
         if want_bias:
             grad_bias += counts.to(torch.float32) @ logits
-    if want_x:
-        grad_x.masked_fill_(ignored[:, None], 0)
-        if kept is not None:
-            grad_x = grad_x.new_zeros(n, grad_x.size(1)).index_copy_(0, kept, grad_x)
-        grad_x = grad_x.view(x.shape)
-    return loss, (grad_x, grad_weight, grad_bias)
+    return loss, [grad_bias, *(grad for product in products for grad in product.gradients())]
+
+
+class _Product:
+    """``x @ matrix.T``, a term of the logits, and the gradients of both factors as far as the chunks have come.
+
+    Args:
+        x: (..., k).
+        matrix: (vocabulary, k).
+        want_x: Make the gradient of x.
+        want_matrix: Make the gradient of matrix; else nothing of its size is made.
+        dtype: To compute in.
+        kept: The rows of x that are worked through; None for all.
+        ignored: (rows worked through,), bool: those that count for nothing.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        matrix: torch.Tensor,
+        want_x: bool,
+        want_matrix: bool,
+        dtype: torch.dtype,
+        kept: torch.Tensor | None,
+        ignored: torch.Tensor,
+    ) -> None:
+        rows = x.detach().reshape(-1, x.size(-1))
+        rows = rows if kept is None else rows[kept]
+        self.rows = rows.to(dtype).masked_fill(ignored[:, None], 0)  # so they add nothing to the matrix's gradient
+        self.matrix = matrix.detach().to(dtype)
+        self._shape, self._kept, self._ignored = x.shape, kept, ignored
+        self._grad_x = x.new_empty(rows.shape) if want_x else None
+        self._grad_matrix = torch.zeros_like(matrix, dtype=torch.float32) if want_matrix else None
+
+    def add_gradients(self, chunk: slice, grad_logits: torch.Tensor) -> None:
+        """Add what a chunk of rows contributes."""
+        if self._grad_x is not None:
+            self._grad_x[chunk] = grad_logits @ self.matrix
+        if self._grad_matrix is not None:
+            _add_product(self._grad_matrix, grad_logits.t(), self.rows[chunk])
+
+    def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Those of x and of the matrix, where wanted."""
+        grad = self._grad_x
+        if grad is not None:
+            grad.masked_fill_(self._ignored[:, None], 0)
+            if self._kept is not None:
+                n = math.prod(self._shape[:-1])
+                grad = grad.new_zeros(n, grad.size(1)).index_copy_(0, self._kept, grad)
+            grad = grad.view(self._shape)
+        return grad, self._grad_matrix
 
 
 def _supervised_rows(targets: torch.Tensor) -> torch.Tensor | None:
@@ -131,12 +183,15 @@ def _supervised_rows(targets: torch.Tensor) -> torch.Tensor | None:
     return None if kept.numel() == targets.numel() else kept
 
 
-def _logits(chunk: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Write chunk @ head.T + bias in fp32 into ``out`` and return it."""
-    if head.dtype == torch.float32:
-        torch.mm(chunk, head.t(), out=out)
+def _logits(products: list[_Product], chunk: slice, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Write the sum of the products and the bias, for a chunk of rows, in fp32 into ``out`` and return it."""
+    first, *others = products
+    if first.matrix.dtype == torch.float32:
+        torch.mm(first.rows[chunk], first.matrix.t(), out=out)
     else:
-        out.copy_(chunk @ head.t())
+        out.copy_(first.rows[chunk] @ first.matrix.t())
+    for other in others:
+        _add_product(out, other.rows[chunk], other.matrix.t())
     if bias is not None:
         out += bias.detach()
     return out

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from toolkit.errors import UserError
+from toolkit.models import loss as loss_module
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+from toolkit.models.init import initialize
+from toolkit.models.lora import LoRALinear, add_lora, draw_adapter, is_adapter, magnitude_of, qkv_rows
+from toolkit.models.lora_config import PARTS, LoRAConfig
+
+LLAMA = ModelConfig(vocab_size=160, block_size=32, n_layer=2, n_head=4, n_query_groups=2, n_embd=32)
+NEOX = dataclasses.replace(LLAMA, n_query_groups=4, bias=True, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP")
+NONE = dict.fromkeys(PARTS, False)
+ALL = dict.fromkeys(PARTS, True)
+NO_HEAD = {**ALL, "head": False}
+
+
+def base(config: ModelConfig = LLAMA, dtype: torch.dtype = torch.float32) -> GPT:
+    model = GPT(config)
+    initialize(model, 0)
+    for p in model.parameters():
+        p.data.mul_(5 if p.dim() == 2 else 1)  # logits and attention worth comparing
+    return model.to(dtype)
+
+
+def adapted(config: ModelConfig = LLAMA, dtype: torch.dtype = torch.float32, **options: Any) -> GPT:
+    """The same base with adapters that change it."""
+    model = base(config, dtype)
+    add_lora(model, LoRAConfig(**{**NONE, "r": 4, "alpha": 6, **options}))
+    stir(model)
+    return model
+
+
+def stir(model: GPT) -> None:
+    g = torch.Generator().manual_seed(1)
+    for name, p in model.named_parameters():
+        if is_adapter(name):
+            noise = torch.randn(p.shape, generator=g)
+            p.data.copy_(p * (1 + 0.1 * noise) if name.endswith("magnitude") else 0.1 * noise)
+
+
+def merged(model: GPT) -> GPT:
+    """A plain model with the adapters in its weights."""
+    plain = GPT(dataclasses.replace(model.config, tie_embeddings=False))
+    weights = {name: p.clone() for name, p in model.state_dict().items() if not is_adapter(name)}
+    for name, part in model.named_modules():
+        if isinstance(part, LoRALinear):
+            weights[f"{name}.weight"] = part.merged(part.weight.detach())
+    plain.load_state_dict(weights)
+    return plain
+
+
+def tokens(n: int = 20) -> torch.Tensor:
+    return torch.randint(0, 160, (3, n), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("options", [{part: True} for part in PARTS] + [ALL], ids=lambda o: "+".join(o))
+@pytest.mark.parametrize("kind", [{}, {"rslora": True}, {"dora": True}], ids=lambda k: "".join(k) or "lora")
+@pytest.mark.parametrize("config", [LLAMA, NEOX], ids=["grouped", "biases"])
+def test_adapters_apart_equal_adapters_in_the_weights(config, kind, options):
+    if kind.get("dora"):
+        if options == {"head": True}:
+            pytest.skip("refused")
+        options = {**options, "head": False}
+    model, ids = adapted(config, **options, **kind), tokens()
+    with torch.no_grad():
+        ours, theirs, plain = model(ids), merged(model)(ids), base(config)(ids)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert (ours - plain).abs().max() > 1e-2
+        torch.testing.assert_close(model(ids, ids)[0], merged(model)(ids, ids)[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+def test_a_part_of_the_fused_projection_is_all_that_changes(part):
+    model, x = adapted(**{part: True}), torch.randn(2, 3, 32)
+    layer = model.transformer.h[0].attn.qkv
+    changed = (layer(x) - F.linear(x, layer.weight, layer.bias)).abs().amax((0, 1)) > 0
+    rows = qkv_rows(LLAMA)[part]
+    assert rows == {"query": range(32), "key": range(32, 48), "value": range(48, 64)}[part]
+    assert changed.nonzero().flatten().tolist() == list(rows)
+    assert [n for n, _ in layer.named_parameters()] == ["weight", f"lora.{part}.A", f"lora.{part}.B"]
+
+
+def test_the_scaling_is_the_papers():
+    for rslora, scaling in [(False, 6 / 4), (True, 6 / 2)]:
+        layer = adapted(projection=True, rslora=rslora).transformer.h[1].attn.proj
+        a, b = layer.lora.whole.A, layer.lora.whole.B
+        torch.testing.assert_close(layer.merged(layer.weight) - layer.weight, scaling * b @ a)
+
+
+def test_dora_is_the_papers():
+    """Section 4: m times the direction of W + scaling B A, by rows; the norm takes no gradient."""
+    layer, x = adapted(NEOX, projection=True, dora=True).transformer.h[0].attn.proj, torch.randn(5, 32)
+    adapter = layer.lora.whole
+    direction = layer.weight + 6 / 4 * adapter.B @ adapter.A
+    expected = F.linear(x, direction) * (adapter.magnitude / direction.norm(dim=1).detach()) + layer.bias
+    torch.testing.assert_close(layer(x), expected)
+    trained = [adapter.A, adapter.B, adapter.magnitude]
+    for a, b in zip(
+        torch.autograd.grad(layer(x).square().sum(), trained), torch.autograd.grad(expected.square().sum(), trained),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [{}, {"dora": True}])
+def test_training_begins_as_the_base_and_moves_adapters_only(kind):
+    model, ids = base(), tokens()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        expected = model(ids)
+    add_lora(model, LoRAConfig(**(NO_HEAD if kind else ALL), **kind), seed=7)
+    torch.testing.assert_close(model(ids).detach(), expected, rtol=1e-5, atol=1e-5)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(2):  # B is zero before the first, so that A has no gradient
+        loss = model(ids, ids)[0]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, p in model.named_parameters():
+        assert p.requires_grad == is_adapter(name) and p.dtype == torch.float32, name
+        if is_adapter(name):
+            assert not torch.equal(p, draw_or_norm(model, name, p)), name
+        else:
+            assert torch.equal(p, before[name]), name
+    assert model(ids, ids)[0] < loss
+
+
+def draw_or_norm(model: GPT, name: str, p: torch.Tensor) -> torch.Tensor:
+    if not name.endswith("magnitude"):
+        return draw_adapter(name, p.shape, seed=7)
+    layer, part = name.split(".lora.")
+    norms = magnitude_of(model.get_submodule(layer).weight)
+    return norms[model.get_submodule(f"{layer}.lora.{part.split('.')[0]}").rows]
+
+
+def test_initial_adapters_depend_on_seed_and_name_only():
+    name, shape = "transformer.h.0.attn.qkv.lora.query.A", (4, 64)
+    first = draw_adapter(name, shape, 1)
+    assert torch.equal(first, draw_adapter(name, shape, 1)) and first.dtype == torch.float32
+    assert not torch.equal(first, draw_adapter(name, shape, 2))
+    assert not torch.equal(first, draw_adapter(name.replace("h.0", "h.1"), shape, 1))
+    assert first.abs().max() <= 1 / 8 and first.std() == pytest.approx(1 / 8 / 3**0.5, rel=0.1)
+    assert not draw_adapter(name[:-1] + "B", (64, 4), 1).any()
+    model = base()
+    add_lora(model, LoRAConfig(query=True), seed=1)
+    adapter = model.transformer.h[0].attn.qkv.lora.query
+    assert torch.equal(adapter.A, draw_adapter(name, (8, 32), 1)) and not adapter.B.any()
+
+
+def test_dora_begins_with_the_norms_of_its_own_rows():
+    model = base()
+    add_lora(model, LoRAConfig(key=True, dora=True))
+    layer = model.transformer.h[1].attn.qkv
+    for part, rows in qkv_rows(LLAMA).items():
+        torch.testing.assert_close(layer.lora[part].magnitude.data, layer.weight[rows].norm(dim=1))
+
+
+def test_on_the_meta_device_names_shapes_and_ties_are_the_same():
+    config = dataclasses.replace(LLAMA, tie_embeddings=True)
+    with torch.device("meta"):
+        model = GPT(config)
+    add_lora(model, LoRAConfig(**ALL))
+    real = base(config)
+    add_lora(real, LoRAConfig(**ALL))
+    assert all(p.is_meta for p in model.parameters())
+    shapes = [[(n, p.shape, p.requires_grad) for n, p in m.named_parameters()] for m in (model, real)]
+    assert shapes[0] == shapes[1]
+    assert model.lm_head.weight is model.transformer.wte.weight
+    missing = base(config).state_dict().keys() - real.state_dict().keys()
+    assert not missing  # the base's names stay
+
+
+def test_dropout_is_for_adapters_and_training_only():
+    for kind in ({}, {"dora": True}):
+        model, ids = adapted(**NO_HEAD, dropout=0.5, **kind), tokens()
+        exact = adapted(**NO_HEAD, **kind)
+        torch.testing.assert_close(model.eval()(ids), exact(ids))
+        torch.manual_seed(0)
+        one, two = model.train()(ids), model(ids)
+        assert not torch.allclose(one, two)
+        for p in model.parameters():
+            if p.requires_grad and p.dim() == 2:
+                p.data.zero_()
+        if not kind:
+            torch.testing.assert_close(model(ids), base()(ids))
+
+
+def test_dora_with_dropout_is_pefts():
+    layer, x = adapted(NEOX, projection=True, dora=True, dropout=0.5).transformer.h[0].attn.proj, torch.randn(5, 32)
+    adapter = layer.lora.whole
+    torch.manual_seed(3)
+    ours = layer(x)
+    torch.manual_seed(3)
+    dropped = F.dropout(x, 0.5)
+    scale = adapter.magnitude / (layer.weight + 6 / 4 * adapter.B @ adapter.A).norm(dim=1)
+    change = 6 / 4 * dropped @ adapter.A.t() @ adapter.B.t()
+    extra = (scale - 1) * F.linear(dropped, layer.weight) + scale * change
+    torch.testing.assert_close(ours, F.linear(x, layer.weight, layer.bias) + extra)
+
+
+@pytest.mark.parametrize("kind", [{}, {"dora": True}])
+@pytest.mark.parametrize("mixed", [False, True], ids=["bf16 base", "autocast"])
+def test_bf16_is_as_near_to_fp32_as_merged_weights_are(mixed, kind):
+    """Law of parity: our error is at most 1.5 times that of the plain model with the same weights in bf16."""
+    ids, parts = tokens(), NO_HEAD if kind else ALL
+    exact = adapted(**parts, **kind)
+    expected = exact(ids).detach()
+    model = adapted(dtype=torch.float32 if mixed else torch.bfloat16, **parts, **kind)
+    plain = merged(exact)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        ours = model(ids)
+        theirs = plain(ids) if mixed else plain.to(torch.bfloat16)(ids)
+    assert ours.dtype == torch.bfloat16
+    assert all(p.dtype == torch.float32 for n, p in model.named_parameters() if is_adapter(n))
+    assert (ours.float() - expected).norm() <= 1.5 * (theirs.float() - expected).norm()
+    loss = model(ids, ids)[0]
+    loss.backward()
+    assert all(p.grad.dtype == torch.float32 for n, p in model.named_parameters() if is_adapter(n))
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.5])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_loss_with_an_adapted_head_equals_autograds(tied, dropped, monkeypatch):
+    """Also on ragged, masked data, in chunks."""
+    monkeypatch.setattr(loss_module, "CPU_CHUNK_ROWS", 7)
+    config = dataclasses.replace(LLAMA, tie_embeddings=tied)
+    model, ids, labels = adapted(config, head=True, query=True, dropout=dropped), tokens(), tokens().roll(-1, 1)
+    labels[0, 5:] = labels[1] = -100
+    torch.manual_seed(5)
+    loss, _ = model(ids, labels)
+    torch.manual_seed(5)
+    expected = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert {"lm_head.lora.whole.A", "lm_head.lora.whole.B"} < trained.keys()
+    grads = [torch.autograd.grad(value, trained.values()) for value in (loss, expected)]
+    for name, ours, theirs in zip(trained, *grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_no_gradient_of_the_frozen_heads_size_is_made(monkeypatch):
+    sizes: list[torch.Size] = []
+    real = torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda t, **k: sizes.append(t.shape) or real(t, **k))
+    model = adapted(head=True)
+    model(tokens(), tokens())[0].backward()
+    assert sizes == [model.lm_head.lora.whole.B.shape]
+    assert model.lm_head.weight.grad is None and model.lm_head.lora.whole.A.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": 0}, "--lora_r 0: must be greater than zero"),
+        ({"r": -4}, "--lora_r -4"),
+        ({"alpha": 0}, "--lora_alpha 0"),
+        ({"alpha": float("nan")}, "--lora_alpha nan"),
+        ({"dropout": 1.0}, "--lora_dropout 1.0"),
+        ({"dropout": -0.1}, "--lora_dropout -0.1"),
+        ({"query": False, "value": False}, "--lora_query false .* selects nothing to train"),
+        ({"head": True, "dora": True}, "--lora_head true: not with --lora_dora true"),
+    ],
+)
+def test_options_without_sense_are_refused_by_their_flag(options, message):
+    with pytest.raises(UserError, match=message):
+        LoRAConfig(**options)
