@@ -39,23 +39,26 @@ class TrainArgs:
     """How to train.
 
     Args:
-        global_batch_size: Sequences per optimizer step, over all devices; pretraining takes 64 when not given.
-        micro_batch_size: Sequences per forward pass on one device; pretraining takes 4.
+        global_batch_size: Sequences per optimizer step, over all devices; pretraining takes 64 when not given,
+            finetuning 16.
+        micro_batch_size: Sequences per forward pass on one device; pretraining takes 4, finetuning 1.
         max_steps: Stop after this many optimizer steps.
         max_tokens: Stop with the step that reaches this many input tokens over all devices, padding left out.
         epochs: Stop after this many passes over the training data; a fraction is fine.
         max_time: Stop this launch after so many minutes.
         max_seq_length: Tokens per sequence; the model's context length when not given.
-        learning_rate: The peak learning rate; pretraining takes 4e-4.
+        learning_rate: The peak learning rate; pretraining takes 4e-4, finetune_full 2e-5, finetune_lora 2e-4.
         lr_schedule: Shape of the learning rate after the warm-up. "wsd" is warm-up, stable, decay (the last 20 %).
-        lr_warmup_steps: Optimizer steps of linear warm-up; pretraining takes 5 % of the run, at most 2,000.
+        lr_warmup_steps: Optimizer steps of linear warm-up; pretraining takes 5 % of the run, at most 2,000, finetuning
+            3 %.
         lr_warmup_fraction: Warm-up as a share of the run; the command's default when neither is given.
         lr_scaling: Scale learning rates with global_batch_size over the command's default batch.
         min_lr: The learning rate at the end of the schedule; a tenth of the peak when not given.
         max_norm: Clip the norm of the gradient to this value, 1.0 when not given; 0 switches clipping off.
-        save_interval: Optimizer steps between checkpoints; pretraining takes 1,000. 0 saves at the end only.
+        save_interval: Optimizer steps between checkpoints; pretraining takes 1,000, finetuning 200. 0 saves at the end
+            only.
         save_every_minutes: Also save when this many minutes have gone by since the last checkpoint.
-        keep_last: How many step checkpoints to keep; pretraining takes 3. 0 keeps all.
+        keep_last: How many step checkpoints to keep; pretraining takes 3, finetuning 2. 0 keeps all.
         log_interval: Optimizer steps between two rows of metrics.
         tie_embeddings: Share the weight of embedding and head; the model's own choice when not given.
     """
@@ -102,13 +105,14 @@ class EvalArgs:
     """When to validate.
 
     Args:
-        interval: Optimizer steps between validations; 0 validates at the end only.
+        interval: Optimizer steps between validations; pretraining takes 1,000, finetuning 100. 0 validates at the end
+            only.
         max_iters: At most so many global batches per validation; all of the held-out data when null.
         initial_validation: Validate once before the first step.
         final_validation: Validate once after the last step.
     """
 
-    interval: int = 1000
+    interval: int | None = None
     max_iters: int | None = 10
     initial_validation: bool = False
     final_validation: bool = True
@@ -139,8 +143,10 @@ class OptimizerArgs:
 
     Args:
         name: The name of any class of torch.optim.
-        weight_decay: Decay of weight matrices; biases, norms and embeddings are spared. Pretraining takes 0.1.
-        betas: Decay rates of the moments, for optimizers that have them; pretraining takes 0.9 and 0.95.
+        weight_decay: Decay of weight matrices; biases, norms and embeddings are spared. Pretraining takes 0.1,
+            finetuning 0.
+        betas: Decay rates of the moments, for optimizers that have them; pretraining takes 0.9 and 0.95, finetuning
+            0.9 and 0.999.
         eps: Added to the denominator, for optimizers that have it; the optimizer's own default when not given.
         options: Further keyword arguments of the class, for example '{"momentum": 0.9}'.
     """
@@ -207,17 +213,20 @@ class DDPArgs:
 class CommandDefaults:
     """What a training command sets where the user did not.
 
-    The warm-up is a share of the run, ``max_warmup_steps`` at the most. ``train`` and ``optimizer`` fill in the
-    ``None`` fields of the groups of the same name. ``default_model_length`` ends a run of the default model that has
-    no limit.
+    The warm-up is a share of the run, ``max_warmup_steps`` at the most. ``train``, ``eval`` and ``optimizer`` fill in
+    the ``None`` fields of the groups of the same name. ``length`` ends a run that was given no limit: any run with
+    ``length_for_all``, else only that of the default model.
     """
 
     out_dir: str
     train: dict[str, Any]
+    eval: dict[str, Any]
     optimizer: dict[str, Any]
-    default_model_length: dict[str, Any]
+    length: dict[str, Any]
+    length_for_all: bool
     warmup_fraction: float
     max_warmup_steps: int
+    cuda_precision: Precision = "bf16-mixed"
 
 
 PRETRAIN = CommandDefaults(
@@ -226,11 +235,34 @@ PRETRAIN = CommandDefaults(
         "global_batch_size": 64, "micro_batch_size": 4, "learning_rate": 4e-4, "max_norm": 1.0,
         "save_interval": 1000, "keep_last": 3,
     },
+    eval={"interval": 1000},
     optimizer={"weight_decay": 0.1, "betas": (0.9, 0.95)},
-    default_model_length={"max_tokens": 700_000},
+    length={"max_tokens": 700_000},
+    length_for_all=False,
     warmup_fraction=0.05,
     max_warmup_steps=2000,
 )  # fmt: skip
+
+FINETUNE_FULL = CommandDefaults(
+    out_dir="out/finetune/full",
+    train={
+        "global_batch_size": 16, "micro_batch_size": 1, "learning_rate": 2e-5, "max_norm": 1.0,
+        "save_interval": 200, "keep_last": 2,
+    },
+    eval={"interval": 100},
+    optimizer={"weight_decay": 0.0, "betas": (0.9, 0.999)},
+    length={"epochs": 3.0},
+    length_for_all=True,
+    warmup_fraction=0.03,
+    max_warmup_steps=10**9,
+)  # fmt: skip
+
+FINETUNE_LORA = replace(
+    FINETUNE_FULL,
+    out_dir="out/finetune/lora",
+    train=FINETUNE_FULL.train | {"learning_rate": 2e-4},
+    cuda_precision="bf16-true",
+)
 
 
 def fill(args: Any, defaults: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: the table of subcommands, and how a command's end becomes an exit code. Imports nothing heavy."""
+"""The command line: which subcommand is run, and how its end becomes an exit code. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,17 +7,9 @@ import os
 import sys
 import traceback
 
+from toolkit.commands import COMMANDS
 from toolkit.errors import CommandEnd, did_you_mean, is_said_elsewhere
 
-# name: (module with setup(...), parameters that may be given without their flag, help in one line)
-COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "pretrain": ("toolkit.commands.pretrain", ("model_name",), "train a language model, from scratch or further"),
-    "prepare_data": ("toolkit.commands.prepare_data", (), "tokenise data once, ahead of a run"),
-    "generate": ("toolkit.commands.generate", ("checkpoint_dir",), "let a model continue a text"),
-    "evaluate": ("toolkit.commands.evaluate", ("checkpoint_dir",), "loss, perplexity and bits per byte on data"),
-    "convert_to_hf": ("toolkit.commands.convert_to_hf", ("checkpoint_dir", "out_dir"), "write a Hugging Face folder"),
-    "consolidate": ("toolkit.commands.consolidate", ("checkpoint_dir", "out_dir"), "join the shards of a checkpoint"),
-}
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
 
 

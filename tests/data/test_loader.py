@@ -5,6 +5,7 @@ import sys
 import time
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 
@@ -194,3 +195,66 @@ def test_s3_workers_outlive_a_signal_to_the_whole_group(name):
     finally:
         process.kill()
     assert (process.returncode, out) == (0, f"{int(number)}\n"), err
+
+
+class UnequalRows:
+    """Row i has 1 + (7 i mod 11) input tokens, all of them i."""
+
+    lengths = np.array([1 + 7 * i % 11 for i in range(N)])
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        tokens = torch.full((int(self.lengths[i]),), i)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 8), (1, 2), (2, 2), (4, 1)])
+def test_n3_rows_of_unequal_length_stay_in_their_global_batch_and_come_longest_first(world, micro):
+    options = {
+        "seed": 5, "start_position": 0, "total_positions": 27, "global_batch_size": 8, "micro_batch_size": micro,
+        "world_size": world, "num_workers": 0,
+    }  # fmt: skip
+    ranks = [train_batches(UnequalRows(), rank=r, **options) for r in range(world)]
+    for s in range(4):
+        steps = [next(rank) for rank in ranks]
+        ids = [i for a in range(8 // (world * micro)) for step in steps for i in step[a].ids]
+        expected = stream(s * 8, min(s * 8 + 8, 27))
+        assert sorted(i for i in ids if i >= 0) == sorted(expected)
+        assert ids[len(expected) :] == [-1] * (8 - len(expected))  # fillers are last
+        lengths = [UnequalRows.lengths[i] for i in ids if i >= 0]
+        assert lengths == sorted(lengths, reverse=True)
+        assert sum(batch.n_inputs for step in steps for batch in step) == sum(lengths)
+
+
+def test_validation_reads_the_same_rows_longest_first():
+    for world in (1, 2):
+        read = [
+            [i for batch in val_batches(UnequalRows(), micro_batch_size=2, rank=r, world_size=world, max_rows=7)
+             for i in batch.ids if i >= 0]
+            for r in range(world)
+        ]  # fmt: skip
+        assert sorted(i for rank in read for i in rank) == list(range(7))
+        assert UnequalRows.lengths[read[0][0]] == max(UnequalRows.lengths[:7])
+
+
+def test_packed_rows_bring_positions_and_documents_and_padding_is_a_document_of_its_own():
+    class Packed:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, i):
+            n = 4 - i
+            documents = torch.tensor([0, 0, 1, 1][:n])
+            return {
+                "input_ids": torch.full((n,), 7), "labels": torch.full((n,), 7),
+                "positions": torch.tensor([0, 1, 0, 1][:n]), "documents": documents,
+            }  # fmt: skip
+
+    (batch,) = val_batches(Packed(), micro_batch_size=2, rank=0, world_size=1, max_rows=None)
+    assert batch.packed["documents"].tolist() == [[0, 0, 1, 1], [0, 0, 1, -1]]
+    assert batch.packed["positions"].tolist() == [[0, 1, 0, 1], [0, 1, 0, 0]]
+    assert set(batch.inputs(torch.device("cpu"))) == {"input_ids", "labels", "positions", "documents"}
+    (plain,) = val_batches(ROWS, micro_batch_size=2, rank=0, world_size=1, max_rows=2)
+    assert set(plain.inputs(torch.device("cpu"))) == {"input_ids", "labels"}

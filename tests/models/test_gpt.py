@@ -152,3 +152,17 @@ def test_weight_names_are_litgpts():
     assert block == {"norm_1.weight", "norm_2.weight", "attn.qkv.weight", "attn.proj.weight", *mlp}
     assert {"transformer.h.0.mlp.fc.weight", "transformer.h.0.mlp.fc.bias"} <= set(small("neox").state_dict())
     assert "transformer.wpe.weight" in small("gpt2").state_dict()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_n9_documents_packed_together_do_not_see_each_other(style):
+    """Each document's losses and gradients are those that it has alone, whatever its neighbours."""
+    model = small(style)
+    a, b = ids(1, 14), ids(1, 25)[:, 14:]
+    positions = torch.cat((torch.arange(14), torch.arange(11)))[None]
+    documents = torch.tensor([[0] * 14 + [1] * 11])
+    packed = model(torch.cat((a, b), dim=1), positions=positions, documents=documents)
+    torch.testing.assert_close(packed[:, :14], model(a), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed[:, 14:], model(b), rtol=1e-4, atol=1e-5)
+    other = model(torch.cat((a.flip(1), b), dim=1), positions=positions, documents=documents)
+    assert torch.equal(other[:, 14:], packed[:, 14:]) and not torch.equal(other[:, :14], packed[:, :14])

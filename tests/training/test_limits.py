@@ -45,3 +45,13 @@ def test_max_time_is_in_minutes():
 def test_zero_and_negative_limits_are_refused(name, value):
     with pytest.raises(UserError, match=f"--train.{name} {value}"):
         TrainArgs(**{name: value})
+
+
+def test_tokens_of_unequal_rows_are_estimated_for_the_schedule_and_counted_for_the_end():
+    args = TrainArgs(global_batch_size=10, max_tokens=160)
+    found = build_limits(args, Progress(), n_rows=25, tokens_per_row=8.0, is_ragged=True)
+    assert found.total_steps == 2 and found.last_step is None
+    assert not found.reached(5, 159) and found.reached(3, 160)
+    both = TrainArgs(global_batch_size=10, max_tokens=160, epochs=1)
+    found = build_limits(both, Progress(), n_rows=25, tokens_per_row=8.0, is_ragged=True)
+    assert found.total_steps == 2 and found.reached(3, 100)

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from toolkit.checkpoints.sharded import load_sharded
+from toolkit.checkpoints.weights import canonical_name
+from toolkit.models.lora import is_adapter
 
 _BETWEEN = "|"  # in the names of an optimizer's tensors: parameter|key
 
@@ -105,6 +107,36 @@ def set_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, sta
     if state["state"]:  # plain SGD has none, and torch does not know on which device to put nothing
         options = StateDictOptions(full_state_dict=True)
         _quietly(set_optimizer_state_dict, module, optimizer, state, options=options)
+
+
+def adapter_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the adapters and the optimizer's state of each, by canonical name, in CPU memory.
+
+    Every rank holds them whole, so that nothing is gathered; torch's functions would gather the base with them.
+    """
+    adapters = _adapters(module)
+    weights = {name: p.detach().cpu() for name, p in adapters.items()}
+    state = {name: _on_cpu(optimizer.state[p]) for name, p in adapters.items() if optimizer.state.get(p)}
+    return weights, {"adapters": state}
+
+
+def set_adapter_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give the optimizer the state that :func:`adapter_state` returned."""
+    adapters = _adapters(module)
+    assert state["adapters"].keys() <= adapters.keys(), "the adapters have other names"
+    numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    by_number = {numbers[id(adapters[name])]: values for name, values in state["adapters"].items()}
+    optimizer.load_state_dict({"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _adapters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {canonical_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
+
+
+def _on_cpu(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
 def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:

@@ -20,7 +20,10 @@ class Rows(Protocol):
     """Map-style data. ``len(rows)`` counts the rows of the whole data set, whatever the number of ranks.
 
     ``rows[i]`` is ``{"input_ids": (T,) int64, "labels": (T,) int64}``; ``labels[t]`` is the token that follows
-    ``input_ids[t]``, or -100 where nothing is to be learned.
+    ``input_ids[t]``, or -100 where nothing is to be learned. Where a row packs several documents there are also
+    "positions" (T,), counted anew in each, and "documents" (T,), their numbers.
+
+    Rows of unequal length have ``lengths``, (n,) int64 of numpy: the input tokens of each row.
     """
 
     def __len__(self) -> int: ...

@@ -8,7 +8,7 @@ import os
 import signal
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 import numpy as np
@@ -40,6 +40,13 @@ class Batch:
     ids: list[int]
     n_tokens: int
     n_inputs: int
+    packed: dict[str, Tensor] = field(default_factory=dict)
+    """Where rows hold several documents: "positions" and "documents", (B, T) int64 each."""
+
+    def inputs(self, device: torch.device) -> dict[str, Tensor]:
+        """What the model's forward takes, on its device."""
+        given = {"input_ids": self.input_ids, "labels": self.labels, **self.packed}
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in given.items()}
 
 
 def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], width: int, pad_token: int) -> Batch:
@@ -48,13 +55,19 @@ def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], width: int, p
     input_ids = torch.full((len(rows), width), pad_token, dtype=torch.int64)
     labels = torch.full((len(rows), width), IGNORE_INDEX, dtype=torch.int64)
     n_inputs = 0
+    # padding is a document of its own, so that no row of attention is empty
+    packed = {name: torch.full_like(labels, filler) for name, filler in (("positions", 0), ("documents", -1))}
+    is_packed = any(row is not None and "documents" in row for row in rows)
     for i, row in enumerate(rows):
         if row is not None:
             length = len(row["input_ids"])
             input_ids[i, :length] = row["input_ids"]
             labels[i, :length] = row["labels"]
+            for name in packed if is_packed else ():
+                packed[name][i, :length] = row[name]
             n_inputs += length
-    return Batch(input_ids, labels, ids, int((labels != IGNORE_INDEX).sum()), n_inputs)
+    n_tokens = int((labels != IGNORE_INDEX).sum())
+    return Batch(input_ids, labels, ids, n_tokens, n_inputs, packed if is_packed else {})
 
 
 class _MicroBatches(Dataset):
@@ -112,16 +125,28 @@ def _close_all() -> None:
         batches.close()
 
 
-def _step_ids(start: int, n: int, seed: int, total: int | None, layout: tuple[int, int, int, int]) -> np.ndarray:
+def _step_ids(
+    start: int, n: int, seed: int, total: int | None, layout: tuple[int, int, int, int], lengths: np.ndarray | None
+) -> np.ndarray:
     """Row numbers of one rank in the step that begins at position ``start``, (accumulation, micro_batch_size).
 
-    -1 beyond the end of the run.
+    -1 beyond the end of the run. Rows of unequal ``lengths`` stay in their global batch, so that the run is the same,
+    but come to its micro-batches longest first: neighbours need little padding, on all ranks at once, and if memory
+    does not suffice that shows early.
     """
     global_size, micro_size, rank, world_size = layout
-    a = np.arange(global_size // (micro_size * world_size))[:, None]
-    positions = start + (a * world_size + rank) * micro_size + np.arange(micro_size)[None, :]
+    positions = start + np.arange(global_size)
     ids = shuffled_index(positions, n, seed)
-    return ids if total is None else np.where(positions < total, ids, FILLER)
+    if total is not None:
+        ids = np.where(positions < total, ids, FILLER)
+    if lengths is not None:
+        ids = ids[_longest_first(ids, lengths)]
+    return ids.reshape(-1, world_size, micro_size)[:, rank]
+
+
+def _longest_first(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The order of rows by length; fillers last, equal ones as they came."""
+    return np.argsort(np.where(ids == FILLER, 0, -lengths[ids]), kind="stable")
 
 
 def train_batches(
@@ -168,7 +193,10 @@ def train_batches(
     n = len(rows)
     if n < 1:
         raise ValueError("there are no rows to train on")
-    micro_batches = (ids for start in starts for ids in _step_ids(start, n, seed, total_positions, layout).tolist())
+    lengths = getattr(rows, "lengths", None)
+    micro_batches = (
+        ids for start in starts for ids in _step_ids(start, n, seed, total_positions, layout, lengths).tolist()
+    )
     batches = _load(rows, micro_batches, num_workers, pad_token)
     accumulation = global_batch_size // (world_size * micro_batch_size)
     return iter(lambda: list(islice(batches, accumulation)), [])
@@ -184,13 +212,16 @@ def val_batches(
     num_workers: int = 0,
     pad_token: int = 0,
 ) -> Iterator[Batch]:
-    """Yield the validation batches of this rank: rows in order, each once over all ranks.
+    """Yield the validation batches of this rank: rows in order, or the longest first, each once over all ranks.
 
     Every rank gets the same number of batches (fillers at the end). ``max_rows`` limits the rows, over all ranks: they
     are the same rows whatever the micro-batch and the number of ranks.
     """
     n, per_round = min(len(rows), max_rows or len(rows)), world_size * micro_batch_size
     rounds = -(-n // per_round)
-    starts = (b * per_round + rank * micro_batch_size for b in range(rounds))
-    micro_batches = ([i if i < n else FILLER for i in range(s, s + micro_batch_size)] for s in starts)
+    ids = np.full(rounds * per_round, FILLER)
+    ids[:n] = np.arange(n)
+    if (lengths := getattr(rows, "lengths", None)) is not None:
+        ids = ids[_longest_first(ids, lengths)]
+    micro_batches = ids.reshape(rounds, world_size, micro_batch_size)[:, rank].tolist()
     return _load(rows, micro_batches, num_workers, pad_token)

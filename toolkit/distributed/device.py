@@ -26,15 +26,17 @@ def pick_accelerator(accelerator: Accelerator) -> str:
     return accelerator
 
 
-def pick_precision(precision: Precision | None, accelerator: str) -> Precision:
-    """Return the precision to run with: what was asked for, else bf16-mixed on CUDA and 32-true elsewhere.
+def pick_precision(precision: Precision | None, accelerator: str, on_cuda: Precision = "bf16-mixed") -> Precision:
+    """Return the precision to run with: what was asked for, else ``on_cuda`` on CUDA and 32-true elsewhere.
+
+    Where CUDA has no bfloat16 that is 16-mixed.
 
     Raises:
         UserError: the device cannot do it.
     """
     bf16_cuda = accelerator == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if precision is None:
-        return "bf16-mixed" if bf16_cuda else "16-mixed" if accelerator == "cuda" else "32-true"
+        return on_cuda if bf16_cuda else "16-mixed" if accelerator == "cuda" else "32-true"
     if precision == "16-mixed" and accelerator != "cuda":
         raise UserError(f"--precision 16-mixed: needs a CUDA device, and this run is on {accelerator}; use bf16-mixed")
     if precision.startswith("bf16") and accelerator == "cuda" and not bf16_cuda:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import HalfPrecision
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
@@ -25,6 +26,13 @@ class _DDP(Launched, DDPStrategy):
 
 class _Sharded(Launched, ShardedStrategy):
     """FSDP, started in our way."""
+
+
+class _True16Bits(HalfPrecision):
+    """Fabric's own, but for the module: adapters stay fp32 beside a base in 16 bits."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module
 
 
 def single_device_fabric(accelerator: Accelerator, precision: Precision | None) -> Fabric:
@@ -64,8 +72,12 @@ def build_fabric(
         block_classes: The modules to shard one by one.
     """
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it greets on every rank
+    how: dict[str, Any] = {"precision": precision}
+    plugins: list[Any] = []
+    if precision == "bf16-true":
+        how, plugins = {}, [_True16Bits("bf16-true")]
     if plan.kind == "single":
-        return Fabric(accelerator=accelerator, devices=1, precision=precision)
+        return Fabric(accelerator=accelerator, devices=1, plugins=plugins, **how)
     options: dict[str, Any] = {
         "accelerator": accelerator,
         "devices": layout.devices,
@@ -77,6 +89,7 @@ def build_fabric(
             bucket_cap_mb=ddp.bucket_cap_mb,
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,
         )
-        return Fabric(strategy=strategy, precision=precision, **options)
+        options["plugins"] += plugins
+        return Fabric(strategy=strategy, **how, **options)
     assert plan.sharding is not None
     return Fabric(strategy=_Sharded(block_classes, plan.mesh, plan.sharding, fsdp, precision, accelerator), **options)

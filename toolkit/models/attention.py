@@ -33,6 +33,16 @@ def cache_mask(held: int, new: int, device: torch.device) -> torch.Tensor | None
     return torch.arange(held + new, device=device) <= queries[:, None]
 
 
+def document_mask(documents: torch.Tensor) -> torch.Tensor:
+    """Law N9: which tokens each token sees, itself and those before it in its document.
+
+    (B, T) numbers of documents -> (B, 1, T, T), bool.
+    """
+    T = documents.size(1)
+    causal = torch.ones(T, T, dtype=torch.bool, device=documents.device).tril()
+    return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
+
+
 class CausalSelfAttention(nn.Module):
     """proj(attention(q, k, v)), where ``qkv`` yields all queries, then all keys, then all values."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from toolkit.models.attention import CausalSelfAttention, LayerCache, cache_mask
+from toolkit.models.attention import CausalSelfAttention, LayerCache, cache_mask, document_mask
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import LoRALinear
 from toolkit.models.loss import IGNORE_INDEX, head_loss
@@ -81,6 +81,7 @@ class GPT(nn.Module):
         labels: torch.Tensor | None = None,
         *,
         positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
         kv_cache: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute logits, or the loss.
@@ -90,6 +91,8 @@ class GPT(nn.Module):
             labels: (B, T), int64, aligned with the logits: labels[b, t] is the token that follows input_ids[b, t];
                 -100 where there is nothing to learn.
             positions: (T,) or (B, T), int64; counted on from what the cache holds when not given.
+            documents: (B, T), int64: which of the documents packed into a row each token belongs to; tokens see only
+                their own (law N9). ``positions`` should start at 0 in each. Not together with a cache.
             kv_cache: One cache per block; the new keys and values are appended to it.
 
         Returns:
@@ -99,7 +102,7 @@ class GPT(nn.Module):
         Raises:
             ValueError: The sequence is longer than ``config.block_size``.
         """
-        x = self._embed_and_run_blocks(input_ids, positions, kv_cache)
+        x = self._embed_and_run_blocks(input_ids, positions, documents, kv_cache)
         if labels is None:
             return self.lm_head(x)
         head = self.lm_head
@@ -108,7 +111,11 @@ class GPT(nn.Module):
         return loss_sum, (labels != IGNORE_INDEX).sum()
 
     def _embed_and_run_blocks(
-        self, input_ids: torch.Tensor, positions: torch.Tensor | None, kv_cache: Sequence[LayerCache] | None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor | None,
+        documents: torch.Tensor | None,
+        kv_cache: Sequence[LayerCache] | None,
     ) -> torch.Tensor:
         T = input_ids.size(1)
         held = 0 if kv_cache is None else kv_cache[0].length
@@ -122,7 +129,8 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe(positions)
         else:
             rotation = Rotation(positions, self._inverse_frequencies_on(input_ids.device))
-        mask = cache_mask(held, T, input_ids.device)
+        assert documents is None or kv_cache is None, "packed documents are for training, a cache is for generation"
+        mask = cache_mask(held, T, input_ids.device) if documents is None else document_mask(documents)
         for i, block in enumerate(self.transformer.h):
             x = block(x, rotation, mask, None if kv_cache is None else kv_cache[i])
         return self.transformer.ln_f(x)

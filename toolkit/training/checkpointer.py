@@ -16,9 +16,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from toolkit.checkpoints.adapters import AdapterInfo, write_adapter_files
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.sharded import check_sharded, save_sharded
-from toolkit.checkpoints.states import full_state, load_sharded_optimizer, set_optimizer_state, sharded_state
+from toolkit.checkpoints.states import (
+    adapter_state,
+    full_state,
+    load_sharded_optimizer,
+    set_adapter_optimizer,
+    set_optimizer_state,
+    sharded_state,
+)
 from toolkit.checkpoints.store import WEIGHTS, prune, write_checkpoint
 from toolkit.checkpoints.weights import canonical_name, load_state, save_state
 from toolkit.data.tokenizer import Tokenizer
@@ -51,6 +59,8 @@ class Checkpointer:
     """Further names of parameters; see :func:`toolkit.checkpoints.states.tied_names`."""
     sharded: bool
     seed: int
+    adapters: AdapterInfo | None = None
+    """What the adapters stand on, where only these are trained, and saved."""
 
     def save(self, name: str, progress: Progress) -> Path:
         """Write the checkpoint folder ``out_dir/name``, whole or not at all, then delete what is too old.
@@ -61,7 +71,9 @@ class Checkpointer:
         folder = self.out_dir / name
         rng = ranks.gather(rng_state())
         # Not within the try: a rank that fails in these collectives must end at once, for the others wait in them.
-        if self.sharded:
+        if self.adapters is not None:
+            state = adapter_state(self.module, self.optimizer)
+        elif self.sharded:
             state = sharded_state(self.module, self.optimizer, self.tied)
         else:
             state = full_state(self.module, self.optimizer, self.tied)
@@ -124,9 +136,11 @@ class Checkpointer:
         progress: Progress,
         rng: list[dict[str, Any]],
     ) -> None:
+        if self.adapters is not None:
+            write_adapter_files(folder, weights, self.adapters)
         write_model_files(
             folder,
-            state_dict=weights,
+            state_dict=weights if self.adapters is None else None,
             config=self.config,
             hyperparameters=self.hyperparameters,
             tokenizer=self.tokenizer,
@@ -152,7 +166,9 @@ class Checkpointer:
             UserError: a file is broken.
         """
         state = load_state(folder / TRAINER / STATE)
-        if "state" in state["optimizer"]:
+        if "adapters" in state["optimizer"]:
+            set_adapter_optimizer(self.module, self.optimizer, state["optimizer"])
+        elif "state" in state["optimizer"]:
             set_optimizer_state(self.module, self.optimizer, state["optimizer"])
         else:
             load_sharded_optimizer(self.module, self.optimizer, state["optimizer"], folder / TRAINER / OPTIMIZER)

@@ -26,6 +26,8 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.init import Materializer, drawn
+from toolkit.models.lora import adapter_values, add_lora, is_adapter
+from toolkit.models.lora_config import LoRAConfig
 from toolkit.training.optimizer import spared_from_decay
 from toolkit.training.throughput import flops_per_token
 
@@ -43,6 +45,7 @@ class Plan:
         tied: See :func:`toolkit.checkpoints.states.tied_names`.
         spared: See :func:`toolkit.training.optimizer.spared_from_decay`.
         facts: What may not change on resume.
+        lora: What is adapted by low rank, where the weights themselves are frozen.
     """
 
     module: nn.Module
@@ -53,15 +56,22 @@ class Plan:
     tied: dict[str, str]
     spared: frozenset[str]
     facts: dict[str, Any]
+    lora: LoRAConfig | None = None
 
 
-def plan_model(config: ModelConfig | None, module: nn.Module | None, blocks: tuple[type[nn.Module], ...]) -> Plan:
-    """Build the model of ``config`` on the meta device, or take ``module``."""
+def plan_model(
+    config: ModelConfig | None,
+    module: nn.Module | None,
+    blocks: tuple[type[nn.Module], ...],
+    lora: LoRAConfig | None = None,
+) -> Plan:
+    """Build the model of ``config`` on the meta device, with adapters for ``lora``, or take ``module``."""
     ready = module is not None
     if not ready:
         assert config is not None
-        with torch.device("meta"):
-            module = GPT(config)
+        module = _on_meta(config)
+        if lora is not None:
+            add_lora(module, lora)
         blocks = (Block,)
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     if config is not None:
@@ -69,11 +79,18 @@ def plan_model(config: ModelConfig | None, module: nn.Module | None, blocks: tup
     else:
         shapes = [f"{canonical_name(name)} {tuple(p.shape)}" for name, p in module.named_parameters()]
         facts = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
-    return Plan(module, ready, config, blocks, sizes, tied_names(module), spared_from_decay(module), facts)
+    return Plan(module, ready, config, blocks, sizes, tied_names(module), spared_from_decay(module), facts, lora)
 
 
 def set_up_model(
-    fabric: Fabric, plan: Plan, *, seed: int, precision: str, compiler: str, source: Path | None
+    fabric: Fabric,
+    plan: Plan,
+    *,
+    seed: int,
+    precision: str,
+    compiler: str,
+    source: Path | None,
+    adapters: dict[str, torch.Tensor] | None = None,
 ) -> nn.Module:
     """Give the model its weights and wrap it as the strategy has it.
 
@@ -82,6 +99,7 @@ def set_up_model(
 
     Args:
         source: A checkpoint folder to take the weights from.
+        adapters: Values of the adapters, by name; they begin as no change where not given.
 
     Raises:
         UserError: the weights do not fit.
@@ -89,14 +107,19 @@ def set_up_model(
     module = plan.module
     if precision == "bf16-true":
         module.to(torch.bfloat16)
+        for name, parameter in module.named_parameters():
+            if is_adapter(name):  # they learn in steps that bf16 is too coarse for
+                parameter.data = parameter.data.float()
     elif plan.ready:
         for parameter in module.parameters():  # it may come in 16 bits; buffers may have a reason for what they are
             parameter.data = parameter.data.float()
-    shards = source is not None and is_sharded(source / WEIGHTS) and _shards_fit(plan, source)
+    # one unit after the other, beside adapters that are no part of the checkpoint
+    shards = plan.lora is None and source is not None and is_sharded(source / WEIGHTS) and _shards_fit(plan, source)
     if plan.ready:
         _take_weights(module, None if shards else source)
     else:
-        materialize = Materializer(module, _values(plan, seed, None if shards else source, shards), fabric.device)
+        values = _values(plan, seed, None if shards else source, shards, adapters)
+        materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)
     if compiler == "torch":
         for part in module.modules():
@@ -126,6 +149,11 @@ def describe_model(plan: Plan, seq_length: int) -> str:
     """Name, parameters and FLOPs per token (law N8) in a few words."""
     name = plan.module._get_name() if plan.config is None else plan.config.name
     text = f"{name}: {sum(plan.sizes.values()):,} parameters"
+    trained = sum(p.numel() for p in plan.module.parameters() if p.requires_grad)
+    if trained < sum(plan.sizes.values()):
+        text += f", {trained:,} of them trained"
+    if plan.lora is not None:
+        text += f" (rank {plan.lora.r} on {', '.join(plan.lora.parts)})"
     if plan.config is None:
         return text
     full, causal = (flops_per_token(plan.module, plan.config, seq_length, causal=half) / 1e6 for half in (False, True))
@@ -143,13 +171,24 @@ def _shards_fit(plan: Plan, source: Path) -> bool:
     return fit
 
 
-def _values(plan: Plan, seed: int, source: Path | None, shards: bool) -> Callable[[str, torch.Size], torch.Tensor]:
+def _values(
+    plan: Plan, seed: int, source: Path | None, shards: bool, adapters: dict[str, torch.Tensor] | None
+) -> Callable[[str, torch.Size], torch.Tensor]:
     if shards:
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
     if source is None:
         return drawn(plan.module, seed)
-    weights = fitting_weights(source, plan.module)
-    return lambda name, shape: weights[name]
+    weights = fitting_weights(source, _on_meta(plan.config))
+    if plan.lora is None:
+        return lambda name, shape: weights[name]
+    initial = adapter_values(plan.module, seed, weights.__getitem__) if adapters is None else None
+    known = weights | (adapters or {})
+    return lambda name, shape: initial(name, shape) if initial and is_adapter(name) else known[name]
+
+
+def _on_meta(config: ModelConfig) -> GPT:
+    with torch.device("meta"):
+        return GPT(config)
 
 
 @torch.no_grad()

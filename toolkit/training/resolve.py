@@ -32,6 +32,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
+from toolkit.models.lora_config import LoRAConfig
 
 
 @dataclass
@@ -67,6 +68,14 @@ class RunArgs:
     """The blocks of that model."""
     optimizer_class: type[torch.optim.Optimizer] | None = None
     """A class that torch.optim does not have; ``optimizer.name`` is its name."""
+    lora: LoRAConfig | None = None
+    """Train adapters beside the weights of ``initial_checkpoint_dir``, which are frozen."""
+    quantize: str | None = None
+    """How those weights are quantised."""
+    from_peft: str | None = None
+    """A folder of peft's with adapters to begin with."""
+    given: dict[str, Any] | None = None
+    """The command's own arguments, where their names are not these fields'."""
 
 
 def with_defaults(args: RunArgs) -> RunArgs:
@@ -86,16 +95,16 @@ def with_defaults(args: RunArgs) -> RunArgs:
         )
     if args.timeout is not None and args.timeout <= 0:
         raise UserError(f"--timeout {args.timeout}: must be greater than zero")
-    train = fill(args.train, args.defaults.train)
+    train, evaluation = fill(args.train, args.defaults.train), fill(args.eval, args.defaults.eval)
     if all(limit is None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time)):
         config = None if args.initial_checkpoint_dir is not None else choose_model(args)
-        if config is None or config.name != DEFAULT_MODEL:
+        if not args.defaults.length_for_all and (config is None or config.name != DEFAULT_MODEL):
             raise UserError(
                 "--train.max_tokens: the length of the run must be given; "
                 "set --train.max_tokens, --train.max_steps, --train.epochs or --train.max_time"
             )
-        train = replace(train, **args.defaults.default_model_length)
-    return replace(args, train=train)
+        train = replace(train, **args.defaults.length)
+    return replace(args, train=train, eval=evaluation)
 
 
 def choose_model(args: RunArgs) -> ModelConfig | None:
@@ -182,11 +191,15 @@ def is_repeatable(args: RunArgs) -> bool:
 
 def hyperparameters(args: RunArgs) -> dict[str, Any]:
     """The options of this run as ``toolkit SUB --config`` takes them, defaults filled in; of ready data the class."""
-    left_out = ("defaults", "module", "block_classes", "optimizer_class")
-    values = {k: v for k, v in vars(args).items() if k not in left_out} | {"resume": False}
+    left_out = ("defaults", "module", "block_classes", "optimizer_class", "lora", "quantize", "from_peft", "given")
+    values = {k: v for k, v in vars(args).items() if k not in left_out}
+    if args.given is not None:
+        values = {name: values.get(name, value) for name, value in args.given.items()}
+    values |= {"resume": False}
     values["optimizer"] = fill(args.optimizer, args.defaults.optimizer)
     plain = {k: asdict(v) if is_dataclass(v) else v for k, v in values.items()}
-    plain["model_config"] = {k: v for k, v in plain["model_config"].items() if v is not None}
+    if "model_config" in plain:
+        plain["model_config"] = {k: v for k, v in plain["model_config"].items() if v is not None}
     kind = type(args.data)
     own = getattr(toolkit.data, kind.__name__, None) is kind
     path = kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.store import exclusive, require_free, resolve_resume
+from toolkit.data.base import Rows
 from toolkit.distributed import ranks
 from toolkit.distributed.device import count_devices, pick_accelerator, pick_precision
 from toolkit.distributed.fabric import build_fabric
@@ -20,6 +21,7 @@ from toolkit.distributed.memory import keep_freed_memory
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
 from toolkit.models.gpt import Block
+from toolkit.training import adapters
 from toolkit.training.batch import plan_batch
 from toolkit.training.checkpointer import Checkpointer, seed_from
 from toolkit.training.limits import build_limits
@@ -55,10 +57,12 @@ def run_training(args: RunArgs) -> None:
     launch_time = time.perf_counter()
     args = with_defaults(args)
     device = pick_accelerator(args.accelerator)
-    precision = pick_precision(args.precision, device)
+    precision = pick_precision(args.precision, device, args.defaults.cuda_precision)
     args = replace(args, precision=precision)
     layout = read_layout(args.devices, args.num_nodes, count_devices(device))
     sizes = {"devices": layout.devices, "num_nodes": layout.num_nodes}
+    if args.lora is not None:
+        adapters.require_usable(args)
     strategy = plan_strategy(args.strategy, args.fsdp, args.ddp, **sizes, accelerator=device, precision=precision)
     batch = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, **sizes)
     config = choose_model(args)
@@ -90,14 +94,22 @@ def run_training(args: RunArgs) -> None:
         data = group.first_then_others(lambda: prepare_data(args, seq_length, display.message))
         group.connect()
         resume_from = ranks.from_first(resume_from)
-        model_plan = plan_model(with_vocabulary(config, data), args.module, args.block_classes)
-        seq_length = len(data.train[0]["input_ids"])  # rows of somebody's own may be shorter than the model's context
+        model_plan = plan_model(with_vocabulary(config, data), args.module, args.block_classes, args.lora)
+        seq_length = mean_length(data.train)
+        base = None if args.lora is None else adapters.describe_base(args)
         identity = Identity(
-            model_plan.facts, data.content_key, batch.global_batch_size, args.seed, precision, optimizer_options
-        )
+            model_plan.facts, data.content_key, batch.global_batch_size, args.seed, precision, optimizer_options,
+            {} if base is None else adapters.facts(base),
+        )  # fmt: skip
         require_same_everywhere(args, identity)
         progress = Progress() if resume_from is None else read_progress(resume_from, identity)
-        limits = build_limits(args.train, progress, n_rows=len(data.train), tokens_per_row=seq_length)
+        limits = build_limits(
+            args.train,
+            progress,
+            n_rows=len(data.train),
+            tokens_per_row=seq_length,
+            is_ragged=getattr(data.train, "lengths", None) is not None,
+        )
         schedule = build_schedule(args.train, limits.total_steps, args.defaults)
         if limits.reached(progress.step, progress.tokens) and resume_from == out_dir / "final":
             display.message(f"{resume_from} has reached step {progress.step}: the run is finished, nothing to do")
@@ -114,10 +126,12 @@ def run_training(args: RunArgs) -> None:
         )
         display.message(f"Strategy: {strategy}")
         initial = args.initial_checkpoint_dir
-        source = resume_from or (find_checkpoint_dir(initial) if initial else None)
+        source = find_checkpoint_dir(initial) if initial else None
         model = set_up_model(
-            fabric, model_plan, seed=args.seed, precision=precision, compiler=args.compiler, source=source
-        )
+            fabric, model_plan, seed=args.seed, precision=precision, compiler=args.compiler,
+            source=resume_from or source if base is None else source,
+            adapters=None if base is None else adapters.initial_adapters(args, model_plan, resume_from),
+        )  # fmt: skip
         seed_from(args.seed, ranks.global_rank())  # else dropout would draw the same on all ranks
         optimizer = build_optimizer(
             unwrapped(model), optimizer_options, schedule.peak, precision, model_plan.spared, args.optimizer_class
@@ -136,6 +150,7 @@ def run_training(args: RunArgs) -> None:
             tied=model_plan.tied,
             sharded=args.fsdp.state_dict_type == "sharded",
             seed=args.seed,
+            adapters=base,
         )
         if resume_from is not None:
             checkpointer.restore(resume_from, progress.step)
@@ -184,6 +199,12 @@ def run_training(args: RunArgs) -> None:
         display.message(
             f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {out_dir / 'final'}"
         )
+
+
+def mean_length(rows: Rows) -> float:
+    """Input tokens of a row; of all rows, where they differ. Rows of somebody's own may be shorter than the context."""
+    lengths = getattr(rows, "lengths", None)
+    return len(rows[0]["input_ids"]) if lengths is None else float(lengths.mean())
 
 
 def find_start(args: RunArgs) -> Path | None:

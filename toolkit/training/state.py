@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Identity:
     seed: int
     precision: str
     optimizer: dict[str, Any]
+    adapters: dict[str, Any] = field(default_factory=dict)
+    """Options of low-rank adapters, by flag, and what they stand on; empty where all weights are trained."""
 
     def require_same(self, saved: dict[str, Any], folder: Path) -> None:
         """Compare with what a checkpoint was made with.
@@ -44,14 +46,17 @@ class Identity:
             old, new = saved.get(name), getattr(self, name)
             if old != new:
                 raise UserError(f"--{flag} {_short(new)}: {folder} was trained with {_short(old)}; {_mend(name)}")
-        for group in ("optimizer", "model_config"):
+        for group in ("optimizer", "model_config", "adapters"):
             old_options, new_options = saved.get(group, {}), json.loads(json.dumps(getattr(self, group)))
+            flag = "--" if group == "adapters" else f"--{group}."
             for name in sorted(
                 (old_options.keys() | new_options.keys()) - ({"name"} if group == "model_config" else set())
             ):
                 old, new = old_options.get(name), new_options.get(name)
                 if old != new:
-                    raise UserError(f"--{group}.{name} {new}: {folder} was trained with {old}; {_mend(name)}")
+                    raise UserError(
+                        f"{flag}{name} {_short(new)}: {folder} was trained with {_short(old)}; {_mend(name)}"
+                    )
 
 
 def _short(value: Any) -> str:

@@ -51,10 +51,8 @@ def train_step(
     scale = fabric.world_size / max(1, n_tokens)
     loss_total = torch.zeros((), device=fabric.device)
     for i, batch in enumerate(micro_batches):
-        input_ids = batch.input_ids.to(fabric.device, non_blocking=True)
-        labels = batch.labels.to(fabric.device, non_blocking=True)
         with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):
-            loss_sum, _ = model(input_ids, labels)
+            loss_sum, _ = model(**batch.inputs(fabric.device))
             fabric.backward(loss_sum * scale)
         loss_total += loss_sum.detach()
     # An infinite limit leaves the gradient as it is; the norm is wanted anyhow.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from toolkit.models.config import ModelConfig
+from toolkit.models.lora import is_adapter
 
 PEAK_FLOPS_BF16 = {
     # Dense bfloat16 tensor-core peaks from the makers' data sheets (sparse figures halved). The first name that is
@@ -37,17 +38,23 @@ def matmul_parameters(model: nn.Module) -> int:
 
     A tied head counts once, as the head; an embedding that is only looked up does not count.
     """
-    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    return sum(weight.numel() for weight in _matmul_weights(model))
+
+
+def _matmul_weights(model: nn.Module) -> list[torch.Tensor]:
+    adapters = [p for name, p in model.named_parameters() if is_adapter(name) and p.ndim == 2]
+    return [m.weight for m in model.modules() if isinstance(m, nn.Linear)] + adapters
 
 
 def flops_per_token(model: nn.Module, config: ModelConfig, seq_length: int, *, causal: bool = False) -> float:
     """FLOPs of forward and backward per token: 6 x matmul parameters + 12 x layers x d x T (PaLM, arXiv 2204.02311, B).
 
-    ``d`` is heads x head size and T the sequence length. ``causal`` counts half of the attention term, which is what
-    a causal kernel has to do.
+    ``d`` is heads x head size and T the sequence length. Frozen parameters count 4 times instead of 6: their own
+    gradient is not computed. ``causal`` counts half of the attention term, which is what a causal kernel has to do.
     """
     attention = 12 * config.n_layer * config.n_head * config.head_size * seq_length
-    return 6 * matmul_parameters(model) + attention * (0.5 if causal else 1.0)
+    linear = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in _matmul_weights(model))
+    return linear + attention * (0.5 if causal else 1.0)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

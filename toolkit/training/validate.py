@@ -31,7 +31,7 @@ def validate(
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
     for batch in batches:
-        loss_sum, n_tokens = model(batch.input_ids.to(fabric.device), batch.labels.to(fabric.device))
+        loss_sum, n_tokens = model(**batch.inputs(fabric.device))
         targets = batch.labels[batch.labels >= 0].numpy()
         # ids beyond the tokenizer's own (padding of the vocabulary, foreign data) stand for no text
         n_bytes = int(token_bytes[targets[targets < len(token_bytes)]].sum()) if token_bytes is not None else 0

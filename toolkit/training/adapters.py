@@ -1,0 +1,49 @@
+"""What a run needs to know of low-rank adapters: what they stand on, where they begin, what may not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.checkpoints.adapters import AdapterInfo, base_fingerprint, load_adapters
+from toolkit.checkpoints.folder import find_checkpoint_dir
+from toolkit.checkpoints.peft import import_peft
+from toolkit.errors import UserError
+from toolkit.training.model import Plan
+from toolkit.training.resolve import RunArgs
+
+
+def require_usable(args: RunArgs) -> None:
+    """Refuse options that do not go with adapters.
+
+    Raises:
+        UserError: an option would have no effect.
+    """
+    if args.fsdp.state_dict_type == "sharded":
+        raise UserError(
+            "--fsdp.state_dict_type sharded: would have no effect, every device holds all adapters; leave it out"
+        )
+    if args.train.tie_embeddings is not None:
+        raise UserError(f"--train.tie_embeddings {args.train.tie_embeddings}: the base stays as it is; leave it out")
+
+
+def describe_base(args: RunArgs) -> AdapterInfo:
+    """What the adapters of a run are, and of which base."""
+    assert args.lora is not None and args.initial_checkpoint_dir is not None
+    base = find_checkpoint_dir(args.initial_checkpoint_dir)
+    return AdapterInfo(lora=args.lora, base=base, base_hash=base_fingerprint(base), quantize=args.quantize)
+
+
+def facts(info: AdapterInfo) -> dict[str, Any]:
+    """What may not change on resume, by flag."""
+    lora = {f"lora_{name}": value for name, value in info.lora.to_dict().items()}
+    return {**lora, "quantize": info.quantize, "checkpoint_dir": info.base_hash}
+
+
+def initial_adapters(args: RunArgs, plan: Plan, resume_from: Path | None) -> dict[str, torch.Tensor] | None:
+    """The adapters that a run begins with: those of its checkpoint, or of peft's folder; None for new ones."""
+    if resume_from is not None:
+        return load_adapters(resume_from, plan.module)
+    return None if args.from_peft is None else import_peft(Path(args.from_peft), plan.config)[1]
