@@ -8,7 +8,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "finetune_full": (
         "toolkit.commands.finetune_full",
         ("checkpoint_dir",),
-        "train all weights of a checkpoint further",
+        "train all weights of a checkpoint",
     ),
     "finetune_lora": ("toolkit.commands.finetune_lora", ("checkpoint_dir",), "train adapters beside a checkpoint"),
     "prepare_data": ("toolkit.commands.prepare_data", (), "tokenise data once, ahead of a run"),
@@ -19,5 +19,6 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "convert_to_hf": ("toolkit.commands.convert_to_hf", ("checkpoint_dir", "out_dir"), "write a Hugging Face folder"),
     "convert_to_peft": ("toolkit.commands.convert_to_peft", ("checkpoint_dir", "out_dir"), "write adapters for peft"),
     "merge_lora": ("toolkit.commands.merge_lora", ("checkpoint_dir",), "make adapters plain weights"),
+    "plan": ("toolkit.commands.plan", ("command",), "batch, parameters and memory of a run, ahead of it"),
     "consolidate": ("toolkit.commands.consolidate", ("checkpoint_dir", "out_dir"), "join the shards of a checkpoint"),
 }
