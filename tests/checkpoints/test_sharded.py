@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from toolkit.checkpoints import shard_metadata, sharded
+from toolkit.checkpoints import scratch, shard_metadata
 from toolkit.checkpoints.sharded import check_sharded, is_sharded, load_sharded, read_sharded, save_sharded
 from toolkit.checkpoints.states import load_sharded_optimizer, sharded_state
 from toolkit.checkpoints.store import _full_disk
@@ -490,9 +490,9 @@ def test_m2_what_is_read_lies_in_files_without_a_name(tmp_path, monkeypatch, bes
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     place = tmp_path / ("step" if beside else "tmp")
     if not beside:
-        real = sharded._mapped
+        real = scratch._mapped
         unless = {place: place}  # any other folder cannot be written
-        monkeypatch.setattr(sharded, "_mapped", lambda where, size: real(unless.get(where, tmp_path / "gone"), size))
+        monkeypatch.setattr(scratch, "_mapped", lambda where, size: real(unless.get(where, tmp_path / "gone"), size))
     read = read_sharded(tmp_path / "step" / "lit_model.pth")
     maps = Path("/proc/self/maps").read_text()
     assert len(re.findall(rf"{re.escape(str(place))}/\.tmp-\S+ \(deleted\)", maps)) == 2
@@ -504,11 +504,11 @@ def test_m2_what_is_read_lies_in_files_without_a_name(tmp_path, monkeypatch, bes
 def test_s1_no_room_to_read_into_is_one_line(tmp_path, monkeypatch):
     """Not a bus error, in the middle of the numbers."""
     save_sharded({"a": torch.randn(100, 10_000)}, tmp_path / "lit_model.pth")
-    mounted, real = tmp_path / "disk", sharded._mapped
+    mounted, real = tmp_path / "disk", scratch._mapped
     mounted.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", mounted], capture_output=True).returncode:
         pytest.skip("mounting a small file system is not permitted here")
-    monkeypatch.setattr(sharded, "_mapped", lambda _, size: real(mounted, size))
+    monkeypatch.setattr(scratch, "_mapped", lambda _, size: real(mounted, size))
     try:
         with pytest.raises(UserError, match="lit_model.pth: no 4,000,000 bytes of disk to read into, .* set TMPDIR"):
             read_sharded(tmp_path / "lit_model.pth")

@@ -11,7 +11,7 @@ import torch
 
 from toolkit.checkpoints.folder import CONFIG, fitting_weights, read_model_config
 from toolkit.checkpoints.sharded import is_sharded, read_sharded
-from toolkit.checkpoints.store import COMPLETE, WEIGHTS, is_complete, write_folder
+from toolkit.checkpoints.store import COMPLETE, WEIGHTS, is_complete, require_new_folder, write_folder
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
 from toolkit.errors import UserError
 from toolkit.models.gpt import GPT
@@ -38,8 +38,7 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> None:
 
 
 def _require_new(out_dir: Path, checkpoint_dir: Path) -> None:
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise UserError(f"out_dir {out_dir}: already there and not empty; give a new folder")
+    require_new_folder(out_dir)
     if checkpoint_dir.resolve() in (out_dir.resolve(), *out_dir.resolve().parents):
         raise UserError(f"out_dir {out_dir}: is inside the checkpoint; give a folder beside it")
 

@@ -9,11 +9,13 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from toolkit.checkpoints.adapters import has_adapters_only, load_adapters, read_adapter
 from toolkit.checkpoints.store import FINAL, WEIGHTS, newest
-from toolkit.checkpoints.weights import load_weights, save_weights
+from toolkit.checkpoints.weights import load_weights, require_fit, save_weights
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
+from toolkit.models.lora import add_lora
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
@@ -69,29 +71,51 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UserError(f"{path}: not a model's configuration: {' '.join(str(error).split())}") from error
 
 
-def load_model(folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> GPT:
+def load_model(
+    folder: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    base_checkpoint_dir: str | Path | None = None,
+) -> GPT:
     """Load the model of a folder; on the CPU and without a ``dtype`` its weights stay in the file until they are used.
+
+    A folder that holds adapters is loaded with its base, unmerged; merged weights that lie beside them win.
 
     Args:
         folder: A model folder (see :func:`find_checkpoint_dir`).
         device: Where the weights go, one after the other.
-        dtype: Their type; that of the file when not given.
+        dtype: Their type; that of the file when not given. Adapters are fp32 always.
+        base_checkpoint_dir: The base of adapters; where it was in training when not given.
 
     Raises:
-        UserError: a file is missing or broken, or the weights are not those of the configuration.
+        UserError: a file is missing or broken, the weights are not those of the configuration, or the adapters have
+            another base.
     """
-    folder = Path(folder)
-    config = read_model_config(folder)
-    with torch.device("meta"):
-        model = GPT(config)
-    weights = fitting_weights(folder, model)
-    if config.tie_embeddings:
+    folder, adapters = Path(folder), None
+    if has_adapters_only(folder):
+        adapter = read_adapter(folder, base_checkpoint_dir)
+        model = model_on_meta(read_model_config(adapter.base))
+        weights = fitting_weights(adapter.base, model)
+        add_lora(model, adapter.lora)
+        adapters = load_adapters(folder, model)
+    else:
+        model = model_on_meta(read_model_config(folder))
+        weights = fitting_weights(folder, model)
+    if tied := model.config.tie_embeddings:
         del weights[_HEAD]
     for name in weights:
         weights[name] = weights[name].to(device=device, dtype=dtype)
-    model.load_state_dict(weights, strict=not config.tie_embeddings, assign=True)
+    for name, tensor in (adapters or {}).items():
+        weights[name] = tensor.to(device)
+    model.load_state_dict(weights, strict=not tied, assign=True)
     model.tie_weights()
     return model
+
+
+def model_on_meta(config: ModelConfig) -> GPT:
+    """Return a GPT without memory for its weights."""
+    with torch.device("meta"):
+        return GPT(config)
 
 
 def fitting_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -102,19 +126,12 @@ def fitting_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     Raises:
         UserError: weights are missing, extra or of another shape, each named.
     """
+    if has_adapters_only(folder):
+        raise UserError(f"{folder}: holds adapters and no weights of its own; run toolkit merge_lora on it first")
     weights, wanted = load_weights(folder), model.state_dict()
     _rename_old(weights, model.config)
     _tie_or_untie(weights, model.config, Path(folder))
-    missing = [f"missing {name} {_shape(wanted[name])}" for name in wanted.keys() - weights.keys()]
-    extra = [f"unknown {name} {_shape(weights[name])}" for name in weights.keys() - wanted.keys()]
-    other = [
-        f"{name} is {_shape(weights[name])}, not {_shape(wanted[name])}"
-        for name in wanted.keys() & weights.keys()
-        if weights[name].shape != wanted[name].shape
-    ]
-    if wrong := sorted(missing) + sorted(extra) + sorted(other):
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise UserError(f"{Path(folder) / WEIGHTS}: does not fit {CONFIG}: {', '.join(wrong[:5])}{more}")
+    require_fit(weights, wanted, Path(folder) / WEIGHTS, CONFIG)
     return {name: weights[name] for name in wanted}
 
 
@@ -133,11 +150,16 @@ def write_model_files(
     if state_dict is not None:
         save_weights(state_dict, folder / WEIGHTS)
     if config is not None:
-        _write_yaml(folder / CONFIG, config.to_dict())
+        write_model_config(config, folder / CONFIG)
     if hyperparameters is not None:
         _write_yaml(folder / HYPERPARAMETERS, hyperparameters)
     if tokenizer is not None:
         tokenizer.save(folder)
+
+
+def write_model_config(config: ModelConfig, path: Path) -> None:
+    """Write an architecture so that :func:`read_model_config` reads it."""
+    _write_yaml(path, config.to_dict())
 
 
 def _write_yaml(path: Path, values: dict[str, Any]) -> None:
@@ -175,7 +197,3 @@ def _tie_or_untie(weights: dict[str, Tensor], config: ModelConfig, folder: Path)
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"({', '.join(map(str, tensor.shape))})"

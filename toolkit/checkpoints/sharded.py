@@ -6,8 +6,6 @@ that are no tensors; it is given metadata here that was read and checked by :mod
 
 from __future__ import annotations
 
-import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +19,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.futures import Future
 
+from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.shard_metadata import read_metadata
 from toolkit.checkpoints.weights import what_is_wrong
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.ranks import gather
 from toolkit.errors import UserError
-
-_SMALL = 65_536  # numbers; fewer are not worth a file of their own
 
 
 def is_sharded(path: Path) -> bool:
@@ -96,7 +93,7 @@ def read_sharded(folder: Path) -> dict[str, Tensor]:
     metadata = read_metadata(folder)
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
-        tensors[name] = _empty(tensor.size, tensor.properties.dtype, folder)
+        tensors[name] = empty_on_disk(tensor.size, tensor.properties.dtype, folder)
         _read({name: tensors[name]}, folder, metadata, no_dist=True)
     return tensors
 
@@ -131,7 +128,7 @@ class _Reader(dcp.FileSystemReader):
                 with open(self.path / name, "rb") as file:
                     for item in items:
                         self._read_chunk(file, item, planner)
-                        if item.lengths.numel() >= _SMALL:
+                        if item.lengths.numel() >= SMALL:
                             give_back_freed_memory()
             except OSError as error:
                 raise UserError(f"{self.path / name}: {error.strerror}") from error
@@ -195,27 +192,3 @@ def _fitting(tensors: dict[str, Tensor], folder: Path) -> Metadata:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise UserError(f"{folder}: does not hold what is asked of it: {', '.join(wrong[:5])}{more}")
     return metadata
-
-
-def _empty(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
-    """An empty tensor in a file that has no name any more, or in memory if it is small."""
-    if size.numel() < _SMALL:
-        return torch.empty(size, dtype=dtype)
-    nbytes = size.numel() * dtype.itemsize
-    # Beside the checkpoint first: that disk has room for such files, while the system's folder is often in memory.
-    for place in (folder.parent, Path(tempfile.gettempdir())):
-        try:
-            return _mapped(place, nbytes).view(dtype).view(size)
-        except (OSError, RuntimeError):  # read-only, full, or a file system that maps no files
-            continue
-    raise UserError(
-        f"{folder}: no {nbytes:,} bytes of disk to read into, neither beside it nor in {tempfile.gettempdir()}; free "
-        "some space or set TMPDIR to a folder with room"
-    )
-
-
-def _mapped(place: Path, nbytes: int) -> Tensor:
-    with tempfile.NamedTemporaryFile(dir=place, prefix=".tmp-") as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, nbytes)  # a disk that is full later would kill the process
-        return torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)

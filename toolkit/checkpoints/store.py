@@ -74,6 +74,38 @@ def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None
         raise
 
 
+def require_new_folder(out_dir: Path) -> None:
+    """Refuse to write where something lies already.
+
+    Raises:
+        UserError: out_dir is a file, or a folder that is not empty.
+    """
+    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+        raise UserError(f"out_dir {out_dir}: already there and not empty; give a new folder")
+
+
+def write_file(path: Path, write: Callable[[Path], None], flag: str) -> None:
+    """Write one file into a folder that is there, whole or not at all. ``write`` is given another name for it.
+
+    Raises:
+        UserError: naming ``flag``: the disk is full, or the folder cannot be written; nothing is left behind.
+    """
+    tmp = path.with_name(f"{_TMP}{path.name}-{os.getpid()}")
+    for left in path.parent.glob(f"{_TMP}{glob.escape(path.name)}-*"):
+        left.unlink()
+    try:
+        write(tmp)
+        _sync(tmp)
+        os.replace(tmp, path)
+        _sync(path.parent)
+    except BaseException as error:
+        message = _explain(error, tmp, path)
+        tmp.unlink(missing_ok=True)
+        if message is not None:
+            raise UserError(f"{flag} {path.parent}: {message}") from error
+        raise
+
+
 @contextmanager
 def exclusive(out_dir: Path) -> Iterator[None]:
     """Keep a second process from running in the same folder, as long as this lasts.
@@ -321,5 +353,7 @@ def _free(folder: Path) -> int:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files in a folder."""
+    """Bytes of a file, or of all files in a folder."""
+    if folder.is_file():
+        return folder.stat().st_size
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())

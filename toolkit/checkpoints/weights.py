@@ -67,6 +67,28 @@ def load_weights(checkpoint_dir: Path, mmap: bool = True) -> dict[str, Tensor]:
     return {canonical_name(name): tensor for name, tensor in state.items()}
 
 
+def require_fit(weights: dict[str, Tensor], wanted: dict[str, Tensor], path: Path, what: str) -> None:
+    """Compare names and shapes of the weights in ``path`` with those of a model, which is described by ``what``.
+
+    Raises:
+        UserError: weights are missing, extra or of another shape, each named.
+    """
+    missing = [f"missing {name} {_shape(wanted[name])}" for name in wanted.keys() - weights.keys()]
+    extra = [f"unknown {name} {_shape(weights[name])}" for name in weights.keys() - wanted.keys()]
+    other = [
+        f"{name} is {_shape(weights[name])}, not {_shape(wanted[name])}"
+        for name in wanted.keys() & weights.keys()
+        if weights[name].shape != wanted[name].shape
+    ]
+    if wrong := sorted(missing) + sorted(extra) + sorted(other):
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise UserError(f"{path}: does not fit {what}: {', '.join(wrong[:5])}{more}")
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"({', '.join(map(str, tensor.shape))})"
+
+
 def load_state(path: Path, mmap: bool = True) -> dict[str, Any]:
     """Read a dictionary that :func:`save_state` or ``torch.save`` wrote. Nothing in the file is run.
 

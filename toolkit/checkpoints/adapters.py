@@ -1,0 +1,207 @@
+"""Adapters on disk: what was trained, and which base it belongs to.
+
+A checkpoint of adapters holds ``lit_model.pth.lora`` (their tensors only) and ``adapter.yaml`` instead of weights; the
+rest of the folder is that of any model. Merged weights, once they lie beside them, are the folder's model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+from torch import Tensor, nn
+
+from toolkit.checkpoints.store import WEIGHTS
+from toolkit.checkpoints.weights import load_state, load_weights, require_fit, save_weights
+from toolkit.errors import UserError
+from toolkit.models.lora import is_adapter
+from toolkit.models.lora_config import LoRAConfig
+
+ADAPTERS, ADAPTER_CONFIG = "lit_model.pth.lora", "adapter.yaml"
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What the adapters of a folder are.
+
+    Args:
+        lora: Their options.
+        base: The checkpoint folder that they were trained on.
+        base_hash: Its :func:`base_fingerprint`.
+        quantize: How the base was quantised in training; None where it was not. Merging takes the plain one.
+    """
+
+    lora: LoRAConfig
+    base: Path
+    base_hash: str
+    quantize: str | None = None
+
+
+def is_adapter_dir(folder: str | Path) -> bool:
+    """Whether the folder holds adapters, merged or not."""
+    return (Path(folder) / ADAPTERS).is_file()
+
+
+def has_adapters_only(folder: str | Path) -> bool:
+    """Whether the folder needs another one, its base, to be a model."""
+    return is_adapter_dir(folder) and not (Path(folder) / WEIGHTS).exists()
+
+
+def base_fingerprint(folder: str | Path) -> str:
+    """Return SHA-256 in hex over names, shapes and types of the weights, and the checksums of their bytes.
+
+    The checksums (CRC-32) stand in the files' zip directories, so that the weights themselves are not read. Where the
+    weights came from does not matter, how they are laid out does: in one file or in shards.
+
+    Raises:
+        UserError: the weights are missing or damaged.
+    """
+    path, digest = Path(folder) / WEIGHTS, hashlib.sha256()
+    for line in _shard_lines(path) if path.is_dir() else _file_lines(path):
+        digest.update(f"{line}\n".encode())
+    return digest.hexdigest()
+
+
+def write_adapter_files(folder: Path, adapters: dict[str, Tensor], info: AdapterInfo) -> None:
+    """Write the adapters, under canonical names, and what they are.
+
+    Raises:
+        OSError, RuntimeError: what writing raises; :func:`~toolkit.checkpoints.store.write_checkpoint` explains it.
+    """
+    assert adapters and all(is_adapter(name) for name in adapters), "not adapters"
+    save_weights(adapters, folder / ADAPTERS)
+    values = {
+        "lora": info.lora.to_dict(),
+        "base_checkpoint_dir": str(info.base),
+        "base_absolute_path": str(info.base.resolve()),
+        "base_hash": info.base_hash,
+        "quantize": info.quantize,
+    }
+    (folder / ADAPTER_CONFIG).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def read_adapter_info(folder: str | Path) -> AdapterInfo:
+    """Read what the adapters of a folder are; their base may be gone.
+
+    Raises:
+        UserError: the folder holds no adapters, or their file is missing or broken.
+    """
+    folder = Path(folder)
+    if not is_adapter_dir(folder):
+        raise UserError(f"checkpoint_dir {folder}: holds no {ADAPTERS}; give a folder that finetune_lora wrote")
+    path = folder / ADAPTER_CONFIG
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        known = {field.name for field in fields(LoRAConfig)}
+        if extra := set(values["lora"]) - known:
+            raise ValueError(f"unknown {', '.join(sorted(extra))}")
+        places = [Path(values["base_absolute_path"]), Path(values["base_checkpoint_dir"])]
+        base = next((place for place in places if place.is_dir()), places[0])
+        return AdapterInfo(LoRAConfig(**values["lora"]), base, str(values["base_hash"]), values.get("quantize"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; copy it from the run's folder") from error
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: does not describe adapters: {' '.join(str(error).split())}") from error
+
+
+def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = None) -> AdapterInfo:
+    """Read what the adapters of a folder are, and make sure that their base is there and the one they were trained on.
+
+    Args:
+        folder: Of the adapters.
+        base_checkpoint_dir: Where the base is now, a folder or a name below ``checkpoints/``; where it was in training
+            when not given.
+
+    Raises:
+        UserError: as :func:`read_adapter_info`, or the base is missing or another checkpoint.
+    """
+    info = read_adapter_info(folder)
+    base = info.base
+    if base_checkpoint_dir is not None:
+        given = Path(base_checkpoint_dir).expanduser()
+        base = given if given.is_dir() else Path("checkpoints") / given
+        if not (base / WEIGHTS).exists():
+            raise UserError(f"--base_checkpoint_dir {base_checkpoint_dir}: holds no {WEIGHTS}; give a model's folder")
+    elif not (base / WEIGHTS).exists():
+        raise UserError(
+            f"{folder}: its base {base} is not there any more; say with --base_checkpoint_dir where it is now"
+        )
+    if base_fingerprint(base) != info.base_hash:
+        raise UserError(
+            f"{folder}: was trained on another checkpoint than {base}, whose weights have another fingerprint; "
+            "give the right one with --base_checkpoint_dir"
+        )
+    return AdapterInfo(info.lora, base, info.base_hash, info.quantize)
+
+
+def load_adapters(folder: str | Path, model: nn.Module) -> dict[str, Tensor]:
+    """Read a folder's adapters, in fp32 on the CPU, and check that they are those of ``model`` (on any device).
+
+    Raises:
+        UserError: the file is missing or broken, or adapters are missing, extra or of another shape, each named.
+    """
+    path = Path(folder) / ADAPTERS
+    adapters: dict[str, Any] = load_state(path)
+    for name, value in adapters.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            raise UserError(f"{path}: {name!r} is not a tensor; the file must hold adapters only")
+    wanted = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+    require_fit(adapters, wanted, path, ADAPTER_CONFIG)
+    return {name: adapters[name].float() for name in wanted}
+
+
+def _file_lines(path: Path) -> Iterator[str]:
+    for name, tensor in load_weights(path.parent).items():  # mapped, not read
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+    with open(path, "rb") as file:
+        yield from _checksums(file, path)
+
+
+def _shard_lines(path: Path) -> Iterator[str]:
+    from toolkit.checkpoints.shard_metadata import read_metadata  # it takes a second to import
+
+    metadata = read_metadata(path)
+    for name, tensor in metadata.state_dict_metadata.items():
+        yield f"{name} {tuple(tensor.size)} {tensor.properties.dtype}"
+    for index, place in sorted(metadata.storage_data.items(), key=lambda item: (item[0].fqn, item[0].offset or ())):
+        with open(path / place.relative_path, "rb") as file:
+            sums = _checksums(_Slice(file, place.offset, place.length), path)
+            yield f"{index.fqn} {tuple(index.offset or ())} {' '.join(sums)}"
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, to read (torch's own view of one goes astray when it seeks from the end)."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+def _checksums(file: IO[bytes], path: Path) -> list[str]:
+    """A line for the bytes of every tensor in a file of torch's zip format."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = [(info.filename.partition("/")[2], info) for info in archive.infolist()]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: the file is damaged or cut short; copy or download it again") from error
+    return [f"{name} {info.file_size} {info.CRC:08x}" for name, info in entries if name.startswith("data/")]

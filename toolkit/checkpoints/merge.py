@@ -1,0 +1,138 @@
+"""Adapters into plain weights: in fp32, rounded once, into the base as it is on disk and never into a quantised one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoints.adapters import AdapterInfo, is_adapter_dir, load_adapters, read_adapter
+from toolkit.checkpoints.folder import (
+    CONFIG,
+    HYPERPARAMETERS,
+    fitting_weights,
+    load_model,
+    model_on_meta,
+    read_model_config,
+    write_model_config,
+)
+from toolkit.checkpoints.scratch import empty_on_disk
+from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_folder
+from toolkit.checkpoints.weights import save_weights
+from toolkit.data.tokenizer import FILE_PATTERNS
+from toolkit.errors import UserError
+from toolkit.models.lora import LoRAMixin, add_lora
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """A base's weights with adapters in them; each is computed when it is asked for (law M2).
+
+    Args:
+        folder: Of the adapters.
+        base_checkpoint_dir: See :func:`toolkit.checkpoints.adapters.read_adapter`.
+
+    ``config`` is the merged model's architecture: adapters of a tied head untie it.
+
+    Raises:
+        UserError: the adapters or their base cannot be read, or do not belong together.
+    """
+
+    def __init__(self, folder: Path, base_checkpoint_dir: str | Path | None = None) -> None:
+        self.info: AdapterInfo = read_adapter(folder, base_checkpoint_dir)
+        self.config = read_model_config(self.info.base)
+        model = model_on_meta(self.config)
+        self._weights = fitting_weights(self.info.base, model)
+        add_lora(model, self.info.lora)
+        model.load_state_dict(load_adapters(folder, model), strict=False, assign=True)
+        self._layers = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoRAMixin)}
+        if self.info.lora.head:
+            self.config = replace(self.config, tie_embeddings=False)
+
+    def is_adapted(self, name: str) -> bool:
+        """Whether the weight differs from the base's."""
+        return name in self._layers
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._weights[name]
+        return self._layers[name].merged(weight).to(weight.dtype) if self.is_adapted(name) else weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def merge_beside(folder: Path, base_checkpoint_dir: str | Path | None = None) -> MergedWeights:
+    """Write the merged weights into the folder of the adapters; they appear whole or not at all.
+
+    Raises:
+        UserError: see :class:`MergedWeights`; or they are there already, or the disk is full.
+    """
+    if is_adapter_dir(folder) and (folder / WEIGHTS).exists():
+        raise UserError(f"checkpoint_dir {folder}: already holds merged weights ({WEIGHTS}); --out_dir writes others")
+    merged = MergedWeights(folder, base_checkpoint_dir)
+    if merged.config != read_model_config(folder):
+        # First: as long as there are no weights, the base's own configuration is what counts.
+        write_file(folder / CONFIG, lambda tmp: write_model_config(merged.config, tmp), flag="checkpoint_dir")
+    write_file(folder / WEIGHTS, lambda tmp: _write_weights(merged, tmp), flag="checkpoint_dir")
+    return merged
+
+
+def merge_to(folder: Path, out_dir: Path, base_checkpoint_dir: str | Path | None = None) -> MergedWeights:
+    """Write a model folder of its own: merged weights, architecture, tokenizer and generation files.
+
+    Raises:
+        UserError: see :class:`MergedWeights`; or out_dir is in use, or the disk is full.
+    """
+    require_new_folder(out_dir)
+    merged = MergedWeights(folder, base_checkpoint_dir)
+
+    def write(tmp: Path) -> None:
+        _write_weights(merged, tmp / WEIGHTS)
+        write_model_config(merged.config, tmp / CONFIG)
+        copy_files(folder, tmp, (*FILE_PATTERNS, HYPERPARAMETERS, "config.json"))
+
+    write_folder(out_dir, write, flag="out_dir")
+    return merged
+
+
+def copy_files(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
+    """Copy the files of a folder that match one of the patterns, those in its subfolders under the same path."""
+    for file in sorted({match for pattern in patterns for match in source.glob(pattern) if match.is_file()}):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+@torch.no_grad()
+def logit_difference(folder: Path, merged_dir: Path, base_checkpoint_dir: str | Path | None = None) -> float:
+    """The largest difference between the logits of the merged weights and of base and adapters apart, in fp32 and
+    relative to the largest logit: what the rounding to the base's type has cost."""
+    merged = MergedWeights(folder, base_checkpoint_dir)
+    exact = load_model(merged.info.base, dtype=torch.float32)
+    add_lora(exact, merged.info.lora)
+    exact.load_state_dict(load_adapters(folder, exact), strict=False)
+    config, draw = exact.config, torch.Generator().manual_seed(0)
+    shape = (2, min(config.block_size, 64))
+    tokens = torch.randint(config.vocab_size or config.padded_vocab_size, shape, generator=draw)
+    expected = exact.eval()(tokens)
+    del exact
+    rounded = load_model(merged_dir, dtype=torch.float32).eval()(tokens)
+    return float((rounded - expected).abs().max() / expected.abs().max())
+
+
+def _write_weights(merged: MergedWeights, path: Path) -> None:
+    """The writer takes all tensors at once: those that are not in a file already go to one."""
+    weights = {}
+    for name in merged:
+        weight = merged[name]
+        if merged.is_adapted(name):
+            weight = empty_on_disk(weight.shape, weight.dtype, path).copy_(weight)
+        weights[name] = weight
+    save_weights(weights, path)

@@ -1,0 +1,21 @@
+"""`toolkit convert_to_peft`: a checkpoint of adapters becomes a folder that peft loads."""
+
+from __future__ import annotations
+
+
+def setup(checkpoint_dir: str, out_dir: str, base_checkpoint_dir: str | None = None) -> None:
+    """Write adapter_model.safetensors, adapter_config.json and the tokenizer's files.
+
+    Args:
+        checkpoint_dir: The adapters: a checkpoint folder of finetune_lora, or a name below checkpoints/.
+        out_dir: The new folder.
+        base_checkpoint_dir: The base model; the folder that it had in training when not given.
+    """
+    from pathlib import Path
+
+    from toolkit.checkpoints.folder import find_checkpoint_dir
+    from toolkit.checkpoints.peft import export_peft
+
+    base = export_peft(find_checkpoint_dir(checkpoint_dir), Path(out_dir), base_checkpoint_dir)
+    print(f"wrote {out_dir}")
+    print(f"its base is {base}; another place goes into base_model_name_or_path of adapter_config.json")
