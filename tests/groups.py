@@ -29,6 +29,7 @@ class Case:
     """What to break in it; see rank_worker.broken."""
     look_at: str | None = None
     """What else to measure, "collectives" or "memory"."""
+    command: str = "pretrain"
     out: str | None = None
     """Its out_dir below the folder of the test, where that is not its name."""
 

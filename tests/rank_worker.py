@@ -32,9 +32,18 @@ def local_bytes(module, optimizer, what) -> int:
         tensors = list(module.parameters())
     elif what == "gradients":
         tensors = [p.grad for p in module.parameters() if p.grad is not None]
+        tensors += waiting_gradients(module)
     else:
         tensors = [t for state in optimizer.state.values() for k, t in state.items() if k != "step"]
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def waiting_gradients(module) -> list[torch.Tensor]:
+    """Those of whole units that FSDP holds between the micro-batches of a step, beside what the parameters show."""
+    units = FullyShardedDataParallel.fsdp_modules(module) if isinstance(module, FullyShardedDataParallel) else []
+    flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
+    shown = {p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None}
+    return [p.grad for p in flat if p.grad is not None and p.grad.untyped_storage().data_ptr() not in shown]
 
 
 def watch(seen: dict, fit):
@@ -43,6 +52,8 @@ def watch(seen: dict, fit):
     def watched(training):
         module, optimizer = unwrapped(training.model), training.checkpointer.optimizer
         weights, _ = full_state(module, optimizer, training.checkpointer.tied)
+        waiting = [0]
+        module.register_forward_pre_hook(lambda *_: waiting.append(local_bytes(module, optimizer, "gradients")))
         seen["initial"] = {name: [float(w.double().sum()), float(w.double().norm())] for name, w in weights.items()}
         optimizer.register_step_pre_hook(
             lambda *_: seen.update({what: local_bytes(module, optimizer, what) for what in ("parameters", "gradients")})
@@ -51,6 +62,7 @@ def watch(seen: dict, fit):
         seen["options"] = options_of(module)
         seen["dtypes"] = sorted({str(p.dtype) for p in module.parameters()})
         fit(training)
+        seen["waiting"] = max(waiting)  # between the micro-batches
 
     return watched
 
@@ -158,7 +170,7 @@ def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) 
                 stack.enter_context(mock.patch.object(loop, "train_step", counting(seen, loop.train_step)))
             if case["fault"]:
                 stack.enter_context(broken(case["fault"]))
-            seen["exit"] = cli.main(["pretrain", *layout, *case["flags"]])
+            seen["exit"] = cli.main([case["command"], *layout, *case["flags"]])
         (cases.parent / f"{rank}-{case['name']}.json").write_text(json.dumps(seen))
     if dist.is_initialized():
         dist.barrier()

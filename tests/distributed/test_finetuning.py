@@ -1,0 +1,135 @@
+"""Finetuning on several ranks equals one process: ragged masked rows, packed rows, adapters alone."""
+
+import csv
+import json
+import shutil
+
+import pytest
+import torch
+from groups import Case, losses, run_group
+
+from toolkit.checkpoints.adapters import ADAPTERS
+from toolkit.checkpoints.folder import write_model_files
+from toolkit.checkpoints.weights import load_state, load_weights
+from toolkit.data.tokenizer import train_bpe
+from toolkit.models.families import get_config
+from toolkit.models.gpt import GPT
+from toolkit.models.init import initialize
+
+FSDP = ["--strategy", "fsdp"]
+LORA = {"command": "finetune_lora"}
+ADAPTED = ["--lora_key", "true", "--lora_mlp", "true"]
+
+
+def cases(size: int) -> list[Case]:
+    found = []
+    for precision in ("32-true", "bf16-true", "bf16-mixed"):
+        flags = ["--precision", precision, *ADAPTED, *(FSDP if size > 1 else [])]
+        found.append(Case(f"lora-{precision}-{size}", flags, **LORA))
+    found.append(Case(f"dora-{size}", ["--lora_dora", "true", *(FSDP if size > 1 else [])], **LORA))
+    found.append(Case(f"full-{size}", FSDP if size > 1 else [], command="finetune_full"))
+    packed = ["--data.packing", "best_fit", "--train.max_seq_length", "48"]
+    found.append(Case(f"packed-{size}", [*packed, *(FSDP if size > 1 else [])], command="finetune_full"))
+    if size == 1:
+        for precision in ("bf16-true", "bf16-mixed"):  # another split: the yardstick of bf16
+            flags = ["--precision", precision, *ADAPTED, "--train.micro_batch_size", "4"]
+            found.append(Case(f"split-{precision}", flags, **LORA))
+    else:
+        found.append(Case("ddp-2", [*ADAPTED, "--strategy", "ddp"], **LORA))
+    return found
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, corpus) -> list[str]:
+    folder = tmp_path_factory.mktemp("finetuning-input")
+    tokenizer = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 300)
+    model = GPT(get_config("pico-llama").with_vocab_size(tokenizer.vocab_size))
+    initialize(model, seed=3)
+    state = model.state_dict()
+    write_model_files(folder, state_dict=state, config=model.config, hyperparameters=None, tokenizer=tokenizer)
+    rows = [{"prompt": f"token {i}", "completion": "reads a line " * (1 + i % 4)} for i in range(30)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        str(folder), "--accelerator", "cpu", "--data", "JSON", "--data.json_path", str(folder / "rows.jsonl"),
+        "--data.prompt_style", "plain", "--train.global_batch_size", "8", "--train.micro_batch_size", "1",
+        "--train.max_steps", "8", "--train.learning_rate", "1e-2", "--train.lr_schedule", "constant",
+        "--train.save_interval", "4", "--eval.interval", "4",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, shared):
+    folder = tmp_path_factory.mktemp("finetuning")
+    seen = run_group(folder, 1, cases(1), shared)
+    again = []
+    for source in ("lora-32-true-1", "lora-32-true-2"):
+        again.append(Case(f"{source}-on-2", [*ADAPTED, *FSDP, "--resume", "auto"], **LORA))
+    seen |= run_group(folder, 2, cases(2), shared)
+    for case in again:
+        shutil.copytree(folder / case.name.removesuffix("-on-2"), folder / case.name)
+        for later in ("step-00000008", "final"):
+            shutil.rmtree(folder / case.name / later, ignore_errors=True)
+    seen |= run_group(folder, 2, again, shared)
+    return folder, seen
+
+
+def relative(a: list[float], b: list[float]) -> float:
+    assert len(a) == len(b) == 8
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def val_losses(folder) -> list[float]:
+    with open(folder / "logs" / "metrics.csv", newline="") as file:
+        return [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
+
+
+@pytest.mark.parametrize("name", ["lora-32-true", "dora", "full", "packed"])
+def test_n3_two_ranks_finetune_as_one_does(runs, name):
+    folder, _ = runs
+    one, two = folder / f"{name}-1", folder / f"{name}-2"
+    assert relative(losses(two), losses(one)) < 1e-5
+    assert val_losses(two) == pytest.approx(val_losses(one), rel=1e-5) and len(val_losses(two)) == 2
+    read = load_weights if name in ("full", "packed") else lambda path: load_state(path / ADAPTERS)
+    mine, theirs = read(two / "final"), read(one / "final")
+    assert mine.keys() == theirs.keys()
+    for key in theirs:
+        assert (mine[key] - theirs[key]).norm() <= 2e-4 * theirs[key].norm(), key
+
+
+def test_n3_ddp_finetunes_adapters_as_one_does(runs):
+    folder, _ = runs
+    assert relative(losses(folder / "ddp-2"), losses(folder / "lora-32-true-1")) < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_n3_in_bf16(runs, precision):
+    folder, _ = runs
+    one = losses(folder / f"lora-{precision}-1")
+    allowed = 2 * relative(losses(folder / f"split-{precision}"), one)
+    assert relative(losses(folder / f"lora-{precision}-2"), one) <= max(allowed, 1e-6)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_the_base_is_sharded_and_no_gradient_of_it_exists(runs, precision):
+    folder, seen = runs
+    adapters = load_state(folder / f"lora-{precision}-2" / "final" / ADAPTERS)
+    adapter_bytes = sum(tensor.nbytes for tensor in adapters.values())
+    whole = seen[f"lora-{precision}-1"][0]
+    base_bytes = whole["parameters"] - adapter_bytes
+    norms = 5 * 64 * 4 if precision == "bf16-mixed" else 0  # whole on every rank
+    for rank in seen[f"lora-{precision}-2"]:
+        assert rank["gradients"] == rank["waiting"] == adapter_bytes
+        assert rank["moments"] == 2 * adapter_bytes
+        share = (base_bytes - norms) / 2 + norms + adapter_bytes
+        assert rank["parameters"] == pytest.approx(share, rel=0.02)
+        dtype = "torch.bfloat16" if precision == "bf16-true" else "torch.float32"
+        assert rank["dtypes"] == sorted({dtype, "torch.float32"})
+
+
+def test_s2_adapters_resume_on_one_rank_and_on_two(runs):
+    folder, _ = runs
+    same, other = folder / "lora-32-true-2-on-2", folder / "lora-32-true-1-on-2"
+    assert losses(same) == losses(folder / "lora-32-true-2")
+    mine, theirs = (load_state(path / "final" / ADAPTERS) for path in (same, folder / "lora-32-true-2"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert relative(losses(other), losses(folder / "lora-32-true-1")) < 1e-5

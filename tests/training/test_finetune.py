@@ -1,0 +1,158 @@
+"""Finetuning from arguments to disk: what moves, what is kept, and that an interruption leaves no trace."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from toolkit.args import FINETUNE_FULL, FINETUNE_LORA, EvalArgs, FSDPArgs, TrainArgs
+from toolkit.checkpoints.adapters import ADAPTERS, read_adapter
+from toolkit.checkpoints.folder import load_model, write_model_files
+from toolkit.checkpoints.weights import load_state, load_weights
+from toolkit.cli_parser import parse
+from toolkit.commands import finetune_full, finetune_lora
+from toolkit.data import JSON
+from toolkit.data.tokenizer import train_bpe
+from toolkit.errors import UserError
+from toolkit.models.families import get_config
+from toolkit.models.gpt import GPT
+from toolkit.models.init import initialize
+from toolkit.models.lora import is_adapter
+from toolkit.training.finetune import finetune_args
+from toolkit.training.run import run_training
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, corpus) -> Path:
+    """A small random model with a tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 400)
+    model = GPT(get_config("pico-llama").with_vocab_size(tokenizer.vocab_size))
+    initialize(model, seed=3)
+    write_model_files(
+        folder, state_dict=model.state_dict(), config=model.config, hyperparameters=None, tokenizer=tokenizer
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "questions.jsonl"
+    rows = [{"prompt": f"the token {i}", "completion": "reads a line " * (1 + i % 5)} for i in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def arguments(command, base, questions, out, *flags):
+    words = [
+        str(base), "--data", "JSON", "--data.json_path", str(questions), "--data.prompt_style", "plain",
+        "--out_dir", str(out), "--accelerator", "cpu", "--train.global_batch_size", "8", "--train.micro_batch_size",
+        "2", "--train.max_steps", "6", "--train.learning_rate", "1e-2", *flags,
+    ]  # fmt: skip
+    defaults = FINETUNE_LORA if command is finetune_lora else FINETUNE_FULL
+    return finetune_args(defaults, parse("finetune", command.setup, ("checkpoint_dir",), words))
+
+
+def losses(out: Path) -> list[str]:
+    lines = (out / "logs" / "metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("loss")
+    return [line.split(",")[column] for line in lines[1:]]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_only_adapters_move_and_only_they_are_saved(base, questions, tmp_path, precision):
+    out = tmp_path / "run"
+    run_training(arguments(finetune_lora, base, questions, out, "--precision", precision, "--lora_mlp", "true"))
+    final = out / "final"
+    assert not (final / "lit_model.pth").exists() and (final / "tokenizer.json").exists()
+    adapters = load_state(final / ADAPTERS)
+    assert all(is_adapter(name) and tensor.dtype == torch.float32 for name, tensor in adapters.items())
+    assert all(tensor.abs().max() > 0 for name, tensor in adapters.items() if name.endswith(".B"))
+    kept = load_state(final / "trainer" / "state.pth")["optimizer"]["adapters"]
+    assert kept.keys() == adapters.keys()
+    assert read_adapter(final).lora.mlp
+    model = load_model(final)
+    for name, weight in load_weights(base).items():
+        assert torch.equal(model.state_dict()[name], weight), name
+    assert float(losses(out)[-1]) < float(losses(out)[0])
+
+
+@pytest.mark.parametrize("command", [finetune_lora, finetune_full])
+def test_s2_an_interrupted_run_ends_as_one_that_was_not(base, questions, tmp_path, command):
+    """Dropout draws, unequal rows, an epoch's end between: 3 steps, then 6, against 6 at once."""
+    more = ["--lora_dropout", "0.2"] if command is finetune_lora else []
+    options = ["--train.save_interval", "3", *more]
+    run_training(arguments(command, base, questions, tmp_path / "whole", *options))
+    schedule = ["--train.max_steps", "3", "--train.lr_schedule", "constant"]
+    whole = ["--train.lr_schedule", "constant"]
+    run_training(arguments(command, base, questions, tmp_path / "a", *options, *whole))
+    run_training(arguments(command, base, questions, tmp_path / "b", *options, *schedule))
+    run_training(arguments(command, base, questions, tmp_path / "b", *options, *whole, "--resume", "auto"))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    file = ADAPTERS if command is finetune_lora else "lit_model.pth"
+    first, second = (load_state(tmp_path / run / "final" / file) for run in "ab")
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_n2_micro_batches_of_unequal_masked_rows_do_not_matter(base, questions, tmp_path):
+    for micro in (1, 2, 8):
+        flags = ["--train.micro_batch_size", str(micro)]
+        run_training(arguments(finetune_full, base, questions, tmp_path / str(micro), *flags))
+    one, two, eight = ([float(x) for x in losses(tmp_path / str(micro))] for micro in (1, 2, 8))
+    assert one == pytest.approx(eight, rel=1e-5) and two == pytest.approx(eight, rel=1e-5)
+
+
+def test_packing_trains_and_reports(base, questions, tmp_path, capsys):
+    flags = ["--data.packing", "best_fit", "--train.max_seq_length", "64", "--train.global_batch_size", "2"]
+    run_training(arguments(finetune_full, base, questions, tmp_path / "run", *flags))
+    assert float(losses(tmp_path / "run")[-1]) < float(losses(tmp_path / "run")[0])
+
+
+def test_the_options_of_a_run_repeat_it(base, questions, tmp_path):
+    run_training(arguments(finetune_lora, base, questions, tmp_path / "a", "--lora_r", "4", "--lora_key", "true"))
+    config = tmp_path / "a" / "final" / "hyperparameters.yaml"
+    assert yaml.safe_load(config.read_text())["lora_r"] == 4
+    words = ["--config", str(config), "--out_dir", str(tmp_path / "b")]
+    run_training(finetune_args(FINETUNE_LORA, parse("x", finetune_lora.setup, ("checkpoint_dir",), words)))
+    first, second = (load_state(tmp_path / run / "final" / ADAPTERS) for run in "ab")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_three_epochs_and_the_commands_defaults_where_nothing_is_said(base, questions):
+    args = arguments(finetune_lora, base, questions, "out")
+    assert args.defaults.train["learning_rate"] == 2e-4 and args.defaults.length == {"epochs": 3.0}
+    assert TrainArgs().learning_rate is None and EvalArgs().interval is None
+    assert isinstance(args.data, JSON) and args.lora.query and not args.lora.key
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora_query", "false", "--lora_value", "false"], "--lora_query false .*selects nothing"),
+        (["--fsdp.state_dict_type", "sharded"], "--fsdp.state_dict_type sharded"),
+        (["--train.tie_embeddings", "true"], "--train.tie_embeddings True"),
+        (["--lora_r", "0"], "--lora_r 0"),
+        (["--data.prompt_style", "alpaka"], "--data.prompt_style alpaka.*alpaca"),
+        (["--from_peft", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_are_said_before_the_first_step(base, questions, tmp_path, flags, message):
+    with pytest.raises(UserError, match=message):
+        run_training(arguments(finetune_lora, base, questions, tmp_path / "run", *flags))
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_a_changed_option_of_the_adapters_is_refused_on_resume(base, questions, tmp_path):
+    run_training(arguments(finetune_lora, base, questions, tmp_path / "run"))
+    again = arguments(finetune_lora, base, questions, tmp_path / "run", "--resume", "true", "--lora_alpha", "32")
+    with pytest.raises(UserError, match=r"--lora_alpha 32.*16"):
+        run_training(again)
+
+
+def test_adapters_are_no_base(base, questions, tmp_path):
+    run_training(arguments(finetune_lora, base, questions, tmp_path / "run"))
+    with pytest.raises(UserError, match="holds adapters, not a model.*merge_lora"):
+        arguments(finetune_lora, tmp_path / "run" / "final", questions, tmp_path / "again")
+    assert FSDPArgs().state_dict_type == "full"
