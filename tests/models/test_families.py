@@ -39,6 +39,12 @@ PARAMETERS = {
     "SmolLM2-135M": 134_515_008,
     "SmolLM2-360M": 361_821_120,
     "SmolLM2-1.7B": 1_711_376_384,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
 }
 
 
@@ -74,6 +80,11 @@ def test_every_name_is_checked_here_and_builds_with_a_vocabulary():
         ("llama-3.1-405b", "Llama-3.1-405B"),
         ("meta-llama/llama-3.2-1b", "Llama-3.2-1B"),
         ("HuggingFaceTB/SmolLM2-135M", "SmolLM2-135M"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M"),
+        ("meta-llama/Llama-3.2-1B-Instruct", "Llama-3.2-1B"),
+        ("meta-llama/Llama-2-7b-chat-hf", "Llama-2-7b-hf"),
+        ("Qwen/Qwen2.5-7B", "Qwen2.5-7B"),
+        ("qwen2.5-0.5b-instruct", "Qwen2.5-0.5B"),
         ("EleutherAI/pythia-14m", "pythia-14m"),
         ("pythia-1.4b-deduped", "pythia-1.4b"),
         ("openai-community/gpt2", "gpt2"),
@@ -140,7 +151,13 @@ def test_old_and_new_forms_of_the_rotary_fields_are_read_alike():
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "mamba"}, "mamba"),
+        ({"model_type": "mamba"}, "'mamba' is not supported; only llama, qwen2, gpt_neox, gpt2"),
+        ({"model_type": "qwen3"}, "'qwen3' is not supported; .*; did you mean 'qwen2'"),
+        ({"model_type": None}, "model_type None"),
+        ({"model_type": ["llama"]}, "is not supported"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window True"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"rope_parameters": "fast"}, "not a 'llama' model's"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "mlp_bias"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
@@ -154,9 +171,26 @@ def test_a_config_json_that_we_cannot_compute_is_refused(change, named):
         config_from_hf(LLAMA31 | change)
 
 
+def test_a_config_json_without_a_fact_names_it():
+    with pytest.raises(UserError, match="config.json: hidden_size is missing; a 'llama' model needs it"):
+        config_from_hf({key: value for key, value in LLAMA31.items() if key != "hidden_size"})
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if "Qwen" in name or "SmolLM2" in name])
+def test_transformers_builds_named_configs_with_as_many_parameters(name):
+    transformers = pytest.importorskip("transformers")
+    config = get_config(name)
+    values = family_of(config).to_hf(config)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**values))
+    assert sum(p.numel() for p in theirs.parameters()) == PARAMETERS[name]
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
+        ("Qwen2.5-0.5B", {"bias": True}),
+        ("Qwen2.5-0.5B", {"attn_bias": False}),
         ("pico-llama", {"parallel_residual": True}),
         ("pico-llama", {"attn_bias": True}),
         ("pico-llama", {"rotary_percentage": 0.5}),
@@ -171,7 +205,7 @@ def test_a_config_that_hugging_face_cannot_express_is_refused(name, change):
             export(config)
 
 
-@pytest.mark.parametrize("name", ["pico-llama", "pythia-14m", "gpt2"])
+@pytest.mark.parametrize("name", ["pico-llama", "pythia-14m", "gpt2", "Qwen2.5-0.5B"])
 def test_n10_a_tied_head_is_listed_once_and_never_exported(name):
     for tied in (True, False):
         config = ModelConfig(

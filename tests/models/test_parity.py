@@ -1,16 +1,18 @@
-"""Logits equal to transformers', through files in both directions, for the three styles of model."""
+"""Logits equal to transformers', through files in both directions, for every family."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from toolkit.checkpoints.folder import load_model, write_model_files
+from toolkit.checkpoints.from_hf import import_hf
+from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.store import write_checkpoint
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import config_from_hf, family_of
 from toolkit.models.gpt import GPT
 
 transformers = pytest.importorskip("transformers")
@@ -23,6 +25,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+QWEN2_ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
 NEOX = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25}}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
 
@@ -32,6 +35,10 @@ HF_CONFIGS = {
     "llama-one-group-wide-heads": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=1, head_dim=24),
     "llama-biases": lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
     "llama3-rope": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE),
+    "qwen2": lambda: transformers.Qwen2Config(**LLAMA, num_key_value_heads=2),
+    "qwen2-tied": lambda: transformers.Qwen2Config(
+        **LLAMA, num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=QWEN2_ROPE
+    ),
     "neox": lambda: transformers.GPTNeoXConfig(**NEOX),
     "neox-serial-tied": lambda: transformers.GPTNeoXConfig(
         **NEOX, use_parallel_residual=False, tie_word_embeddings=True
@@ -56,29 +63,17 @@ def token_ids() -> torch.Tensor:
 
 
 def from_folder(folder: Path) -> GPT:
-    """Our model from a Hugging Face folder; every tensor of the file must be asked for, and every weight set."""
-    config = config_from_hf(json.loads((folder / "config.json").read_text()))
-    theirs, ours = load_file(folder / "model.safetensors"), {}
-    for entry in family_of(config).weights(config):
-        tensors = entry.from_hf([theirs.pop(name) for name in entry.theirs])
-        ours.update(zip(entry.ours, tensors, strict=True))
-    assert not theirs, f"not in the table: {list(theirs)}"
-    if config.tie_embeddings:
-        ours["lm_head.weight"] = ours["transformer.wte.weight"]
-    model = GPT(config)
-    model.load_state_dict(ours)
-    return model
+    """Our model from a Hugging Face folder, by the way that users go; its checkpoint is left beside the folder."""
+    ours = folder.with_name(f"{folder.name}-ours")
+    import_hf(folder, ours)
+    return load_model(ours).eval()
 
 
 def to_folder(model: GPT, folder: Path) -> None:
-    family, state = family_of(model.config), model.state_dict()
-    theirs = {}
-    for entry in family.weights(model.config):
-        tensors = entry.to_hf([state[name] for name in entry.ours])
-        assert len(tensors) == len(entry.theirs)
-        theirs.update({n: t.clone() for n, t in zip(entry.theirs, tensors, strict=True)})
-    save_file(theirs, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(family.to_hf(model.config, bos_token_id=3, eos_token_id=5)))
+    files = {"state_dict": model.state_dict(), "config": model.config, "hyperparameters": None, "tokenizer": None}
+    checkpoint = folder.with_name(f"{folder.name}-checkpoint")
+    write_checkpoint(checkpoint, lambda tmp: write_model_files(tmp, **files))
+    export_hf(checkpoint, folder)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -94,8 +89,8 @@ def rms_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_logits_equal_those_of_a_hugging_face_folder_in_fp32_and_bf16(name, tmp_path):
     hf = transformers.AutoModelForCausalLM.from_config(HF_CONFIGS[name]()).eval()
     randomize(hf, seed=0)
-    hf.save_pretrained(tmp_path)
-    ours, ids = from_folder(tmp_path), token_ids()
+    hf.save_pretrained(tmp_path / "hf")
+    ours, ids = from_folder(tmp_path / "hf"), token_ids()
     expected = hf(ids).logits
     assert relative_error(ours(ids), expected) < 1e-5
 
@@ -113,6 +108,8 @@ OUR_CONFIGS = {
         },
     },
     "llama-biases": {"vocab_size": 96, "bias": True},
+    "qwen2": {"family": "qwen2", "vocab_size": 90, "n_query_groups": 2, "attn_bias": True, "tie_embeddings": True},
+    "qwen2-wide-heads": {"family": "qwen2", "vocab_size": 96, "head_size": 32, "attn_bias": True, "norm_eps": 1e-6},
     "neox": {
         "family": "gpt_neox", "vocab_size": 90, "rotary_percentage": 0.5, "rope_base": 100.0, "bias": True,
         "parallel_residual": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",
@@ -130,18 +127,29 @@ OUR_CONFIGS = {
 def test_our_model_opens_in_transformers_with_equal_logits(name, tmp_path):
     ours = GPT(ModelConfig(block_size=64, n_layer=2, n_head=4, n_embd=64, **OUR_CONFIGS[name]))
     randomize(ours, seed=2)
-    to_folder(ours, tmp_path)
-    hf, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    to_folder(ours, tmp_path / "hf")
+    hf, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     ids = token_ids() % 90
     assert relative_error(ours(ids), hf(ids).logits) < 1e-5
-    assert (hf.config.bos_token_id, hf.config.eos_token_id) == (3, 5)
     tied = hf.get_input_embeddings().weight is hf.get_output_embeddings().weight
     assert tied == ours.config.tie_embeddings
 
-    back = from_folder(tmp_path)  # the other direction of the same table undoes it, bit for bit
+    back = from_folder(tmp_path / "hf")  # the other direction of the same table undoes it, bit for bit
     for key, value in ours.state_dict().items():
         assert torch.equal(back.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("name", HF_CONFIGS)
+def test_weights_of_a_hugging_face_folder_come_back_bit_for_bit(name, tmp_path):
+    hf = transformers.AutoModelForCausalLM.from_config(HF_CONFIGS[name]())
+    randomize(hf, seed=3)
+    hf.save_pretrained(tmp_path / "hf")
+    from_folder(tmp_path / "hf")
+    export_hf(tmp_path / "hf-ours", tmp_path / "back")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_attention_of_the_random_models_is_not_uniform(tmp_path):

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints.folder import fitting_weights, load_model, read_model_config
-from toolkit.checkpoints.store import write_folder
+from toolkit.checkpoints.adapters import has_adapters_only
+from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
+from toolkit.checkpoints.merge import MergedWeights
+from toolkit.checkpoints.scratch import SMALL
+from toolkit.checkpoints.store import require_new_folder, write_folder
+from toolkit.data.chat_template import GENERATION_FILE, ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
+from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import Map
-from toolkit.models.gpt import GPT
 
 MAX_SHARD_BYTES = 5_000_000_000
 # What the safetensors format calls the types that a model's weights can have.
-_FORMAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+FORMAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def export_hf(
@@ -29,6 +33,8 @@ def export_hf(
     out_dir: str | Path,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    merge: bool = False,
+    base_checkpoint_dir: str | Path | None = None,
 ) -> None:
     """Write a complete Hugging Face folder, whole or not at all, with about one weight in memory at a time.
 
@@ -37,38 +43,37 @@ def export_hf(
         out_dir: The new folder; one that is there must be empty.
         dtype: Type of the weights; as they are when not given.
         max_shard_bytes: Weights are split into files of at most this size (a single one may be larger).
+        merge: Merge adapters that have no merged weights beside them on the way.
+        base_checkpoint_dir: Their base; where it was in training when not given.
 
     Raises:
-        UserError: the model cannot be read, out_dir is in use, or the disk is full.
+        UserError: the model cannot be read, out_dir is in use, the disk is full, or there are adapters to merge and
+            ``merge`` is false.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise UserError(f"out_dir {out_dir}: already there and not empty; give a new folder")
-    config = read_model_config(checkpoint_dir)
+    require_new_folder(out_dir)
+    config, weights = _read(checkpoint_dir, merge, base_checkpoint_dir)
     tokenizer = None
     if (checkpoint_dir / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(checkpoint_dir, flag="checkpoint_dir")
-    with torch.device("meta"):
-        model = GPT(config)
-    weights = fitting_weights(checkpoint_dir, model)
 
     def write(folder: Path) -> None:
         _write_weights(folder, weights, config, dtype, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save(folder)
         _write_settings(folder, config, tokenizer, dtype or weights["transformer.wte.weight"].dtype)
-        _write_model_card(folder / "README.md", config, sum(p.numel() for p in model.parameters()))
+        _write_model_card(folder / "README.md", config, _count(config))
 
     write_folder(out_dir, write, flag="out_dir")
 
 
 @torch.no_grad()
-def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path) -> float:
+def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_dir: str | Path | None = None) -> float:
     """Load both folders in float32 and compare their logits on random tokens.
 
     Returns:
-        The largest difference, relative to the largest logit. Ours are rounded to the type of the exported weights
-        first, so that the same bound (1e-4 is ample) holds for every type.
+        The largest difference, relative to the largest logit. Ours are merged and rounded to the type of the exported
+        weights first, so that the same bound (1e-4 is ample) holds for every type.
 
     Raises:
         UserError: transformers is not installed.
@@ -79,9 +84,11 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path) -> float:
         raise UserError("--verify true: needs transformers; run: pip install 'transformers>=4.50'") from error
     transformers.utils.logging.disable_progress_bar()
     exported = json.loads((Path(out_dir) / "config.json").read_text())["torch_dtype"]
-    ours = load_model(checkpoint_dir, dtype=getattr(torch, exported)).float()
+    config, weights = _read(Path(checkpoint_dir), True, base_checkpoint_dir)
+    ours = model_on_meta(config)
+    rounded = {name: tensor.to(getattr(torch, exported)).float() for name, tensor in weights.items()}
+    ours.load_state_dict(rounded, assign=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(str(out_dir), local_files_only=True).float()
-    config = ours.config
     draw = torch.Generator().manual_seed(0)
     shape = (2, min(config.block_size, 64))
     tokens = torch.randint(config.vocab_size or config.padded_vocab_size, shape, generator=draw)
@@ -89,18 +96,37 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
+def _read(
+    folder: Path, merge: bool, base_checkpoint_dir: str | Path | None
+) -> tuple[ModelConfig, Mapping[str, Tensor]]:
+    if not has_adapters_only(folder):
+        config = read_model_config(folder)
+        return config, fitting_weights(folder, model_on_meta(config))
+    if not merge:
+        raise UserError(
+            f"checkpoint_dir {folder}: holds adapters and no merged weights; --merge true merges them on the way, "
+            "toolkit convert_to_peft writes the adapters alone"
+        )
+    merged = MergedWeights(folder, base_checkpoint_dir)
+    return merged.config, merged
+
+
+def _count(config: ModelConfig) -> int:
+    return sum(p.numel() for p in model_on_meta(config).parameters())
+
+
 def _write_weights(
-    folder: Path, weights: dict[str, Tensor], config: ModelConfig, dtype: torch.dtype | None, max_shard_bytes: int
+    folder: Path, weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None, max_shard_bytes: int
 ) -> None:
     maps = family_of(config).weights(config)
     # The header of a file comes before its tensors: run the conversion on the meta device to learn what they will be.
     meta = {name: torch.empty_like(t, device="meta", dtype=dtype) for name, t in weights.items()}
-    shards = list(_split(_convert(maps, meta, None), max_shard_bytes))
+    shards = list(_split(to_hf_names(maps, meta), max_shard_bytes))
     if len(shards) == 1:
         files = ["model.safetensors"]
     else:
         files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    tensors = _convert(maps, weights, dtype)
+    tensors = to_hf_names(maps, weights, dtype)
     for file, shard in zip(files, shards, strict=True):
         _write_safetensors(folder / file, shard, tensors)
     if len(shards) > 1:
@@ -112,7 +138,9 @@ def _write_weights(
         )
 
 
-def _convert(maps: list[Map], weights: dict[str, Tensor], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def to_hf_names(
+    maps: list[Map], weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, tensor), converting one entry of the family's table at a time."""
     for entry in maps:
         yield from zip(entry.theirs, entry.to_hf([weights[name].to(dtype) for name in entry.ours]), strict=True)
@@ -142,7 +170,7 @@ def _write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterato
     end = 0
     for name, tensor in expected.items():
         place = [end, end := end + tensor.nbytes]
-        header[name] = {"dtype": _FORMAT_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        header[name] = {"dtype": FORMAT_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin on a multiple of 8 bytes
     with open(path, "wb") as file:
@@ -153,6 +181,9 @@ def _write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterato
             meta = expected[wanted]
             assert (name, tensor.shape, tensor.dtype) == (wanted, meta.shape, meta.dtype), f"{name} is not {wanted}"
             _write_bytes(file, tensor)
+            if tensor.numel() >= SMALL:
+                del tensor
+                give_back_freed_memory()
 
 
 def _write_bytes(file: IO[bytes], tensor: Tensor) -> None:
@@ -160,12 +191,26 @@ def _write_bytes(file: IO[bytes], tensor: Tensor) -> None:
 
 
 def _write_settings(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None, dtype: torch.dtype) -> None:
-    """Write config.json, and generation_config.json where the tokenizer's files did not bring one."""
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer is not None else {}
+    """Write config.json, and generation_config.json where the tokenizer's files brought none that says the end."""
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": _end_tokens(tokenizer)} if tokenizer is not None else {}
     values = family_of(config).to_hf(config, **ids)
     _write_json(folder / "config.json", {**values, "torch_dtype": str(dtype).removeprefix("torch.")})
-    if not (folder / "generation_config.json").exists():
-        _write_json(folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+    generation = tokenizer.settings(GENERATION_FILE) if tokenizer is not None else {}
+    if generation.get("eos_token_id") is None:
+        known = {name: value for name, value in ids.items() if value is not None}
+        _write_json(folder / GENERATION_FILE, generation | known)
+
+
+def _end_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
+    """What ends a text: what generation_config.json says, else eos and the chat template's end of a turn."""
+    said = tokenizer.settings(GENERATION_FILE).get("eos_token_id")
+    if said is not None:
+        return said
+    try:
+        ends = ChatTemplate.of(tokenizer, None).export_tokenizer().settings(GENERATION_FILE)["eos_token_id"]
+    except UserError:  # no template, or none that ends turns: then eos alone ends a text
+        return tokenizer.eos_id
+    return ends if len(ends) > 1 else ends[0]
 
 
 def _write_model_card(path: Path, config: ModelConfig, parameters: int) -> None:

@@ -13,6 +13,8 @@ def setup(
     out_dir: str,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     verify: bool = False,
+    merge: bool = False,
+    base_checkpoint_dir: str | None = None,
 ) -> None:
     """Write a folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
 
@@ -21,6 +23,8 @@ def setup(
         out_dir: The new folder.
         dtype: Type of the weights; as they are when not given.
         verify: Load the result with transformers and compare its logits with this program's.
+        merge: Merge LoRA adapters that have no merged weights beside them on the way.
+        base_checkpoint_dir: The base of such adapters; where it was in training when not given.
     """
     from pathlib import Path
 
@@ -31,12 +35,13 @@ def setup(
     from toolkit.errors import GuardError
 
     folder = find_checkpoint_dir(checkpoint_dir)
-    export_hf(folder, out_dir, None if dtype is None else getattr(torch, dtype))
+    wanted = None if dtype is None else getattr(torch, dtype)
+    export_hf(folder, out_dir, wanted, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
     print(f"wrote {out_dir}")
     if not (Path(out_dir) / "tokenizer.json").exists():
         print(f"{folder} holds no tokenizer.json: copy the tokenizer's files into {out_dir} yourself")
     if verify:
-        difference = verify_hf(folder, out_dir)
+        difference = verify_hf(folder, out_dir, base_checkpoint_dir)
         print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")
         if not difference <= MAX_DIFFERENCE:  # nan included
             raise GuardError(f"{out_dir}: transformers computes other logits (allowed {MAX_DIFFERENCE}); do not use it")

@@ -11,12 +11,12 @@ from typing import Any
 
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import gpt2, gpt_neox, llama
+from toolkit.models.families import gpt2, gpt_neox, llama, qwen2
 
 DEFAULT_MODEL = "mini-llama"
 
 # by Hugging Face's model_type
-FAMILIES: dict[str, ModuleType] = {"llama": llama, "gpt_neox": gpt_neox, "gpt2": gpt2}
+FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen2": qwen2, "gpt_neox": gpt_neox, "gpt2": gpt2}
 
 
 def list_names() -> list[str]:
@@ -61,6 +61,14 @@ def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
         UserError: The architecture is not supported, or a part of it is not.
     """
     model_type = config_json.get("model_type")
-    if model_type not in FAMILIES:
-        raise UserError(f"config.json: model_type {model_type!r} is not supported; only {', '.join(FAMILIES)}")
-    return FAMILIES[model_type].from_hf(config_json)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UserError(
+            f"config.json: model_type {model_type!r} is not supported; only {', '.join(FAMILIES)}"
+            + did_you_mean(str(model_type), FAMILIES, count=1)
+        )
+    try:
+        return FAMILIES[model_type].from_hf(config_json)
+    except KeyError as error:
+        raise UserError(f"config.json: {error.args[0]} is missing; a {model_type!r} model needs it") from error
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"config.json: not a {model_type!r} model's: {error}") from error

@@ -74,6 +74,18 @@ ALIASES = {
     "Meta-Llama-3.1-8B": "Llama-3.1-8B",
     "Meta-Llama-3.1-70B": "Llama-3.1-70B",
     "Meta-Llama-3.1-405B": "Llama-3.1-405B",
+    # trained further on conversations, the same architecture
+    "Llama-2-7b-chat-hf": "Llama-2-7b-hf",
+    "Llama-2-13b-chat-hf": "Llama-2-13b-hf",
+    "Llama-2-70b-chat-hf": "Llama-2-70b-hf",
+    "Llama-3.1-8B-Instruct": "Llama-3.1-8B",
+    "Llama-3.1-70B-Instruct": "Llama-3.1-70B",
+    "Llama-3.1-405B-Instruct": "Llama-3.1-405B",
+    "Llama-3.2-1B-Instruct": "Llama-3.2-1B",
+    "Llama-3.2-3B-Instruct": "Llama-3.2-3B",
+    "SmolLM2-135M-Instruct": "SmolLM2-135M",
+    "SmolLM2-360M-Instruct": "SmolLM2-360M",
+    "SmolLM2-1.7B-Instruct": "SmolLM2-1.7B",
 }
 
 
@@ -133,12 +145,17 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
 def weights(config: ModelConfig) -> list[tables.Map]:
     """Return the table of weight names, both directions."""
     _check(config)
+    return named_weights(config)
+
+
+def named_weights(config: ModelConfig) -> list[tables.Map]:
+    """The same for a relative of Llama's, which has its names and checks its own facts."""
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     maps = tables.embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
     for i in range(config.n_layer):
         ours, theirs = f"transformer.h.{i}", f"model.layers.{i}"
         maps += tables.linear(f"{ours}.norm_1", f"{theirs}.input_layernorm", False)
-        for kind in ("weight", "bias") if config.bias else ("weight",):
+        for kind in ("weight", "bias") if config.bias or config.attn_bias else ("weight",):
             projections = tuple(f"{theirs}.self_attn.{p}_proj.{kind}" for p in "qkv")
             maps.append(tables.Map((f"{ours}.attn.qkv.{kind}",), projections, (tables.split_rows(q, kv, kv),)))
         maps += tables.linear(f"{ours}.attn.proj", f"{theirs}.self_attn.o_proj", config.bias)
