@@ -58,7 +58,10 @@ class Command:
     def required(self) -> list[str]:
         """The dotted names of the options that have no default."""
         found = [name for name, p in self.parameters.items() if p.default is p.empty]
+        optional = getattr(self.setup, "optional", ())  # parameters whose default will do, incomplete as it may be
         for name, chosen in self.chosen.items():
+            if name in optional and chosen is type(self.parameters[name].default):
+                continue
             parameters = inspect.signature(chosen).parameters
             found += [f"{name}.{option}" for option, p in parameters.items() if p.default is p.empty]
         return found
@@ -78,6 +81,8 @@ def parse(
     Raises:
         UserError: an unknown name, a value of the wrong type, a missing option, an unreadable file.
     """
+    if hasattr(setup, "choose"):  # its options are also those of another command, which argv names
+        setup, positionals = setup.choose(argv)
     command = Command(name, setup)
     words = read_words(argv, positionals)
     keys = {key for key, _ in words}

@@ -25,14 +25,14 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from toolkit.args import Dtype, FSDPArgs, Precision
-from toolkit.distributed.device import DTYPES
+from toolkit.args import FSDPArgs, Precision
 from toolkit.distributed.ranks import sum_over_ranks, world_size
+from toolkit.distributed.units import unit_precision
 from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
 
@@ -137,29 +137,6 @@ class ShardedStrategy(FSDPStrategy):
 def _is_vector(parameter: nn.Parameter) -> bool:
     """Norms and biases: too small to shard, and better kept in fp32 than gathered in 16 bits."""
     return parameter.ndim < 2
-
-
-def unit_precision(options: FSDPArgs, precision: Precision) -> tuple[MixedPrecision | None, MixedPrecision | None]:
-    """Return the dtypes of the blocks' units and of the root's; None where everything stays in the model's own.
-
-    Inputs are not cast: the residual stream keeps the dtype that it has on one device.
-    """
-    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
-    given = (options.param_dtype, options.reduce_dtype, options.buffer_dtype)
-    if mixed is None and given == (None, None, None):
-        return None, None
-    own = None if mixed is None else torch.float32
-
-    def dtype(name: Dtype | None, otherwise: torch.dtype | None) -> torch.dtype | None:
-        return otherwise if name is None else DTYPES[name]
-
-    rest = {
-        "reduce_dtype": dtype(options.reduce_dtype, own),
-        "buffer_dtype": dtype(options.buffer_dtype, own),
-        "cast_forward_inputs": False,
-        "cast_root_forward_inputs": False,
-    }
-    return MixedPrecision(param_dtype=dtype(options.param_dtype, mixed), **rest), MixedPrecision(**rest)
 
 
 class ShardedPrecision(FSDPPrecision):

@@ -14,7 +14,6 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.training.resolve import RunArgs
-from toolkit.training.run import run_training
 
 
 def finetune(defaults: CommandDefaults, given: dict[str, Any]) -> None:
@@ -23,6 +22,8 @@ def finetune(defaults: CommandDefaults, given: dict[str, Any]) -> None:
     Raises:
         UserError: see :func:`toolkit.training.run.run_training`.
     """
+    from toolkit.training.run import run_training  # here: `toolkit plan` needs no Lightning
+
     run_training(finetune_args(defaults, given))
 
 

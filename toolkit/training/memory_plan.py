@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from toolkit.args import DDPArgs, FSDPArgs, Precision
-from toolkit.distributed.fsdp import unit_precision
 from toolkit.distributed.strategy import StrategyPlan
+from toolkit.distributed.units import unit_precision
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import add_lora, is_adapter

@@ -1,0 +1,336 @@
+"""What a run will be and what it needs, before it is started; and how to make it fit the memory of its devices.
+
+Every decision is made by the functions that make it for the run itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from toolkit.args import FINETUNE_FULL, FINETUNE_LORA, PRETRAIN, DDPArgs, Precision
+from toolkit.checkpoints.folder import find_checkpoint_dir, write_model_files
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.distributed.device import count_devices, pick_precision
+from toolkit.distributed.layout import read_layout
+from toolkit.distributed.strategy import StrategyPlan, plan_strategy
+from toolkit.errors import UserError, did_you_mean
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import get_config, list_names
+from toolkit.models.lora_config import LoRAConfig
+from toolkit.training.batch import BatchPlan, plan_batch
+from toolkit.training.finetune import finetune_args
+from toolkit.training.memory_plan import Job, Memory, Parameters, build_on_meta, count_parameters, plan_memory
+from toolkit.training.optimizer import resolve_optimizer
+from toolkit.training.resolve import RunArgs, choose_length, choose_model, with_defaults
+
+MOST_DEVICES = 8  # of a node, for advice
+SHORTEST = 256  # tokens, for advice
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is to be: ``devices`` per node of a kind ("cuda", "cpu" or "mps")."""
+
+    device: str
+    devices: int
+    num_nodes: int
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What the run of ``args`` will be."""
+
+    args: RunArgs
+    place: Place
+    config: ModelConfig
+    precision: Precision
+    strategy: StrategyPlan
+    batch: BatchPlan
+    seq_length: int
+    optimizer: dict[str, Any]
+    parameters: Parameters
+    memory: Memory
+
+    @property
+    def tokens_per_step(self) -> int:
+        """At most: rows may be shorter than the longest one."""
+        return self.batch.global_batch_size * self.seq_length
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change, on top of those before it: the flags, the memory that the run then needs, and whether that fits."""
+
+    change: str
+    memory_gb: float
+    fits: bool
+
+
+def plan_run(args: RunArgs, place: Place) -> RunPlan:
+    """Plan a run.
+
+    Raises:
+        UserError: a mistake in the arguments, as the run would say it.
+    """
+    train = args.train
+    if all(limit is None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time)):
+        args = replace(args, train=replace(train, max_steps=1))  # the length does not matter here
+    args = with_defaults(args)
+    precision = choose_precision(args, place.device)
+    sizes = {"devices": place.devices, "num_nodes": place.num_nodes}
+    strategy = plan_strategy(args.strategy, args.fsdp, args.ddp, **sizes, accelerator=place.device, precision=precision)
+    batch = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, **sizes)
+    config = with_known_vocabulary(choose_model(args), args)
+    seq_length = choose_length(args.train, config)
+    assert seq_length is not None
+    optimizer = resolve_optimizer(args.optimizer, args.defaults.optimizer, precision, args.optimizer_class)
+    job = Job(
+        config, precision, strategy, batch.micro_batch_size, batch.accumulation, seq_length, optimizer, place.device,
+        args.lora, args.quantize, getattr(args.data, "packing", "none") != "none", args.fsdp, args.ddp,
+        args.optimizer_class,
+    )  # fmt: skip
+    model = build_on_meta(job)
+    parameters, memory = count_parameters(model), plan_memory(job, model)
+    return RunPlan(
+        args, place, config, precision, strategy, batch, seq_length, optimizer, parameters, memory
+    )  # fmt: skip
+
+
+def choose_precision(args: RunArgs, device: str) -> Precision:
+    """The precision of the run; GPUs that are not here have bfloat16, as those of the last years do."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return args.precision or args.defaults.cuda_precision
+    return pick_precision(args.precision, device, args.defaults.cuda_precision)
+
+
+def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:
+    """The config with the vocabulary of the tokenizer that is there, or that the data is going to make.
+
+    Raises:
+        UserError: it is not known before the data is prepared.
+    """
+    assert config is not None, "only models of ours are planned"
+    if config.vocab_size is not None:
+        return config
+    if folder := args.tokenizer_dir or args.initial_checkpoint_dir:
+        tokenizer = Tokenizer.load(folder if args.tokenizer_dir else find_checkpoint_dir(folder))
+        return config.with_vocab_size(tokenizer.vocab_size)
+    size = getattr(args.data, "vocab_size", None)
+    if size is None:
+        raise UserError(
+            f"--tokenizer_dir: {config.name} takes its vocabulary from the tokenizer; "
+            "give one, or --model_config.vocab_size"
+        )
+    return config.with_vocab_size(size)
+
+
+# ---- advice
+
+Change = tuple[str, RunArgs, Place]
+Step = Callable[[RunPlan], Iterator[Change]]
+
+
+def advice_for(plan: RunPlan, device_memory_gb: float) -> list[Advice]:
+    """Return what to change, in this order, until the run fits; nothing where it fits as it is.
+
+    Changes that leave the result as it is come first, then those that cost exactness, then those that train less or
+    need more. A change that does not help, or that is not needed in the end, is left out. If nothing is enough, the
+    last one does not fit.
+    """
+    limit = device_memory_gb * 1e9
+    if plan.memory.total <= limit:
+        return []
+    taken: list[Step] = []
+    current = plan
+    for step in _STEPS:
+        found = _take(step, current, limit)
+        if found is not None:
+            taken, current = [*taken, step], found[1]
+            if current.memory.total <= limit:
+                break
+    for step in taken[:-1]:
+        fewer = [other for other in taken if other is not step]
+        changes = _apply(fewer, plan, limit)
+        if changes and changes[-1][1].memory.total <= limit:
+            taken = fewer
+    return [Advice(text, p.memory.total / 1e9, p.memory.total <= limit) for text, p in _apply(taken, plan, limit)]
+
+
+def _apply(steps: list[Step], plan: RunPlan, limit: float) -> list[tuple[str, RunPlan]]:
+    done = []
+    for step in steps:
+        found = _take(step, plan, limit)
+        if found is not None:
+            done.append(found)
+            plan = found[1]
+    return done
+
+
+def _take(step: Step, plan: RunPlan, limit: float) -> tuple[str, RunPlan] | None:
+    """The first variant of a change that fits, else the one that needs least; None where it does not help."""
+    best = None
+    for text, args, place in step(plan):
+        try:
+            changed = plan_run(args, place)
+        except UserError:  # the run would refuse it
+            continue
+        if changed.memory.total <= limit:
+            return text, changed
+        if changed.memory.total < (best[1] if best else plan).memory.total:
+            best = (text, changed)
+    return best
+
+
+def _train(plan: RunPlan, **changes: Any) -> tuple[RunArgs, Place]:
+    return replace(plan.args, train=replace(plan.args.train, **changes)), plan.place
+
+
+def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
+    per_rank = plan.batch.global_batch_size // plan.batch.world_size
+    for micro in range(plan.batch.micro_batch_size - 1, 0, -1):
+        if per_rank % micro == 0:
+            yield f"--train.micro_batch_size {micro}", *_train(plan, micro_batch_size=micro)
+
+
+def _full_shard(plan: RunPlan) -> Iterator[Change]:
+    if plan.strategy.shards < plan.batch.world_size or plan.strategy.sharding == "SHARD_GRAD_OP":
+        named = plan.args.strategy not in ("auto", "fsdp")
+        fsdp = replace(plan.args.fsdp, sharding_strategy="FULL_SHARD")
+        args = replace(plan.args, strategy="fsdp" if named else plan.args.strategy, fsdp=fsdp, ddp=DDPArgs())
+        yield "--strategy fsdp " * named + "--fsdp.sharding_strategy FULL_SHARD", args, plan.place
+
+
+def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
+    if plan.precision != "bf16-true":
+        yield "--precision bf16-true", replace(plan.args, precision="bf16-true"), plan.place
+
+
+def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
+    """Sharded gradients that wait for more micro-batches are whole: see distributed/fsdp.py."""
+    if plan.strategy.kind == "fsdp" and plan.batch.accumulation > 1:
+        size = plan.batch.micro_batch_size * plan.batch.world_size
+        yield f"--train.global_batch_size {size}", *_train(plan, global_batch_size=size)
+
+
+def _adapters(plan: RunPlan) -> Iterator[Change]:
+    if plan.args.defaults is FINETUNE_FULL:
+        yield "toolkit finetune_lora", replace(plan.args, defaults=FINETUNE_LORA, lora=LoRAConfig()), plan.place
+
+
+def _quantized(plan: RunPlan) -> Iterator[Change]:
+    if plan.args.lora is not None and plan.args.quantize is None:
+        yield "--quantize bnb.nf4", replace(plan.args, quantize="bnb.nf4"), plan.place
+
+
+def _shorter(plan: RunPlan) -> Iterator[Change]:
+    length = 2 ** math.ceil(math.log2(plan.seq_length)) // 2
+    while length >= SHORTEST:
+        yield f"--train.max_seq_length {length}", *_train(plan, max_seq_length=length)
+        length //= 2
+
+
+def _more_devices(plan: RunPlan) -> Iterator[Change]:
+    devices = plan.place.devices * 2
+    while plan.place.device == "cuda" and devices <= MOST_DEVICES:
+        strategy = "auto" if plan.args.strategy == "single" else plan.args.strategy
+        args = replace(plan.args, strategy=strategy)
+        yield f"--devices {devices}", args, replace(plan.place, devices=devices)
+        devices *= 2
+
+
+def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
+    layers = plan.config.n_layer // 2
+    while plan.args.initial_checkpoint_dir is None and plan.args.lora is None and layers:
+        config = replace(plan.args.model_config, n_layer=layers)
+        yield f"--model_config.n_layer {layers}", replace(plan.args, model_config=config), plan.place
+        layers //= 2
+
+
+_STEPS: list[Step] = [
+    _smaller_micro_batch, _full_shard, _true_16_bits, _no_accumulation, _adapters, _quantized, _shorter, _more_devices,
+    _fewer_layers,
+]  # fmt: skip
+
+
+def out_of_memory(args: RunArgs, place: Place, device_memory_gb: float | None = None) -> UserError:
+    """The one line for a run whose device ran out of memory: what it needs by part, and what to change.
+
+    Args:
+        args: The run's.
+        place: Where it is.
+        device_memory_gb: Of one device, in GB (1e9 bytes); asked of CUDA when not given.
+    """
+    size = args.train.micro_batch_size
+    start = f"--train.micro_batch_size {size}: out of memory on {place.device}"
+    if args.module is not None:
+        smaller = "a smaller one" if size is None or size > 1 else "shorter sequences or more devices"
+        return UserError(f"{start}; use {smaller}")
+    plan = plan_run(args, place)
+    if device_memory_gb is None:
+        known = place.device == "cuda" and torch.cuda.is_available()
+        device_memory_gb = torch.cuda.get_device_properties(0).total_memory / 1e9 if known else math.inf
+    # it did not fit, whatever the formula says: others may hold a part of the device
+    limit = min(device_memory_gb, 0.9 * plan.memory.total / 1e9)
+    largest = sorted(plan.memory.parts().items(), key=lambda part: -part[1])[:3]
+    needs = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.1f}" for name, size in largest)
+    changes = ", then ".join(f"{a.change} ({a.memory_gb:.1f} GB)" for a in advice_for(plan, limit))
+    mend = f"use {changes}" if changes else "use a smaller model"
+    return UserError(f"{start}: this run needs about {plan.memory.total / 1e9:.1f} GB ({needs}, ...); {mend}")
+
+
+# ---- from the arguments of a command
+
+
+def place_of(args: RunArgs) -> Place:
+    """Where the run of ``args`` is to be: on GPUs that need not be here, unless another accelerator is named.
+
+    Raises:
+        UserError: an impossible number of devices or nodes.
+    """
+    device = "cuda" if args.accelerator == "auto" else args.accelerator
+    here = count_devices(device) if args.devices == "auto" else None
+    somewhere = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # no launcher has a say
+    layout = read_layout(args.devices, args.num_nodes, here or None, somewhere)
+    return Place(device, layout.devices, layout.num_nodes)
+
+
+@contextmanager
+def run_args_of(command: str, given: dict[str, Any]) -> Iterator[RunArgs]:
+    """Give the arguments that a training command hands over for its own arguments.
+
+    A checkpoint that is not on this disk is stood for by a folder that holds nothing but the named architecture; it is
+    there within the context.
+
+    Raises:
+        UserError: they do not go together, or there is no such folder and no such name.
+    """
+    option = "initial_checkpoint_dir" if command == "pretrain" else "checkpoint_dir"
+    value = given[option]
+    with TemporaryDirectory() as folder:
+        if value is not None and not any(path.exists() for path in (Path(value), Path("checkpoints") / value)):
+            write_model_files(
+                Path(folder), state_dict=None, config=_named(option, value), hyperparameters=None, tokenizer=None
+            )
+            given = given | {option: folder}
+        if command == "pretrain":
+            yield RunArgs(defaults=PRETRAIN, **given)
+        else:
+            yield finetune_args({"finetune_full": FINETUNE_FULL, "finetune_lora": FINETUNE_LORA}[command], given)
+
+
+def _named(option: str, value: str) -> ModelConfig:
+    try:
+        return get_config(value)
+    except UserError as error:
+        raise UserError(
+            f"{option} {value}: no such folder, here or below checkpoints/, and no architecture of that name"
+            f"{did_you_mean(value.rpartition('/')[2], list_names())}"
+        ) from error
