@@ -31,10 +31,10 @@ def setup(
     from toolkit.data.tokenizer import Tokenizer
     from toolkit.errors import UserError
 
-    for name, value in (("max_seq_length", max_seq_length), ("num_samples", num_samples + 1)):
-        if value <= 0:
-            wrong = value if name == "max_seq_length" else num_samples
-            raise UserError(f"--{name} {wrong}: must be greater than zero")
+    if max_seq_length <= 0:
+        raise UserError(f"--max_seq_length {max_seq_length}: must be greater than zero")
+    if num_samples < 0:
+        raise UserError(f"--num_samples {num_samples}: must not be negative")
     tokenizer = None
     if tokenizer_dir is not None:
         below = Path("checkpoints") / tokenizer_dir

@@ -85,9 +85,7 @@ class InstructionData(DataModule):
         option, splits = self.find_rows()
         fraction = self.val_split_fraction
         if splits.val is not None and fraction is not None:
-            raise UserError(
-                f"--data.val_split_fraction {fraction}: {option} has held-out rows of its own; give no share"
-            )
+            raise UserError(f"--data.val_split_fraction {fraction}: leave it out: {option} has held-out rows")
         template, no_template = None, None
         try:
             template = ChatTemplate.of(tokenizer, self.prompt_style)

@@ -39,9 +39,9 @@ class CSV(InstructionData):
     csv_path: str
 
     def find_rows(self) -> tuple[str, Splits]:
-        from toolkit.data.row_files import find_splits
+        from toolkit.data.row_files import CSV_KINDS, find_splits
 
-        return f"--data.csv_path {self.csv_path}", find_splits(self.csv_path, "csv_path", {".csv": "csv"})
+        return f"--data.csv_path {self.csv_path}", find_splits(self.csv_path, "csv_path", CSV_KINDS)
 
 
 @dataclass
@@ -56,9 +56,9 @@ class Parquet(InstructionData):
     parquet_path: str
 
     def find_rows(self) -> tuple[str, Splits]:
-        from toolkit.data.row_files import find_splits
+        from toolkit.data.row_files import PARQUET_KINDS, find_splits
 
-        splits = find_splits(self.parquet_path, "parquet_path", {".parquet": "parquet"})
+        splits = find_splits(self.parquet_path, "parquet_path", PARQUET_KINDS)
         return f"--data.parquet_path {self.parquet_path}", splits
 
 

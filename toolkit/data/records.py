@@ -117,17 +117,17 @@ def _question_and_answer(values: dict[str, Any], question: str, where: str) -> t
         usual = "completion" if question == "prompt" else "output"
         raise UserError(f"{where}: has no {usual} to the {question}; {_has(values)}; see --data.columns")
     asked, answered = values[question], values[answer]
-    before = _asked(values, question, where) if isinstance(asked, str) else _messages(asked, f"{where}: {question}")
-    if not isinstance(answered, str):
+    before = _messages(asked, f"{where}: {question}") if isinstance(asked, list) else _asked(values, question, where)
+    if isinstance(answered, list):
         return before + _messages(answered, f"{where}: {answer}")
-    if not answered.strip():
+    if not _text(answered, f"{where}: {answer}").strip():
         raise EmptyAnswer(f"{where}: has an empty answer ({answer}); give it one or take the row out")
     return (*before, {"role": "assistant", "content": answered})
 
 
 def _asked(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
     name = _column(values, INPUT, where)
-    instruction = values[question]
+    instruction = _text(values[question], f"{where}: {question}")
     extra = "" if name is None else _text(values[name], f"{where}: {name}")
     content = f"{instruction}\n\n{extra}" if extra else instruction
     if not content.strip():

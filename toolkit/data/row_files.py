@@ -15,7 +15,9 @@ from toolkit.errors import UserError
 
 VAL_NAMES = ("val", "validation", "test")
 JSON_KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-KINDS = {**JSON_KINDS, ".csv": "csv", ".parquet": "parquet"}
+CSV_KINDS = {".csv": "csv"}
+PARQUET_KINDS = {".parquet": "parquet"}
+KINDS = JSON_KINDS | CSV_KINDS | PARQUET_KINDS
 
 
 class RowSource(Protocol):
@@ -251,7 +253,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Rows by the names of the first line; an empty cell is an empty text."""
-    before = csv.field_size_limit(1 << 30)
+    number, before = 1, csv.field_size_limit(1 << 30)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -268,7 +270,7 @@ def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     raise UserError(f"{path} line {number:,}: has {wrong} cells than the first line has names")
                 yield number, row
     except csv.Error as error:
-        raise UserError(f"{path} line {reader.line_num:,}: broken CSV: {error}") from error
+        raise UserError(f"{path} line {number:,}: broken CSV: {error}") from error
     finally:
         csv.field_size_limit(before)
 

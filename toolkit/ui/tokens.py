@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -9,31 +10,50 @@ from rich.text import Text
 
 # Neighbours alternate between two shades, so that each token can be told from the next.
 TRAINED = ("black on green", "black on bright_green")
-MASKED = ("dim", "bold dim")
-_SHOWN = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
-_PLAIN = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+MASKED = ("dim", "")
+_SHOWN = {"\n": "⏎", "\t": "⇥"}
+_PLAIN = {"\n": "\\n"}
 
 
 def print_inspection(found: dict[str, Any], console: Console) -> None:
     """Print what :func:`toolkit.data.inspection.inspect_rows` returns."""
-    colour = console.color_system is not None
+    colour = console.color_system is not None and not console.no_color
     for number, sample in enumerate(found["samples"], 1):
         tokens = sample["tokens"]
-        trained = sum(token["trained"] for token in tokens)
-        share = f"{trained:,} of {len(tokens):,} tokens trained"
-        console.print(Text.assemble((f"Sample {number}", "bold"), f": {sample['where']}: {share}"))
+        share = f"{sum(token['trained'] for token in tokens):,} of {len(tokens):,} tokens trained"
+        console.print(Text.assemble((f"Sample {number}", "bold"), f": {sample['where']}: {share}"), soft_wrap=True)
         console.print(coloured(tokens) if colour else Text(bracketed(tokens, console.encoding)), soft_wrap=not colour)
         console.print()
-    legend = Text.assemble((" trained ", TRAINED[0]), " ", ("not trained", MASKED[0])) if colour else Text(
-        "[trained] tokens are in brackets, the others are not trained"
-    )  # fmt: skip
     if found["samples"]:
-        console.print(legend)
+        console.print(_legend(colour))
         console.print()
-    for name, value in found["counts"].items():
-        console.print(Text(f"{name.removesuffix('_percent').replace('_', ' '):28} {_number(name, value)}"))
+    for name, value in _lines(found["counts"]):
+        console.print(Text(f"{name:20} {value}"), soft_wrap=True)
     for number, sample in enumerate(found["longest"]):
-        console.print(Text(f"{'' if number else 'longest samples':28} {sample['tokens']:,} tokens: {sample['where']}"))
+        name = "" if number else "longest samples"
+        console.print(Text(f"{name:20} {sample['tokens']:,} tokens: {sample['where']}"), soft_wrap=True)
+
+
+def _legend(colour: bool) -> Text:
+    if not colour:
+        return Text("Tokens in [brackets] are trained, the others are not.")
+    return Text.assemble((" trained ", TRAINED[0]), " ", ("not trained", MASKED[0]), "; shades tell tokens apart")
+
+
+def _lines(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names and values for people: a count together with its share, and only those reasons that occurred."""
+    for name, value in counts.items():
+        share = counts.get(f"{name.removesuffix('_tokens')}_percent")
+        if name.endswith("_percent"):
+            count = name.removesuffix("_percent")
+            if count not in counts and f"{count}_tokens" not in counts:
+                yield count.replace("_", " "), f"{value:.1f} %"
+        elif name.startswith("dropped_") or name == "split":
+            if value:
+                yield name.replace("dropped_", "  ").replace("_", " "), f"{value:,}"
+        else:
+            number = f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+            yield name.replace("_", " "), number if share is None else f"{number} ({share:.1f} %)"
 
 
 def coloured(tokens: list[dict[str, Any]]) -> Text:
@@ -53,21 +73,12 @@ def bracketed(tokens: list[dict[str, Any]], encoding: str = "utf-8") -> str:
     shown = []
     for token in tokens:
         if not token["trained"]:
-            shown.append(token["text"])
+            shown.append(_visible(token["text"], {}))
         elif token["text"]:
-            text = _visible(token["text"], _PLAIN)
-            shown.append(f"[{text}]" + "\n" * token["text"].count("\n"))
+            shown.append(f"[{_visible(token['text'], _PLAIN)}]" + "\n" * token["text"].count("\n"))
     return "".join(shown).encode(encoding, errors="replace").decode(encoding).rstrip("\n")
 
 
 def _visible(text: str, names: dict[str, str]) -> str:
-    """Control characters as pictures: what a file holds must not steer the terminal."""
-    for character, name in names.items():
-        text = text.replace(character, name)
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
-
-
-def _number(name: str, value: float) -> str:
-    if name.endswith("_percent"):
-        return f"{value:.1f} %"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+    """Control characters in writing: what a file holds must not steer the terminal."""
+    return "".join(names.get(c, c if c.isprintable() or c == "\n" else ascii(c)[1:-1]) for c in text)

@@ -1,0 +1,525 @@
+"""Instruction data as rows: labels, lengths, packing, the held-out share, the cache (S5), and what is said about it."""
+
+import json
+import os
+import pickle
+import shutil
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import toolkit.data
+from toolkit.data import CSV, JSON, LIMA, Alpaca, Dolly, HuggingFace, InstructionData, Parquet
+from toolkit.data.encode import Counts
+from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.errors import UserError
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A tokenizer of bytes without a chat template: one token per character."""
+    return train_bpe(["x"], 257)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(plain):
+    """The same with ChatML's tokens and template."""
+    from tokenizers import Tokenizer as Core
+
+    files = dict(plain._files)
+    core = Core.from_str(files["tokenizer.json"].decode())
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    files |= {"tokenizer.json": core.to_str().encode(), "chat_template.jinja": CHATML.encode()}
+    return Tokenizer(files, "the checkpoint")
+
+
+@pytest.fixture
+def prepare(tokenizer, tmp_path):
+    """Prepare rows, given as objects, in a private cache; returns the data and the lines it reported."""
+
+    def run(rows, max_seq_length=200, tokenizer=tokenizer, **options):
+        lines = []
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = {"cache_dir": str(tmp_path / "cache"), "val_split_fraction": 0.0} | options
+        data = JSON(str(path), **options)
+        data = data.prepare(tokenizer=tokenizer, max_seq_length=max_seq_length, report=lines.append)
+        return data, " | ".join(lines)
+
+    return run
+
+
+def qa(question, answer):
+    return {"prompt": question, "completion": answer}
+
+
+MANY = [qa(f"question {i}", f"answer {i} " + "word " * (i * 7 % 23)) for i in range(60)]
+
+
+def documents(rows):
+    """(inputs, labels) of every document of all rows, as lists."""
+    for i in range(len(rows)):
+        row = rows[i]
+        numbers = row.get("documents", torch.zeros_like(row["input_ids"]))
+        for document in numbers.unique():
+            here = numbers == document
+            yield row["input_ids"][here].tolist(), row["labels"][here].tolist()
+
+
+def labelled(tokenizer, rows) -> list[str]:
+    """The text that each document trains."""
+    return [tokenizer.decode([t for t in labels if t != -100], False) for _, labels in documents(rows)]
+
+
+def test_labels_are_the_answer_and_its_end(prepare, tokenizer):
+    data, said = prepare([qa("hi", "yes")])
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+    ids = tokenizer.encode(text)
+    row = data.train[0]
+    assert row["input_ids"].tolist() == ids[:-1] and row["input_ids"].dtype == row["labels"].dtype == torch.int64
+    prompt = len(tokenizer.encode(text.partition("yes")[0]))
+    answer = ids[prompt : prompt + 4]
+    assert row["labels"].tolist() == [-100] * (prompt - 1) + answer + [-100]
+    assert data.train.lengths.tolist() == [len(ids) - 1] and set(row) == {"input_ids", "labels"}
+    assert "chat template: the checkpoint: chat_template.jinja; end of turn: <|im_end|>" in said
+    assert f"1 samples, 0 truncated, 0 dropped; {len(ids) - 1} tokens, trained: {4 / (len(ids) - 1):.1%}" in said
+    assert json.loads(data.tokenizer.files["generation_config.json"])["eos_token_id"][-1] == ids[-2]
+
+
+TWO = {"messages": [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "abcd", strict=True)]}
+
+
+def test_what_is_trained(prepare, tokenizer):
+    def trained(**options):
+        return labelled(tokenizer, prepare([TWO], **options)[0].train)[0]
+
+    everything = "user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+    everything += "<|im_start|>assistant\nd<|im_end|>\n"
+    assert trained() == trained(train_on="answers") == "b<|im_end|>d<|im_end|>"
+    assert trained(train_on="last_answer") == "d<|im_end|>"
+    assert trained(train_on="all") == trained(mask_prompt=False) == everything
+
+
+def test_plain_text_needs_no_template(prepare, plain):
+    data, said = prepare([{"text": "some text"}], tokenizer=plain)
+    ids = plain.encode("some text", eos=True)
+    assert data.train[0]["input_ids"].tolist() == ids[:-1] and data.train[0]["labels"].tolist() == ids[1:]
+    assert data.tokenizer is plain and "template" not in said
+    with pytest.raises(UserError, match="--data.prompt_style: .* has no chat template"):
+        prepare([{"text": "some text"}, qa("a", "b")], tokenizer=plain)
+    data, said = prepare([{"text": "some text"}, qa("a", "b")], tokenizer=plain, prompt_style="alpaca")
+    assert len(data.train) == 2 and "chat template: --data.prompt_style alpaca" in said
+    assert "chat_template.jinja" in data.tokenizer.files
+    with pytest.raises(UserError, match="--data.prompt_style alpaka: .*did you mean 'alpaca'"):
+        prepare([{"text": "some text"}], prompt_style="alpaka")
+
+
+# ---- lengths
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_split_predicts_every_token_once(prepare, packing):
+    whole = list(documents(prepare(MANY, 500, train_on="all")[0].train))
+    data, said = prepare(MANY, 40, train_on="all", on_long="split", packing=packing)
+    assert data.train.lengths.max() <= 40 and "0 truncated, 59 split, 0 dropped" in said
+    pieces = sorted(documents(data.train), key=str) if packing == "best_fit" else list(documents(data.train))
+    inputs, labels = ([t for document in whole for t in document[i]] for i in (0, 1))
+    if packing == "none":
+        assert [t for piece in pieces for t in piece[0]] == inputs
+        assert [t for piece in pieces for t in piece[1]] == labels
+    else:
+        assert sorted(t for piece in pieces for t in piece[1]) == sorted(labels)
+
+
+def test_split_leaves_out_pieces_without_an_answer(prepare, tokenizer):
+    data, said = prepare([qa("long question " * 10, "yes")], 50, on_long="split")
+    assert labelled(tokenizer, data.train) == ["yes<|im_end|>"]
+    assert "1 split (3 pieces without a trained token left out), 0 dropped" in said
+
+
+def test_truncate_keeps_the_head(prepare):
+    whole = list(documents(prepare(MANY, 500)[0].train))
+    data, said = prepare(MANY, 60)
+    found = list(documents(data.train))
+    assert found == [(inputs[:60], labels[:60]) for inputs, labels in whole]
+    long = sum(len(inputs) > 60 for inputs, _ in whole)
+    assert f"60 samples, {long} truncated, 0 dropped" in said and 0 < long < 60
+    exact = len(whole[0][0])
+    assert "0 truncated" in prepare(MANY[:1], exact)[1] and "1 truncated" in prepare(MANY[:1], exact - 1)[1]
+
+
+def test_samples_without_a_trained_token_are_dropped(prepare, tokenizer):
+    rows = [qa("long question " * 20, "yes"), qa("hi", "yes"), {"messages": [{"role": "user", "content": "alone"}]}]
+    data, said = prepare(rows, 60)
+    assert labelled(tokenizer, data.train) == ["yes<|im_end|>"]
+    assert "3 samples, 0 truncated, 2 dropped (2 without a trained token)" in said
+    with pytest.raises(UserError, match=r"rows.jsonl: no sample is left to train on: 1 samples, .* 1 dropped"):
+        prepare(rows[:1], 60)
+
+
+def test_drop_and_error(prepare, tokenizer):
+    rows = [qa("hi", "yes"), qa("hi", "word " * 40)]
+    data, said = prepare(rows, 60, on_long="drop")
+    assert labelled(tokenizer, data.train) == ["yes<|im_end|>"] and "1 dropped (1 too long)" in said
+    with pytest.raises(UserError, match=r"rows.jsonl line 2: 2\d\d tokens, but a row has room for 61 .*max_seq_length"):
+        prepare(rows, 60, on_long="error")
+
+
+# ---- packing (N9's rows)
+
+
+def test_n9_packed_rows_hold_the_same_documents(prepare):
+    alone, packed = prepare(MANY)[0], prepare(MANY, packing="best_fit")[0]
+    assert sorted(documents(packed.train)) == sorted(documents(alone.train)) and len(packed.train) < len(alone.train)
+    for i in range(len(packed.train)):
+        row = packed.train[i]
+        assert {len(values) for values in row.values()} == {packed.train.lengths[i]} and len(row["labels"]) <= 200
+        assert {values.dtype for values in row.values()} == {torch.int64}
+        for document in range(int(row["documents"][-1]) + 1):
+            here = row["documents"] == document
+            assert row["positions"][here].tolist() == list(range(int(here.sum())))
+        assert row["documents"].tolist() == sorted(row["documents"].tolist())
+    assert f"{packed.train.lengths.sum() / (200 * len(packed.train)):.1%} full" in packed.summary
+
+
+def test_no_document_predicts_the_next(prepare, tokenizer):
+    """The label at the last input of a document is its own last token, or none."""
+    text = [{"text": letter * 10} for letter in "abc"]
+    row = prepare(text, 40, packing="best_fit")[0].train[0]
+    ends = torch.tensor([9, 19, 29])
+    assert row["documents"].unique().tolist() == [0, 1, 2]
+    assert row["labels"][ends].tolist() == [tokenizer.eos_id] * 3
+    row = prepare([qa("a", "b"), qa("c", "d")], packing="best_fit")[0].train[0]
+    begins = [i for i in range(1, len(row["positions"])) if row["positions"][i] == 0]
+    assert len(begins) == 1 and row["labels"][begins[0] - 1] == -100
+
+
+def test_s2_packing_is_the_same_every_time(prepare, tmp_path):
+    first = list(documents(prepare(MANY, packing="best_fit")[0].train))
+    shutil.rmtree(tmp_path / "cache")
+    assert list(documents(prepare(MANY, packing="best_fit")[0].train)) == first
+
+
+# ---- held-out samples
+
+
+def test_held_out_share(prepare, tokenizer):
+    everything = list(documents(prepare(MANY, 500)[0].train))
+    data, said = prepare(MANY, 500, val_split_fraction=None)  # 5 %
+    train, val = list(documents(data.train)), list(documents(data.val))
+    assert len(val) == 3 and sorted(train + val) == sorted(everything) and "57 train rows; 3 val rows" in said
+    assert train == [document for document in everything if document not in val]
+    assert val != everything[:3] and val != everything[-3:]
+    again = prepare(MANY, 500, val_split_fraction=0.05, packing="best_fit")[0]
+    assert sorted(documents(again.val)) == sorted(val)
+    assert prepare(MANY[:1], val_split_fraction=0.5)[0].val is None
+
+
+def test_pieces_of_a_sample_stay_together(prepare, tokenizer):
+    rows = [{"text": chr(97 + i) * 30} for i in range(20)]
+    data, _ = prepare(rows, 10, on_long="split", val_split_fraction=0.3)
+    letters = [
+        {chr_ for inputs, _ in documents(rows) for chr_ in tokenizer.decode(inputs)} for rows in (data.train, data.val)
+    ]
+    assert len(letters[0]) == 14 and len(letters[1]) == 6 and not letters[0] & letters[1]
+    assert len(data.val) == 18
+
+
+def test_own_held_out_file(tokenizer, tmp_path):
+    for name, rows in (("train.jsonl", MANY), ("val.jsonl", MANY[:2])):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(**options):
+        data = JSON(str(tmp_path), cache_dir=str(tmp_path / "cache"), **options)
+        return data.prepare(tokenizer=tokenizer, max_seq_length=200, report=lambda _: None)
+
+    data = run()
+    assert len(data.train) == 60 and list(documents(data.val)) == list(documents(data.train))[:2]
+    assert data.val.where(1) == [f"{tmp_path}/val.jsonl line 2"]
+    with pytest.raises(UserError, match="--data.val_split_fraction 0.1: leave it out: .* has held-out rows"):
+        run(val_split_fraction=0.1)
+    (tmp_path / "val.jsonl").write_text('{"prompt": "q", "completion": ""}')
+    with pytest.raises(UserError, match="val.jsonl line 1: has an empty answer"):
+        run()
+
+
+# ---- the cache
+
+
+def folders(cache):
+    return sorted(path.name for path in cache.iterdir())
+
+
+def test_s5_miss_then_hit(prepare, tmp_path):
+    first, said = prepare(MANY, packing="best_fit", val_split_fraction=0.2)
+    assert "MISS" in said and "not prepared yet" in said and "HIT" not in said
+    again, said = prepare(MANY, packing="best_fit", val_split_fraction=0.2)
+    assert "HIT" in said and "MISS" not in said and "end of turn" in said and again.summary == first.summary
+    assert again.content_key == first.content_key
+    for split in ("train", "val"):
+        assert list(documents(getattr(again, split))) == list(documents(getattr(first, split)))
+    assert len(folders(tmp_path / "cache")) == 1 and folders(tmp_path / "cache")[0].startswith("json-")
+
+
+def test_s5_every_ingredient_changes_the_key(prepare, plain, tmp_path, monkeypatch):
+    keys = [prepare(MANY)[0].content_key]
+    for change in (
+        {"max_seq_length": 80}, {"prompt_style": "alpaca"}, {"train_on": "all"}, {"packing": "best_fit"},
+        {"val_split_fraction": 0.1}, {"max_seq_length": 80, "on_long": "drop"},
+        {"max_seq_length": 80, "on_long": "split"}, {"tokenizer": plain, "prompt_style": "chatml"},
+    ):  # fmt: skip
+        data, said = prepare(MANY, **change)
+        assert "MISS" in said, change
+        keys.append(data.content_key)
+    data, said = prepare([*MANY[:-1], qa("question 59", "another answer")])
+    assert "MISS" in said
+    keys.append(data.content_key)
+    assert len(set(keys)) == len(keys) == len(folders(tmp_path / "cache"))
+    monkeypatch.setattr("toolkit.data.encoded.CODE_VERSION", 10**6)
+    assert "MISS" in prepare(MANY)[1]
+
+
+def test_s5_a_template_of_the_same_name_changes_the_key(prepare, tokenizer):
+    assert "MISS" in prepare(MANY)[1]
+    changed = tokenizer.with_files({"chat_template.jinja": CHATML.replace("assistant\n", "assistant\n\n").encode()})
+    data, said = prepare(MANY, tokenizer=changed)
+    assert "MISS" in said and data.tokenizer.files["chat_template.jinja"] == changed.files["chat_template.jinja"]
+
+
+def test_s5_moved_files_are_found_again_and_named_anew(prepare, tokenizer, tmp_path):
+    first, _ = prepare(MANY)
+    moved = tmp_path / "moved.jsonl"
+    shutil.move(tmp_path / "rows.jsonl", moved)
+    lines = []
+    data = JSON(str(moved), cache_dir=str(tmp_path / "cache"), val_split_fraction=0.0)
+    data = data.prepare(tokenizer=tokenizer, max_seq_length=200, report=lines.append)
+    assert "HIT" in lines[0] and data.content_key == first.content_key
+    assert data.train.where(4) == [f"{moved} line 5"]
+
+
+DAMAGE = {
+    "manifest emptied": lambda f: (f / "manifest.json").write_text(""),
+    "manifest of another kind": lambda f: (f / "manifest.json").write_text("[]"),
+    "manifest of other data": lambda f: _edit(f, lambda m: m.update(key="0" * 64)),
+    "manifest without counts": lambda f: _edit(f, lambda m: m.pop("facts")),
+    "manifest missing": lambda f: (f / "manifest.json").unlink(),
+    "tokens cut short": lambda f: os.truncate(f / "tokens.bin", 10),
+    "one token changed": lambda f: _flip(f / "tokens.bin"),
+    "one label changed": lambda f: _flip(f / "trained.bin"),
+    "index missing": lambda f: (f / "train_starts.bin").unlink(),
+    "everything missing": lambda f: (shutil.rmtree(f), f.mkdir()),
+}
+
+
+def _edit(folder, change):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _flip(path: Path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_s5_damaged_data_is_prepared_anew(prepare, tmp_path, damage):
+    first = list(documents(prepare(MANY[:4])[0].train))
+    (folder,) = (tmp_path / "cache").iterdir()
+    DAMAGE[damage](folder)
+    again, said = prepare(MANY[:4])
+    assert "MISS" in said and "damaged" in said and list(documents(again.train)) == first
+    assert folders(tmp_path / "cache") == [folder.name]
+    assert "HIT" in prepare(MANY[:4])[1]
+
+
+def test_a_failed_preparation_leaves_nothing(prepare, tmp_path):
+    with pytest.raises(UserError, match="line 2: has an empty answer"):
+        prepare([qa("a", "b"), qa("c", "")])
+    assert folders(tmp_path / "cache") == []
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--data.cache_dir .*/file: cannot be used: "):
+        prepare(MANY, cache_dir=str(tmp_path / "file"))
+
+
+def test_rows_travel_to_other_processes(prepare):
+    rows = prepare(MANY, packing="best_fit")[0].train
+    before = list(documents(rows))  # the files are mapped now
+    sent = pickle.dumps(rows)
+    assert len(sent) < 20_000 and list(documents(pickle.loads(sent))) == before
+    for index in (-1, len(rows)):
+        with pytest.raises(IndexError):
+            rows[index]
+
+
+def test_tokens_beyond_16_bits(prepare, tokenizer):
+    raw = json.loads(tokenizer.files["tokenizer.json"])
+    raw["model"]["vocab"]["yes"] = 70_000
+    raw["model"]["merges"] = [["y", "e"], ["ye", "s"]]
+    raw["model"]["vocab"]["ye"] = 69_999
+    big = tokenizer.with_files({"tokenizer.json": json.dumps(raw).encode()})
+    assert 70_000 in prepare([qa("hi", "yes")], tokenizer=big)[0].train[0]["labels"].tolist()
+
+
+def test_many_tokens_are_written_in_parts(prepare, monkeypatch, tmp_path):
+    whole = list(documents(prepare(MANY)[0].train))
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr("toolkit.data.encode._BATCH", 100)
+    assert list(documents(prepare(MANY)[0].train)) == whole
+
+
+def test_longest_samples_are_named(prepare):
+    facts = prepare(MANY, 60)[0].train.facts
+    sizes = [len(inputs) + 1 for inputs, _ in documents(prepare(MANY, 500)[0].train)]
+    order = sorted(range(60), key=lambda i: (-sizes[i], i))[:5]
+    assert [tuple(entry) for entry in facts["longest"]] == [(sizes[i], 0, i + 1) for i in order]
+    counts = Counts()
+    for number in range(1, 8):
+        counts.measure(5, 0, number)
+    assert [number for *_, number in counts.facts()["longest"]] == [1, 2, 3, 4, 5]
+
+
+# ---- the modules
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"val_split_fraction": 1.0}, "--data.val_split_fraction 1.0: must be at least 0 and less than 1"),
+        ({"val_split_fraction": -0.1}, "--data.val_split_fraction -0.1"),
+        ({"num_workers": -1}, "--data.num_workers -1"),
+        (
+            {"mask_prompt": False, "train_on": "last_answer"},
+            "--data.mask_prompt false: .* --data.train_on is last_answer",
+        ),
+        ({"columns": {"a": "b"}}, "--data.columns a: no such column"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(UserError, match=message):
+        JSON("x", **options)
+
+
+def test_a_tokenizer_and_a_length_are_needed(tokenizer):
+    with pytest.raises(UserError, match="--data JSON: needs the tokenizer of the model; give --tokenizer_dir"):
+        JSON("x").prepare(tokenizer=None, max_seq_length=8)
+    with pytest.raises(UserError, match="--train.max_seq_length 0"):
+        JSON("x").prepare(tokenizer=tokenizer, max_seq_length=0)
+
+
+def test_template_errors_name_the_row(prepare, tokenizer):
+    strict = CHATML + "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('user first') }}{% endif %}"
+    strict = tokenizer.with_files({"chat_template.jinja": strict.encode()})
+    rows = [qa("a", "b"), {"messages": [{"role": "assistant", "content": "c"}]}]
+    with pytest.raises(UserError, match=r"rows.jsonl line 2: .*refuses the messages: user first"):
+        prepare(rows, tokenizer=strict)
+
+
+def test_options_of_one_name_have_one_default():
+    modules = [getattr(toolkit.data, name) for name in toolkit.data.__all__]
+    modules = [
+        m for m in modules if isinstance(m, type) and issubclass(m, InstructionData) and m is not InstructionData
+    ]
+    assert len(modules) == 9
+    defaults = {}
+    for module in [*modules, toolkit.data.TextFiles, toolkit.data.LitData, toolkit.data.SyntheticTokens]:
+        for option in fields(module):
+            assert defaults.setdefault(option.name, option.default) == option.default, option.name
+
+
+def test_all_files_of_the_same_rows_give_the_same_data(tokenizer, tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "a.json").write_text(json.dumps(MANY))
+    lines = [f"{row['prompt']},{row['completion']}\n" for row in MANY]
+    (tmp_path / "a.csv").write_text("prompt,completion\n" + "".join(lines))
+    parquet.write_table(pyarrow.Table.from_pylist(MANY), tmp_path / "a.parquet")
+    modules = [JSON(f"{tmp_path}/a.json"), CSV(f"{tmp_path}/a.csv"), Parquet(f"{tmp_path}/a.parquet")]
+    keys = set()
+    for module in modules:
+        module.cache_dir = str(tmp_path / "cache")
+        keys.add(module.prepare(tokenizer=tokenizer, max_seq_length=100, report=lambda _: None).content_key)
+    assert len(keys) == 1
+
+
+SETS = {
+    Alpaca: ({"instruction": "q", "input": "i", "output": "a", "text": "Below is ..."}, {"output": ""}),
+    Dolly: ({"instruction": "q", "context": "i", "response": "a", "category": "open_qa"}, {"response": ""}),
+    LIMA: ({"conversations": ["q", "a"], "source": "stackexchange"}, {"conversations": ["q", ""]}),
+}
+
+
+@pytest.mark.parametrize("module", SETS)
+def test_named_sets_read_their_columns(tokenizer, tmp_path, module):
+    row, change = SETS[module]
+    (tmp_path / "set.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | change))
+    data = module(local_path=str(tmp_path / "set.jsonl"), cache_dir=str(tmp_path), val_split_fraction=0.0)
+    data = data.prepare(tokenizer=tokenizer, max_seq_length=200, report=lambda _: None)
+    assert labelled(tokenizer, data.train) == ["a<|im_end|>"] and "1 dropped (1 with an empty answer)" in data.summary
+    text = tokenizer.decode(data.train[0]["input_ids"].tolist(), False)
+    assert ("user\nq<|im_end|>" if module is LIMA else "user\nq\n\ni<|im_end|>") in text
+
+
+@pytest.fixture
+def datasets(monkeypatch, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    return datasets
+
+
+def test_hugging_face_reads_a_local_folder(datasets, tokenizer, tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name, rows in (("train", [*MANY, qa("q", "")]), ("test", MANY[:3])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(**options):
+        data = HuggingFace(str(folder), cache_dir=str(tmp_path / "cache"), **options)
+        lines = []
+        return data.prepare(tokenizer=tokenizer, max_seq_length=500, report=lines.append), lines
+
+    data, lines = run(val_split="test")
+    assert len(data.train) == 60 and len(data.val) == 3 and "1 dropped (1 with an empty answer)" in data.summary
+    assert list(documents(data.val)) == list(documents(data.train))[:3] and "MISS" in lines[0]
+    assert data.train.where(2) == [f"{folder} train row 3"]
+    assert "HIT" in run(val_split="test")[1][0]
+    assert len(run(split="train[:10]", val_split_fraction=0.0)[0].train) == 10
+    with pytest.raises(UserError, match=r"--data.repo_id .*split nothing: cannot be loaded") as error:
+        run(split="nothing")
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"--data.repo_id .*/nowhere, .*cannot be loaded"):
+        HuggingFace(f"{tmp_path}/nowhere").prepare(tokenizer=tokenizer, max_seq_length=8)
+
+
+# ---- real data
+
+
+def test_chatterbot(tokenizer, tmp_path):
+    pytest.importorskip("chatterbot_corpus")
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+    try:
+        import chatterbot_to_jsonl
+    finally:
+        sys.path.pop(0)
+    path = tmp_path / "chatterbot.jsonl"
+    assert chatterbot_to_jsonl.write(path, "messages") > 2000
+    turns = next(chatterbot_to_jsonl.conversations(["ai"]))
+    assert turns[0] == "What is AI?"
+    data = JSON(str(path), cache_dir=str(tmp_path), packing="best_fit")
+    data = data.prepare(tokenizer=tokenizer, max_seq_length=1024, report=lambda _: None)
+    efficiency = data.train.lengths.sum() / (len(data.train) * 1024)
+    assert efficiency > 0.97 and 0.3 < data.train.facts["trained_tokens"] / data.train.facts["tokens"] < 0.9
+    assert np.array_equal(data.train.lengths, [len(data.train[i]["labels"]) for i in range(len(data.train))])
+    found = {tokenizer.decode(inputs, False) for inputs, _ in documents(data.train)}
+    assert any(f"user\n{turns[0]}<|im_end|>\n<|im_start|>assistant\n{turns[1]}<|im_end|>" in text for text in found)
+    assert chatterbot_to_jsonl.write(path, "prompt", ["trivia"]) > 100
+    assert set(json.loads(path.read_text().splitlines()[0])) == {"prompt", "completion"}

@@ -1,0 +1,250 @@
+"""Rows of every form to records, and files of every kind to rows; mistakes in one line with file and row."""
+
+import json
+
+import pytest
+
+from toolkit.data.records import EmptyAnswer, require_columns, to_record
+from toolkit.data.row_files import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, find_splits, place
+from toolkit.errors import UserError
+
+USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+INSTRUCTED = {**USER, "instruction": "q", "input": ""}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"instruction": "q", "output": "a"}, [INSTRUCTED, ASSISTANT]),
+        ({"instruction": "q", "input": "", "output": "a", "text": "all of it"}, [INSTRUCTED, ASSISTANT]),
+        (
+            {"instruction": "q", "input": "i", "output": "a"},
+            [{"role": "user", "content": "q\n\ni", "instruction": "q", "input": "i"}, ASSISTANT],
+        ),
+        (
+            {"instruction": "q", "context": "i", "response": "a", "category": "qa"},
+            [{"role": "user", "content": "q\n\ni", "instruction": "q", "input": "i"}, ASSISTANT],
+        ),
+        ({"instruction": "q", "answer": "a"}, [INSTRUCTED, ASSISTANT]),
+        ({"prompt": "q", "completion": "a"}, [USER, ASSISTANT]),
+        ({"prompt": "q", "completion": "a", "text": None, "messages": None}, [USER, ASSISTANT]),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, [USER, ASSISTANT]),
+        ({"prompt": [USER], "completion": "a"}, [USER, ASSISTANT]),
+        ({"messages": [USER, ASSISTANT]}, [USER, ASSISTANT]),
+        ({"messages": json.dumps([USER, ASSISTANT])}, [USER, ASSISTANT]),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [USER, ASSISTANT]),
+        ({"conversations": ["q", "a", "q"]}, [USER, ASSISTANT, USER]),
+        ({"messages": [{**USER, "name": "Ann", "tool_calls": None}]}, [{**USER, "name": "Ann"}]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}, [USER]),
+        ({"system": "s", "prompt": "q", "completion": "a"}, [{"role": "system", "content": "s"}, USER, ASSISTANT]),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [1]}]},
+            [{"role": "assistant", "content": "", "tool_calls": [1]}],
+        ),
+    ],
+)
+def test_forms(row, messages):
+    record = to_record(row, "file line 1")
+    assert list(record.messages) == messages and record.text is None and record.where == "file line 1"
+
+
+def test_text_is_a_record_of_its_own():
+    record = to_record({"text": "some text", "id": 3}, "x")
+    assert record.text == "some text" and record.messages is None
+
+
+def test_columns_of_other_names():
+    row = {"question": "q", "reply": "a", "output": "not this"}
+    columns = {"prompt": "question", "completion": "reply"}
+    assert list(to_record(row, "x", columns).messages) == [USER, ASSISTANT]
+    with pytest.raises(UserError, match=r"x: has no column reply \(--data.columns\); it has question"):
+        to_record({"question": "q"}, "x", columns)
+    with pytest.raises(UserError, match="--data.columns promt: no such column; did you mean 'prompt'"):
+        require_columns({"promt": "question"})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (["q", "a"], "is a list, not an object"),
+        ("text", "is a text, not an object"),
+        (None, "is null, not an object"),
+        ({"foo": 1, "bar": 2}, "has no column that is known; it has foo, bar"),
+        ({}, "has no column that is known; it has nothing"),
+        ({"prompt": "q", "rating": 3}, "has no completion to the prompt; it has prompt"),
+        ({"instruction": "q"}, "has no output to the instruction"),
+        ({"instruction": "q", "output": 42}, "output: is a number; it must be a text"),
+        ({"instruction": "", "output": "a"}, "has an empty instruction"),
+        ({"prompt": "q", "instruction": "q", "output": "a"}, "has both instruction and prompt"),
+        ({"prompt": "q", "response": "a", "answer": "b"}, "has both response and answer; choose one"),
+        ({"instruction": "q", "input": 3, "output": "a"}, "input: is a number; it must be a text"),
+        ({"text": 3}, "text: is a number; it must be a text"),
+        ({"messages": []}, "messages: is an empty list"),
+        ({"messages": "hello"}, "messages: is a text, not a list of messages"),
+        ({"messages": ["q", {"role": "user", "content": "q"}]}, "message 1: is a text, not an object"),
+        ({"messages": [{"content": "q"}]}, "message 1: has no role; it has content"),
+        ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\): has no content; it has role"),
+        ({"messages": [{"role": "user", "content": 3}]}, r"message 1 \(user\): content: is a number"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1: has content that is not text"),
+    ],
+)
+def test_bad_rows_are_one_line(row, message):
+    with pytest.raises(UserError, match=f"^file line 7: .*{message}") as error:
+        to_record(row, "file line 7")
+    assert "\n" not in str(error.value) and not isinstance(error.value, EmptyAnswer)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "completion": " \n"},
+        {"instruction": "q", "output": None},
+        {"messages": [USER, {"role": "assistant", "content": ""}]},
+        {"text": ""},
+    ],
+)
+def test_empty_answers(row):
+    with pytest.raises(EmptyAnswer, match="^file line 7: .*empty"):
+        to_record(row, "file line 7")
+
+
+# ---- files
+
+
+def read(path, kinds=JSON_KINDS, name="json_path"):
+    """The splits of a path, each as a list of (place, row)."""
+    splits = find_splits(str(path), name, kinds)
+
+    def rows(sources):
+        return [(place(source, number), row) for source in sources for number, row in source.rows()]
+
+    return rows(splits.train), None if splits.val is None else rows(splits.val)
+
+
+def write(path, content):
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+def test_json_lines(tmp_path):
+    path = write(tmp_path / "a.jsonl", '\ufeff{"text": "x\u2028y"}\n\n{"text": "z"}')
+    expected = [(f"{path} line 1", {"text": "x\u2028y"}), (f"{path} line 3", {"text": "z"})]
+    assert read(path) == (expected, None)
+    assert read(path.rename(tmp_path / "a.json"))[0][1] == (f"{tmp_path}/a.json line 3", {"text": "z"})
+
+
+def test_json_list_and_object_of_splits(tmp_path):
+    rows = [{"text": "x"}, {"text": "y"}]
+    path = write(tmp_path / "a.json", json.dumps(rows, indent=1))
+    assert read(path) == ([(f"{path} row 1", rows[0]), (f"{path} row 2", rows[1])], None)
+    for name in ("val", "validation", "test"):
+        for indent in (None, 2):
+            write(path, json.dumps({"train": rows, name: rows[:1]}, indent=indent))
+            assert read(path)[1] == [(f"{path} {name} row 1", rows[0])]
+
+
+def test_folders(tmp_path):
+    write(tmp_path / "train.json", [{"text": "x"}])
+    assert read(tmp_path)[1] is None
+    write(tmp_path / "test.jsonl", '{"text": "t"}')
+    assert read(tmp_path)[1] == [(f"{tmp_path}/test.jsonl line 1", {"text": "t"})]
+    write(tmp_path / "val.jsonl", '{"text": "v"}')
+    assert read(tmp_path)[1] == [(f"{tmp_path}/val.jsonl line 1", {"text": "v"})]
+    notes = find_splits(str(tmp_path), "json_path", JSON_KINDS).notes
+    assert notes == (f"{tmp_path}/test* is not read: val is the held-out part",)
+
+
+def test_csv(tmp_path):
+    path = write(tmp_path / "a.csv", 'prompt,completion\nq,"two\nlines"\n"x, y",z\n')
+    rows, _ = read(path, CSV_KINDS, "csv_path")
+    first, second = {"prompt": "q", "completion": "two\nlines"}, {"prompt": "x, y", "completion": "z"}
+    assert rows == [(f"{path} line 2", first), (f"{path} line 4", second)]
+    write(path, f'text\n"{"x" * 200_000}"\n')  # more than csv's own limit
+    assert len(read(path, CSV_KINDS, "csv_path")[0][0][1]["text"]) == 200_000
+
+
+def test_parquet_in_parts(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for part, rows in enumerate([[{"messages": [USER, ASSISTANT]}], [{"messages": [USER]}]]):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"train-0000{part}-of-00002.parquet")
+    rows, val = read(tmp_path, PARQUET_KINDS, "parquet_path")
+    assert [row["messages"] for _, row in rows] == [[USER, ASSISTANT], [USER]] and val is None
+    (tmp_path / "train-00001-of-00002.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="train-00001-of-00002.parquet: is not a Parquet file") as error:
+        read(tmp_path, PARQUET_KINDS, "parquet_path")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a.jsonl line 2: broken JSON: Expecting value at column \d+$"),
+        ("a.jsonl", '[\n{"text": "x"}\n]', "line 1: broken JSON: .* must end in .json$"),
+        ("a.json", '[{"text": "x"},\n{"text" "y"}]', "a.json line 2: broken JSON: Expecting ':' delimiter at column 9"),
+        ("a.jsonl", "\n\n", r"^--data.json_path .*a.jsonl: .* holds no rows"),
+        ("a.jsonl", "", "holds no text"),
+        ("a.json", "", "is empty"),
+        ("a.json", "[]", "holds no rows"),
+        ("a.json", '{\n"data": []}', r'must hold a list of rows, or {"train": \[...\], "val": \[...\]}'),
+        ("a.json", '{"train": [],\n"val": 3}', "must hold a list of rows"),
+        ("a.json", "[" * 100_000, "nested too deeply"),
+        ("a.txt", "x", r"^--data.json_path .*a.txt: must end in .json or .jsonl or .ndjson$"),
+        ("a.csv", "x", "did you mean --data CSV --data.csv_path"),
+        ("missing.json", None, r"^--data.json_path .*missing.json: no such file or folder"),
+        ("b", None, "no such file or folder"),
+    ],
+)
+def test_bad_json_files(tmp_path, name, content, message):
+    if content is not None:
+        write(tmp_path / name, content)
+    with pytest.raises(UserError, match=message) as error:
+        splits = find_splits(str(tmp_path / name), "json_path", JSON_KINDS)
+        for source in splits.train:
+            source.fingerprint()
+            list(source.rows())
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_not_utf8(tmp_path):
+    for name, kinds in (("a.json", JSON_KINDS), ("b.jsonl", JSON_KINDS), ("c.csv", CSV_KINDS)):
+        (tmp_path / name).write_bytes(b'[{"text": "caf\xe9"}]')
+        with pytest.raises(UserError, match=f"{name}.* is not UTF-8 text"):
+            read(tmp_path / name, kinds)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,b\n1,2\n1\n", "a.csv line 3: has fewer cells"),
+        ("a,b\n1,2,3\n", "a.csv line 2: has more cells"),
+        ("a,a\n1,2\n", "a.csv line 1: names the column a twice"),
+        ('a,b\n1,"2\n', "a.csv line 2: broken CSV"),
+        ("a,b\n", "holds no rows"),
+    ],
+)
+def test_bad_csv_files(tmp_path, content, message):
+    with pytest.raises(UserError, match=message):
+        read(write(tmp_path / "a.csv", content), CSV_KINDS, "csv_path")
+
+
+def test_folder_without_training_rows(tmp_path):
+    write(tmp_path / "val.json", [{"text": "x"}])
+    with pytest.raises(UserError, match="the folder has no train.json or train.jsonl or train.ndjson"):
+        read(tmp_path)
+    write(tmp_path / "train.json", {"train": [], "val": []})
+    with pytest.raises(UserError, match="has splits of its own"):
+        read(tmp_path)
+
+
+def test_missing_extras_are_named(tmp_path, monkeypatch):
+    import sys
+
+    from toolkit.data.row_files import load_hub_split
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"pip install 'toolkit\[parquet\]'"):
+        read(tmp_path / "a.parquet", PARQUET_KINDS)
+    with pytest.raises(UserError, match=r"pip install 'toolkit\[datasets\]'"):
+        load_hub_split("x", None, "train", "--data.repo_id x")
