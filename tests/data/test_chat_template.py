@@ -51,6 +51,7 @@ CONVERSATIONS = {
         user("user\n"),
         assistant("assistant\n"),
     ],
+    "placeholders": [user("x"), assistant("answer0placeholder answer1placeholder")],
     "same text twice": [user("Red."), assistant("Red."), user("Red."), assistant("Red.")],
     "ends with a question": [user("a"), assistant("b"), user("c")],
     "input": [user("Add.\n\n1 2", instruction="Add.", input="1 2"), assistant("3")],
@@ -254,7 +255,7 @@ def test_every_style_is_listed():
 
 @pytest.mark.parametrize("style", STYLES)
 def test_prompt_styles(make, style):
-    tokenizer = Tokenizer.load(make(CHATML, **with_bos()))
+    tokenizer = Tokenizer.load(make(**with_bos()))
     template = ChatTemplate.of(tokenizer, style)
     expected = STYLES[style].replace("<b>", "<|begin_of_text|>").replace("<e>", "<|endoftext|>")
     assert template.render(TWO) == expected
@@ -449,6 +450,19 @@ def test_an_empty_answer_is_refused(five, answer, train_on):
         five["chatml"][0].encode(messages, train_on)
 
 
+def test_an_end_of_turn_token_that_gets_lost_in_the_text_is_refused(make):
+    from tokenizers import AddedToken
+
+    def change(core):  # a token only where no letter touches it
+        core.add_special_tokens([AddedToken("</turn>", single_word=True)])
+
+    source = "{% for m in messages %}{{ m.content + '</turn>' }}{% endfor %}"
+    template = ChatTemplate.of(Tokenizer.load(make(source, change=change)), None)
+    assert parts(template, [user("q."), assistant("a.")]) == ["a.</turn>"]
+    with pytest.raises(UserError, match="answer 1 does not end with the token </turn>"):
+        template.encode([user("q."), assistant("a")], "answers")
+
+
 def test_without_an_answer_nothing_is_trained(five):
     encoded = five["chatml"][0].encode([user("q")], "answers")
     assert encoded.ids and not any(encoded.trained)
@@ -484,6 +498,7 @@ def test_an_overridden_template_is_exported(make, tmp_path):
     for settings in ({"chat_template": "x"}, {"template": "x"}, {}):
         tokenizer = Tokenizer.load(make(**settings, **with_bos()))
         template = ChatTemplate.of(tokenizer, "chatml")
+        assert any("instead of the checkpoint's own" in note for note in template.notes) == bool(settings)
         exported = template.export_tokenizer()
         exported.save(tmp_path)
         theirs = AutoTokenizer.from_pretrained(tmp_path)

@@ -132,6 +132,20 @@ def test_truncation_and_padding_are_switched_off(trained, tmp_path):
     assert Tokenizer.load(tmp_path).encode(TEXTS[0]) == trained.encode(TEXTS[0])
 
 
+def test_offsets_cover_the_text_even_where_the_tokenizer_trims_them(trained, tmp_path):
+    from tokenizers import Tokenizer as Core
+    from tokenizers import processors
+
+    trained.save(tmp_path)
+    core = Core.from_file(str(tmp_path / "tokenizer.json"))
+    core.post_processor = processors.ByteLevel(trim_offsets=True)
+    core.save(str(tmp_path / "tokenizer.json"))
+    text = " the  model\n  reads<|endoftext|> a "
+    ids, offsets = Tokenizer.load(tmp_path).encode_with_offsets(text)
+    assert ids == trained.encode(text)
+    assert [text[start:end] for start, end in offsets] == [trained.decode([i], skip_special_tokens=False) for i in ids]
+
+
 def test_cutting_at_newlines_is_only_allowed_where_it_changes_nothing(trained, sentencepiece_dir):
     assert trained.splits_at_newlines()
     assert not Tokenizer.load(sentencepiece_dir).splits_at_newlines()

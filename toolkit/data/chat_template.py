@@ -160,7 +160,7 @@ class ChatTemplate:
         wanted = bytearray(len(text) + 1)
         for start, end in spans[-1:] if train_on == "last_answer" else spans:
             wanted[start:end] = b"\1" * (end - start)
-        return Encoded(ids, [1 in wanted[start : max(end, start + 1)] for start, end in offsets])
+        return Encoded(ids, [1 in wanted[start:end] for start, end in offsets])
 
     def export_tokenizer(self) -> Tokenizer:
         """The tokenizer with this template, and with a generation_config.json that stops at the end of an answer."""
@@ -323,6 +323,8 @@ def _read_style(tokenizer: Tokenizer, style: str) -> tuple[str, str, list[str]]:
         raise UserError(f"--data.prompt_style {style}: must be one of {', '.join(known)}{did_you_mean(style, known)}")
     source = (files("toolkit.data") / "prompt_styles" / f"{style}.jinja").read_text(encoding="utf-8")
     name, notes = f"--data.prompt_style {style}", []
+    if _own_template(tokenizer, strict=False) is not None:
+        notes.append(f"{name}: is used, and saved with the model, instead of the checkpoint's own chat template")
     if not tokenizer.adds_bos:
         source = source.replace(_BEGIN, _NO_BEGIN)
     end = _END.search(source)
