@@ -250,6 +250,7 @@ def test_every_strategy_gives_the_losses_of_one_device_under_torchrun(tmp_path):
     assert not (tmp_path / "full/final/hyperparameters.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_mistake_after_the_start_is_told_once(tmp_path):
     (tmp_path / "models.py").write_text(MODELS)
     script = tmp_path / "wrong.py"

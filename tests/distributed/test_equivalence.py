@@ -41,7 +41,8 @@ def runs(tmp_path_factory, shared_flags, request):
               and item.path == request.path}  # fmt: skip
     seen = {}
     for size in (1, 2, 4):
-        seen |= run_group(folder, size, [c for c in cases(size) if size == 1 or c.name in wanted], shared_flags)
+        always = [c for c in cases(size) if c.name.startswith(("1-single", "split")) or c.name in wanted]
+        seen |= run_group(folder, size, always, shared_flags)
     return folder, seen
 
 
@@ -53,10 +54,15 @@ def relative(a: list[float], b: list[float]) -> float:
 NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.name.startswith("split")]
 
 
+ALWAYS = [
+    "1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true", "2-SHARD_GRAD_OP-32-true", "4-FULL_SHARD-32-true",
+    "2x2-HYBRID_SHARD-32-true", "1-single-bf16-mixed", "2-ddp-bf16-mixed", "2-FULL_SHARD-bf16-mixed",
+]  # fmt: skip
+
+
 def named(names: list[str]):
-    """Parametrise by name; most layouts of 4 ranks are marked slow, as is compiling, all else runs always."""
-    slow = [name[0] == "4" and "FULL_SHARD-32" not in name or "compiled" in name for name in names]
-    marks = [[pytest.mark.slow] if is_slow else [] for is_slow in slow]
+    """Parametrise by name; what is not in ALWAYS is marked slow."""
+    marks = [[] if name in ALWAYS else [pytest.mark.slow] for name in names]
     return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in zip(names, marks, strict=True)])
 
 

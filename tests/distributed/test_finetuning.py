@@ -57,14 +57,20 @@ def shared(tmp_path_factory, corpus) -> list[str]:
     ]  # fmt: skip
 
 
+ALWAYS = ("lora-32-true", "packed")
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, shared):
+def runs(tmp_path_factory, shared, request):
     folder = tmp_path_factory.mktemp("finetuning")
-    seen = run_group(folder, 1, cases(1), shared)
-    again = []
-    for source in ("lora-32-true-1", "lora-32-true-2"):
-        again.append(Case(f"{source}-on-2", [*ADAPTED, *FSDP, "--resume", "auto"], **LORA))
-    seen |= run_group(folder, 2, cases(2), shared)
+    everything = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
+    seen = {}
+    for size in (1, 2):
+        seen |= run_group(folder, size, [c for c in cases(size) if everything or c.name.startswith(ALWAYS)], shared)
+    again = [
+        Case(f"{source}-on-2", [*ADAPTED, *FSDP, "--resume", "auto"], **LORA)
+        for source in ("lora-32-true-1", "lora-32-true-2")
+    ]
     for case in again:
         shutil.copytree(folder / case.name.removesuffix("-on-2"), folder / case.name)
         for later in ("step-00000008", "final"):
@@ -83,7 +89,11 @@ def val_losses(folder) -> list[float]:
         return [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
 
 
-@pytest.mark.parametrize("name", ["lora-32-true", "dora", "full", "packed"])
+def slow(name: str):
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["lora-32-true", slow("dora"), slow("full"), "packed"])
 def test_n3_two_ranks_finetune_as_one_does(runs, name):
     folder, _ = runs
     one, two = folder / f"{name}-1", folder / f"{name}-2"
@@ -96,11 +106,13 @@ def test_n3_two_ranks_finetune_as_one_does(runs, name):
         assert (mine[key] - theirs[key]).norm() <= 2e-4 * theirs[key].norm(), key
 
 
+@pytest.mark.slow
 def test_n3_ddp_finetunes_adapters_as_one_does(runs):
     folder, _ = runs
     assert relative(losses(folder / "ddp-2"), losses(folder / "lora-32-true-1")) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_n3_in_bf16(runs, precision):
     folder, _ = runs
@@ -109,7 +121,7 @@ def test_n3_in_bf16(runs, precision):
     assert relative(losses(folder / f"lora-{precision}-2"), one) <= max(allowed, 1e-6)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", slow("bf16-true"), slow("bf16-mixed")])
 def test_the_base_is_sharded_and_no_gradient_of_it_exists(runs, precision):
     folder, seen = runs
     adapters = load_state(folder / f"lora-{precision}-2" / "final" / ADAPTERS)

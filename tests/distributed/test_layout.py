@@ -268,6 +268,7 @@ def test_slurm_tasks_become_one_run(tmp_path):
     assert ranks == {0: [2, 0, 0, 3.0], 1: [2, 0, 1, 3.0]}
 
 
+@pytest.mark.slow
 def test_one_slurm_task_starts_the_other_process(tmp_path):
     """Where Fabric on its own trains with one process and says nothing."""
     assert run_workers(tmp_path, 2, [slurm(0, 1, 1)]) == {0: [2, 0, 0, 3.0], 1: [2, 0, 1, 3.0]}

@@ -52,7 +52,7 @@ def resumed(tmp_path_factory, shared_flags, request):
     return folder
 
 
-ALWAYS = [("2", "1"), ("2", "2"), ("2x2", "2x2"), ("2x2", "2")]
+ALWAYS = [("2", "1"), ("2", "2"), ("2x2", "2x2")]
 PAIRS = [
     pytest.param(a, b, marks=[] if (a, b) in ALWAYS else [pytest.mark.slow], id=f"{a}-on-{b}")
     for a in SIZES

@@ -154,6 +154,7 @@ def flags_for(corpus: Path, out: Path, **train) -> list[str]:
     return flags + [part for name, value in train.items() for part in (f"--train.{name}", str(value))]
 
 
+@pytest.mark.slow
 def test_s2_two_sigkills_and_an_epochs_end_between_them_leave_no_trace(corpus, tmp_path):
     train = {"max_steps": 160, "save_interval": 20, "keep_last": 2}
     whole = cli(*flags_for(corpus, tmp_path / "whole", **train))
