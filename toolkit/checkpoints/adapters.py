@@ -125,8 +125,7 @@ def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = No
     info = read_adapter_info(folder)
     base = info.base
     if base_checkpoint_dir is not None:
-        given = Path(base_checkpoint_dir).expanduser()
-        base = given if given.is_dir() else Path("checkpoints") / given
+        base = named_base(base_checkpoint_dir)
         if not (base / WEIGHTS).exists():
             raise UserError(f"--base_checkpoint_dir {base_checkpoint_dir}: holds no {WEIGHTS}; give a model's folder")
     elif not (base / WEIGHTS).exists():
@@ -139,6 +138,12 @@ def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = No
             "give the right one with --base_checkpoint_dir"
         )
     return AdapterInfo(info.lora, base, info.base_hash, info.quantize)
+
+
+def named_base(base_checkpoint_dir: str | Path) -> Path:
+    """Return the folder that --base_checkpoint_dir names, whether it is there or not."""
+    given = Path(base_checkpoint_dir).expanduser()
+    return given if given.is_dir() else Path("checkpoints") / given
 
 
 def load_adapters(folder: str | Path, model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,229 @@
+"""peft loads what we export with equal logits, and what it saves comes back; random weights, on the CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.checkpoints.test_adapters import write_adapted, write_base
+from tests.models.test_lora import NONE, stir, tokens
+from toolkit.checkpoints.adapters import load_adapters
+from toolkit.checkpoints.folder import load_model
+from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.peft import export_peft, import_peft
+from toolkit.cli import main
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+from toolkit.models.init import initialize
+from toolkit.models.lora import add_lora, is_adapter
+from toolkit.models.lora_config import LoRAConfig
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+SMALL = {"vocab_size": 160, "padding_multiple": 1, "block_size": 32, "n_layer": 2, "n_head": 4, "n_embd": 32}
+OLDER = {**SMALL, "bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP"}
+CONFIGS = {
+    "llama": ModelConfig(**SMALL, n_query_groups=2),
+    "tied": ModelConfig(**SMALL, n_query_groups=2, tie_embeddings=True),
+    "gpt_neox": ModelConfig(**OLDER, family="gpt_neox", rotary_percentage=0.25, parallel_residual=True),
+    "gpt2": ModelConfig(
+        **OLDER, family="gpt2", position_embedding="learned", gelu_approximate="tanh", tie_embeddings=True
+    ),
+}
+BLOCK = {"query": True, "key": True, "value": True, "projection": True, "mlp": True}
+SELECTIONS = {"query": {"query": True}, "query+value": {"query": True, "value": True}, "block": BLOCK}
+KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
+
+
+def make(tmp_path, config: ModelConfig, lora: LoRAConfig):
+    """(folder of the base, folder of the adapters, the model)"""
+    model = GPT(config)
+    initialize(model, 0)
+    g = torch.Generator().manual_seed(9)
+    for p in model.parameters():
+        p.data.add_(torch.randn(p.shape, generator=g), alpha=0.1)
+    base_dir = write_base(tmp_path / "base", model)
+    add_lora(model, lora)
+    stir(model)
+    return base_dir, write_adapted(tmp_path / "run", base_dir, model, lora), model.eval()
+
+
+def in_peft(base_dir, adapters, tmp_path):
+    if not (tmp_path / "hf").exists():
+        export_hf(base_dir, tmp_path / "hf")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    return peft.PeftModel.from_pretrained(base, adapters).eval()
+
+
+def differs(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("family", CONFIGS)
+@torch.no_grad()
+def test_peft_computes_the_same_logits(tmp_path, family, selection, kind, recwarn):
+    lora = LoRAConfig(**{**NONE, "r": 3, "alpha": 6, **SELECTIONS[selection], **KINDS[kind]})
+    base_dir, folder, model = make(tmp_path, CONFIGS[family], lora)
+    assert main(["convert_to_peft", str(folder), str(tmp_path / "peft")]) == 0
+    theirs = in_peft(base_dir, tmp_path / "peft", tmp_path)
+    expected = theirs(input_ids=tokens()).logits
+    assert differs(model(tokens()), expected) < 1e-5
+    assert differs(load_model(base_dir)(tokens()), expected) > 1e-3
+    assert not [w for w in recwarn if "missing adapter keys" in str(w.message)]
+    assert (tmp_path / "peft" / "tokenizer.json").exists()
+
+    # and the way back, from what peft itself writes
+    theirs.save_pretrained(tmp_path / "again")
+    if "rank_pattern" in _unlike_plain(tmp_path / "again"):
+        with pytest.raises(UserError, match="rank_pattern"):
+            import_peft(tmp_path / "again", CONFIGS[family])
+        return
+    back, adapters = import_peft(tmp_path / "again", CONFIGS[family])
+    again = load_model(base_dir)
+    add_lora(again, back)
+    assert adapters.keys() == set(filter(is_adapter, again.state_dict()))
+    again.load_state_dict(adapters, strict=False)
+    assert differs(again(tokens()), expected) < 1e-5
+    if family in ("llama", "tied"):
+        assert back == lora
+        saved = load_adapters(folder, model)
+        assert all(torch.equal(saved[name], adapters[name]) for name in saved)
+
+
+def _unlike_plain(folder) -> dict:
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    return {name: settings[name] for name in ("rank_pattern", "alpha_pattern") if settings[name]}
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "gpt_neox"])
+@torch.no_grad()
+def test_an_adapted_head_goes_along(tmp_path, family):
+    lora = LoRAConfig(**{**NONE, "query": True, "head": True})
+    base_dir, folder, model = make(tmp_path, CONFIGS[family], lora)
+    export_peft(folder, tmp_path / "peft")
+    theirs = in_peft(base_dir, tmp_path / "peft", tmp_path)
+    assert differs(model(tokens()), theirs(input_ids=tokens()).logits) < 1e-5
+    theirs.save_pretrained(tmp_path / "again")
+    for source in ("peft", "again"):
+        back, adapters = import_peft(tmp_path / source, CONFIGS[family])
+        assert back.head and torch.equal(adapters["lm_head.lora.whole.B"], model.lm_head.lora.whole.B)
+
+
+def test_names_and_settings_are_those_that_peft_writes(tmp_path):
+    lora = LoRAConfig(r=4, alpha=10, dropout=0.1, projection=True)
+    _, folder, _ = make(tmp_path, CONFIGS["llama"], lora)
+    base_name = export_peft(folder, tmp_path / "peft")
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["o_proj", "q_proj", "v_proj"]
+    assert (settings["r"], settings["lora_alpha"], settings["lora_dropout"]) == (4, 10, 0.1)
+    assert (settings["task_type"], settings["fan_in_fan_out"], settings["bias"]) == ("CAUSAL_LM", False, "none")
+    assert settings["base_model_name_or_path"] == base_name == str(tmp_path / "base")
+    assert not _unlike_plain(tmp_path / "peft")
+    names = set(safetensors.load_file(tmp_path / "peft" / "adapter_model.safetensors"))
+    layers = [f"{i}.self_attn.{p}_proj" for i in (0, 1) for p in "qvo"]
+    assert names == {f"base_model.model.model.layers.{name}.lora_{f}.weight" for name in layers for f in "AB"}
+
+
+def test_what_is_fused_on_both_sides_has_the_rank_of_all_parts(tmp_path):
+    for family, target in [("gpt_neox", "query_key_value"), ("gpt2", "c_attn")]:
+        _, folder, _ = make(tmp_path / family, CONFIGS[family], LoRAConfig(r=4, alpha=10, rslora=True, mlp=True))
+        export_peft(folder, tmp_path / family / "peft")
+        settings = json.loads((tmp_path / family / "peft" / "adapter_config.json").read_text())
+        assert settings["r"] == 4 and settings["rank_pattern"] == {target: 8}
+        assert settings["alpha_pattern"] == {target: pytest.approx(10 * 2**0.5)}
+        assert settings["fan_in_fan_out"] == (family == "gpt2")
+        wanted = {"gpt2": ["c_attn", "c_fc", "mlp.c_proj"],
+                  "gpt_neox": ["dense_4h_to_h", "dense_h_to_4h", "query_key_value"]}  # fmt: skip
+        assert settings["target_modules"] == wanted[family]
+
+
+def test_the_base_is_named_as_the_hub_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, folder, _ = make(tmp_path, CONFIGS["llama"], LoRAConfig())
+    (tmp_path / "checkpoints" / "org").mkdir(parents=True)
+    (tmp_path / "base").rename(tmp_path / "checkpoints" / "org" / "name")
+    assert export_peft(folder, tmp_path / "a", base_checkpoint_dir="checkpoints/org/name") == "org/name"
+    (tmp_path / "checkpoints" / "org" / "name" / "config.json").write_text('{"_name_or_path": "org/other"}')
+    assert export_peft(folder, tmp_path / "b", base_checkpoint_dir="org/name") == "org/other"
+
+
+@pytest.fixture
+def exported(tmp_path):
+    _, folder, _ = make(tmp_path, CONFIGS["llama"], LoRAConfig(projection=True, mlp=True))
+    export_peft(folder, tmp_path / "peft")
+    return tmp_path / "peft"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type must be LORA"),
+        ({"bias": "all"}, "bias 'all': not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 3}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern"),
+        ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa_niter_4: changes the base"),
+        ({"r": 9}, "lora_A is (8, 32), not (9, 32)"),
+        ({"r": "many"}, "adapter_config.json"),
+        ({"lora_dropout": 1.5}, "--lora_dropout 1.5"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_settings_without_a_counterpart_are_named(exported, change, message):
+    path = exported / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError) as error:
+        import_peft(exported, CONFIGS["llama"])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_tensors_without_a_counterpart_are_named(exported):
+    path = exported / "adapter_model.safetensors"
+    tensors = safetensors.load_file(path)
+    block = "base_model.model.model.layers.1."
+
+    def refused(change: dict, without: str = "-") -> str:
+        left = {name: t for name, t in tensors.items() if without not in name}
+        safetensors.save_file({**left, **change}, path)
+        with pytest.raises(UserError) as error:
+            import_peft(exported, CONFIGS["llama"])
+        return str(error.value)
+
+    assert "has no model.layers.1.mlp.up_proj.lora_A" in refused({}, "1.mlp.up_proj")
+    assert "has no model.layers.0.mlp.up_proj.lora_A; " in refused({}, "up_proj")
+    resized = {"base_model.model.lm_head.base_layer.weight": torch.zeros(161, 32)}
+    assert "lm_head.base_layer.weight, which is no adapter" in refused(resized)
+    bad = {f"{block}self_attn.q_proj.lora_B.weight": torch.zeros(31, 8)}
+    assert "model.layers.1.self_attn.q_proj.lora_B is (31, 8), not (32, 8)" in refused(bad)
+    assert "adapts model.layers.7.mlp.up_proj" in refused(
+        {f"{block}mlp.up_proj.lora_A.weight".replace("1", "7"): torch.zeros(1)}
+    )
+    assert "lora_embedding_A, which is no adapter" in refused({"base_model.model.lora_embedding_A": torch.zeros(1)})
+    assert "adapts none of this model's layers" in refused({}, "layers")
+    path.write_bytes(b"\x00" * 20)
+    with pytest.raises(UserError, match="damaged or cut short"):
+        import_peft(exported, CONFIGS["llama"])
+    path.unlink()
+    with pytest.raises(UserError, match="holds no adapter_model.safetensors"):
+        import_peft(exported, CONFIGS["llama"])
+    (exported / "adapter_config.json").write_text("{")
+    with pytest.raises(UserError, match="not JSON"):
+        import_peft(exported, CONFIGS["llama"])
+    (exported / "adapter_config.json").unlink()
+    with pytest.raises(UserError, match="holds no adapter_config.json"):
+        import_peft(exported, CONFIGS["llama"])
+
+
+def test_of_a_model_without_adapters_there_is_nothing_to_convert(tmp_path, capsys):
+    base_dir, _, _ = make(tmp_path, CONFIGS["llama"], LoRAConfig())
+    assert main(["convert_to_peft", str(base_dir), str(tmp_path / "peft")]) == 2
+    shown = capsys.readouterr().err
+    assert "holds no lit_model.pth.lora" in shown and shown.count("\n") == 1
