@@ -51,7 +51,7 @@ CONVERSATIONS = {
         user("user\n"),
         assistant("assistant\n"),
     ],
-    "placeholders": [user("x"), assistant("answer0placeholder answer1placeholder")],
+    "placeholders": [user("answer0placeholder?"), assistant("answer0placeholder answer1placeholder")],
     "same text twice": [user("Red."), assistant("Red."), user("Red."), assistant("Red.")],
     "ends with a question": [user("a"), assistant("b"), user("c")],
     "input": [user("Add.\n\n1 2", instruction="Add.", input="1 2"), assistant("3")],
