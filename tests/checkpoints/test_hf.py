@@ -13,7 +13,7 @@ from safetensors import safe_open
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.checkpoints.hf import export_hf, verify_hf
 from toolkit.checkpoints.store import write_checkpoint
-from toolkit.data.tokenizer import train_bpe
+from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
@@ -138,6 +138,40 @@ def test_the_folder_is_complete(tmp_path):
     generation = transformers.GenerationConfig.from_pretrained(str(tmp_path / "hf"))
     assert generation.eos_token_id == tokenizer.eos_id
     assert "# small" in (tmp_path / "hf" / "README.md").read_text()
+
+
+END = 259  # the first id after the vocabulary
+TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<|end|>' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("given", "template", "expected"),
+    [
+        (None, None, {"bos_token_id": 0, "eos_token_id": 0}),
+        (None, TURNS, {"bos_token_id": 0, "eos_token_id": [0, END]}),
+        (None, "{{ broken", {"bos_token_id": 0, "eos_token_id": 0}),
+        ({}, TURNS, {"bos_token_id": 0, "eos_token_id": [0, END]}),
+        ({"temperature": 0.5}, None, {"temperature": 0.5, "bos_token_id": 0, "eos_token_id": 0}),
+        ({"eos_token_id": [7, 8], "top_p": 0.9}, TURNS, {"eos_token_id": [7, 8], "top_p": 0.9}),
+    ],
+)
+def test_generation_ends_where_texts_and_turns_do(tmp_path, given, template, expected):
+    """What generation_config.json says is kept; what ends a text is found where it says nothing."""
+    files = train_bpe(["the text of the tokenizer"], END).files
+    del files["generation_config.json"]
+    added = json.loads(files["tokenizer.json"])
+    added["added_tokens"].append({**added["added_tokens"][0], "id": END, "content": "<|end|>"})
+    files["tokenizer.json"] = json.dumps(added).encode()
+    if template is not None:
+        files["chat_template.jinja"] = template.encode()
+    if given is not None:
+        files["generation_config.json"] = json.dumps(given).encode()
+    save(tmp_path / "m", LLAMA, tokenizer=Tokenizer(files, "it"))
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()) == expected
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["eos_token_id"] == expected["eos_token_id"]
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == expected["eos_token_id"]
 
 
 def test_greedy_text_of_transformers_from_the_exported_folder(tmp_path):

@@ -1,10 +1,13 @@
 """`toolkit convert_to_hf`: what people see, and its exit codes."""
 
+import dataclasses
+import json
 import os
 
 import pytest
 import torch
 
+from tests.checkpoints.test_adapters import LLAMA, make, tokens
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.store import write_checkpoint
 from toolkit.cli import main
@@ -59,3 +62,36 @@ def test_a_model_without_a_tokenizer_says_so(checkpoint, tmp_path, capsys):
         file.unlink()
     convert_to_hf.setup(str(checkpoint), str(tmp_path / "hf"))
     assert "holds no tokenizer.json" in capsys.readouterr().out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"head": True}], ids=["lora", "dora", "head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_merged_on_the_way_when_asked_for(tmp_path, capsys, tied, options, dtype):
+    transformers = pytest.importorskip("transformers")
+    _, folder, model = make(tmp_path, dataclasses.replace(LLAMA, tie_embeddings=tied), dtype, **options)
+    before, out_dir = {p.name for p in folder.iterdir()}, tmp_path / "hf"
+    assert main(["convert_to_hf", str(folder), str(out_dir)]) == 2
+    shown = capsys.readouterr().err
+    assert "holds adapters and no merged weights; --merge true merges" in shown and shown.count("\n") == 1
+    assert not out_dir.exists()
+    assert main(["convert_to_hf", str(folder), str(out_dir), "--merge", "true", "--verify", "true"]) == 0
+    assert {p.name for p in folder.iterdir()} == before
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out_dir, dtype="auto")
+    assert theirs.dtype == dtype
+    expected = model.float()(tokens())
+    difference = (theirs.float()(tokens()).logits - expected).abs().max() / expected.abs().max()
+    assert difference < (1e-5 if dtype == torch.float32 else 2e-2)
+    assert json.loads((out_dir / "generation_config.json").read_text())["eos_token_id"] == [0, 5]
+    one = theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
+    assert one == (tied and "head" not in options)
+
+
+def test_a_base_that_has_moved_is_said(tmp_path, capsys):
+    base_dir, folder, _ = make(tmp_path)
+    base_dir.rename(tmp_path / "moved")
+    command = ["convert_to_hf", str(folder), str(tmp_path / "hf"), "--merge", "true"]
+    assert main(command) == 2
+    assert "--base_checkpoint_dir" in capsys.readouterr().err
+    assert main([*command, "--base_checkpoint_dir", str(tmp_path / "moved")]) == 0
