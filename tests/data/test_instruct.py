@@ -146,6 +146,13 @@ def test_split_leaves_out_pieces_without_an_answer(prepare, tokenizer):
     assert "1 split (3 pieces without a trained token left out), 0 dropped" in said
 
 
+def test_a_piece_that_only_begins_with_a_trained_token_is_left_out(prepare):
+    """The first token of a row is predicted by nothing: here it is the end of the turn, and a newline follows."""
+    whole = prepare([qa("hi", "yes")])[0].train
+    data, said = prepare([qa("hi", "yes")], len(whole[0]["labels"]) - 1, on_long="split")
+    assert len(data.train) == 1 and "1 split (1 pieces without" in said
+
+
 def test_truncate_keeps_the_head(prepare):
     whole = list(documents(prepare(MANY, 500)[0].train))
     data, said = prepare(MANY, 60)
