@@ -1,0 +1,158 @@
+"""`toolkit plan`: it understands every flag of the run, decides as the run would, and its advice holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from toolkit.args import FINETUNE_LORA, PRETRAIN
+from toolkit.cli import main
+from toolkit.cli_parser import parse
+from toolkit.commands import finetune_lora, pretrain
+from toolkit.errors import UserError
+from toolkit.training.plan import Place, out_of_memory, place_of, run_args_of
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    """A plan for GPUs is the same on every machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def plan(capsys, *argv: str) -> dict:
+    assert main(["plan", *argv, "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def mistake(capsys, *argv: str) -> str:
+    assert main(["plan", *argv]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    return message
+
+
+def test_batch_arithmetic_and_parameters(capsys):
+    facts = plan(capsys, "pretrain", "pythia-160m", "--train.micro_batch_size", "4", "--devices", "4", "--num_nodes",
+                 "1", "--train.global_batch_size", "256", "--train.max_seq_length", "1024")  # fmt: skip
+    assert facts["gradient_accumulation_steps"] == 256 // (4 * 4)
+    assert facts["tokens_per_step"] == 262_144
+    assert facts["parameters"] == {"total": 162_322_944, "trained": 162_322_944, "matmul": 123_568_128}
+    assert facts["fits"] is None and facts["advice"] == []
+
+
+def test_a_70b_model_weighs_140_gb_in_16_bits(capsys):
+    facts = plan(capsys, "finetune_lora", "meta-llama/Llama-2-70b-hf", "--train.max_seq_length", "512")
+    assert facts["memory_gb"]["weights"] == pytest.approx(138, abs=2)
+
+
+def test_gpus_that_are_not_here_are_planned_for(capsys):
+    facts = plan(capsys, "pretrain", "pythia-160m", "--devices", "8", "--num_nodes", "2")
+    assert (facts["device"], facts["precision"], facts["devices"]) == ("cuda", "bf16-mixed", 8)
+    assert facts["strategy"].startswith("fsdp HYBRID_SHARD")
+    assert plan(capsys, "pretrain", "pythia-160m", "--accelerator", "cpu")["precision"] == "32-true"
+    assert plan(capsys, "finetune_lora", "meta-llama/Llama-2-7b-hf")["precision"] == "bf16-true"
+
+
+def test_flags_and_yaml_are_those_of_the_run(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("lora_mlp: true\ntrain:\n  micro_batch_size: 2\n  max_seq_length: 256\n")
+    base = ["finetune_lora", "meta-llama/Llama-3.2-1B", "--config", str(file)]
+    facts = plan(capsys, *base, "--train.micro_batch_size", "4", "--lora_r", "32")
+    assert (facts["micro_batch_size"], facts["max_seq_length"]) == (4, 256)
+    assert facts["parameters"]["trained"] == 4 * plan(capsys, *base)["parameters"]["trained"]  # 32 / 8
+
+
+def test_mistakes_are_those_of_the_run(capsys):
+    assert "--train.micro_batch_siz" in mistake(capsys, "pretrain", "--train.micro_batch_siz", "4")
+    assert "not a multiple of 24" in mistake(capsys, "pretrain", "pythia-160m", "--devices", "6")
+    assert "'pretrain'" in mistake(capsys, "pretain")
+    assert "must come first" in mistake(capsys, "--devices", "8", "pretrain")
+    assert "must be given" in mistake(capsys)
+    assert "no such folder" in mistake(capsys, "finetune_full", "meta-llama/Lama-9b")
+    assert "must be greater than zero" in mistake(capsys, "pretrain", "pythia-160m", "--device_memory_gb", "0")
+    assert "--devices 0" in mistake(capsys, "pretrain", "pythia-160m", "--devices", "0")
+
+
+def test_a_checkpoint_on_the_disk_says_its_own_architecture(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "checkpoints" / "meta-llama" / "Llama-2-7b-hf"
+    folder.mkdir(parents=True)
+    (folder / "model_config.yaml").write_text("name: mine\nn_layer: 2\nn_embd: 64\nn_head: 4\nvocab_size: 512\n")
+    assert plan(capsys, "finetune_full", "meta-llama/Llama-2-7b-hf")["model"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("argv", "first"),
+    [
+        ("pretrain pythia-160m --train.micro_batch_size 64 --device_memory_gb 24", "--train.micro_batch_size 16"),
+        ("finetune_full meta-llama/Llama-2-7b-hf --train.max_seq_length 512 --device_memory_gb 24",
+         "toolkit finetune_lora"),
+        ("pretrain pythia-1b --devices 2 --num_nodes 4 --train.micro_batch_size 1 --train.global_batch_size 8"
+         " --device_memory_gb 10", "--fsdp.sharding_strategy FULL_SHARD"),
+        ("pretrain pythia-1b --train.micro_batch_size 1 --train.max_seq_length 512 --device_memory_gb 14",
+         "--precision bf16-true"),
+    ],
+)  # fmt: skip
+def test_advice_is_short_and_holds_when_it_is_followed(capsys, argv, first):
+    facts = plan(capsys, *argv.split())
+    assert facts["fits"] is False
+    (advice,) = facts["advice"]
+    assert advice["change"] == first and advice["fits"]
+    words = argv.split()
+    if first.startswith("toolkit"):
+        words[0] = first.split()[1]
+    else:
+        words += first.split()
+    again = plan(capsys, *words)
+    assert again["fits"] is True
+    assert again["memory_gb"]["total"] == pytest.approx(advice["memory_gb"], abs=0.002)
+
+
+def test_advice_that_is_not_enough_says_so(capsys):
+    assert main(["plan", "pretrain", "pythia-12b", "--device_memory_gb", "0.1", "--accelerator", "cpu"]) == 0
+    assert "That is not enough" in capsys.readouterr().out
+
+
+def test_the_table_has_a_line_for_each_part(capsys):
+    assert main(["plan", "pretrain", "pythia-160m", "--devices", "8", "--device_memory_gb", "80"]) == 0
+    shown = capsys.readouterr().out
+    assert all(
+        f"\n  {part} " in shown for part in ("weights", "gradients", "optimizer", "unsharded_unit", "activations")
+    )
+    assert "\n  adapters" not in shown and "Fits into 80 GB." in shown
+
+
+def test_running_out_of_memory_is_answered_with_the_runs_own_values():
+    arguments = parse("pretrain", pretrain.setup, ("model_name",), ["pythia-160m", "--train.micro_batch_size", "64"])
+    with run_args_of("pretrain", arguments) as args:
+        error = out_of_memory(args, Place("cuda", 1, 1), 24)
+    assert isinstance(error, UserError)
+    assert str(error).startswith("--train.micro_batch_size 64: out of memory on cuda: this run needs about 49.7 GB")
+    assert "activations 4" in str(error) and "use --train.micro_batch_size 16 (1" in str(error)
+
+
+def test_finetuning_arguments_are_those_that_the_command_makes():
+    arguments = parse("finetune_lora", finetune_lora.setup, ("checkpoint_dir",),
+                      ["HuggingFaceTB/SmolLM2-135M-Instruct", "--lora_r", "4", "--data.json_path", "x"])  # fmt: skip
+    with run_args_of("finetune_lora", arguments) as args:
+        assert args.defaults is FINETUNE_LORA and args.lora.r == 4
+        assert place_of(args) == Place("cuda", 1, 1)
+    with run_args_of("pretrain", parse("pretrain", pretrain.setup, (), [])) as args:
+        assert args.defaults is PRETRAIN
+
+
+def test_help_names_the_options_of_the_run(capsys):
+    assert main(["plan", "finetune_lora", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--lora_r" in shown and "--device_memory_gb" in shown and "Rank of the adapters" in shown
+
+
+@pytest.mark.slow
+def test_a_plan_needs_no_lightning():
+    code = "import sys; import toolkit.training.plan; sys.exit('lightning.fabric' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

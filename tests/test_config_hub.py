@@ -1,0 +1,41 @@
+"""The ready-made configurations: each is parsed by the real parser and planned, and says its memory on top."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.cli import main
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "config_hub").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "config_hub")))
+def test_says_its_command_and_its_planned_memory(path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name, value in (("is_available", False), ("device_count", 0)):  # the plan is the same on every machine
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    text = path.read_text()
+    command = re.search(r"^#\s+toolkit (\w+ .*)$", text, re.M)[1]
+    said = re.search(r"^# Planned memory: ([\d.]+) GB per device", text, re.M)[1]
+    card = re.search(r"GPUs? with (\d+) GB", text)
+    options = ["--device_memory_gb", card[1]] if card else []
+    assert main(["plan", *shlex.split(command), "--format", "json", *options]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert f"{facts['memory_gb']['total']:.2f}" == said
+    assert facts["fits"] is (True if card else None)
+
+
+def test_finetuning_is_there_for_every_model():
+    kinds = {path.parent.name: set() for path in FILES if path.parent.parent.name == "finetune"}
+    for path in FILES:
+        if path.parent.name in kinds:
+            kinds[path.parent.name].add(path.stem)
+    assert kinds.keys() == {"smollm2-135m", "llama-3.2-1b", "llama-2-7b", "qwen2.5-7b"}
+    assert all(("full" in found) == ("7b" not in model) for model, found in kinds.items())

@@ -1,0 +1,221 @@
+"""The formulas of `toolkit plan` against real tensors: parameters, gradients, states of optimizers, activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from toolkit.args import DDPArgs, FSDPArgs
+from toolkit.distributed.strategy import StrategyPlan, plan_strategy
+from toolkit.models.families import get_config
+from toolkit.models.gpt import GPT
+from toolkit.models.lora import add_lora, is_adapter
+from toolkit.models.lora_config import LoRAConfig
+from toolkit.training.memory_plan import Job, build_on_meta, count_parameters, plan_memory, state_bytes
+from toolkit.training.optimizer import build_optimizer
+
+SINGLE = StrategyPlan("single", None, (1, 1), "")
+ADAMW = {"name": "AdamW", "weight_decay": 0.1}
+GPT2 = {"n_layer": 3, "n_embd": 96, "n_head": 4, "head_size": 24, "intermediate_size": 384, "n_query_groups": 4}
+CONFIGS = {
+    "llama": replace(get_config("pico-llama"), vocab_size=512, padded_vocab_size=512),
+    "gpt_neox": replace(get_config("pythia-14m"), vocab_size=512, padded_vocab_size=512),
+    "gpt2": replace(get_config("gpt2"), vocab_size=512, padded_vocab_size=512, **GPT2),
+}
+PRECISIONS = ["32-true", "bf16-mixed", "bf16-true"]
+LORAS = {
+    "full": None,
+    "lora": LoRAConfig(),
+    "lora all": LoRAConfig(key=True, projection=True, mlp=True, dropout=0.1),
+    "dora": LoRAConfig(mlp=True, dora=True),
+}
+
+
+def job_of(family: str, precision: str, lora: LoRAConfig | None = None, **other) -> Job:
+    values = {"strategy": SINGLE, "micro_batch_size": 2, "accumulation": 1, "seq_length": 128, "optimizer": ADAMW}
+    return Job(CONFIGS[family], precision, device="cpu", lora=lora, **(values | other))
+
+
+def build(job: Job) -> GPT:
+    """The model of a job with its values, as a run has it."""
+    model = GPT(job.config)
+    if job.lora is not None:
+        add_lora(model, job.lora)
+    for name, parameter in model.named_parameters():
+        if job.precision == "bf16-true" and not is_adapter(name):
+            parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def loss_of(model: GPT, job: Job) -> torch.Tensor:
+    ids = torch.randint(0, 512, (job.micro_batch_size, job.seq_length))
+    documents = torch.arange(job.seq_length).expand_as(ids) // 50 if job.packed else None
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=job.is_mixed):
+        return model(ids, ids, documents=documents)[0]
+
+
+def saved_bytes(job: Job) -> int:
+    """Bytes of all storages that autograd keeps in a forward pass, parameters left out."""
+    model, kept = build(job), {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(model, job)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def nbytes(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+# ---- activations
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_activations_of_full_training_are_what_autograd_keeps(family, precision):
+    job = job_of(family, precision)
+    memory = plan_memory(job)
+    assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(job), rel=0.01)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("lora", ["lora", "lora all", "dora"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_activations_beside_adapters_are_what_autograd_keeps(family, lora, precision):
+    """The first block keeps a little less than the formula says: nothing before it is trained."""
+    job = job_of(family, precision, LORAS[lora])
+    memory = plan_memory(job)
+    assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(job), rel=0.1)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_packed_rows_keep_a_mask_in_every_layer(family):
+    job = job_of(family, "bf16-true", packed=True)
+    assert plan_memory(job).activations == pytest.approx(saved_bytes(job), rel=0.02)
+
+
+def test_activations_grow_with_tokens_and_layers():
+    one = plan_memory(job_of("llama", "32-true")).activations
+    assert plan_memory(job_of("llama", "32-true", micro_batch_size=4)).activations == pytest.approx(2 * one, rel=0.02)
+    more = replace(job_of("llama", "32-true"), config=replace(CONFIGS["llama"], n_layer=4))
+    assert plan_memory(more).activations == pytest.approx(2 * one, rel=0.1)
+
+
+def test_cuda_keeps_no_attention_matrix_but_for_grouped_queries_in_fp32():
+    long = {"seq_length": 128, "micro_batch_size": 1}
+    wide = lambda precision, family: plan_memory(replace(job_of(family, precision, **long), device="cuda")).activations  # noqa: E731
+    cpu = lambda precision, family: plan_memory(job_of(family, precision, **long)).activations  # noqa: E731
+    assert wide("bf16-mixed", "llama") < cpu("bf16-mixed", "llama")
+    assert wide("32-true", "llama") > cpu("32-true", "llama") + 2 * 4 * 2 * 4 * 128 * 128 * 0.9
+    assert wide("32-true", "gpt_neox") == cpu("32-true", "gpt_neox")
+
+
+# ---- weights, gradients, optimizer
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, {"name": "SGD"}, {"name": "SGD", "momentum": 0.9}, {"name": "Adafactor"}],
+                         ids=["AdamW", "SGD", "momentum", "Adafactor"])  # fmt: skip
+@pytest.mark.parametrize("lora", ["full", "lora all"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_weights_gradients_and_optimizer_are_exact(precision, lora, optimizer):
+    job = job_of("llama", precision, LORAS[lora], optimizer=optimizer)
+    model, memory = build(job), plan_memory(job)
+    loss_of(model, job).backward()
+    built = build_optimizer(model, optimizer, 1e-3, precision)
+    gradients = nbytes(p.grad for p in model.parameters() if p.grad is not None)
+    built.step()
+    states = [v for state in built.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    named = dict(model.named_parameters())
+    assert memory.weights == nbytes(p for n, p in named.items() if not is_adapter(n))
+    assert memory.adapters == nbytes(p for n, p in named.items() if is_adapter(n))
+    assert memory.gradients == gradients
+    assert memory.optimizer == pytest.approx(nbytes(states), abs=1)
+
+
+def test_the_optimizer_itself_says_what_it_keeps():
+    assert state_bytes({"name": "SGD"}, torch.float32, (100, 7)) == 0
+    assert state_bytes(ADAMW, torch.float32, (1000, 70)) == 2 * 4 * 70_000 + 4  # two moments, and the counter
+    assert state_bytes(ADAMW, torch.bfloat16, (1000,)) == 2 * 2 * 1000 + 4
+    rows_and_columns = state_bytes({"name": "Adafactor"}, torch.float32, (1000, 70))
+    assert 4 * 1070 <= rows_and_columns <= 4 * 1075
+
+
+def test_parameters_are_counted_once():
+    tied = count_parameters(build_on_meta(job_of("llama", "32-true")))
+    assert tied.total == tied.trained == sum(p.numel() for p in GPT(CONFIGS["llama"]).parameters())
+    lora = count_parameters(build_on_meta(job_of("llama", "32-true", LoRAConfig())))
+    assert lora.trained == lora.total - tied.total > 0
+
+
+# ---- quantised base
+
+
+@pytest.mark.parametrize(("quantize", "per_weight"), [("bnb.nf4", 0.5625), ("bnb.nf4-dq", 0.515869140625)])
+def test_a_quantised_base_takes_its_bits_and_scales(quantize, per_weight):
+    job = job_of("gpt_neox", "bf16-true", LoRAConfig())
+    plain, small = plan_memory(job), plan_memory(replace(job, quantize=quantize))
+    linear = 6 * (3 * 128 * 128 + 128 * 128 + 2 * 128 * 512)
+    assert plain.weights - small.weights == 2 * linear
+    assert small.quantized_base == per_weight * linear + 2 * 128 * 512  # and one layer restored
+
+
+# ---- strategies
+
+
+def sharded(job: Job, devices: int, nodes: int = 1, **fsdp) -> Job:
+    options = FSDPArgs(**fsdp)
+    plan = plan_strategy("auto", options, DDPArgs(), devices=devices, num_nodes=nodes, accelerator="cuda",
+                         precision=job.precision)  # fmt: skip
+    return replace(job, strategy=plan, fsdp=options)
+
+
+def test_sharded_states_are_parts_and_vectors_stay_whole_under_mixed_precision():
+    job = job_of("gpt_neox", "bf16-mixed")
+    whole, four = plan_memory(job), plan_memory(sharded(job, 4))
+    vectors = 4 * sum(p.numel() for p in build_on_meta(job).parameters() if p.ndim < 2)
+    assert four.weights == pytest.approx(vectors + (whole.weights - vectors) / 4)
+    assert four.optimizer == pytest.approx(2 * four.weights, rel=0.01)
+    assert plan_memory(sharded(job_of("gpt_neox", "32-true"), 4)).weights == whole.weights / 4
+    assert four.cast_weights == 0 < whole.cast_weights
+
+
+def test_gathered_units_are_root_and_two_blocks():
+    job = job_of("gpt_neox", "32-true")
+    model = build_on_meta(job)
+    block = sum(p.numel() for p in model.transformer.h[0].parameters())
+    root = sum(p.numel() for p in model.parameters()) - 6 * block
+    assert plan_memory(sharded(job, 2)).unsharded_unit == 4 * (2 * block + root) + 4 * (block + root)
+    kept = plan_memory(sharded(job, 2, sharding_strategy="SHARD_GRAD_OP")).unsharded_unit
+    assert kept == 4 * (6 * block + root) + 4 * (block + root)
+
+
+def test_gradients_that_wait_are_whole():
+    job = sharded(job_of("gpt_neox", "32-true"), 2)
+    whole = 4 * count_parameters(build_on_meta(job)).total
+    assert plan_memory(job).gradients == whole / 2
+    assert plan_memory(replace(job, accumulation=2)).gradients == whole
+
+
+def test_hybrid_shards_within_a_node():
+    job = job_of("gpt_neox", "32-true")
+    assert plan_memory(sharded(job, 2, nodes=4)).weights == plan_memory(sharded(job, 2)).weights
+    full = sharded(job, 2, nodes=4, sharding_strategy="FULL_SHARD")
+    assert plan_memory(full).weights == plan_memory(job).weights / 8
+
+
+def test_gradients_that_come_as_activations_go_count_once():
+    memory = plan_memory(job_of("llama", "32-true"))
+    parts = sum(memory.parts().values())
+    step = memory.activations + memory.logits + memory.cast_weights
+    assert memory.total == parts - min(step, memory.gradients)
+    waiting = plan_memory(job_of("llama", "32-true", accumulation=2))
+    assert waiting.total == pytest.approx(sum(waiting.parts().values()))
