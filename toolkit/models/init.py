@@ -73,6 +73,8 @@ class Materializer:
     def __call__(self, module: nn.Module, wanted: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
         """Give the parameters directly in ``module`` their values, those that are ``wanted``."""
         for key, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_floating_point():
+                continue  # quantised: it has its value
             if id(parameter) in self._names and wanted(parameter):
                 if id(parameter) not in self._ready:
                     self._ready[id(parameter)] = self._filled(parameter)

@@ -63,6 +63,10 @@ class LoRAMixin:
             {name: Adapter(config.r, self.in_features, rows, config.dora, device) for name, rows in parts.items()}
         )
 
+    def take_adapters(self, other: LoRAMixin) -> None:
+        """Take over another layer's adapters."""
+        self.lora, self.scaling, self.dropout, self.dora = other.lora, other.scaling, other.dropout, other.dora
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
         if self.dora:
