@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from groups import Case, run_group
 
 from toolkit.args import DDPArgs, FSDPArgs
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
@@ -219,3 +220,22 @@ def test_gradients_that_come_as_activations_go_count_once():
     assert memory.total == parts - min(step, memory.gradients)
     waiting = plan_memory(job_of("llama", "32-true", accumulation=2))
     assert waiting.total == pytest.approx(sum(waiting.parts().values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_ranks_hold_what_is_planned(tmp_path, accumulation):
+    """Parameters, moments, and gradients between the micro-batches of a step, of real processes under FSDP."""
+    batch = 8 * accumulation
+    cases = [Case(p, ["--precision", p, "--train.global_batch_size", str(batch)]) for p in PRECISIONS]
+    flags = ["pico-llama", "--accelerator", "cpu", "--strategy", "fsdp", "--data", "SyntheticTokens",
+             "--data.vocab_size", "512", "--train.micro_batch_size", "4", "--train.max_steps", "2",
+             "--eval.final_validation", "false"]  # fmt: skip
+    seen = run_group(tmp_path, 2, cases, flags)
+    for precision in PRECISIONS:
+        memory = plan_memory(sharded(job_of("llama", precision, accumulation=accumulation), 2))
+        for rank in seen[precision]:
+            assert rank["parameters"] == pytest.approx(memory.weights, rel=0.01)
+            assert rank["moments"] == pytest.approx(memory.optimizer, rel=0.01)
+            held = "gradients" if accumulation == 1 else "waiting"
+            assert rank[held] == pytest.approx(memory.gradients, rel=0.01)
