@@ -55,7 +55,7 @@ def test_equal_logits(folders, models):
 @torch.no_grad()
 def test_equal_greedy_text_that_stops_by_itself(folders, models):
     tokenizer, ids = prompt(folders)
-    ours = list(generate(models[0], ids, max_new_tokens=40, temperature=0, eos_ids=stop_tokens(folders[1], tokenizer)))
+    ours = list(generate(models[0], ids, max_new_tokens=40, temperature=0, eos_ids=stop_tokens(tokenizer)))
     settings = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones(1, len(ids))}
     theirs = models[1].generate(ids[None], **settings)[0, len(ids) :].tolist()
     assert len(ours) < 40 and [*ours, tokenizer.eos_id] == theirs
