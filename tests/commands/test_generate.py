@@ -2,17 +2,21 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from toolkit.checkpoints.folder import write_model_files
+from toolkit.checkpoints.adapters import AdapterInfo, base_fingerprint, write_adapter_files
+from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.cli import main
-from toolkit.data.tokenizer import train_bpe
+from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
+from toolkit.models.lora import add_lora, is_adapter
+from toolkit.models.lora_config import LoRAConfig
 
 CYCLE = "é🎉abc"  # what the model of this test says after each of its characters, byte by byte
 
@@ -62,8 +66,6 @@ def test_samples_have_seeds_of_their_own(folder, capsys):
 
 
 def test_stops_at_the_ids_of_generation_config(folder, tmp_path, capsys):
-    import shutil
-
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     stop = train_bpe(["abc"], vocab_size=257).encode("c")[0]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1000, stop]}))
@@ -92,6 +94,43 @@ def test_the_prompt_from_stdin_and_text_as_it_comes(folder):
     assert (done.returncode, done.stdout.decode()) == (0, "abcé🎉abc\n"), done.stderr.decode()
 
 
+@pytest.fixture(scope="module")
+def adapters(folder, tmp_path_factory):
+    """Adapters beside that model, with values that change what it says, and dropout that must not act here."""
+    model, lora = load_model(folder), LoRAConfig(r=4, dropout=0.5, mlp=True)
+    add_lora(model, lora)
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        name: torch.randn(p.shape, generator=generator) / 2 for name, p in model.named_parameters() if is_adapter(name)
+    }
+    out = tmp_path_factory.mktemp("adapters")
+    info = AdapterInfo(lora, folder, base_fingerprint(folder))
+    write_adapter_files(out, values, info)
+    write_model_files(out, state_dict=None, config=model.config, hyperparameters=None, tokenizer=Tokenizer.load(folder))
+    return out
+
+
+def test_adapters_say_unmerged_what_they_say_merged(folder, adapters, tmp_path, capsys):
+    settings = ["--prompt", "abc", "--max_new_tokens", 40, "--temperature", 0]
+    unmerged, _ = run(capsys, adapters, *settings)
+    assert unmerged != run(capsys, folder, *settings)[0]
+    assert main(["merge_lora", str(adapters), "--out_dir", str(tmp_path / "merged")]) == 0
+    capsys.readouterr()
+    assert run(capsys, tmp_path / "merged", *settings)[0] == unmerged
+
+
+def test_a_base_that_has_moved(folder, adapters, tmp_path, capsys):
+    expected, _ = run(capsys, adapters, "--temperature", 0)
+    shutil.copytree(folder, tmp_path / "moved")
+    shutil.copytree(adapters, tmp_path / "adapters")
+    info = tmp_path / "adapters" / "adapter.yaml"
+    info.write_text(info.read_text().replace(str(folder), "/nowhere"))
+    assert main(["generate", str(tmp_path / "adapters"), "--temperature", "0"]) == 2
+    assert "say with --base_checkpoint_dir where it is now" in capsys.readouterr().err
+    found, _ = run(capsys, tmp_path / "adapters", "--temperature", 0, "--base_checkpoint_dir", tmp_path / "moved")
+    assert found == expected
+
+
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
@@ -101,6 +140,7 @@ def test_the_prompt_from_stdin_and_text_as_it_comes(folder):
         (["DIR", "--max_new_tokens", "0"], "toolkit generate: --max_new_tokens 0: must be greater than zero"),
         (["DIR", "--prompt", "a" * 64], "toolkit generate: --prompt: has 64 tokens; the model's context of 64"),
         (["DIR", "--prompt", "\udcff"], "toolkit generate: --prompt: is not valid UTF-8"),
+        (["DIR", "--base_checkpoint_dir", "x"], "toolkit generate: --base_checkpoint_dir x: would have no effect"),
         (["DIR", "--topk", "3"], "toolkit generate: --topk 3: no such option; did you mean --top_k?"),
         ([], "toolkit generate: --checkpoint_dir: must be given; usage: toolkit generate CHECKPOINT_DIR"),
     ],

@@ -1,9 +1,11 @@
 import pytest
 import torch
+from lightning.fabric import Fabric
 
 from toolkit.errors import GuardError, UserError
 from toolkit.inference import generate as module
 from toolkit.inference.generate import generate
+from toolkit.inference.kv_cache import KVCache
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 
@@ -34,8 +36,6 @@ def test_a_prompt_in_pieces_equals_a_prompt_at_once(model, monkeypatch):
 
 def test_cached_logits_equal_uncached(model):
     """Token by token, to fp32 rounding: equal greedy ids could be luck."""
-    from toolkit.inference.kv_cache import KVCache
-
     ids = torch.randint(0, 101, (2, 30), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(ids)
@@ -60,6 +60,22 @@ def test_equal_to_transformers(model, tmp_path):
         eos_token_id=None, pad_token_id=0, suppress_tokens=list(range(101, 128)),  # the vocabulary's padding
     )  # fmt: skip
     assert found[0, 5:].tolist() == greedy(model)
+
+
+def test_goes_on_from_a_cache_of_the_prompts_beginning(model):
+    cache = KVCache(model.config, 1, 3)
+    model(PROMPT[None, :3], kv_cache=cache)
+    seen = []
+    model.register_forward_pre_hook(lambda module, args: seen.extend(args[0][0].tolist()))
+    found = greedy(model, cache=cache)
+    assert seen == [*PROMPT[3:].tolist(), *found[:-1]] and cache.length == len(PROMPT) + len(found) - 1
+    assert found == greedy(model, use_cache=False)
+
+
+def test_through_fabrics_wrapper(model):
+    """Which rebuilds sequences among the arguments; the cache must come through as it is."""
+    expected = greedy(model)
+    assert greedy(Fabric(accelerator="cpu", devices=1).setup(model)) == expected
 
 
 def test_draws_follow_the_seed(model):

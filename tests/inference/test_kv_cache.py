@@ -30,3 +30,27 @@ def test_memory_is_allocated_once():
     where = cache.keys.data_ptr()
     for _ in range(4):
         assert cache.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))[0].data_ptr() == where
+
+
+def test_what_is_held_stays_when_it_grows_and_goes_when_it_is_cut():
+    cache = KVCache(ModelConfig(n_layer=2, n_head=1, n_embd=4, vocab_size=8), batch_size=1, max_length=3)
+    k = torch.randn(1, 1, 6, 4)
+    for layer in cache:
+        layer.update(k[:, :, :3], k[:, :, :3])
+    cache.reserve(2)  # it has more
+    cache.truncate(2)
+    cache.reserve(6)
+    for layer in cache:
+        held, _ = layer.update(k[:, :, 2:], k[:, :, 2:])
+        assert torch.equal(held, k)
+    with pytest.raises(ValueError, match="a KV cache of 6 positions has no 7"):
+        cache.truncate(7)
+
+
+def test_positions_that_a_layer_has_not_seen_do_not_count():
+    """As after a forward pass that was interrupted between two layers."""
+    cache = KVCache(ModelConfig(n_layer=2, n_head=1, n_embd=4, vocab_size=8), batch_size=1, max_length=3)
+    cache[0].update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
+    assert cache.length == 0
+    cache.truncate(0)
+    assert cache[0].length == 0

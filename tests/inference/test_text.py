@@ -1,4 +1,3 @@
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -62,22 +61,20 @@ def test_special_tokens_are_not_shown(tokenizer):
     assert "".join(stream_pieces(tokenizer, ids)) == "ab"
 
 
+def with_settings(content, eos_id=7):
+    return SimpleNamespace(eos_id=eos_id, name="it", settings=lambda file: content)
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [
-        (None, [7]), ({}, [7]), ({"eos_token_id": None}, [7]), ({"eos_token_id": 3}, [3]),
-        ({"eos_token_id": [3, 5]}, [3, 5]),
-    ],
-)  # fmt: skip
-def test_stop_tokens(tmp_path, content, expected):
-    if content is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(content))
-    assert stop_tokens(tmp_path, SimpleNamespace(eos_id=7)) == expected
+    [({}, [7]), ({"eos_token_id": None}, [7]), ({"eos_token_id": 3}, [3]), ({"eos_token_id": [3, 5]}, [3, 5])],
+)
+def test_stop_tokens(content, expected):
+    assert stop_tokens(with_settings(content)) == expected
 
 
-def test_stop_tokens_where_there_are_none(tmp_path):
-    assert stop_tokens(tmp_path, SimpleNamespace(eos_id=None)) == []
-    for broken in ("[1]", "{", '{"eos_token_id": "x"}', '{"eos_token_id": {}}'):
-        (tmp_path / "generation_config.json").write_text(broken)
-        with pytest.raises(UserError, match="generation_config.json"):
-            stop_tokens(tmp_path, SimpleNamespace(eos_id=7))
+def test_stop_tokens_where_there_are_none():
+    assert stop_tokens(with_settings({}, eos_id=None)) == []
+    for broken in ("x", {}, ["x"]):
+        with pytest.raises(UserError, match="it: generation_config.json: eos_token_id"):
+            stop_tokens(with_settings({"eos_token_id": broken}))

@@ -14,13 +14,14 @@ def setup(
     top_p: float = 1.0,
     num_samples: int = 1,
     seed: int = 1234,
+    base_checkpoint_dir: str | None = None,
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     precision: Literal["32-true", "bf16-true"] | None = None,
 ) -> None:
     """Let a model continue a text: prompt and continuation on stdout, statistics on stderr.
 
     Args:
-        checkpoint_dir: A checkpoint folder, or a name below checkpoints/.
+        checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are taken as they are, unmerged.
         prompt: The text to continue; "-" reads it from stdin.
         max_new_tokens: Stop after so many tokens, if the model does not end the text before.
         temperature: Flattens (above 1) or sharpens (below 1) the distribution; 0 always takes the likeliest token.
@@ -28,6 +29,7 @@ def setup(
         top_p: Draw among the fewest likeliest tokens whose probabilities reach this sum; 1 for all.
         num_samples: Continue the prompt so many times; sample i has the seed seed + i.
         seed: Chooses the draws.
+        base_checkpoint_dir: The base of adapters; the folder that it had in training when not given.
         accelerator: Where to compute.
         precision: Type of weights and computation; that of the checkpoint when not given.
     """
@@ -36,11 +38,9 @@ def setup(
 
     import torch
 
-    from toolkit.checkpoints.folder import find_checkpoint_dir, load_model
-    from toolkit.data.tokenizer import Tokenizer
-    from toolkit.distributed.device import pick_accelerator
     from toolkit.errors import UserError
     from toolkit.inference.generate import generate
+    from toolkit.inference.load import load_checkpoint
     from toolkit.inference.text import TextStream, stop_tokens
 
     if num_samples <= 0:
@@ -50,20 +50,18 @@ def setup(
         text.encode()
     except UnicodeError as error:
         raise UserError("--prompt: is not valid UTF-8") from error
-    folder = find_checkpoint_dir(checkpoint_dir)
-    device = pick_accelerator(accelerator)
-    tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
-    dtypes = {None: None, "32-true": torch.float32, "bf16-true": torch.bfloat16}
-    model = load_model(folder, device=device, dtype=dtypes[precision])
-
+    loaded = load_checkpoint(
+        checkpoint_dir, base_checkpoint_dir=base_checkpoint_dir, accelerator=accelerator, precision=precision
+    )
+    tokenizer = loaded.tokenizer
     ids = tokenizer.encode(text)
     if not ids:  # the beginning of a document
         ids = [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None][:1]
-    eos_ids = stop_tokens(folder, tokenizer)
+    eos_ids = stop_tokens(tokenizer)
 
     for i in range(num_samples):
         tokens = generate(
-            model,
+            loaded.model,
             torch.tensor(ids, dtype=torch.long),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -80,4 +78,4 @@ def setup(
         print(stream.finish())
         seconds = time.perf_counter() - start
         speed = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
-        print(f"sample {i + 1} of {num_samples}: {speed}; seed {seed + i}; {device}", file=sys.stderr)
+        print(f"sample {i + 1} of {num_samples}: {speed}; seed {seed + i}; {loaded.device}", file=sys.stderr)

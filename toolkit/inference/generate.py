@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.inference.kv_cache import KVCache
 from toolkit.inference.sampling import check_sampling, sample
@@ -30,6 +31,7 @@ def generate(
     eos_ids: Collection[int] = (),
     seed: int | None = None,
     use_cache: bool = True,
+    cache: KVCache | None = None,
     notice: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> Iterator[int]:
     """Yield the tokens that follow a prompt.
@@ -37,14 +39,18 @@ def generate(
     Ends after ``max_new_tokens``, at a token of ``eos_ids`` (which is not yielded), or where prompt and new tokens
     together fill the model's ``block_size``, which is said through ``notice``.
 
+    In a run of several ranks all of them call this, and take all tokens (law S6): they get those of rank 0.
+
     Args:
-        model: On the device and in the dtype to compute with.
+        model: On the device and in the dtype to compute with, in evaluation mode; Fabric's wrapper of it, too.
         prompt_ids: (T,) int64, T >= 1.
         max_new_tokens: See above.
         temperature, top_k, top_p: See :func:`toolkit.inference.sampling.sample`.
         eos_ids: Tokens that end the text.
         seed: Of the draws; torch's own generator when None.
         use_cache: Keep keys and values of earlier tokens. Without it every token costs a pass over all of them.
+        cache: Keys and values of the first tokens of the prompt, of fewer than all. Those of the others are added, and
+            those of the new tokens, except the last one.
         notice: Takes one line for people.
 
     Raises:
@@ -59,32 +65,35 @@ def generate(
         raise UserError("--prompt: is empty; give at least one token")
     if length >= limit:
         raise UserError(f"--prompt: has {length} tokens; the model's context of {limit} leaves no room for new ones")
+    assert cache is None or (use_cache and cache.length < length)
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "vocab_size": model.config.vocab_size}
     count = min(max_new_tokens, limit - length)
-    return _generate(model, prompt_ids, count, max_new_tokens, settings, set(eos_ids), seed, use_cache, notice)
+    return _generate(model, prompt_ids, count, max_new_tokens, settings, set(eos_ids), seed, use_cache, cache, notice)
 
 
 # not inference_mode: autograd refuses its tensors, and what a model keeps from here may be used in training
 @torch.no_grad()
-def _generate(model, prompt_ids, count, wanted, settings, eos_ids, seed, use_cache, notice) -> Iterator[int]:
-    weight = model.lm_head.weight
+def _generate(model, prompt_ids, count, wanted, settings, eos_ids, seed, use_cache, cache, notice) -> Iterator[int]:
+    weight = model.transformer.wte.weight  # the head's may be quantised
     device = weight.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    cache = None
-    if use_cache:
-        cache = KVCache(model.config, 1, prompt_ids.numel() + count, device, weight.dtype)
     inputs = prompt_ids.to(device).view(1, -1)
-    if cache is not None:
-        for chunk in inputs[:, :-1].split(PREFILL, dim=1):
+    if use_cache:
+        room = inputs.numel() + count
+        if cache is None:
+            cache = KVCache(model.config, 1, room, device, weight.dtype)
+        cache.reserve(room)
+        for chunk in inputs[:, cache.length : -1].split(PREFILL, dim=1):
             if chunk.size(1):
                 model(chunk, kv_cache=cache)
         inputs = inputs[:, -1:]
     for _ in range(count):
         logits = model(inputs, kv_cache=cache)[:, -1]
-        token = sample(logits, **settings, generator=generator)
-        if token.item() in eos_ids:
+        token = ranks.from_first(int(sample(logits, **settings, generator=generator)))
+        if token in eos_ids:
             return
-        yield int(token.item())
-        inputs = token.view(1, 1) if use_cache else torch.cat([inputs, token.view(1, 1)], dim=1)
+        yield token
+        newest = torch.tensor([[token]], device=device)
+        inputs = newest if use_cache else torch.cat([inputs, newest], dim=1)
     if count < wanted:
         notice(f"stopped after {count} new tokens: the model's context of {model.config.block_size} tokens is full")

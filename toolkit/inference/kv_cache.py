@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -46,11 +44,22 @@ class LayerCache:
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def reserve(self, max_length: int) -> None:
+        """Make room for ``max_length`` positions in all; those that are held stay."""
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            if max_length > old.size(2):
+                new = old.new_zeros(*old.shape[:2], max_length, old.size(3))
+                new[:, :, : self.length] = old[:, :, : self.length]
+                setattr(self, name, new)
 
-class KVCache(Sequence[LayerCache]):
-    """One :class:`LayerCache` per layer, allocated once for ``max_length`` positions.
+
+class KVCache:
+    """One :class:`LayerCache` per layer, allocated for ``max_length`` positions.
 
     Memory: 2 x n_layer x batch_size x n_query_groups x max_length x head_size x bytes of ``dtype``.
+
+    Not a ``collections.abc.Sequence``: Fabric would take it apart, as it does with those among a model's arguments.
     """
 
     def __init__(
@@ -65,7 +74,7 @@ class KVCache(Sequence[LayerCache]):
         shape = (batch_size, config.n_query_groups, max_length, config.head_size)
         self.layers = [LayerCache(shape, device, dtype) for _ in range(config.n_layer)]
 
-    def __getitem__(self, layer: int) -> LayerCache:  # type: ignore[override]  (no slices)
+    def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]
 
     def __len__(self) -> int:
@@ -73,5 +82,21 @@ class KVCache(Sequence[LayerCache]):
 
     @property
     def length(self) -> int:
-        """Positions seen so far."""
-        return self.layers[0].length
+        """Positions that all layers have seen: a forward pass that was interrupted leaves some of them behind."""
+        return min(layer.length for layer in self.layers)
+
+    def truncate(self, length: int) -> None:
+        """Forget the positions from ``length`` on.
+
+        Raises:
+            ValueError: if there are not so many.
+        """
+        if length > self.length:
+            raise ValueError(f"a KV cache of {self.length} positions has no {length}")
+        for layer in self.layers:
+            layer.length = length
+
+    def reserve(self, max_length: int) -> None:
+        """Make room for ``max_length`` positions in all; those that are held stay."""
+        for layer in self.layers:
+            layer.reserve(max_length)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError
@@ -46,21 +44,17 @@ class TextStream:
         return after[len(before) :]
 
 
-def stop_tokens(checkpoint_dir: Path, tokenizer: Tokenizer) -> list[int]:
-    """The ids that end a text: those of generation_config.json, else the tokenizer's end of document.
+def stop_tokens(tokenizer: Tokenizer) -> list[int]:
+    """The ids that end a text: those of its generation_config.json, else the tokenizer's end of document.
 
     Raises:
-        UserError: generation_config.json is broken.
+        UserError: generation_config.json says something else than ids.
     """
-    file = checkpoint_dir / "generation_config.json"
-    found = tokenizer.eos_id
-    if file.is_file():
-        try:
-            said = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{file}: not a JSON object; mend or remove it") from error
-        found = found if said is None else said
+    said = tokenizer.settings("generation_config.json").get("eos_token_id")
+    found = tokenizer.eos_id if said is None else said
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(i, int) for i in ids):
-        raise UserError(f"{file}: eos_token_id {found}: must be an id or a list of ids")
+        raise UserError(
+            f"{tokenizer.name}: generation_config.json: eos_token_id {found}: must be an id or a list of ids"
+        )
     return ids
