@@ -14,6 +14,7 @@ from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.quantize import quantize_linears
 from toolkit.training.memory_plan import Job, build_on_meta, count_parameters, plan_memory, state_bytes
 from toolkit.training.optimizer import build_optimizer
 
@@ -57,9 +58,9 @@ def loss_of(model: GPT, job: Job) -> torch.Tensor:
         return model(ids, ids, documents=documents)[0]
 
 
-def saved_bytes(job: Job) -> int:
+def saved_bytes(job: Job, model: GPT | None = None) -> int:
     """Bytes of all storages that autograd keeps in a forward pass, parameters left out."""
-    model, kept = build(job), {}
+    model, kept = model or build(job), {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,6 +168,21 @@ def test_a_quantised_base_takes_its_bits_and_scales(quantize, per_weight):
     linear = 6 * (3 * 128 * 128 + 128 * 128 + 2 * 128 * 512)
     assert plain.weights - small.weights == 2 * linear
     assert small.quantized_base == per_weight * linear + 2 * 128 * 512  # and one layer restored
+
+
+@pytest.mark.parametrize("quantize", ["bnb.nf4", "bnb.nf4-dq"])
+def test_a_quantised_base_is_as_large_as_bitsandbytes_makes_it(quantize):
+    pytest.importorskip("bitsandbytes")
+    job = job_of("gpt_neox", "bf16-true", LoRAConfig(mlp=True), quantize=quantize)
+    model = build(job)
+    quantize_linears(model, quantize)
+    states = [p.quant_state for p in model.parameters() if hasattr(p, "quant_state")]
+    scales = [s.absmax for s in states] + [s.state2.absmax for s in states if s.nested]
+    packed = nbytes(p for p in model.parameters() if hasattr(p, "quant_state"))
+    memory = plan_memory(job)
+    assert len(states) == 4 * 6
+    assert memory.quantized_base - 2 * 128 * 512 == pytest.approx(packed + nbytes(scales), rel=0.01)
+    assert memory.activations == pytest.approx(saved_bytes(job, model), rel=0.1)
 
 
 # ---- strategies

@@ -1,0 +1,127 @@
+"""Bytes of a training step's activations and logits, per part of the model: closed formulas.
+
+The letters are those of :mod:`toolkit.training.memory_plan`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from toolkit.models.loss import chunk_rows
+
+if TYPE_CHECKING:
+    from toolkit.training.memory_plan import Job
+
+FP32 = 4
+_QKV, _PROJECTION, _MLP = ("query", "key", "value"), ("projection",), ("mlp",)  # the adapters of each linear layer
+
+
+def activation_bytes(job: Job) -> float:
+    """What autograd keeps of a forward pass: Korthikanti et al. 2022 (arXiv 2205.05198) count so, here for our Block.
+
+    Attention is ``scaled_dot_product_attention``: no (T, T) matrix, but where no fused kernel takes the inputs.
+    """
+    config, n = job.config, job.tokens
+    blocks = config.n_layer * n * (_norms(job) + _attention(job) + _mlp(job))
+    last_norm = n * _norm(job)
+    rotation = 0 if config.position_embedding == "learned" else 2 * FP32 * job.seq_length * config.rope_n_elem
+    mask = n * job.seq_length if job.packed else 0
+    return blocks + last_norm + rotation + mask + 8 * n
+
+
+def _norm(job: Job) -> int:
+    """One norm, per token: its input and its statistics.
+
+    On the CPU torch composes RMSNorm of smaller steps, which keep what goes between them in fp32.
+    """
+    config, residual = job.config, job.weight_bytes
+    if job.device == "cpu" and config.norm_class_name == "RMSNorm":
+        return config.n_embd * FP32 * (1 + (job.lora is None)) + FP32
+    return config.n_embd * residual + (FP32 if config.norm_class_name == "RMSNorm" else 2 * FP32)
+
+
+def _norms(job: Job) -> int:
+    """The norms of a block and their outputs, as inputs of linear layers, per token.
+
+    Autocast rounds an fp32 input anew for each layer that keeps it.
+    """
+    config = job.config
+    count = 1 if config.shared_attention_norm else 2
+    kept = count * _norm(job)
+    if config.parallel_residual and count == 2:
+        kept -= config.n_embd * job.weight_bytes  # both read the same
+    gates = 2 if config.mlp_class_name == "LLaMAMLP" else 1
+    readers = [int(_keeps_input(job, _QKV)), gates * _keeps_input(job, _MLP)]
+    if config.shared_attention_norm:
+        readers = [sum(readers)]
+    copies = sum(readers) if job.is_mixed else sum(min(1, n) for n in readers)
+    return kept + copies * config.n_embd * job.compute_bytes
+
+
+def _attention(job: Job) -> float:
+    """Queries, keys, values, the output and its log-sum-exps, per token.
+
+    The values are a part of the fused projection's output, which therefore stays whole; rotated queries and keys are
+    new. A mask is turned into numbers, layer by layer.
+    """
+    config, c = job.config, job.compute_bytes
+    heads, groups = config.n_head * config.head_size, config.n_query_groups * config.head_size
+    kept = c * (heads + 2 * groups) + c * heads + FP32 * config.n_head
+    if config.position_embedding == "rope":
+        kept += c * (heads + groups)
+    if job.packed:
+        kept += c * job.seq_length
+    if job.device == "cuda" and config.n_query_groups != config.n_head and (c == FP32 or job.packed):
+        # CUDA's fused kernels for fp32 or with a mask take no grouped queries, and the plain way keeps the
+        # probabilities, in fp32 and twice, and the keys and values of all heads
+        kept += 2 * FP32 * config.n_head * job.seq_length + 2 * FP32 * heads
+    kept += _adapter(job, _QKV, config.n_embd, heads + 2 * groups, job.weight_bytes)
+    return kept + _adapter(job, _PROJECTION, heads, config.n_embd, c)
+
+
+def _mlp(job: Job) -> float:
+    """Per token: what the activation function and the gate read, and the last layer's input."""
+    config, c = job.config, job.compute_bytes
+    inner = config.intermediate_size
+    gates = 2 if config.mlp_class_name == "LLaMAMLP" else 1
+    kept = c * inner * ((3 if gates == 2 else 1) + _keeps_input(job, _MLP))
+    first = gates * _adapter(job, _MLP, config.n_embd, inner, job.weight_bytes)
+    return kept + first + _adapter(job, _MLP, inner, config.n_embd, c)
+
+
+def _keeps_input(job: Job, parts: tuple[str, ...]) -> bool:
+    """Whether a linear layer's input is kept: for the gradient of its weight, or of its adapters."""
+    if job.lora is None:
+        return True
+    return not job.lora.dropout and any(getattr(job.lora, part) for part in parts)
+
+
+def _adapter(job: Job, parts: tuple[str, ...], inputs: int, outputs: int, input_bytes: int) -> float:
+    """What the adapters of one layer keep per token.
+
+    That is the low-rank values; with dropout what is left of the inputs, and the mask, which on the CPU is of the
+    inputs' dtype (``input_bytes``); with DoRA what its magnitudes multiply.
+    """
+    chosen = 0 if job.lora is None else sum(getattr(job.lora, part) for part in parts)
+    if not chosen:
+        return 0
+    c = job.compute_bytes
+    dropped = inputs * (c + (input_bytes if job.device == "cpu" else 1)) if job.lora.dropout else 0
+    return job.lora.r * chosen * c + dropped + (outputs * c if job.lora.dora else 0)
+
+
+def logits_bytes(job: Job) -> float:
+    """One chunk of logits with its gradient, rounded where products are in 16 bits, and the gradients of the loss.
+
+    See models/loss.py: the head's gradient waits in fp32 between forward and backward, a second one in 16 bits is
+    added to it; the input is rounded, masked and gets its gradient.
+    """
+    config, c, n = job.config, job.compute_bytes, job.tokens
+    vocabulary, head = config.padded_vocab_size, config.padded_vocab_size * config.n_embd
+    rows = min(chunk_rows(vocabulary, torch.device(job.device)), n)
+    chunk = rows * vocabulary * (FP32 + (c if c != FP32 else 0))
+    trained = head * (FP32 + (c if c != FP32 else 0)) if job.lora is None else 0
+    rounded = head * c if job.is_mixed else 0
+    return chunk + trained + rounded + n * config.n_embd * (2 * c + job.weight_bytes)
