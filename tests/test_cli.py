@@ -75,7 +75,7 @@ def test_help_shows_the_options_of_the_chosen_data(capsys):
     assert parse("--help") is None
     default = capsys.readouterr().out
     assert "--data.val_fraction" in default and "--data.train_data_path" not in default
-    assert "LitData, PythonStdlib, SyntheticTokens, TextFiles" in " ".join(default.split())
+    assert "LitData, Parquet, PythonStdlib, SyntheticTokens, TextFiles" in " ".join(default.split())
     parse("--data", "TextFiles", "--help")
     assert "--data.train_data_path" in capsys.readouterr().out
 
@@ -257,9 +257,9 @@ def test_yaml_files_that_cannot_be_read(tmp_path):
         ("--data.vocabsize 3", "--data.vocabsize 3: no such option; did you mean --data.vocab_size?"),
         ("--data.train_data_path x", "--data.train_data_path x: no such option"),
         ("--data TextFile", "--data TextFile: no such class; did you mean 'TextFiles'?"),
-        ("--data os.path", "--data os.path: no such class; known are LitData, PythonStdlib, SyntheticTokens"),
+        ("--data os.zzz", "--data os.zzz: no such class; known are CSV, JSON, LIMA"),
         ("--data TextFiles", "--data.train_data_path: must be given"),
-        ("--data", "--data: needs a value: LitData, PythonStdlib, SyntheticTokens, TextFiles"),
+        ("--data", "--data: needs a value: CSV, JSON, LIMA"),
         ("--seed", "--seed: needs a value: a whole number"),
         ("--train.max_steps --seed 3", "--train.max_steps: needs a value: a whole number"),
         ("--train.max_steps abc", "--train.max_steps abc: must be a whole number"),

@@ -53,5 +53,7 @@ def is_said_elsewhere(error: CommandEnd) -> bool:
 def did_you_mean(name: str, known: Iterable[str], count: int = 3) -> str:
     """Return ``"; did you mean 'a' or 'b'?"`` for the known names nearest to ``name``, or an empty string."""
     by_lower = {k.lower(): k for k in known}
-    near = [by_lower[k] for k in difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=0.5)]
+    close = difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=0.5)
+    likeness = {k: difflib.SequenceMatcher(None, k, name.lower()).ratio() for k in close}
+    near = [by_lower[k] for k in close if likeness[k] >= likeness[close[0]] - 0.2]  # not what is much further off
     return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""

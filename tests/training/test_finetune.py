@@ -1,6 +1,8 @@
 """Finetuning from arguments to disk: what moves, what is kept, and that an interruption leaves no trace."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import yaml
 from toolkit.args import FINETUNE_FULL, FINETUNE_LORA, EvalArgs, FSDPArgs, TrainArgs
 from toolkit.checkpoints.adapters import ADAPTERS, read_adapter
 from toolkit.checkpoints.folder import load_model, write_model_files
+from toolkit.checkpoints.merge import merge_beside
 from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli_parser import parse
 from toolkit.commands import finetune_full, finetune_lora
@@ -20,6 +23,7 @@ from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize
 from toolkit.models.lora import is_adapter
+from toolkit.training import loop
 from toolkit.training.finetune import finetune_args
 from toolkit.training.run import run_training
 
@@ -29,7 +33,8 @@ def base(tmp_path_factory, corpus) -> Path:
     """A small random model with a tokenizer."""
     folder = tmp_path_factory.mktemp("base")
     tokenizer = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 400)
-    model = GPT(get_config("pico-llama").with_vocab_size(tokenizer.vocab_size))
+    config = replace(get_config("pico-llama"), intermediate_size=192)  # whole blocks of 64, for QLoRA
+    model = GPT(config.with_vocab_size(tokenizer.vocab_size))
     initialize(model, seed=3)
     write_model_files(
         folder, state_dict=model.state_dict(), config=model.config, hyperparameters=None, tokenizer=tokenizer
@@ -156,3 +161,44 @@ def test_adapters_are_no_base(base, questions, tmp_path):
     with pytest.raises(UserError, match="holds adapters, not a model.*merge_lora"):
         arguments(finetune_lora, tmp_path / "run" / "final", questions, tmp_path / "again")
     assert FSDPArgs().state_dict_type == "full"
+
+
+def test_qlora_trains_adapters_beside_a_base_of_4_bits_and_merges_into_the_plain_one(base, questions, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    out = tmp_path / "run"
+    flags = ["--quantize", "bnb.nf4-dq", "--precision", "bf16-true", "--train.save_interval", "3"]
+    run_training(arguments(finetune_lora, base, questions, out, *flags))
+    assert float(losses(out)[-1]) < float(losses(out)[0])
+    assert read_adapter(out / "final").quantize == "bnb.nf4-dq"
+    whole = losses(out)
+    (tmp_path / "again").mkdir()
+    shutil.copytree(out / "step-00000003", tmp_path / "again" / "step-00000003")
+    run_training(arguments(finetune_lora, base, questions, tmp_path / "again", *flags, "--resume", "auto"))
+    assert losses(tmp_path / "again") == whole[3:]
+    info = merge_beside(out / "final").info
+    assert info.quantize == "bnb.nf4-dq"
+    merged, plain = load_weights(out / "final"), load_weights(base)
+    untouched = [name for name in plain if "attn.qkv" not in name]
+    assert all(torch.equal(merged[name], plain[name]) for name in untouched)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--devices", "2"], "--quantize bnb.nf4: does not go with --strategy fsdp.*--strategy ddp"),
+        (["--compiler", "torch"], "--compiler torch: does not go with --quantize"),
+    ],
+)
+def test_mixes_with_a_quantised_base_that_do_not_work_are_refused(base, questions, tmp_path, flags, message):
+    with pytest.raises(UserError, match=message):
+        run_training(arguments(finetune_lora, base, questions, tmp_path / "run", "--quantize", "bnb.nf4", *flags))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_running_out_of_memory_says_what_the_run_needs_and_how_it_fits(base, questions, tmp_path, monkeypatch, error):
+    def full(*args, **options):
+        raise error
+
+    monkeypatch.setattr(loop, "train_step", full)
+    with pytest.raises(UserError, match="--train.micro_batch_size 2: out of memory.*GB.*--train.micro_batch_size 1"):
+        run_training(arguments(finetune_full, base, questions, tmp_path / "run"))

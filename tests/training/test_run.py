@@ -334,7 +334,7 @@ def test_n7_an_fp16_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatc
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
         return Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
 
-    monkeypatch.setattr(run, "pick_precision", lambda precision, device: "16-mixed")
+    monkeypatch.setattr(run, "pick_precision", lambda precision, device, on_cuda: "16-mixed")
     monkeypatch.setattr(run, "build_fabric", build)
     train = {"max_steps": 60, "save_interval": 40, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train))

@@ -34,6 +34,7 @@ def setup(
     lora_rslora: bool = False,
     lora_dora: bool = False,
     from_peft: str | None = None,
+    quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None,
     data: DataModule = JSON(json_path=""),
     train: TrainArgs = TrainArgs(),
     eval: EvalArgs = EvalArgs(),
@@ -70,6 +71,7 @@ def setup(
         lora_rslora: Multiply by lora_alpha / sqrt(lora_r) instead, so that higher ranks learn as fast.
         lora_dora: Train the norms of the rows beside their directions (DoRA).
         from_peft: Begin with the adapters of this folder of peft's, which says what is adapted.
+        quantize: Hold the base in 4 bits: bnb.nf4, or bnb.nf4-dq, whose scales are quantised as well.
         data: What to train on.
         train: How to train.
         eval: When to validate.

@@ -28,6 +28,7 @@ from toolkit.models.gpt import GPT, Block
 from toolkit.models.init import Materializer, drawn
 from toolkit.models.lora import adapter_values, add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.quantize import quantize_linears
 from toolkit.training.optimizer import spared_from_decay
 from toolkit.training.throughput import flops_per_token
 
@@ -46,6 +47,7 @@ class Plan:
         spared: See :func:`toolkit.training.optimizer.spared_from_decay`.
         facts: What may not change on resume.
         lora: What is adapted by low rank, where the weights themselves are frozen.
+        quantize: How the blocks' weights are quantised when they are read.
     """
 
     module: nn.Module
@@ -57,6 +59,7 @@ class Plan:
     spared: frozenset[str]
     facts: dict[str, Any]
     lora: LoRAConfig | None = None
+    quantize: str | None = None
 
 
 def plan_model(
@@ -64,6 +67,7 @@ def plan_model(
     module: nn.Module | None,
     blocks: tuple[type[nn.Module], ...],
     lora: LoRAConfig | None = None,
+    quantize: str | None = None,
 ) -> Plan:
     """Build the model of ``config`` on the meta device, with adapters for ``lora``, or take ``module``."""
     ready = module is not None
@@ -79,7 +83,9 @@ def plan_model(
     else:
         shapes = [f"{canonical_name(name)} {tuple(p.shape)}" for name, p in module.named_parameters()]
         facts = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
-    return Plan(module, ready, config, blocks, sizes, tied_names(module), spared_from_decay(module), facts, lora)
+    return Plan(
+        module, ready, config, blocks, sizes, tied_names(module), spared_from_decay(module), facts, lora, quantize
+    )
 
 
 def set_up_model(
@@ -118,7 +124,7 @@ def set_up_model(
     if plan.ready:
         _take_weights(module, None if shards else source)
     else:
-        values = _values(plan, seed, None if shards else source, shards, adapters)
+        values = _values(plan, seed, None if shards else source, shards, adapters, fabric.device)
         materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)
     if compiler == "torch":
@@ -172,8 +178,14 @@ def _shards_fit(plan: Plan, source: Path) -> bool:
 
 
 def _values(
-    plan: Plan, seed: int, source: Path | None, shards: bool, adapters: dict[str, torch.Tensor] | None
+    plan: Plan,
+    seed: int,
+    source: Path | None,
+    shards: bool,
+    adapters: dict[str, torch.Tensor] | None,
+    device: torch.device,
 ) -> Callable[[str, torch.Size], torch.Tensor]:
+    """The function from name and shape to value; layers that are quantised get theirs at once."""
     if shards:
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
     if source is None:
@@ -181,6 +193,9 @@ def _values(
     weights = fitting_weights(source, _on_meta(plan.config))
     if plan.lora is None:
         return lambda name, shape: weights[name]
+    if plan.quantize is not None:
+        quantize_linears(plan.module, plan.quantize, weights.__getitem__, device)
+        plan.sizes |= {name: p.numel() for name, p in plan.module.named_parameters()}  # two weights in a byte
     initial = adapter_values(plan.module, seed, weights.__getitem__) if adapters is None else None
     known = weights | (adapters or {})
     return lambda name, shape: initial(name, shape) if initial and is_adapter(name) else known[name]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.store import exclusive, require_free, resolve_resume
@@ -16,12 +19,12 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import count_devices, pick_accelerator, pick_precision
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import RunGroup, Timeouts, launched
-from toolkit.distributed.layout import read_layout
+from toolkit.distributed.layout import Layout, read_layout
 from toolkit.distributed.memory import keep_freed_memory
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
 from toolkit.models.gpt import Block
-from toolkit.training import adapters
+from toolkit.training import adapters, best
 from toolkit.training.batch import plan_batch
 from toolkit.training.checkpointer import Checkpointer, seed_from
 from toolkit.training.limits import build_limits
@@ -38,6 +41,7 @@ from toolkit.training.resolve import (
     with_defaults,
     with_vocabulary,
 )
+from toolkit.training.samples import make_sampler
 from toolkit.training.schedule import Schedule, build_schedule
 from toolkit.training.state import Identity, Progress, read_meta
 from toolkit.training.throughput import Throughput, flops_per_token, peak_flops
@@ -61,9 +65,9 @@ def run_training(args: RunArgs) -> None:
     args = replace(args, precision=precision)
     layout = read_layout(args.devices, args.num_nodes, count_devices(device))
     sizes = {"devices": layout.devices, "num_nodes": layout.num_nodes}
-    if args.lora is not None:
-        adapters.require_usable(args)
     strategy = plan_strategy(args.strategy, args.fsdp, args.ddp, **sizes, accelerator=device, precision=precision)
+    if args.lora is not None:
+        adapters.require_usable(args, strategy.kind, precision)
     batch = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, **sizes)
     config = choose_model(args)
     seq_length = choose_length(args.train, config)
@@ -87,6 +91,7 @@ def run_training(args: RunArgs) -> None:
     timeouts = Timeouts.of(args.timeout)
     with ExitStack() as stack:
         group = stack.enter_context(launched(fabric, layout, timeouts))
+        stack.enter_context(explained_memory(args, device, layout))
         display = stack.enter_context(make_progress(total_steps=None, enabled=layout.global_rank == 0))
         if layout.global_rank == 0 and not alone:
             resume_from = find_start(args)
@@ -94,7 +99,9 @@ def run_training(args: RunArgs) -> None:
         data = group.first_then_others(lambda: prepare_data(args, seq_length, display.message))
         group.connect()
         resume_from = ranks.from_first(resume_from)
-        model_plan = plan_model(with_vocabulary(config, data), args.module, args.block_classes, args.lora)
+        model_plan = plan_model(
+            with_vocabulary(config, data), args.module, args.block_classes, args.lora, args.quantize
+        )
         seq_length = mean_length(data.train)
         base = None if args.lora is None else adapters.describe_base(args)
         identity = Identity(
@@ -102,7 +109,10 @@ def run_training(args: RunArgs) -> None:
             {} if base is None else adapters.facts(base),
         )  # fmt: skip
         require_same_everywhere(args, identity)
+        best.require_choice(args.train, args.eval, data)
+        sampler = make_sampler(data, model_plan.config, args.eval.max_new_tokens)
         progress = Progress() if resume_from is None else read_progress(resume_from, identity)
+        best.forget_what_is_gone(progress, out_dir)
         limits = build_limits(
             args.train,
             progress,
@@ -180,6 +190,7 @@ def run_training(args: RunArgs) -> None:
             loggers=loggers,
             checkpointer=checkpointer,
             token_bytes=None if data.tokenizer is None else data.tokenizer.token_bytes(),
+            sampler=sampler,
             resumed=resume_from is not None,
             launched=launch_time,
             seconds_before=progress.seconds,
@@ -199,6 +210,20 @@ def run_training(args: RunArgs) -> None:
         display.message(
             f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {out_dir / 'final'}"
         )
+
+
+@contextmanager
+def explained_memory(args: RunArgs, device: str, layout: Layout) -> Iterator[None]:
+    """Turn running out of memory into a UserError that says what the run needs and how it would fit."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        is_full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+        if not is_full:
+            raise
+        from toolkit.training.plan import Place, out_of_memory  # which plans runs of all commands
+
+        raise out_of_memory(args, Place(device, layout.devices, layout.num_nodes)) from error
 
 
 def mean_length(rows: Rows) -> float:
@@ -255,7 +280,7 @@ def read_progress(folder: Path, identity: Identity) -> Progress:
     """Read how far a checkpoint had come, and check that it belongs to the same run."""
     meta = read_meta(folder)
     identity.require_same(meta["identity"], folder)
-    return Progress(step=meta["step"], tokens=meta["tokens"], samples=meta["samples"], seconds=meta["seconds"])
+    return Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
 
 
 def tell_changed_schedule(folder: Path, schedule: Schedule, display: Any) -> None:
