@@ -59,6 +59,7 @@ class TrainArgs:
             only.
         save_every_minutes: Also save when this many minutes have gone by since the last checkpoint.
         keep_last: How many step checkpoints to keep; pretraining takes 3, finetuning 2. 0 keeps all.
+        keep_best: Also keep the checkpoint with the lowest validation loss, as the folder "best".
         log_interval: Optimizer steps between two rows of metrics.
         tie_embeddings: Share the weight of embedding and head; the model's own choice when not given.
     """
@@ -80,6 +81,7 @@ class TrainArgs:
     save_interval: int | None = None
     save_every_minutes: float | None = None
     keep_last: int | None = None
+    keep_best: bool = False
     log_interval: int = 1
     tie_embeddings: bool | None = None
 
@@ -102,7 +104,7 @@ class TrainArgs:
 
 @dataclass
 class EvalArgs:
-    """When to validate.
+    """When to validate, and how long the text is that the model says then.
 
     Args:
         interval: Optimizer steps between validations; pretraining takes 1,000, finetuning 100. 0 validates at the end
@@ -110,15 +112,18 @@ class EvalArgs:
         max_iters: At most so many global batches per validation; all of the held-out data when null.
         initial_validation: Validate once before the first step.
         final_validation: Validate once after the last step.
+        max_new_tokens: At every validation, print so many tokens with which the model goes on from one fixed prompt of
+            the data; finetuning takes 64, pretraining 0, which is none.
     """
 
     interval: int | None = None
     max_iters: int | None = 10
     initial_validation: bool = False
     final_validation: bool = True
+    max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _not_negative("eval", self, "interval")
+        _not_negative("eval", self, "interval", "max_new_tokens")
         _positive("eval", self, "max_iters")
 
 
@@ -235,7 +240,7 @@ PRETRAIN = CommandDefaults(
         "global_batch_size": 64, "micro_batch_size": 4, "learning_rate": 4e-4, "max_norm": 1.0,
         "save_interval": 1000, "keep_last": 3,
     },
-    eval={"interval": 1000},
+    eval={"interval": 1000, "max_new_tokens": 0},
     optimizer={"weight_decay": 0.1, "betas": (0.9, 0.95)},
     length={"max_tokens": 700_000},
     length_for_all=False,
@@ -249,7 +254,7 @@ FINETUNE_FULL = CommandDefaults(
         "global_batch_size": 16, "micro_batch_size": 1, "learning_rate": 2e-5, "max_norm": 1.0,
         "save_interval": 200, "keep_last": 2,
     },
-    eval={"interval": 100},
+    eval={"interval": 100, "max_new_tokens": 64},
     optimizer={"weight_decay": 0.0, "betas": (0.9, 0.999)},
     length={"epochs": 3.0},
     length_for_all=True,

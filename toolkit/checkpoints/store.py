@@ -19,7 +19,7 @@ from typing import IO
 from toolkit.errors import UserError
 
 COMPLETE = "COMPLETE"
-FINAL = "final"
+FINAL, BEST = "final", "best"
 WEIGHTS = "lit_model.pth"
 _TMP, _OLD = ".tmp-", ".old-"
 _LOCK = ".lock"
@@ -173,6 +173,11 @@ def newest(out_dir: Path) -> Path | None:
     return max(folders)[-1] if folders else None
 
 
+def has_best(out_dir: Path) -> bool:
+    """Whether the run has a complete checkpoint of its best validation."""
+    return any(name == BEST for name, _ in _complete_folders(out_dir))
+
+
 def step_of(folder: Path) -> int:
     """Return the optimizer step of a checkpoint: what its trainer wrote, else its name's; -1 if neither says."""
     try:
@@ -259,7 +264,8 @@ def _holds_model(folder: Path) -> bool:
 def _model_folders(out_dir: Path) -> Iterator[Path]:
     """The folders that are named like checkpoints, complete or not."""
     if out_dir.is_dir():
-        yield from sorted(p for p in out_dir.iterdir() if p.is_dir() and (_STEP.fullmatch(p.name) or p.name == FINAL))
+        names = (FINAL, BEST)
+        yield from sorted(p for p in out_dir.iterdir() if p.is_dir() and (_STEP.fullmatch(p.name) or p.name in names))
 
 
 def _complete_folders(out_dir: Path) -> Iterator[tuple[str, Path]]:

@@ -16,17 +16,20 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from toolkit.args import EvalArgs, TrainArgs
+from toolkit.checkpoints.store import BEST
 from toolkit.data.base import Prepared
 from toolkit.data.loader import train_batches, val_batches
 from toolkit.distributed import ranks
 from toolkit.distributed.signals import SignalWatch
 from toolkit.errors import GuardError, StoppedBySignal
+from toolkit.training import best
 from toolkit.training.batch import BatchPlan
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.limits import Limits
+from toolkit.training.samples import Sampler
 from toolkit.training.schedule import Schedule
 from toolkit.training.state import Progress
-from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
+from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, train_step
 from toolkit.training.throughput import Throughput, peak_memory_gb
 from toolkit.training.validate import validate
 from toolkit.ui.loggers import MetricsCSV, log_metrics
@@ -56,6 +59,7 @@ class Run:
     checkpointer: Checkpointer
     token_bytes: np.ndarray | None = None
     """UTF-8 bytes of each token, for bits per byte; None without a tokenizer."""
+    sampler: Sampler | None = None
     resumed: bool = False
     launched: float = 0.0
     """When this launch began, by time.perf_counter(): --train.max_time counts from here."""
@@ -78,7 +82,9 @@ def fit(run: Run) -> None:
     """
     with SignalWatch() as signals:
         if run.eval.initial_validation and not run.resumed:
-            record(run, run_validation(run))
+            metrics = run_validation(run)
+            record(run, metrics)
+            after_validation(run, metrics)
         train_until_done(run, signals)
         save(run, "final")  # still under the watch: a signal must not cut short the run's last save
 
@@ -155,11 +161,14 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
 
         # Now and then: validate, log, save.
         last = limits.reached(progress.step, progress.tokens) or agreed["time_is_up"] > 0
-        metrics: dict[str, float] = {}
-        if is_due(run.eval.interval, progress.step) and not last or last and run.eval.final_validation:
-            metrics = run_validation(run)
+        validates = is_due(run.eval.interval, progress.step) and not last or last and run.eval.final_validation
+        metrics = run_validation(run) if validates else {}
         if is_due(run.train.log_interval, progress.step) or last or metrics:
-            record(run, step_metrics(run, result, learning_rate) | metrics)
+            shown = {"loss": result.loss, "learning_rate": learning_rate, "grad_norm": result.grad_norm}
+            shown |= run.throughput.read() | {"peak_memory_gb": peak_memory_gb(fabric.device)}
+            record(run, shown | metrics)
+        if validates:
+            after_validation(run, metrics)
         if last:
             return
         if is_due(run.train.save_interval, progress.step) or agreed["save_is_due"]:
@@ -218,15 +227,12 @@ def run_validation(run: Run) -> dict[str, float]:
     return metrics
 
 
-def step_metrics(run: Run, result: StepResult, learning_rate: float) -> dict[str, float]:
-    """The metrics of the step just made."""
-    return {
-        "loss": result.loss,
-        "learning_rate": learning_rate,
-        "grad_norm": result.grad_norm,
-        **run.throughput.read(),
-        "peak_memory_gb": peak_memory_gb(run.fabric.device),
-    }
+def after_validation(run: Run, metrics: dict[str, float]) -> None:
+    """Have the model say something, and keep it if it is the best so far."""
+    if run.sampler is not None:
+        run.sampler.show(run.model, run.progress.step, run.display)
+    if run.train.keep_best and best.is_best(run.progress, metrics):
+        save(run, BEST)
 
 
 def record(run: Run, metrics: dict[str, float]) -> None:

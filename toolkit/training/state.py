@@ -14,12 +14,21 @@ FORMAT_VERSION = 1
 
 @dataclass
 class Progress:
-    """How far a run has come. ``samples`` is the position in the stream of samples, over all ranks."""
+    """How far a run has come.
+
+    Args:
+        step: Optimizer steps done.
+        tokens: Input tokens so far, over all ranks.
+        samples: The position in the stream of samples, over all ranks.
+        seconds: Of all launches together.
+        best_val_loss: Of the checkpoint in ``best/``, where there is one.
+    """
 
     step: int = 0
     tokens: int = 0
     samples: int = 0
     seconds: float = 0.0
+    best_val_loss: float | None = None
 
 
 @dataclass(frozen=True)

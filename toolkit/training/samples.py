@@ -1,0 +1,107 @@
+"""What the model says while it is trained: the continuation of one fixed prompt, for ``--eval.max_new_tokens``."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.data.base import Prepared, Rows
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.distributed import ranks
+from toolkit.errors import UserError
+from toolkit.inference.generate import generate
+from toolkit.inference.text import stop_tokens
+from toolkit.models.config import ModelConfig
+
+PLAIN_PROMPT = 32  # tokens of plain text, which has no prompt of its own
+_SHOWN = 60  # characters of the prompt
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Has a model continue a prompt.
+
+    Args:
+        prompt: Its tokens.
+        max_new_tokens: See :func:`toolkit.inference.generate.generate`.
+        tokenizer: Makes text of tokens; without one they are shown as numbers.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    tokenizer: Tokenizer | None
+
+    def show(self, model: nn.Module, step: int, display: Any) -> None:
+        """Print what the model says now; every rank calls it (law S6). It draws nothing, so that training goes on as
+        if it had not been.
+
+        Args:
+            model: As Fabric has wrapped it.
+            step: Optimizer steps done.
+            display: Of the run; silent on all ranks but the first.
+
+        Raises:
+            GuardError: the logits are not finite.
+        """
+        display.phase("sampling")
+        was_training = model.training
+        model.eval()
+        # every token has another length of the cache, for which compiled blocks would be compiled anew
+        with torch.compiler.set_stance("force_eager"):
+            said = list(
+                generate(
+                    model,
+                    torch.tensor(self.prompt),
+                    max_new_tokens=self.max_new_tokens,
+                    temperature=0,
+                    eos_ids=() if self.tokenizer is None else stop_tokens(self.tokenizer),
+                    notice=lambda line: None,
+                )
+            )
+        model.train(was_training)
+        asked = " ".join(self._text(self.prompt).split())
+        asked = asked if len(asked) <= _SHOWN else f"...{asked[-_SHOWN:]}"
+        answer = self._text(said).strip() or "(ends at once)"
+        display.phase("training")
+        display.message(f'sample after step {step}, to "{asked}":\n{textwrap.indent(answer, "    ")}')
+
+    def _text(self, ids: list[int]) -> str:
+        if self.tokenizer is None:
+            return " ".join(map(str, ids))
+        text = self.tokenizer.decode(ids)
+        return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)  # nothing that moves the cursor
+
+
+def make_sampler(data: Prepared, config: ModelConfig | None, max_new_tokens: int) -> Sampler | None:
+    """Choose the prompt: that of the first held-out row, or training row where nothing is held out.
+
+    Returns:
+        None where nothing is to be sampled.
+
+    Raises:
+        UserError: the model is somebody's own, which has no cache of keys and values.
+    """
+    if not max_new_tokens:
+        return None
+    if config is None:
+        raise UserError(
+            f"--eval.max_new_tokens {max_new_tokens}: can only be had of a model of this package; leave it out"
+        )
+    rows = data.val if data.val is not None and len(data.val) else data.train
+    prompt = ranks.from_first(first_prompt(rows))
+    room = max(1, config.block_size - max_new_tokens)
+    return Sampler(prompt[-room:], max_new_tokens, data.tokenizer)
+
+
+def first_prompt(rows: Rows) -> list[int]:
+    """The tokens of the first row up to the first that is learned; of text, all of which is, its first tokens."""
+    row = rows[0]
+    ids, learned = row["input_ids"].tolist(), (row["labels"] >= 0).tolist()
+    size = int((row["documents"] == 0).sum()) if "documents" in row else len(ids)  # of a packed row the first document
+    if not any(learned[:size]) or learned[0]:
+        return ids[: max(1, min(PLAIN_PROMPT, size // 2))]
+    return ids[: learned.index(True) + 1]
