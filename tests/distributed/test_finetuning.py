@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ def cases(size: int) -> list[Case]:
         flags = ["--precision", precision, *ADAPTED, *(FSDP if size > 1 else [])]
         found.append(Case(f"lora-{precision}-{size}", flags, **LORA))
     found.append(Case(f"dora-{size}", ["--lora_dora", "true", *(FSDP if size > 1 else [])], **LORA))
+    quantized = ["--quantize", "bnb.nf4", *(["--strategy", "ddp"] if size > 1 else [])]
+    found.append(Case(f"qlora-{size}", quantized, **LORA))
     found.append(Case(f"full-{size}", FSDP if size > 1 else [], command="finetune_full"))
     packed = ["--data.packing", "best_fit", "--train.max_seq_length", "48"]
     found.append(Case(f"packed-{size}", [*packed, *(FSDP if size > 1 else [])], command="finetune_full"))
@@ -43,7 +46,8 @@ def cases(size: int) -> list[Case]:
 def shared(tmp_path_factory, corpus) -> list[str]:
     folder = tmp_path_factory.mktemp("finetuning-input")
     tokenizer = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 300)
-    model = GPT(get_config("pico-llama").with_vocab_size(tokenizer.vocab_size))
+    config = replace(get_config("pico-llama"), intermediate_size=192)  # whole blocks of 64, for QLoRA
+    model = GPT(config.with_vocab_size(tokenizer.vocab_size))
     initialize(model, seed=3)
     state = model.state_dict()
     write_model_files(folder, state_dict=state, config=model.config, hyperparameters=None, tokenizer=tokenizer)
@@ -93,7 +97,7 @@ def slow(name: str):
     return pytest.param(name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", ["lora-32-true", slow("dora"), slow("full"), "packed"])
+@pytest.mark.parametrize("name", ["lora-32-true", slow("dora"), slow("qlora"), slow("full"), "packed"])
 def test_n3_two_ranks_finetune_as_one_does(runs, name):
     folder, _ = runs
     one, two = folder / f"{name}-1", folder / f"{name}-2"
