@@ -25,8 +25,11 @@ NO_HEAD = {**ALL, "head": False}
 def base(config: ModelConfig = LLAMA, dtype: torch.dtype = torch.float32) -> GPT:
     model = GPT(config)
     initialize(model, 0)
-    for p in model.parameters():
+    g = torch.Generator().manual_seed(4)
+    for name, p in model.named_parameters():
         p.data.mul_(5 if p.dim() == 2 else 1)  # logits and attention worth comparing
+        if name.endswith("bias"):
+            p.data.normal_(0, 0.1, generator=g)
     return model.to(dtype)
 
 
@@ -108,6 +111,16 @@ def test_dora_is_the_papers():
         strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_doras_small_steps_are_not_lost_in_bf16():
+    """In bf16 a factor of 1.003 would be 1, and magnitudes could only learn in steps of 1/128."""
+    model = base(dtype=torch.bfloat16)
+    add_lora(model, LoRAConfig(projection=True, dora=True))
+    layer, x = model.transformer.h[0].attn.proj, torch.randn(200, 32).to(torch.bfloat16)
+    before = layer(x).float()
+    layer.lora.whole.magnitude.data.mul_(1.003)
+    assert 1.001 < layer(x).float().norm() / before.norm() < 1.006
 
 
 @pytest.mark.parametrize("kind", [{}, {"dora": True}])

@@ -115,6 +115,8 @@ def test_bf16_is_as_near_to_fp32_as_plain_layers_are(mixed):
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         ours, theirs = model(ids), plain(ids)
         loss = model(ids, ids)[0]
+        part = model.transformer.h[0].mlp.proj.project(torch.ones(1, 256, dtype=None if mixed else torch.bfloat16))
+    assert part.dtype == torch.bfloat16  # the product itself is, not only the head's
     assert ours.dtype == torch.bfloat16
     assert (ours.float() - expected).norm() <= 1.5 * (theirs.float() - expected).norm()
     loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -41,6 +42,8 @@ def quantize_linears(
     Raises:
         UserError: bitsandbytes is not installed, or the model has layers that it computes wrongly.
     """
+    # it says at import that an optional download of faster CPU kernels is not there
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         from toolkit.models.linear_4bit import Linear4bit, LoRALinear4bit
     except ImportError as error:
