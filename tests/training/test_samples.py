@@ -1,0 +1,175 @@
+"""Samples during training: which prompt, what is said, and that training does not notice."""
+
+import csv
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from groups import Case, run_group
+from torch import nn
+
+from toolkit import api
+from toolkit.checkpoints.adapters import ADAPTERS
+from toolkit.checkpoints.folder import load_model, write_model_files
+from toolkit.checkpoints.weights import load_state
+from toolkit.cli import main
+from toolkit.data.base import Prepared
+from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.errors import GuardError, UserError
+from toolkit.inference.generate import generate
+from toolkit.models.families import get_config
+from toolkit.models.gpt import GPT
+from toolkit.models.init import initialize
+from toolkit.training.samples import Sampler, first_prompt, make_sampler
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, corpus) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 300)
+    model = GPT(get_config("pico-llama").with_vocab_size(tokenizer.vocab_size))
+    initialize(model, seed=3)
+    state = model.state_dict()
+    write_model_files(folder, state_dict=state, config=model.config, hyperparameters=None, tokenizer=tokenizer)
+    rows = [{"prompt": f"token {i}", "completion": "reads a line " * (1 + i % 4)} for i in range(30)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(base) -> list[str]:
+    return [
+        str(base), "--accelerator", "cpu", "--data", "JSON", "--data.json_path", str(base / "rows.jsonl"),
+        "--data.prompt_style", "plain", "--train.global_batch_size", "8", "--train.micro_batch_size", "2",
+        "--train.max_steps", "6", "--train.learning_rate", "3e-2", "--eval.interval", "2",
+    ]  # fmt: skip
+
+
+def samples(printed: str) -> dict[int, tuple[str, str]]:
+    """Prompt and answer by step."""
+    found = re.findall(r'^sample after step (\d+), to "(.*)":\n((?:    .*\n)+)', printed, re.M)
+    return {int(step): (prompt, re.sub("^    ", "", answer, flags=re.M).rstrip("\n")) for step, prompt, answer in found}
+
+
+def curves(out: Path) -> list[tuple[str, str]]:
+    with open(out / "logs" / "metrics.csv", newline="") as file:
+        return [(row["loss"], row["val_loss"]) for row in csv.DictReader(file)]
+
+
+def assert_same_adapters(a: Path, b: Path) -> None:
+    first, second = (load_state(out / "final" / ADAPTERS) for out in (a, b))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_training_does_not_notice_and_the_text_is_the_models(shared, tmp_path, capsys):
+    """With dropout, whose draws a sample must not move."""
+    flags = [*shared, "--lora_dropout", "0.2", "--eval.initial_validation", "true"]
+    for name, length in (("with", "12"), ("without", "0")):
+        more = ["--eval.max_new_tokens", length, "--out_dir", str(tmp_path / name)]
+        assert main(["finetune_lora", *flags, *more]) == 0
+        printed = capsys.readouterr().out
+        if name == "with":
+            said = samples(printed)
+        else:
+            assert not samples(printed)
+    assert curves(tmp_path / "with") == curves(tmp_path / "without")
+    assert_same_adapters(tmp_path / "with", tmp_path / "without")
+    assert list(said) == [0, 2, 4, 6]
+    assert len({prompt for prompt, _ in said.values()}) == 1 and said[0][0].startswith("token")
+    assert said[0][1] != said[6][1]  # the model has learned something
+    final = tmp_path / "with" / "final"
+    model, tokenizer = load_model(final).eval(), Tokenizer.load(final)
+    prompt = torch.tensor(tokenizer.encode(said[6][0]))
+    again = tokenizer.decode(list(generate(model, prompt, max_new_tokens=12, temperature=0, eos_ids=[0])))
+    assert said[6][1] == again.strip()
+
+
+def test_finetuning_samples_and_pretraining_does_not_unless_told_to(shared, corpus, tmp_path, capsys):
+    assert main(["finetune_full", *shared, "--out_dir", str(tmp_path / "full"), "--train.max_steps", "1"]) == 0
+    assert list(samples(capsys.readouterr().out)) == [1]
+    text = ["pico-llama", "--accelerator", "cpu", "--data", "TextFiles", "--data.train_data_path", str(corpus)]
+    sizes = ["--train.max_seq_length", "48", "--train.max_steps", "1", "--train.global_batch_size", "4"]
+    assert main(["pretrain", *text, *sizes, "--out_dir", str(tmp_path / "a")]) == 0
+    assert not samples(capsys.readouterr().out)
+    assert main(["pretrain", *text, *sizes, "--out_dir", str(tmp_path / "b"), "--eval.max_new_tokens", "9"]) == 0
+    assert list(samples(capsys.readouterr().out)) == [1]
+
+
+def test_without_a_tokenizer_tokens_show_as_numbers(tmp_path, capsys):
+    flags = ["--data", "SyntheticTokens", "--train.max_seq_length", "16", "--train.max_steps", "1"]
+    more = ["--accelerator", "cpu", "--train.global_batch_size", "4", "--eval.max_new_tokens", "3"]
+    assert main(["pretrain", "pico-llama", *flags, *more, "--out_dir", str(tmp_path / "run")]) == 0
+    ((prompt, answer),) = samples(capsys.readouterr().out).values()
+    assert re.fullmatch(r"(\.\.\.)?[\d ]+", prompt) and re.fullmatch(r"\d+ \d+ \d+", answer)
+
+
+def test_a_module_of_ones_own_is_refused_before_anything_is_written(tmp_path):
+    module = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    rows = [torch.arange(5) for _ in range(8)]
+    options = {"train": {"max_steps": 1, "max_seq_length": 4, "global_batch_size": 4}, "accelerator": "cpu"}
+    with pytest.raises(UserError, match="--eval.max_new_tokens 5: can only be had of a model of this package"):
+        api.train(module, rows, eval={"max_new_tokens": 5}, out_dir=tmp_path / "run", **options)
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+def row(ids, labels, **more):
+    return [{k: torch.tensor(v) for k, v in {"input_ids": ids, "labels": labels, **more}.items()}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (row([5, 6, 7, 8, 9], [-100, -100, 8, 9, 1]), [5, 6, 7]),  # the answer begins with 8
+        (row([5, 6, 7, 8], [6, 7, 8, 9]), [5, 6]),  # text: at most half of the row
+        (row(list(range(100)), list(range(1, 101))), list(range(32))),
+        (row([5], [6]), [5]),
+        (row([5, 6, 7], [-100, -100, -100]), [5]),
+        (row([1, 2, 3, 4, 5], [2, 3, -100, 4, 5], documents=[0, 0, 1, 1, 1]), [1]),  # text in a packed row
+        (row([1, 2, 3, 4, 5], [-100, 3, 9, 4, 5], documents=[0, 0, 0, 1, 1]), [1, 2]),
+    ],
+)
+def test_which_prompt(rows, expected):
+    assert first_prompt(rows) == expected
+
+
+def test_a_long_prompt_keeps_its_end_and_leaves_room():
+    rows = row(list(range(8)), [-100] * 7 + [9])
+    config = replace(get_config("pico-llama"), block_size=8)
+    for length, expected in ((3, [3, 4, 5, 6, 7]), (7, [7]), (50, [7])):
+        sampler = make_sampler(Prepared(rows, None, None, "key", ""), config, length)
+        assert sampler.prompt == expected
+
+
+def test_n7_ruined_weights_stop_the_run():
+    model = GPT(get_config("pico-llama").with_vocab_size(64))
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    display = SimpleNamespace(phase=lambda text: None, message=lambda text: None)
+    with pytest.raises(GuardError, match="not finite"):
+        Sampler([1, 2], 3, None).show(model, 1, display)
+
+
+def test_nothing_that_moves_the_cursor_is_shown():
+    printed = []
+    display = SimpleNamespace(phase=lambda text: None, message=printed.append)
+    model = GPT(get_config("pico-llama").with_vocab_size(64))
+    tokenizer = SimpleNamespace(decode=lambda ids: "a\x1b[2Jb\nc", eos_id=None, settings=lambda file: {}, name="it")
+    Sampler([1, 2], 3, tokenizer).show(model, 7, display)
+    assert printed == ['sample after step 7, to "a [2Jb c":\n    a [2Jb\n    c']
+    assert model.training
+
+
+def test_s6_all_ranks_sample_together(shared, tmp_path, capsys):
+    """Two ranks under fsdp say what one says, and train as they do without samples, to the bit."""
+    lengths, fsdp = {"with": "10", "without": "0"}, ["--strategy", "fsdp", "--eval.max_new_tokens"]
+    assert main(["finetune_lora", *shared, "--eval.max_new_tokens", "10", "--out_dir", str(tmp_path / "one")]) == 0
+    one = samples(capsys.readouterr().out)
+    run_group(tmp_path, 2, [Case(n, [*fsdp, k], command="finetune_lora") for n, k in lengths.items()], shared)
+    assert curves(tmp_path / "with") == curves(tmp_path / "without")
+    assert_same_adapters(tmp_path / "with", tmp_path / "without")
+    first, second = (samples((tmp_path / "group-of-2-0" / f"{rank}.out").read_text()) for rank in (0, 1))
+    assert list(one) == [2, 4, 6] and first == one and not second
