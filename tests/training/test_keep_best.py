@@ -1,0 +1,158 @@
+"""`--train.keep_best`: which checkpoint it is, and that neither saving, pruning nor resuming lose or confuse it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from groups import Case, run_group
+
+from toolkit.checkpoints.adapters import ADAPTERS
+from toolkit.checkpoints.folder import load_model
+from toolkit.checkpoints.store import has_best, newest, step_of
+from toolkit.checkpoints.weights import load_state
+from toolkit.cli import main
+from toolkit.training import loop
+
+LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 1.5, 12: 1.9}  # the best so far: 2, 4, 4, 4, 10, 10
+
+
+@pytest.fixture
+def flags(corpus) -> list[str]:
+    return [
+        "pico-llama", "--accelerator", "cpu", "--data", "TextFiles", "--data.train_data_path", str(corpus),
+        "--data.vocab_size", "300", "--train.global_batch_size", "4", "--train.micro_batch_size", "2",
+        "--train.max_seq_length", "32", "--train.learning_rate", "3e-3", "--train.lr_schedule", "constant",
+        "--train.save_interval", "0", "--eval.interval", "2", "--train.keep_best", "true",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def told_losses(monkeypatch) -> dict[int, float]:
+    """Validation finds what it is told to find."""
+    found = dict(LOSSES)
+    monkeypatch.setattr(loop, "run_validation", lambda run: {"val_loss": found[run.progress.step]})
+    return found
+
+
+def pretrain(flags: list[str], out: Path, steps: int, *more: str) -> int:
+    return main(["pretrain", *flags, "--out_dir", str(out), "--train.max_steps", str(steps), *more])
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    first, second = (load_model(folder).state_dict() for folder in (a, b))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def best_loss(folder: Path) -> float:
+    return json.loads((folder / "trainer" / "meta.json").read_text())["best_val_loss"]
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(3, 2), (8, 4), (12, 10)])
+def test_the_lowest_loss_is_kept_and_an_equal_one_is_not_lower(flags, told_losses, tmp_path, steps, expected):
+    told_losses[3] = 3.5  # at the end of the run of three steps
+    assert pretrain(flags, tmp_path / "run", steps, "--train.save_interval", "1", "--train.keep_last", "0") == 0
+    best = tmp_path / "run" / "best"
+    assert step_of(best) == expected and best_loss(best) == best_loss(tmp_path / "run" / "final") == LOSSES[expected]
+    assert same_weights(best, tmp_path / "run" / f"step-{expected:08d}")
+
+
+def test_old_checkpoints_are_deleted_around_it(flags, told_losses, tmp_path):
+    assert pretrain(flags, tmp_path / "run", 8, "--train.save_interval", "1", "--train.keep_last", "2") == 0
+    kept = {path.name for path in (tmp_path / "run").iterdir() if (path / "COMPLETE").exists()}
+    assert kept == {"step-00000006", "step-00000007", "best", "final"}  # the last step is final's
+
+
+def test_without_the_flag_there_is_none(flags, told_losses, tmp_path):
+    assert pretrain(flags, tmp_path / "run", 2, "--train.keep_best", "false") == 0
+    assert not has_best(tmp_path / "run")
+
+
+def test_s2_a_resumed_run_remembers_the_loss_to_beat(flags, told_losses, tmp_path):
+    assert pretrain(flags, tmp_path / "whole", 12) == 0
+    assert pretrain(flags, tmp_path / "run", 6) == 0
+    assert pretrain(flags, tmp_path / "run", 8, "--resume", "auto") == 0
+    assert step_of(tmp_path / "run" / "best") == 4  # 2.5 and 2.0 are not below
+    assert pretrain(flags, tmp_path / "run", 12, "--resume", "auto") == 0
+    assert step_of(tmp_path / "run" / "best") == 10
+    assert same_weights(tmp_path / "run" / "best", tmp_path / "whole" / "best")
+
+
+def test_s2_where_it_is_the_newest_a_run_goes_on_from_it(flags, told_losses, tmp_path, capsys):
+    """As after a kill that came between the best validation and the next checkpoint."""
+    assert pretrain(flags, tmp_path / "whole", 12) == 0
+    assert pretrain(flags, tmp_path / "run", 12) == 0
+    shutil.rmtree(tmp_path / "run" / "final")
+    assert newest(tmp_path / "run") == tmp_path / "run" / "best"
+    capsys.readouterr()
+    assert pretrain(flags, tmp_path / "run", 12, "--resume", "auto") == 0
+    assert "best: step 10" in capsys.readouterr().out
+    assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
+
+
+def test_where_others_are_newer_a_run_goes_on_from_those(flags, told_losses, tmp_path):
+    assert pretrain(flags, tmp_path / "run", 8, "--train.save_interval", "5") == 0
+    out = tmp_path / "run"
+    assert newest(out) == out / "final"
+    shutil.rmtree(out / "final")
+    assert newest(out) == out / "step-00000005"
+    # one that was being replaced when the power failed stands in for itself
+    shutil.rmtree(out / "step-00000005")
+    (out / "best").rename(out / ".old-best")
+    assert newest(out) == out / ".old-best" and has_best(out)
+
+
+def test_one_that_is_gone_is_made_anew(flags, told_losses, tmp_path):
+    assert pretrain(flags, tmp_path / "run", 4) == 0
+    shutil.rmtree(tmp_path / "run" / "best")
+    assert pretrain(flags, tmp_path / "run", 6, "--resume", "auto") == 0
+    assert step_of(tmp_path / "run" / "best") == 6
+    other = ["--resume", str(tmp_path / "run" / "final")]
+    assert pretrain(flags, tmp_path / "other", 8, *other) == 0  # whose folder holds none
+    assert step_of(tmp_path / "other" / "best") == 8
+
+
+def test_the_base_itself_can_be_the_best(flags, told_losses, tmp_path):
+    told_losses |= {0: 1.0}
+    assert pretrain(flags, tmp_path / "run", 4, "--eval.initial_validation", "true") == 0
+    assert step_of(tmp_path / "run" / "best") == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--data.val_fraction", "0"], "--train.keep_best true: this data has no held-out part"),
+        (
+            ["--eval.interval", "0", "--eval.final_validation", "false"],
+            "--train.keep_best true: the run never validates",
+        ),
+    ],
+)
+def test_no_choice_is_said_at_the_start(flags, tmp_path, capsys, more, message):
+    assert pretrain(flags, tmp_path / "run", 4, *more) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+@pytest.mark.slow
+def test_adapters_and_shards_on_two_ranks(flags, told_losses, tmp_path):
+    """The ranks' validations are real: the loss falls, so that the last is the best."""
+    assert pretrain(flags, tmp_path / "base", 2) == 0
+    rows = "".join(json.dumps({"text": "the model reads a line of text and learns"}) + "\n" for _ in range(40))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    lora = [
+        str(tmp_path / "base" / "final"), "--data", "JSON", "--data.json_path", str(tmp_path / "rows.jsonl"),
+        "--train.learning_rate", "1e-2", "--eval.max_new_tokens", "0",
+    ]  # fmt: skip
+    more = ["--strategy", "fsdp", "--train.keep_best", "true", "--eval.interval", "2", "--train.max_steps", "4"]
+    more += ["--train.global_batch_size", "4", "--train.micro_batch_size", "2", "--accelerator", "cpu"]
+    sharded = [*flags, "--fsdp.state_dict_type", "sharded"]
+    cases = [Case("lora", lora, command="finetune_lora"), Case("sharded", sharded)]
+    run_group(tmp_path, 2, [Case(c.name, [*c.flags, *more], command=c.command) for c in cases], [])
+    for name in ("lora", "sharded"):
+        best, final = tmp_path / name / "best", tmp_path / name / "final"
+        assert step_of(best) == 4 and best_loss(best) == best_loss(final)
+    first, second = (load_state(tmp_path / "lora" / name / ADAPTERS) for name in ("best", "final"))
+    assert all(torch.equal(first[name], second[name]) for name in second)
+    assert same_weights(tmp_path / "sharded" / "best", tmp_path / "sharded" / "final")
