@@ -208,13 +208,19 @@ def test_find_checkpoint_dir(tmp_path, monkeypatch):
     save(tmp_path / "checkpoints" / "meta" / "small", LLAMA)
     save(tmp_path / "run" / "step-000005", LLAMA)
     save(tmp_path / "run" / "final", LLAMA)
+    for name in ("hub", "small"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    save(tmp_path / "checkpoints" / "small", LLAMA)
     assert find_checkpoint_dir("run/final").resolve() == tmp_path / "run" / "final"
     assert find_checkpoint_dir("meta/small").resolve() == tmp_path / "checkpoints" / "meta" / "small"
     for value, message in [
         ("none", "checkpoint_dir none: no such folder, here or below checkpoints/$"),
         ("run", "checkpoint_dir run: holds no model_config.yaml; did you mean run/step-000005?"),
         ("run/final/lit_model.pth", "is a file; give the folder"),
-        ("checkpoints", "holds no model_config.yaml"),
+        ("checkpoints", "holds no model_config.yaml; a run's models are in"),
+        ("hub", "run `toolkit convert_from_hf hub checkpoints/hub` first"),
+        ("small", "did you mean checkpoints/small?"),
     ]:
         with pytest.raises(UserError, match=message):
             find_checkpoint_dir(value)

@@ -42,10 +42,18 @@ def find_checkpoint_dir(value: str | Path) -> Path:
                 f"checkpoint_dir {value}: holds weights but no {CONFIG}, as that of a module of one's own does; "
                 f"load its {WEIGHTS} with load_state_dict"
             )
-        model = newest(folder)
-        mend = f"did you mean {model}?" if model else f"a run's models are in its step-* and {FINAL} folders"
-        raise UserError(f"checkpoint_dir {value}: holds no {CONFIG}; {mend}")
+        raise UserError(f"checkpoint_dir {value}: holds no {CONFIG}; {_what_was_meant(folder)}")
     return folder
+
+
+def _what_was_meant(folder: Path) -> str:
+    """The mend for a folder that holds no model of ours."""
+    converted = "checkpoints" / folder
+    if model := newest(folder) or (converted if (converted / CONFIG).is_file() else None):
+        return f"did you mean {model}?"
+    if (folder / "config.json").is_file():
+        return f"run `toolkit convert_from_hf {folder} checkpoints/{folder.resolve().name}` first"
+    return f"a run's models are in its step-* and {FINAL} folders"
 
 
 def read_model_config(folder: Path) -> ModelConfig:
