@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from groups import Case, losses, run_group
+from groups import Case, losses, run_group, run_whole_and_killed_twice
 
 from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.folder import write_model_files
@@ -149,3 +149,12 @@ def test_s2_adapters_resume_on_one_rank_and_on_two(runs):
     mine, theirs = (load_state(path / "final" / ADAPTERS) for path in (same, folder / "lora-32-true-2"))
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert relative(losses(other), losses(folder / "lora-32-true-1")) < 1e-5
+
+
+@pytest.mark.slow
+def test_s2_two_sigkills_of_a_run_of_adapters_leave_no_trace(tmp_path, shared):
+    words = ["finetune_lora", *shared, "--lora_dropout", "0.1", "--devices", "2"]
+    run_whole_and_killed_twice(words, tmp_path)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    mine, theirs = (load_state(tmp_path / run / "final" / ADAPTERS) for run in ("killed", "whole"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

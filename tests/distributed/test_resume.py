@@ -1,13 +1,10 @@
 """Law S2 across ranks: resume on the same ranks is bit-equal, on others it goes on with the same global sample."""
 
 import shutil
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
-from groups import Case, losses, run_group
+from groups import Case, losses, run_group, run_whole_and_killed_twice
 
 from toolkit.checkpoints.weights import load_weights
 
@@ -78,24 +75,6 @@ def test_s2_resume(resumed, source, target, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS)
 def test_s2_two_sigkills_on_two_ranks_leave_no_trace(corpus, tmp_path, kind, shared_flags):
-    def start(out):
-        command = [sys.executable, "-m", "toolkit", "pretrain", *shared_flags, *flags(kind), "--devices", "2"]
-        command += ["--train.max_steps", "40", "--train.save_interval", "10", "--out_dir", str(out), "--resume", "auto"]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    whole = start(tmp_path / "whole")
-    _, errors = whole.communicate()
-    assert whole.returncode == 0, errors
-    for step in (10, 30):
-        process = start(tmp_path / "killed")
-        for line in process.stdout:
-            if f"saved {tmp_path / 'killed'}/step-{step:08d}" in line:
-                break
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    last = start(tmp_path / "killed")
-    said, errors = last.communicate()
-    assert last.returncode == 0, errors
-    assert "going on from" in said
+    run_whole_and_killed_twice(["pretrain", *shared_flags, *flags(kind), "--devices", "2"], tmp_path)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert same_weights(tmp_path / "killed" / "final", tmp_path / "whole" / "final")
