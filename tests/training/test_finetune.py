@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.nn import functional as F
 
 from toolkit.args import FINETUNE_FULL, FINETUNE_LORA, EvalArgs, FSDPArgs, TrainArgs
 from toolkit.checkpoints.adapters import ADAPTERS, read_adapter
@@ -17,7 +18,8 @@ from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli_parser import parse
 from toolkit.commands import finetune_full, finetune_lora
 from toolkit.data import JSON
-from toolkit.data.tokenizer import train_bpe
+from toolkit.data.loader import train_batches
+from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
@@ -84,12 +86,17 @@ def test_only_adapters_move_and_only_they_are_saved(base, questions, tmp_path, p
     assert float(losses(out)[-1]) < float(losses(out)[0])
 
 
-@pytest.mark.parametrize("command", [finetune_lora, finetune_full])
-def test_s2_an_interrupted_run_ends_as_one_that_was_not(base, questions, tmp_path, command):
-    """Dropout draws, unequal rows, an epoch's end between: 3 steps, then 6, against 6 at once."""
-    more = ["--lora_dropout", "0.2"] if command is finetune_lora else []
+PACKED = ["--data.packing", "best_fit", "--train.max_seq_length", "64", "--train.global_batch_size", "2"]
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [(finetune_lora, ["--lora_dropout", "0.2"]), (finetune_full, []), (finetune_full, PACKED)],
+    ids=["lora", "full", "packed"],
+)
+def test_s2_an_interrupted_run_ends_as_one_that_was_not(base, questions, tmp_path, command, more):
+    """Dropout draws, unequal or packed rows, an epoch's end between: 3 steps, then 6, against 6 at once."""
     options = ["--train.save_interval", "3", *more]
-    run_training(arguments(command, base, questions, tmp_path / "whole", *options))
     schedule = ["--train.max_steps", "3", "--train.lr_schedule", "constant"]
     whole = ["--train.lr_schedule", "constant"]
     run_training(arguments(command, base, questions, tmp_path / "a", *options, *whole))
@@ -109,10 +116,24 @@ def test_n2_micro_batches_of_unequal_masked_rows_do_not_matter(base, questions, 
     assert one == pytest.approx(eight, rel=1e-5) and two == pytest.approx(eight, rel=1e-5)
 
 
-def test_packing_trains_and_reports(base, questions, tmp_path, capsys):
-    flags = ["--data.packing", "best_fit", "--train.max_seq_length", "64", "--train.global_batch_size", "2"]
-    run_training(arguments(finetune_full, base, questions, tmp_path / "run", *flags))
-    assert float(losses(tmp_path / "run")[-1]) < float(losses(tmp_path / "run")[0])
+@torch.no_grad()
+def test_n9_each_token_of_a_packed_sample_has_the_loss_that_it_has_alone(base, questions, tmp_path):
+    model, tokenizer = load_model(base), Tokenizer.load(base)
+    found = {}
+    for packing in ("none", "best_fit"):
+        data = JSON(json_path=str(questions), prompt_style="plain", packing=packing, val_split_fraction=0.0)
+        rows = data.prepare(tokenizer=tokenizer, max_seq_length=64, report=lambda line: None).train
+        found[packing] = []
+        for (batch,) in train_batches(
+            rows, seed=0, start_position=0, total_positions=len(rows), global_batch_size=4, micro_batch_size=4,
+            rank=0, world_size=1, num_workers=0,
+        ):  # fmt: skip
+            inputs = batch.inputs(torch.device("cpu"))
+            labels = inputs.pop("labels")
+            each = F.cross_entropy(model(**inputs).flatten(0, 1), labels.flatten(), reduction="none")
+            found[packing] += each[labels.flatten() >= 0].tolist()
+    assert len(found["none"]) == len(found["best_fit"]) > 100
+    assert sorted(found["best_fit"]) == pytest.approx(sorted(found["none"]), rel=1e-4, abs=1e-5)
 
 
 def test_the_options_of_a_run_repeat_it(base, questions, tmp_path):
