@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "prepare_data": ("toolkit.commands.prepare_data", (), "tokenise data once, ahead of a run"),
     "inspect_data": ("toolkit.commands.inspect_data", (), "show tokens and labels, count what is trained"),
     "generate": ("toolkit.commands.generate", ("checkpoint_dir",), "let a model continue a text"),
+    "chat": ("toolkit.commands.chat", ("checkpoint_dir",), "talk with a model"),
     "evaluate": ("toolkit.commands.evaluate", ("checkpoint_dir",), "loss, perplexity and bits per byte on data"),
     "convert_from_hf": ("toolkit.commands.convert_from_hf", ("hf_dir", "out_dir"), "read a Hugging Face folder"),
     "convert_to_hf": ("toolkit.commands.convert_to_hf", ("checkpoint_dir", "out_dir"), "write a Hugging Face folder"),

@@ -1,0 +1,174 @@
+"""`toolkit chat` on a real folder: a terminal, a pipe, one question; and what comes where."""
+
+import builtins
+import io
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from talker import ANSWERS, make_talker
+
+from toolkit.cli import main
+from toolkit.inference.chat import Conversation
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_talker(tmp_path_factory.mktemp("models") / "talker")
+
+
+class Stdin(io.StringIO):
+    def __init__(self, text: str, person: bool = False) -> None:
+        super().__init__(text)
+        self.isatty = lambda: person
+
+
+def chat(folder, monkeypatch, capsys, text="", *options, person=False, code=0) -> tuple[str, str]:
+    monkeypatch.setattr(sys, "stdin", Stdin(text, person))
+    assert main(["chat", str(folder), "--temperature", "0", *options]) == code
+    return tuple(capsys.readouterr())
+
+
+STATISTICS = r"\d+ tokens in [\d.]+ s, [\d.]+ tokens/s\n"
+
+
+def test_a_pipe_one_turn_per_line(folder, monkeypatch, capsys):
+    out, err = chat(folder, monkeypatch, capsys, "1\n\n  2 \n3")
+    assert out == f"{ANSWERS['1']}\n{ANSWERS['2']}\n{ANSWERS['3']}\n"
+    assert re.fullmatch(STATISTICS * 3, err)
+
+
+def test_nothing_after_quit(folder, monkeypatch, capsys):
+    assert chat(folder, monkeypatch, capsys, "1\n/quit\n2\n")[0] == f"{ANSWERS['1']}\n"
+    assert chat(folder, monkeypatch, capsys, "")[0] == ""
+
+
+def test_one_question_and_out(folder, monkeypatch, capsys):
+    out, err = chat(folder, monkeypatch, capsys, "3\n", "--prompt", "1")
+    assert out == f"{ANSWERS['1']}\n" and re.fullmatch(STATISTICS, err)
+    assert chat(folder, monkeypatch, capsys, "2", "--prompt", "-")[0] == f"{ANSWERS['2']}\n"
+
+
+def test_a_person_sees_what_it_is_and_errors_do_not_end_the_chat(folder, monkeypatch, capsys):
+    out, err = chat(folder, monkeypatch, capsys, "x" * 70 + "\n1\n", person=True)
+    assert out == f"{ANSWERS['1']}\n"  # stdout is no terminal here: the prompt goes to stderr
+    assert err.startswith(f"{folder} on cpu; template: checkpoint_dir {folder}: chat_template.jinja\n/quit or Ctrl-D")
+    assert ">>> the conversation has 72 tokens with this question" in err
+
+
+def test_ctrl_c_interrupts_an_answer_then_the_chat(folder, monkeypatch, capsys):
+    questions, ask = iter(["1", "2", KeyboardInterrupt]), Conversation.ask
+
+    def typed(prompt):
+        print(prompt, end="")
+        question = next(questions)
+        if question is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return question
+
+    def interrupted(self, question):
+        for i, piece in enumerate(ask(self, question)):
+            if question == "1" and i == 2:
+                raise KeyboardInterrupt
+            yield piece
+
+    monkeypatch.setattr(builtins, "input", typed)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(Conversation, "ask", interrupted)
+    out, err = chat(folder, monkeypatch, capsys, person=True, code=130)
+    assert out == f">>> ei\n>>> {ANSWERS['2']}\n>>> "
+    assert "(interrupted)\n" in err and err.endswith("toolkit chat: interrupted\n")
+
+
+def test_ctrl_c_ends_a_chat_with_a_pipe(folder, monkeypatch, capsys):
+    def interrupted(self, question):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Conversation, "ask", interrupted)
+    chat(folder, monkeypatch, capsys, "1\n2\n", code=130)
+
+
+def test_another_style_and_a_system_message(folder, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(Conversation, "ask", lambda self, q: (seen.append(self), (yield "x")))
+    options = ["--prompt_style", "chatml", "--system", "be brief"]
+    _, err = chat(folder, monkeypatch, capsys, "1", *options, person=True)
+    (conversation,) = seen
+    assert conversation.messages == [{"role": "system", "content": "be brief"}]
+    assert "template: --prompt_style chatml\n" in err
+    assert "<|im_end|> is no token of this vocabulary" in err and "--data.prompt_style" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--prompt_style", "alpaka"], "--prompt_style alpaka: must be one of"),
+        (["--max_new_tokens", "0"], "--max_new_tokens 0: must be greater than zero"),
+        (["--top_p", "2"], "--top_p 2.0: must be greater than 0 and at most 1"),
+        (["--prompt", " "], "--prompt: is empty; ask something"),
+        (["--prompt", "\udcff"], "the question: is not valid UTF-8"),
+        (["--prompt", "x" * 64], "the conversation has 66 tokens with this question; the model's context of 64"),
+        (["--base_checkpoint_dir", "x"], "--base_checkpoint_dir x: would have no effect"),
+        (["--prompt_style", "gemma", "--system", "s"], "--prompt_style gemma: the template refuses the messages"),
+    ],
+)
+def test_mistakes(folder, monkeypatch, capsys, options, line):
+    out, err = chat(folder, monkeypatch, capsys, "1\n", *options, code=2)
+    assert err.startswith(f"toolkit chat: {line}") and err.count("\n") == 1 and out == ""
+
+
+def test_a_full_context_ends_a_pipe(folder, monkeypatch, capsys):
+    out, err = chat(folder, monkeypatch, capsys, "1\n" + "x" * 70 + "\n2\n", code=2)
+    assert out == f"{ANSWERS['1']}\n" and "begin a new chat" in err
+
+
+def test_no_template_is_said(folder, tmp_path, monkeypatch, capsys):
+    shutil.copytree(folder, tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    _, err = chat(tmp_path / "base", monkeypatch, capsys, "1\n", code=2)
+    assert err.startswith("toolkit chat: --prompt_style: checkpoint_dir") and "alpaca, chatml" in err
+
+
+@pytest.mark.slow
+def test_in_a_terminal(folder):
+    """The real thing: a pseudo-terminal, keys typed into it, the signal that the terminal makes of Ctrl-C."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "toolkit", "chat", str(folder), "--temperature", "0"])
+    seen = ""
+
+    def read_until(text: str) -> None:
+        nonlocal seen
+        end = time.monotonic() + 60
+        while text not in seen:
+            assert select.select([terminal], [], [], max(0, end - time.monotonic()))[0], f"{text!r} never came: {seen}"
+            seen += os.read(terminal, 1000).decode(errors="replace")
+        seen = seen.partition(text)[2]
+
+    read_until(">>> ")
+    os.write(terminal, b"1\n")
+    read_until(ANSWERS["1"])
+    read_until(">>> ")
+    os.write(terminal, b"\x03")
+    read_until("interrupted")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+
+
+@pytest.mark.slow
+def test_answers_come_piece_by_piece_and_a_pipe_may_stay_open(folder):
+    command = [sys.executable, "-m", "toolkit", "chat", str(folder), "--temperature", "0"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        for question in ("1", "3"):
+            process.stdin.write(f"{question}\n".encode())
+            process.stdin.flush()
+            assert process.stdout.readline().decode() == f"{ANSWERS[question]}\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130

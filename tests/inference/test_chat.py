@@ -1,0 +1,166 @@
+"""Turns of a conversation: what is computed anew, what is remembered, where it ends."""
+
+from contextlib import closing
+
+import pytest
+from talker import ANSWERS, make_talker
+
+from toolkit.data.chat_template import ChatTemplate
+from toolkit.data.tokenizer import train_bpe
+from toolkit.errors import UserError
+from toolkit.inference.chat import Conversation, find_template
+from toolkit.inference.load import load_checkpoint
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    folder = make_talker(tmp_path_factory.mktemp("models") / "talker")
+    return load_checkpoint(str(folder), base_checkpoint_dir=None, accelerator="cpu", precision=None)
+
+
+def begin(talker, template=None, **changed) -> Conversation:
+    template = template or find_template(talker.tokenizer, None)
+    sampling = {"temperature": 0.0, "top_k": None, "top_p": 1.0}
+    settings = {"system": None, "max_new_tokens": 20, "sampling": sampling, "seed": 0, "notice": lambda line: None}
+    return Conversation(talker.model, talker.tokenizer, template, **(settings | changed))
+
+
+def ask(conversation, question) -> str:
+    return "".join(conversation.ask(question))
+
+
+@pytest.fixture
+def computed(talker):
+    """The tokens of every forward pass."""
+    found = []
+    hook = talker.model.register_forward_pre_hook(lambda module, args: found.append(args[0][0].tolist()))
+    yield found
+    hook.remove()
+
+
+def test_it_answers_stops_at_the_end_of_the_turn_and_never_cuts_a_character(talker):
+    conversation = begin(talker)
+    pieces = list(conversation.ask("2"))
+    assert "".join(pieces) == ANSWERS["2"] and "\ufffd" not in pieces and conversation.new_tokens == 9
+    assert ask(conversation, "1") == ANSWERS["1"]
+    assert [m["content"] for m in conversation.messages] == ["2", ANSWERS["2"], "1", ANSWERS["1"]]
+
+
+def test_a_further_turn_computes_only_what_is_new(talker, computed):
+    conversation, encode = begin(talker), talker.tokenizer.encode
+    ask(conversation, "1")
+    computed.clear()
+    ask(conversation, "3")
+    # the end of the first answer was drawn, and so never read; then the question
+    assert sum(computed, []) == [0, *encode("Q3A"), *encode(ANSWERS["3"])]
+
+
+def test_a_template_that_changes_what_was_said_is_read_again(talker, computed):
+    source = find_template(talker.tokenizer, None).source
+    changing = source.replace(
+        "{{ m['content'] }}{{ eos_token }}", "{{ m['content'] | replace('in', 'IN') }}{{ eos_token }}"
+    )
+    conversation = begin(talker, ChatTemplate(talker.tokenizer, changing, "changing"))
+    ask(conversation, "1")
+    computed.clear()
+    said = ask(conversation, "2")
+    prompt = talker.tokenizer.encode("Q1AeINs") + [0] + talker.tokenizer.encode("Q2A")
+    assert sum(computed, [])[: len(prompt) - 4] == prompt[4:]  # "Q1Ae" stays
+    fresh = begin(talker, ChatTemplate(talker.tokenizer, changing, "changing"))
+    fresh.messages = conversation.messages[:2]
+    assert ask(fresh, "2") == said
+
+
+def test_turns_with_the_cache_are_those_without(talker):
+    """Random draws, so that the model also says what it has not learned."""
+    sampling = {"temperature": 2.0, "top_k": None, "top_p": 1.0}
+    conversation = begin(talker, sampling=sampling, max_new_tokens=8)
+    for turn, question in enumerate("1232"):
+        before = list(conversation.messages)
+        said = ask(conversation, question)
+        fresh = begin(talker, sampling=sampling, max_new_tokens=8, seed=turn)
+        fresh.messages = before
+        assert ask(fresh, question) == said
+
+
+def test_stops_at_the_list_of_generation_config(talker, monkeypatch):
+    z = talker.tokenizer.encode("z")[0]
+    monkeypatch.setitem(talker.tokenizer._settings, "generation_config.json", {"eos_token_id": [0, z]})
+    assert ask(begin(talker), "2") == ""
+    # the end of a turn counts even where the list forgets it
+    monkeypatch.setitem(talker.tokenizer._settings, "generation_config.json", {"eos_token_id": [z]})
+    assert ask(begin(talker), "1") == ANSWERS["1"]
+
+
+def test_the_system_message_comes_first(talker, computed):
+    conversation = begin(talker, system="be brief")
+    ask(conversation, "1")
+    text = talker.tokenizer.decode(sum(computed, []), skip_special_tokens=False)
+    assert text.startswith("Sbe briefQ1A")
+
+
+def test_a_full_context_is_said_and_forgets_nothing(talker):
+    notes = []
+    conversation = begin(talker, notice=notes.append, max_new_tokens=100)
+    with pytest.raises(UserError, match="has 64 tokens with this question; the model's context of 64 leaves no room"):
+        conversation.ask("x" * 62)
+    assert conversation.messages == []
+    conversation._eos_ids = set()
+    said = ask(conversation, "x" * 55)  # 57 tokens: 7 are left
+    assert conversation.new_tokens == 7 and notes == [
+        "stopped after 7 new tokens: the model's context of 64 tokens is full"
+    ]
+    with pytest.raises(UserError, match="begin a new chat"):
+        conversation.ask("1")
+    assert conversation.messages[-1]["content"] == said
+
+
+def test_the_limit_of_an_answer_is_said(talker):
+    notes = []
+    conversation = begin(talker, notice=notes.append, max_new_tokens=3)
+    assert ask(conversation, "1") == "ein"
+    assert notes == ["stopped after 3 tokens; --max_new_tokens allows no more"]
+    notes.clear()
+    assert ask(begin(talker, notice=notes.append, max_new_tokens=5), "1") == "eins" and not notes
+
+
+def test_an_answer_that_is_closed_counts_as_far_as_it_came(talker):
+    conversation = begin(talker)
+    with closing(conversation.ask("1")) as pieces:
+        assert [next(pieces), next(pieces)] == ["e", "i"]
+    assert [m["content"] for m in conversation.messages] == ["1", "ei"]
+    with closing(conversation.ask("2")):
+        pass  # before the first piece: as if never asked
+    assert [m["content"] for m in conversation.messages] == ["1", "ei"]
+    fresh = begin(talker)
+    fresh.messages = list(conversation.messages)
+    assert ask(conversation, "3") == ask(fresh, "3")
+
+
+def test_an_interruption_within_a_forward_pass_leaves_the_cache_in_order(talker):
+    """As Ctrl-C does it: some layers have seen the token, others have not."""
+    conversation, passes = begin(talker), iter(range(100))
+
+    def interrupt(module, args):
+        if next(passes) == 4:
+            raise KeyboardInterrupt
+
+    hook = talker.model.transformer.h[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ask(conversation, "1")
+    hook.remove()
+    fresh = begin(talker)
+    fresh.messages = list(conversation.messages)
+    assert len(fresh.messages) == 2
+    assert ask(conversation, "3") == ask(fresh, "3")
+
+
+def test_templates_are_named_by_the_flags_of_this_command(talker):
+    bare = train_bpe(["abc"], vocab_size=257)
+    with pytest.raises(UserError, match="^--prompt_style: the trained tokenizer has no chat template"):
+        find_template(bare, None)
+    with pytest.raises(UserError, match="^--prompt_style alpaka: must be one of"):
+        find_template(bare, "alpaka")
+    assert find_template(bare, "alpaca").end_of_turn == "<|endoftext|>"
+    with pytest.raises(UserError, match="the template refuses the messages"):
+        begin(talker, find_template(talker.tokenizer, "gemma"), system="be brief")

@@ -1,0 +1,45 @@
+"""A tiny model that has learned a few answers by heart, as a folder with a chat template of its own."""
+
+from pathlib import Path
+
+import torch
+
+from toolkit.checkpoints.folder import write_model_files
+from toolkit.data.chat_template import ChatTemplate
+from toolkit.data.tokenizer import train_bpe
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+
+ANSWERS = {"1": "eins", "2": "zwei 🎉", "3": "drei"}
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}Q{{ m['content'] }}A"
+    "{% elif m['role'] == 'system' %}S{{ m['content'] }}{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def make_talker(folder: Path, block_size: int = 64) -> Path:
+    """Write the model; every byte is a token."""
+    tokenizer = train_bpe(["abc"], vocab_size=257).with_files({"chat_template.jinja": TEMPLATE.encode()})
+    template = ChatTemplate.of(tokenizer, None)
+    torch.manual_seed(0)
+    config = ModelConfig(name="talker", block_size=block_size, vocab_size=257, n_layer=2, n_head=4, n_embd=64)
+    model = GPT(config)
+    chats = []
+    for first in ANSWERS:
+        for second in ANSWERS:
+            turns = [(role, text) for q in (first, second) for role, text in (("user", q), ("assistant", ANSWERS[q]))]
+            chats.append(template.encode([{"role": r, "content": t} for r, t in turns], "all").ids)
+    width = max(map(len, chats))
+    ids = torch.tensor([chat + [0] * (width - len(chat)) for chat in chats])
+    labels = torch.tensor([chat[1:] + [-100] * (width - len(chat)) for chat in chats])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss, n_tokens = model(ids[:, :-1], labels)
+        (loss / n_tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder.mkdir(parents=True, exist_ok=True)
+    state = model.state_dict()
+    write_model_files(folder, state_dict=state, config=config, hyperparameters=None, tokenizer=tokenizer)
+    return folder
