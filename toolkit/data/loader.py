@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from toolkit.data.base import Rows
 from toolkit.data.order import shuffled_index
+from toolkit.models.loss import IGNORE_INDEX
 
-IGNORE_INDEX = -100
 FILLER = -1  # the row number of a row that only fills up a batch
 
 
