@@ -4,8 +4,10 @@
     python scripts/chatterbot_to_jsonl.py chatterbot.jsonl
     python scripts/chatterbot_to_jsonl.py trivia.jsonl --topics trivia science --form prompt
 
-About 2,400 short questions with answers, by topic (BSD licence). One conversation per line, its turns taken by user and
+About 900 short questions with answers, by topic (BSD licence). One conversation per line, its turns taken by user and
 assistant: {"messages": [{"role": ..., "content": ...}, ...]}, or {"prompt": ..., "completion": ...} of its first two.
+The package repeats many (tech_support is ten conversations, a hundred times each); repeats are left out, for a repeat
+among the held-out rows would be known from training.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ def to_row(turns: list[str], form: str) -> dict[str, object]:
 
 
 def write(path: Path, form: str = "messages", topics: list[str] | None = None) -> int:
-    """Write the rows and return their number."""
-    rows = [json.dumps(to_row(turns, form), ensure_ascii=False) for turns in conversations(topics)]
+    """Write the rows, each once, and return their number."""
+    rows = list(dict.fromkeys(json.dumps(to_row(turns, form), ensure_ascii=False) for turns in conversations(topics)))
     path.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
     return len(rows)
 

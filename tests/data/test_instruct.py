@@ -518,7 +518,8 @@ def test_chatterbot(tokenizer, tmp_path):
     finally:
         sys.path.pop(0)
     path = tmp_path / "chatterbot.jsonl"
-    assert chatterbot_to_jsonl.write(path, "messages") > 2000
+    assert chatterbot_to_jsonl.write(path, "messages") > 800
+    assert len(set(path.read_text().splitlines())) == len(path.read_text().splitlines())  # the package repeats many
     turns = next(chatterbot_to_jsonl.conversations(["ai"]))
     assert turns[0] == "What is AI?"
     data = JSON(str(path), cache_dir=str(tmp_path), packing="best_fit")
