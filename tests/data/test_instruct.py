@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import sys
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -239,6 +240,17 @@ def test_pieces_of_a_sample_stay_together(prepare, tokenizer):
     ]
     assert len(letters[0]) == 14 and len(letters[1]) == 6 and not letters[0] & letters[1]
     assert len(data.val) == 18
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_held_out_samples_that_are_also_trained_on_are_counted_and_said(prepare, packing):
+    data, said = prepare([*MANY, *MANY[:30]], 500, val_split_fraction=0.2, packing=packing)
+    held_out = Counter(map(str, documents(data.val)))
+    repeats = sum(held_out[document] for document in set(map(str, documents(data.train))))
+    assert 0 < repeats < 18 == held_out.total()
+    assert data.train.facts["val_samples_also_trained"] == repeats
+    assert f"{repeats} of 18 held-out samples are also trained on" in said
+    assert "also trained" not in prepare(MANY, 500, val_split_fraction=0.2)[1]
 
 
 def test_own_held_out_file(tokenizer, tmp_path):

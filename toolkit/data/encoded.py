@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from toolkit.data.encode import Job
 
-CODE_VERSION = 1  # raise it when the same rows and options would give other tokens
+CODE_VERSION = 2  # raise it when the same rows and options would give other tokens, or other counts
 _VAL_SEED = 0  # of the permutation whose first samples are held out
 _VERIFIED = 1 << 30  # bytes: up to here a folder is read through before it is used
 _INDEX = ("offsets", "sources", "numbers", "train_members", "train_starts", "val_members", "val_starts")
@@ -87,6 +87,9 @@ def _notes(job: Job, facts: dict[str, Any]) -> list[str]:
     if facts["conversations"] and template is not None:
         notes.append(f"chat template: {template.name}; end of turn: {template.end_of_turn}")
         notes += [f"{template.name}: {note}" for note in facts["notes"]]
+    if repeats := facts["val_samples_also_trained"]:
+        effect = "which makes the validation loss lower than it would be on new ones"
+        notes.append(f"{repeats:,} of {facts['val_samples']:,} held-out samples are also trained on, {effect}")
     return notes
 
 
@@ -246,6 +249,8 @@ def _make(folder: Path, key: str, job: Job, report: Callable[[str], None]) -> No
     used = {split: int(lengths[members].sum()) for split, (members, _) in rows.items()}
     facts |= {"tokens": sum(used.values()), "max_seq_length": job.max_seq_length, "packing": job.packing}
     facts["packing_efficiency"] = used["train"] / (facts["train_rows"] * job.max_seq_length)
+    facts["val_samples"] = len(rows["val"][0])
+    facts["val_samples_also_trained"] = _count_repeats(folder, dtype, samples, rows)
     index = {name: samples[name] for name in ("offsets", "sources", "numbers")}
     for split, (members, starts) in rows.items():
         index |= {f"{split}_members": members, f"{split}_starts": starts}
@@ -269,6 +274,18 @@ def _choose_rows(job: Job, samples: dict[str, np.ndarray], counts: Counts) -> di
             raise UserError(f"{job.option}: no sample is left to {what}: {_fate(counts.facts())}{_mend(counts)}")
     lengths = np.diff(samples["offsets"]) - 1
     return {"train": _into_rows(job, train, lengths), "val": _into_rows(job, val, lengths)}
+
+
+def _count_repeats(folder: Path, dtype: np.dtype, samples: dict[str, np.ndarray], rows: dict[str, Any]) -> int:
+    """The number of held-out samples that are also trained on, token for token."""
+    offsets, tokens = samples["offsets"].tolist(), np.asarray(np.memmap(folder / "tokens.bin", dtype, "r"))
+
+    def marks(split: str) -> Iterator[int]:
+        return (hash(tokens[offsets[i] : offsets[i + 1]].tobytes()) for i in rows[split][0].tolist())
+
+    held_out = list(marks("val"))
+    repeated = set(held_out).intersection(marks("train"))
+    return sum(mark in repeated for mark in held_out)
 
 
 def _hold_out(kept: np.ndarray, samples: dict[str, np.ndarray], fraction: float) -> tuple[np.ndarray, np.ndarray]:

@@ -46,6 +46,7 @@ def _counts(facts: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
         "dropped_empty_answer": facts["empty"],
         "train_rows": len(prepared.train),
         "val_rows": 0 if prepared.val is None else len(prepared.val),
+        "val_samples_also_trained": facts["val_samples_also_trained"],
     }
     if facts["packing"] != "none":
         counts["packing_efficiency_percent"] = 100 * facts["packing_efficiency"]

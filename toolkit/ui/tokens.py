@@ -48,7 +48,7 @@ def _lines(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             count = name.removesuffix("_percent")
             if count not in counts and f"{count}_tokens" not in counts:
                 yield count.replace("_", " "), f"{value:.1f} %"
-        elif name.startswith("dropped_") or name == "split":
+        elif name.startswith("dropped_") or name in ("split", "val_samples_also_trained"):
             if value:
                 yield name.replace("dropped_", "  ").replace("_", " "), f"{value:,}"
         else:
