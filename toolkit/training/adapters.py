@@ -10,37 +10,8 @@ import torch
 from toolkit.checkpoints.adapters import AdapterInfo, base_fingerprint, load_adapters
 from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.peft import import_peft
-from toolkit.errors import UserError
 from toolkit.training.model import Plan
 from toolkit.training.resolve import RunArgs
-
-
-def require_usable(args: RunArgs, strategy: str, precision: str) -> None:
-    """Refuse options that do not go with adapters, or with a quantised base.
-
-    Args:
-        strategy: The kind that the run will have, "single", "ddp" or "fsdp".
-        precision: Of the run.
-
-    Raises:
-        UserError: an option would have no effect, or is not known to work with another.
-    """
-    if args.quantize is not None:
-        if strategy == "fsdp":
-            raise UserError(
-                f"--quantize {args.quantize}: does not go with --strategy fsdp, which cannot shard weights of 4 bits; "
-                "use --strategy ddp"
-            )
-        if precision == "16-mixed":
-            raise UserError(f"--precision 16-mixed: is not proven with --quantize {args.quantize}; use bf16-true")
-        if args.compiler != "none":
-            raise UserError(f"--compiler {args.compiler}: does not go with --quantize {args.quantize}; leave one out")
-    if args.fsdp.state_dict_type == "sharded":
-        raise UserError(
-            "--fsdp.state_dict_type sharded: would have no effect, every device holds all adapters; leave it out"
-        )
-    if args.train.tie_embeddings is not None:
-        raise UserError(f"--train.tie_embeddings {args.train.tie_embeddings}: the base stays as it is; leave it out")
 
 
 def describe_base(args: RunArgs) -> AdapterInfo:

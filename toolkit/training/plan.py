@@ -20,16 +20,16 @@ from toolkit.checkpoints.folder import find_checkpoint_dir, write_model_files
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import count_devices, pick_precision
 from toolkit.distributed.layout import read_layout
-from toolkit.distributed.strategy import StrategyPlan, plan_strategy
+from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, list_names
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.training.batch import BatchPlan, plan_batch
+from toolkit.training.batch import BatchPlan
+from toolkit.training.decide import decide
 from toolkit.training.finetune import finetune_args
 from toolkit.training.memory_plan import Job, Memory, Parameters, build_on_meta, count_parameters, plan_memory
-from toolkit.training.optimizer import resolve_optimizer
-from toolkit.training.resolve import RunArgs, choose_length, choose_model, with_defaults
+from toolkit.training.resolve import RunArgs
 
 MOST_DEVICES = 8  # of a node, for advice
 SHORTEST = 256  # tokens, for advice
@@ -83,24 +83,21 @@ def plan_run(args: RunArgs, place: Place) -> RunPlan:
     train = args.train
     if all(limit is None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time)):
         args = replace(args, train=replace(train, max_steps=1))  # the length does not matter here
-    args = with_defaults(args)
-    precision = choose_precision(args, place.device)
-    sizes = {"devices": place.devices, "num_nodes": place.num_nodes}
-    strategy = plan_strategy(args.strategy, args.fsdp, args.ddp, **sizes, accelerator=place.device, precision=precision)
-    batch = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, **sizes)
-    config = with_known_vocabulary(choose_model(args), args)
-    seq_length = choose_length(args.train, config)
+    decided = decide(args, place.device, place.devices, place.num_nodes, choose_precision(args, place.device))
+    args, batch, seq_length = decided.args, decided.batch, decided.max_seq_length
+    config = with_known_vocabulary(decided.config, args)
     assert seq_length is not None
-    optimizer = resolve_optimizer(args.optimizer, args.defaults.optimizer, precision, args.optimizer_class)
     job = Job(
-        config, precision, strategy, batch.micro_batch_size, batch.accumulation, seq_length, optimizer, place.device,
+        config, decided.precision, decided.strategy, batch.micro_batch_size, batch.accumulation, seq_length,
+        decided.optimizer, place.device,
         args.lora, args.quantize, getattr(args.data, "packing", "none") != "none", args.fsdp, args.ddp,
         args.optimizer_class,
     )  # fmt: skip
     model = build_on_meta(job)
     parameters, memory = count_parameters(model), plan_memory(job, model)
     return RunPlan(
-        args, place, config, precision, strategy, batch, seq_length, optimizer, parameters, memory
+        args, place, config, decided.precision, decided.strategy, batch, seq_length, decided.optimizer, parameters,
+        memory,
     )  # fmt: skip
 
 
@@ -228,6 +225,8 @@ def _adapters(plan: RunPlan) -> Iterator[Change]:
 def _quantized(plan: RunPlan) -> Iterator[Change]:
     if plan.args.lora is not None and plan.args.quantize is None:
         yield "--quantize bnb.nf4", replace(plan.args, quantize="bnb.nf4"), plan.place
+        whole = replace(plan.args, quantize="bnb.nf4", strategy="ddp")  # 4 bits are not sharded
+        yield "--quantize bnb.nf4 --strategy ddp", whole, plan.place
 
 
 def _shorter(plan: RunPlan) -> Iterator[Change]:

@@ -5,43 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 
+from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.folder import find_checkpoint_dir
-from toolkit.checkpoints.store import exclusive, require_free, resolve_resume
-from toolkit.data.base import Rows
+from toolkit.checkpoints.store import FINAL, exclusive, require_free, resolve_resume
+from toolkit.data.base import Prepared, Rows
 from toolkit.distributed import ranks
 from toolkit.distributed.device import count_devices, pick_accelerator, pick_precision
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import RunGroup, Timeouts, launched
 from toolkit.distributed.layout import Layout, read_layout
 from toolkit.distributed.memory import keep_freed_memory
-from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
 from toolkit.models.gpt import Block
 from toolkit.training import adapters, best
-from toolkit.training.batch import plan_batch
 from toolkit.training.checkpointer import Checkpointer, seed_from
-from toolkit.training.limits import build_limits
+from toolkit.training.decide import Decisions, decide
+from toolkit.training.limits import Limits, build_limits
 from toolkit.training.loop import Run, fit
-from toolkit.training.model import check_replicas, describe_model, plan_model, set_up_model, unwrapped
-from toolkit.training.optimizer import build_optimizer, resolve_optimizer
-from toolkit.training.resolve import (
-    RunArgs,
-    choose_length,
-    choose_model,
-    hyperparameters,
-    is_repeatable,
-    prepare_data,
-    with_defaults,
-    with_vocabulary,
-)
-from toolkit.training.samples import make_sampler
+from toolkit.training.model import Plan, check_replicas, describe_model, plan_model, set_up_model, unwrapped
+from toolkit.training.optimizer import build_optimizer
+from toolkit.training.resolve import RunArgs, hyperparameters, is_repeatable, prepare_data, with_vocabulary
+from toolkit.training.samples import Sampler, make_sampler
 from toolkit.training.schedule import Schedule, build_schedule
 from toolkit.training.state import Identity, Progress, read_meta
 from toolkit.training.throughput import Throughput, flops_per_token, peak_flops
@@ -59,35 +51,18 @@ def run_training(args: RunArgs) -> None:
         PeerLost, EndedTogether: see :func:`toolkit.distributed.launch.launched`.
     """
     launch_time = time.perf_counter()
-    args = with_defaults(args)
     device = pick_accelerator(args.accelerator)
-    precision = pick_precision(args.precision, device, args.defaults.cuda_precision)
-    args = replace(args, precision=precision)
     layout = read_layout(args.devices, args.num_nodes, count_devices(device))
-    sizes = {"devices": layout.devices, "num_nodes": layout.num_nodes}
-    strategy = plan_strategy(args.strategy, args.fsdp, args.ddp, **sizes, accelerator=device, precision=precision)
-    if args.lora is not None:
-        adapters.require_usable(args, strategy.kind, precision)
-    batch = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, **sizes)
-    config = choose_model(args)
-    seq_length = choose_length(args.train, config)
-    if strategy.kind == "fsdp" and args.module is not None and not args.block_classes:
-        raise UserError("--strategy fsdp: shards the blocks of a model, and none were found; name them: block_classes")
-    if strategy.kind == "fsdp" and args.optimizer.name.lower() == "adafactor":
-        raise UserError(
-            "--optimizer.name Adafactor: looks at whole matrices, and fsdp gives it parts; use --strategy ddp or AdamW"
-        )
-    optimizer_options = resolve_optimizer(args.optimizer, args.defaults.optimizer, precision, args.optimizer_class)
+    precision = pick_precision(args.precision, device, args.defaults.cuda_precision)
+    decided = decide(args, device, layout.devices, layout.num_nodes, precision)
+    args = decided.args
     check_logger(args.logger_name, args.log)
-    out_dir = Path(args.out_dir)
     alone = layout.world_size == 1 or (layout.starts_processes and layout.num_nodes == 1)  # nobody waits yet
     resume_from = find_start(args) if alone else None
     fabric = build_fabric(
-        strategy, layout, accelerator=device, precision=precision, fsdp=args.fsdp, ddp=args.ddp,
+        decided.strategy, layout, accelerator=device, precision=precision, fsdp=args.fsdp, ddp=args.ddp,
         block_classes=set(args.block_classes or (Block,)),
     )  # fmt: skip
-    if args.timeout is not None and layout.world_size == 1:
-        raise UserError(f"--timeout {args.timeout}: would have no effect, one process waits for no other")
     timeouts = Timeouts.of(args.timeout)
     with ExitStack() as stack:
         group = stack.enter_context(launched(fabric, layout, timeouts))
@@ -96,107 +71,25 @@ def run_training(args: RunArgs) -> None:
         if layout.global_rank == 0 and not alone:
             resume_from = find_start(args)
         display.phase("preparing data")
-        data = group.first_then_others(lambda: prepare_data(args, seq_length, display.message))
+        data = group.first_then_others(lambda: prepare_data(args, decided.max_seq_length, display.message))
         group.connect()
-        resume_from = ranks.from_first(resume_from)
-        model_plan = plan_model(
-            with_vocabulary(config, data), args.module, args.block_classes, args.lora, args.quantize
-        )
-        seq_length = mean_length(data.train)
-        base = None if args.lora is None else adapters.describe_base(args)
-        identity = Identity(
-            model_plan.facts, data.content_key, batch.global_batch_size, args.seed, precision, optimizer_options,
-            {} if base is None else adapters.facts(base),
-        )  # fmt: skip
-        require_same_everywhere(args, identity)
-        best.require_choice(args.train, args.eval, data)
-        sampler = make_sampler(data, model_plan.config, args.eval.max_new_tokens)
-        progress = Progress() if resume_from is None else read_progress(resume_from, identity)
-        best.forget_what_is_gone(progress, out_dir)
-        limits = build_limits(
-            args.train,
-            progress,
-            n_rows=len(data.train),
-            tokens_per_row=seq_length,
-            is_ragged=getattr(data.train, "lengths", None) is not None,
-        )
-        schedule = build_schedule(args.train, limits.total_steps, args.defaults)
-        if limits.reached(progress.step, progress.tokens) and resume_from == out_dir / "final":
-            display.message(f"{resume_from} has reached step {progress.step}: the run is finished, nothing to do")
+        start = find_place(decided, data, ranks.from_first(resume_from))
+        if start.is_finished(Path(args.out_dir)):
+            display.message(
+                f"{start.resume_from} has reached step {start.progress.step}: the run is finished, nothing to do"
+            )
             return
-
-        display.total_steps = limits.total_steps
+        display.total_steps = start.limits.total_steps
         display.phase("building the model")
-        flops = None
-        if model_plan.config is not None:
-            flops = flops_per_token(model_plan.module, model_plan.config, seq_length)
         display.message(
-            f"{describe_model(model_plan, seq_length)}; {fabric.device.type}, {precision}; {batch}; "
-            f"peak learning rate {schedule.peak:.3g}"
+            f"{describe_model(start.model, start.mean_length)}; {fabric.device.type}, {precision}; {decided.batch}; "
+            f"peak learning rate {start.schedule.peak:.3g}"
         )
-        display.message(f"Strategy: {strategy}")
-        initial = args.initial_checkpoint_dir
-        source = find_checkpoint_dir(initial) if initial else None
-        model = set_up_model(
-            fabric, model_plan, seed=args.seed, precision=precision, compiler=args.compiler,
-            source=resume_from or source if base is None else source,
-            adapters=None if base is None else adapters.initial_adapters(args, model_plan, resume_from),
-        )  # fmt: skip
-        seed_from(args.seed, ranks.global_rank())  # else dropout would draw the same on all ranks
-        optimizer = build_optimizer(
-            unwrapped(model), optimizer_options, schedule.peak, precision, model_plan.spared, args.optimizer_class
-        )
-        checkpointer = Checkpointer(
-            out_dir=out_dir,
-            module=unwrapped(model),
-            optimizer=optimizer,
-            scaler=getattr(fabric.strategy.precision, "scaler", None),
-            config=model_plan.config,
-            tokenizer=data.tokenizer,
-            hyperparameters=hyperparameters(args) if is_repeatable(args) else None,
-            identity=identity,
-            schedule=schedule,
-            keep_last=args.train.keep_last or 0,
-            tied=model_plan.tied,
-            sharded=args.fsdp.state_dict_type == "sharded",
-            seed=args.seed,
-            adapters=base,
-        )
-        if resume_from is not None:
-            checkpointer.restore(resume_from, progress.step)
-            display.message(f"going on from {resume_from}: step {progress.step}, {progress.tokens:,} tokens")
-            tell_changed_schedule(resume_from, schedule, display)
-        opened = ranks.on_first(partial(open_outputs, args, out_dir, resume_from, progress.step, stack))
-        csv, loggers = opened or (None, [])
-        if checkpointer.sharded:
-            require_shared_disk(out_dir)
-        peak = peak_flops(fabric.device, precision)
-        run = Run(
-            fabric=fabric,
-            model=model,
-            optimizer=fabric.setup_optimizers(optimizer),
-            data=data,
-            plan=batch,
-            limits=limits,
-            schedule=schedule,
-            train=args.train,
-            eval=args.eval,
-            progress=progress,
-            throughput=Throughput(flops, None if peak is None else peak * layout.world_size),
-            seed=args.seed,
-            num_workers=args.data.num_workers,
-            display=display,
-            csv=csv,
-            loggers=loggers,
-            checkpointer=checkpointer,
-            token_bytes=None if data.tokenizer is None else data.tokenizer.token_bytes(),
-            sampler=sampler,
-            resumed=resume_from is not None,
-            launched=launch_time,
-            seconds_before=progress.seconds,
-            after_first_step=lambda: after_first_step(run, model_plan, strategy.shards, group),
-            patient=partial(ranks.patience, timeouts.first, timeouts.later),
-        )
+        display.message(f"Strategy: {decided.strategy}")
+        run = build_run(fabric, decided, data, start, display, stack)
+        run.launched = launch_time
+        run.after_first_step = lambda: after_first_step(run, start.model, decided.strategy.shards, group)
+        run.patient = partial(ranks.patience, timeouts.first, timeouts.later)
         keep_freed_memory(device)  # only now: what loading has freed goes back (law M3)
         status = "failed"
         try:
@@ -204,12 +97,147 @@ def run_training(args: RunArgs) -> None:
             status = "success"
         finally:
             ranks.set_timeout(timeouts.first)  # a logger may have much to send
-            close_logs(run, out_dir, status)
-        if run.skipped_steps:
-            display.message(f"the fp16 scaler left out {run.skipped_steps} steps")
-        display.message(
-            f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {out_dir / 'final'}"
-        )
+            close_logs(run, Path(args.out_dir), status)
+        tell_the_end(run, Path(args.out_dir))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, and where it will end.
+
+    Args:
+        resume_from: The checkpoint that it goes on from, if any.
+        progress: How far that had come.
+        model: Not built yet.
+        base: What adapters stand on; None where all weights are trained.
+        identity: What may not change when it is resumed.
+        limits, schedule: Of the whole run.
+        mean_length: Input tokens of a row.
+        flops: Of a token, counted before layers are packed or sharded; None for somebody's own model.
+        sampler: Shows what the model says, if it is to be shown.
+    """
+
+    resume_from: Path | None
+    progress: Progress
+    model: Plan
+    base: AdapterInfo | None
+    identity: Identity
+    limits: Limits
+    schedule: Schedule
+    mean_length: float
+    flops: float | None
+    sampler: Sampler | None
+
+    def is_finished(self, out_dir: Path) -> bool:
+        """Whether there is nothing left to do, and the last checkpoint is written."""
+        reached = self.limits.reached(self.progress.step, self.progress.tokens)
+        return reached and self.resume_from == out_dir / FINAL
+
+
+def find_place(decided: Decisions, data: Prepared, resume_from: Path | None) -> Start:
+    """Find where the run stands, and require that all ranks are about to do the same.
+
+    Raises:
+        UserError: the checkpoint belongs to another run, or the ranks differ.
+    """
+    args = decided.args
+    config = with_vocabulary(decided.config, data)
+    model = plan_model(config, args.module, args.block_classes, args.lora, args.quantize)
+    length = mean_length(data.train)
+    base = None if args.lora is None else adapters.describe_base(args)
+    identity = Identity(
+        model.facts, data.content_key, decided.batch.global_batch_size, args.seed, decided.precision,
+        decided.optimizer, {} if base is None else adapters.facts(base),
+    )  # fmt: skip
+    require_same_everywhere(args, identity)
+    best.require_choice(args.train, args.eval, data)
+    sampler = make_sampler(data, config, args.eval.max_new_tokens)
+    progress = Progress() if resume_from is None else read_progress(resume_from, identity)
+    best.forget_what_is_gone(progress, Path(args.out_dir))
+    is_ragged = getattr(data.train, "lengths", None) is not None
+    limits = build_limits(
+        args.train, progress, n_rows=len(data.train), tokens_per_row=length, is_ragged=is_ragged
+    )  # fmt: skip
+    schedule = build_schedule(args.train, limits.total_steps, args.defaults)
+    flops = None if config is None else flops_per_token(model.module, config, length)
+    return Start(resume_from, progress, model, base, identity, limits, schedule, length, flops, sampler)
+
+
+def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, display: Any, stack: ExitStack) -> Run:
+    """Build the model and its optimizer, bring back their state, and open the folder of the run.
+
+    Raises:
+        UserError: weights do not fit, a file is broken, or the folder cannot be used.
+    """
+    args, plan, progress, out_dir = decided.args, start.model, start.progress, Path(decided.args.out_dir)
+    initial = args.initial_checkpoint_dir
+    source = find_checkpoint_dir(initial) if initial else None
+    model = set_up_model(
+        fabric, plan, seed=args.seed, precision=decided.precision, compiler=args.compiler,
+        source=start.resume_from or source if start.base is None else source,
+        adapters=None if start.base is None else adapters.initial_adapters(args, plan, start.resume_from),
+    )  # fmt: skip
+    seed_from(args.seed, ranks.global_rank())  # else dropout would draw the same on all ranks
+    optimizer = build_optimizer(
+        unwrapped(model), decided.optimizer, start.schedule.peak, decided.precision, plan.spared, args.optimizer_class
+    )
+    checkpointer = Checkpointer(
+        out_dir=out_dir,
+        module=unwrapped(model),
+        optimizer=optimizer,
+        scaler=getattr(fabric.strategy.precision, "scaler", None),
+        config=plan.config,
+        tokenizer=data.tokenizer,
+        hyperparameters=hyperparameters(args) if is_repeatable(args) else None,
+        identity=start.identity,
+        schedule=start.schedule,
+        keep_last=args.train.keep_last or 0,
+        tied=plan.tied,
+        sharded=args.fsdp.state_dict_type == "sharded",
+        seed=args.seed,
+        adapters=start.base,
+    )
+    if start.resume_from is not None:
+        checkpointer.restore(start.resume_from, progress.step)
+        display.message(f"going on from {start.resume_from}: step {progress.step}, {progress.tokens:,} tokens")
+        tell_changed_schedule(start.resume_from, start.schedule, display)
+    opened = ranks.on_first(partial(open_outputs, args, out_dir, start.resume_from, progress.step, stack))
+    csv, loggers = opened or (None, [])
+    if checkpointer.sharded:
+        require_shared_disk(out_dir)
+    peak = peak_flops(fabric.device, decided.precision)
+    return Run(
+        fabric=fabric,
+        model=model,
+        optimizer=fabric.setup_optimizers(optimizer),
+        data=data,
+        plan=decided.batch,
+        limits=start.limits,
+        schedule=start.schedule,
+        train=args.train,
+        eval=args.eval,
+        progress=progress,
+        throughput=Throughput(start.flops, None if peak is None else peak * ranks.world_size()),
+        seed=args.seed,
+        num_workers=args.data.num_workers,
+        display=display,
+        csv=csv,
+        loggers=loggers,
+        checkpointer=checkpointer,
+        token_bytes=None if data.tokenizer is None else data.tokenizer.token_bytes(),
+        sampler=start.sampler,
+        resumed=start.resume_from is not None,
+        seconds_before=progress.seconds,
+    )
+
+
+def tell_the_end(run: Run, out_dir: Path) -> None:
+    if run.skipped_steps:
+        run.display.message(f"the fp16 scaler left out {run.skipped_steps} steps")
+    progress = run.progress
+    run.display.message(
+        f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {out_dir / FINAL}"
+    )
 
 
 @contextmanager
