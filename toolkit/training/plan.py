@@ -84,7 +84,8 @@ def plan_run(args: RunArgs, place: Place) -> RunPlan:
     if all(limit is None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time)):
         args = replace(args, train=replace(train, max_steps=1))  # the length does not matter here
     decided = decide(args, place.device, place.devices, place.num_nodes, choose_precision(args, place.device))
-    args, batch, seq_length = decided.args, decided.batch, decided.max_seq_length
+    args = replace(decided.args, precision=args.precision)  # another command may have another default
+    batch, seq_length = decided.batch, decided.max_seq_length
     config = with_known_vocabulary(decided.config, args)
     assert seq_length is not None
     job = Job(
