@@ -159,7 +159,7 @@ def test_nothing_that_moves_the_cursor_is_shown():
     model = GPT(get_config("pico-llama").with_vocab_size(64))
     tokenizer = SimpleNamespace(decode=lambda ids: "a\x1b[2Jb\nc", eos_id=None, settings=lambda file: {}, name="it")
     Sampler([1, 2], 3, tokenizer).show(model, 7, display)
-    assert printed == ['sample after step 7, to "a [2Jb c":\n    a [2Jb\n    c']
+    assert printed == ['sample after step 7, to "a [2Jb | c":\n    a [2Jb\n    c']
     assert model.training
 
 

@@ -76,6 +76,7 @@ def test_everything_but_steps_is_printed_at_once(clock):
     progress = PlainProgress(None, out, clock)
     progress.phase("preparing data")
     progress.phase("training")
+    progress.phase("preparing data")
     progress.phase("training")
     progress.step(1, METRICS)
     progress.total_steps = 10  # known only now

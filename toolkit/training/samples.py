@@ -63,8 +63,8 @@ class Sampler:
                 )
             )
         model.train(was_training)
-        asked = " ".join(self._text(self.prompt).split())
-        asked = asked if len(asked) <= _SHOWN else f"...{asked[-_SHOWN:]}"
+        asked = " | ".join(" ".join(line.split()) for line in self._text(self.prompt).splitlines() if line.strip())
+        asked = asked if len(asked) <= _SHOWN else f"... {asked[-_SHOWN:].partition(' ')[2]}"  # whole words
         answer = self._text(said).strip() or "(ends at once)"
         display.phase("training")
         display.message(f'sample after step {step}, to "{asked}":\n{textwrap.indent(answer, "    ")}')

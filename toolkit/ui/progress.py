@@ -115,15 +115,15 @@ class PlainProgress(Progress):
         self._pace = Pace(clock)
         self._printed_at = -math.inf
         self._unprinted: tuple[int, Mapping[str, float | None]] | None = None
-        self._phase = ""
+        self._said: set[str] = set()
         self._stepping = False
 
     def phase(self, text: str) -> None:
         self._pace.phase(text)
         # once steps are reported, phases only alternate (training, validating, saving), and what they do is said anyway
-        if not self._stepping and text != self._phase:
+        if not self._stepping and text not in self._said:
             self.message(capitalised(text))
-        self._phase = text
+        self._said.add(text)
 
     def message(self, text: str) -> None:
         self._file.write(f"{text}\n")
