@@ -1,57 +1,134 @@
-"""`toolkit evaluate`: how well a checkpoint predicts text."""
+"""`toolkit evaluate`: how well a checkpoint predicts text, or solves tasks."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from toolkit.args import Precision
-from toolkit.data import DataModule, PythonStdlib
+from toolkit.data import DataModule, Prepared
+
+
+@dataclass
+class OfRun(DataModule):
+    """The data that the checkpoint was trained on."""
+
+    num_workers: ClassVar[int] = 0
+
+    def prepare(self, *, tokenizer: Any, max_seq_length: int, report: Callable[[str], None] = print) -> Prepared:
+        raise AssertionError("stands for another one")
 
 
 def setup(
     checkpoint_dir: str,
-    data: DataModule = PythonStdlib(),
+    data: DataModule = OfRun(),
     split: Literal["val", "train"] = "val",
     micro_batch_size: int = 4,
     max_iters: int | None = None,
     max_seq_length: int | None = None,
+    tasks: str | None = None,
+    num_fewshot: int | None = None,
+    limit: float | None = None,
+    include_path: str | None = None,
+    apply_chat_template: bool | None = None,
     tokenizer_dir: str | None = None,
+    base_checkpoint_dir: str | None = None,
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     precision: Precision | None = None,
     format: Literal["table", "json"] = "table",
 ) -> None:
-    """Print the loss (nats per token), the perplexity and the bits per byte of a checkpoint on text.
+    """Print the loss (nats per token), the perplexity and the bits per byte of a checkpoint on text, or its results on
+    tasks of lm-eval.
 
     Args:
-        checkpoint_dir: A checkpoint folder, or a name below checkpoints/.
-        data: The text.
+        checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are taken as they are, unmerged.
+        data: The text; the data of the checkpoint's own run when not given, and PythonStdlib where that is not known.
         split: The held-out part of the data, or the training part.
         micro_batch_size: Sequences per forward pass.
         max_iters: At most so many batches; all when not given.
-        max_seq_length: Tokens per sequence; the model's context length when not given.
+        max_seq_length: Tokens per sequence; those of the run with its data, else the model's context length.
+        tasks: Instead of text, these tasks of lm-eval, with commas between them: hellaswag,arc_easy.
+        num_fewshot: Solved examples before each question of a task; the task's own number when not given.
+        limit: At most so many questions per task, or below 1 such a share of them.
+        include_path: A folder with task files of your own.
+        apply_chat_template: Ask tasks as a chat; where the checkpoint has a chat template when not given.
         tokenizer_dir: A folder with a tokenizer.json; the checkpoint's own when not given.
+        base_checkpoint_dir: The base of adapters; the folder that it had in training when not given.
         accelerator: Where to compute.
         precision: 32-true on a CPU and bf16-mixed on CUDA when not given.
         format: How to print the result.
     """
-    import json
+    of_text = {
+        "data": None if isinstance(data, OfRun) else type(data).__name__, "split": None if split == "val" else split,
+        "max_iters": max_iters, "max_seq_length": max_seq_length,
+    }  # fmt: skip
+    of_tasks = {
+        "num_fewshot": num_fewshot, "limit": limit, "include_path": include_path,
+        "apply_chat_template": apply_chat_template,
+    }  # fmt: skip
+    require_effect(tasks, of_text, of_tasks)
+    for name, value in {"micro_batch_size": micro_batch_size, "max_iters": max_iters, "limit": limit}.items():
+        require(value is None or value > 0, name, value, "must be greater than zero")
+    require(num_fewshot is None or num_fewshot >= 0, "num_fewshot", num_fewshot, "must not be negative")
 
-    from toolkit.training.evaluate import evaluate
+    from toolkit.training.evaluate import evaluate, evaluate_tasks, open_checkpoint
 
+    checkpoint = open_checkpoint(
+        checkpoint_dir, base_checkpoint_dir=base_checkpoint_dir, tokenizer_dir=tokenizer_dir,
+        accelerator=accelerator, precision=precision,
+    )  # fmt: skip
+    if tasks is not None:
+        print_tasks(evaluate_tasks(checkpoint, tasks, micro_batch_size=micro_batch_size, **of_tasks), format)
+        return
     result = evaluate(
-        checkpoint_dir,
-        data,
-        split=split,
-        micro_batch_size=micro_batch_size,
-        max_iters=max_iters,
-        max_seq_length=max_seq_length,
-        tokenizer_dir=tokenizer_dir,
-        accelerator=accelerator,
-        precision=precision,
-    )
+        checkpoint, None if isinstance(data, OfRun) else data,
+        split=split, micro_batch_size=micro_batch_size, max_iters=max_iters, max_seq_length=max_seq_length,
+    )  # fmt: skip
     if format == "json":
+        import json
+
         print(json.dumps(result))
     else:
         for name, value in result.items():
             shown = {float: "{:,.4f}", int: "{:,}"}.get(type(value), "{}").format(value)
             print(f"{name:16} {shown}")
+
+
+def require_effect(tasks: str | None, of_text: dict[str, Any], of_tasks: dict[str, Any]) -> None:
+    """Refuse options of the one where the other is done."""
+    given = of_tasks if tasks is None else of_text
+    why = "is for --tasks" if tasks is None else "is for text, and --tasks are given"
+    for name, value in given.items():
+        require(value is None, name, value, f"{why}; leave it out")
+
+
+def require(ok: bool, name: str, value: Any, mend: str) -> None:
+    from toolkit.errors import UserError
+
+    if not ok:
+        raise UserError(f"--{name} {value}: {mend}")
+
+
+def print_tasks(result: dict[str, Any], format: str) -> None:
+    """Print the results of tasks with their settings."""
+    if format == "json":
+        import json
+
+        print(json.dumps(result))
+        return
+    lines = [("task", "metric", "value", "stderr", "shots", "samples")]
+    for task, values in result["tasks"].items():
+        for name in values:
+            error = values.get("_stderr,".join(name.split(",")) if "," in name else f"{name}_stderr")
+            if name in ("num_fewshot", "samples") or "_stderr" in name:
+                continue
+            shots, samples = (str(values.get(size, "")) for size in ("num_fewshot", "samples"))
+            lines.append((task, name, f"{values[name]:.4f}", "" if error is None else f"{error:.4f}", shots, samples))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    for task, name, *numbers in lines:
+        columns = [f"{number:>{width}}" for number, width in zip(numbers, widths[2:], strict=True)]
+        print(f"{task:{widths[0]}}  {name:{widths[1]}}  {'  '.join(columns)}".rstrip())
+    print()
+    for name, value in result["settings"].items():
+        print(f"{name:20} {value}")

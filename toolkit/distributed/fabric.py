@@ -36,14 +36,17 @@ class _True16Bits(HalfPrecision):
 
 
 def single_device_fabric(accelerator: Accelerator, precision: Precision | None) -> Fabric:
-    """Build Fabric on one device, ready to use.
+    """Build Fabric on one device, ready to use. A model keeps the dtypes that it comes with.
 
     Raises:
         UserError: the machine has no such device, or the device not this precision.
     """
     device = pick_accelerator(accelerator)
     keep_freed_memory(device)
-    return Fabric(accelerator=device, devices=1, precision=pick_precision(precision, device))
+    picked = pick_precision(precision, device)
+    if picked == "bf16-true":
+        return Fabric(accelerator=device, devices=1, plugins=[_True16Bits(picked)])
+    return Fabric(accelerator=device, devices=1, precision=picked)
 
 
 def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..., None]) -> None:

@@ -1,61 +1,217 @@
-"""Evaluation of a checkpoint on a data module, with the validation that training uses."""
+"""Evaluation of a checkpoint: on a data module, with the validation that training uses, or on tasks of lm-eval."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import yaml
+from lightning.fabric import Fabric
+
+import toolkit.data
 from toolkit.args import Accelerator, Precision
-from toolkit.checkpoints.folder import find_checkpoint_dir, load_model
-from toolkit.data.base import DataModule
+from toolkit.checkpoints.folder import HYPERPARAMETERS, find_checkpoint_dir, load_model
+from toolkit.data import DataModule, PythonStdlib
 from toolkit.data.loader import val_batches
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.fabric import single_device_fabric
 from toolkit.errors import UserError
+from toolkit.inference.chat import find_template
+from toolkit.inference.load import require_adapters
+from toolkit.models.gpt import GPT
+from toolkit.training.options import read_group
 from toolkit.training.validate import validate
 
 
-def evaluate(
+@dataclass(frozen=True)
+class Evaluated:
+    """A checkpoint to evaluate, with its adapters unmerged.
+
+    Args:
+        fabric: On one device.
+        model: As it comes from the folder, in the dtype to compute with.
+        tokenizer: None where there is none.
+    """
+
+    folder: Path
+    fabric: Fabric
+    model: GPT
+    tokenizer: Tokenizer | None
+
+
+def open_checkpoint(
     checkpoint_dir: str,
-    data: DataModule,
+    *,
+    base_checkpoint_dir: str | None,
+    tokenizer_dir: str | None,
+    accelerator: Accelerator,
+    precision: Precision | None,
+) -> Evaluated:
+    """Load what is to be evaluated.
+
+    Raises:
+        UserError: something is missing or does not fit.
+    """
+    folder = find_checkpoint_dir(checkpoint_dir)
+    require_adapters(folder, base_checkpoint_dir)
+    fabric = single_device_fabric(accelerator, precision)
+    dtype = torch.bfloat16 if fabric.strategy.precision.precision == "bf16-true" else torch.float32
+    tokenizer = None
+    if tokenizer_dir is not None:
+        tokenizer = Tokenizer.load(tokenizer_dir)
+    elif (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
+    model = load_model(folder, dtype=dtype, base_checkpoint_dir=base_checkpoint_dir)
+    return Evaluated(folder, fabric, model, tokenizer)
+
+
+def evaluate(
+    checkpoint: Evaluated,
+    data: DataModule | None,
     *,
     split: Literal["val", "train"],
     micro_batch_size: int,
     max_iters: int | None,
     max_seq_length: int | None,
-    tokenizer_dir: str | None,
-    accelerator: Accelerator,
-    precision: Precision | None,
 ) -> dict[str, Any]:
     """Return the data's name, loss (nats per token), perplexity, bits_per_byte, sequences and tokens.
 
     Without a tokenizer there are no bits per byte.
 
+    Args:
+        data: The text; None takes that of the checkpoint's own run, and where that is not known PythonStdlib.
+        max_seq_length: Tokens per sequence; those of the run with its data, else the model's context.
+
     Raises:
         UserError: an option does not fit, or the split is empty.
     """
-    for name, value in (("micro_batch_size", micro_batch_size), ("max_iters", max_iters)):
-        if value is not None and value <= 0:
-            raise UserError(f"--{name} {value}: must be greater than zero")
-    folder = find_checkpoint_dir(checkpoint_dir)
-    fabric = single_device_fabric(accelerator, precision)
-    model = load_model(folder)
-    length = max_seq_length or model.config.block_size
-    if not 0 < length <= model.config.block_size:
-        raise UserError(f"--max_seq_length {length}: the model takes 1 to {model.config.block_size} tokens")
-    with_tokenizer = tokenizer_dir or (folder if (folder / "tokenizer.json").is_file() else None)
-    prepared = data.prepare(
-        tokenizer=None if with_tokenizer is None else Tokenizer.load(with_tokenizer),
-        max_seq_length=length,
-        report=lambda line: print(line, file=sys.stderr),
-    )
+    length = max_seq_length
+    if data is None:
+        data, of_run = data_of_run(checkpoint.folder)
+        length = length or of_run
+    block_size = checkpoint.model.config.block_size
+    length = length or block_size
+    if not 0 < length <= block_size:
+        raise UserError(f"--max_seq_length {length}: the model takes 1 to {block_size} tokens")
+    prepared = data.prepare(tokenizer=checkpoint.tokenizer, max_seq_length=length, report=_notice)
     rows = prepared.val if split == "val" else prepared.train
     if rows is None or not len(rows):
-        raise UserError(f"--split {split}: this data has none; give --data.val_fraction, or use --split train")
+        raise UserError(
+            f"--split {split}: this data has none; hold some out (--data.val_split_fraction, for text "
+            "--data.val_fraction), or use --split train"
+        )
     n_rows = len(rows) if max_iters is None else min(len(rows), max_iters * micro_batch_size)
     batches = val_batches(rows, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_rows=n_rows)
     token_bytes = prepared.tokenizer.token_bytes() if prepared.tokenizer is not None else None
-    metrics = validate(fabric, fabric.setup(model), batches, token_bytes)
+    model = checkpoint.fabric.setup(checkpoint.model)
+    metrics = validate(checkpoint.fabric, model, batches, token_bytes)
     names = {"val_loss": "loss", "val_ppl": "perplexity", "val_bpb": "bits_per_byte"}
     result = {"data": f"{type(data).__name__}, {split}"} | {names[k]: v for k, v in metrics.items()}
-    return result | {"sequences": n_rows, "tokens": n_rows * length}
+    lengths = getattr(rows, "lengths", None)
+    tokens = n_rows * length if lengths is None else int(lengths[:n_rows].sum())
+    return result | {"sequences": n_rows, "tokens": tokens}
+
+
+def data_of_run(folder: Path) -> tuple[DataModule, int | None]:
+    """Return the data of the run that wrote a checkpoint, and its tokens per sequence, from hyperparameters.yaml.
+
+    Where there is no such file of ours, or the data was no option, PythonStdlib, which is said.
+
+    Raises:
+        UserError: the options are not those of the data module (any more).
+    """
+    path = folder / HYPERPARAMETERS
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        name, options, length = values["data"]["class_path"], values["data"]["init_args"], None
+        cls = getattr(toolkit.data, name) if name in toolkit.data.__all__ else None
+        length = values["train"]["max_seq_length"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        cls = None
+    if cls is None:
+        _notice(f"{path} does not say which data the model was trained on: taking PythonStdlib")
+        return PythonStdlib(), None
+    try:
+        return read_group("data", cls, options), length
+    except (UserError, TypeError) as error:
+        raise UserError(f"{path}: {error}; give --data") from error
+
+
+def evaluate_tasks(
+    checkpoint: Evaluated,
+    tasks: str,
+    *,
+    micro_batch_size: int,
+    num_fewshot: int | None,
+    limit: float | None,
+    include_path: str | None,
+    apply_chat_template: bool | None,
+) -> dict[str, Any]:
+    """Return ``tasks``, the results by task, and ``settings``, which they depend on.
+
+    Args:
+        tasks: Names with commas between them.
+        apply_chat_template: None asks in the checkpoint's chat template where it has one.
+
+    The others: see :func:`toolkit.inference.tasks.run_tasks`.
+
+    Raises:
+        UserError: an option does not fit, or a task cannot be had.
+    """
+    from toolkit.inference.tasks import require_lm_eval, run_tasks
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise UserError(f"--tasks {tasks!r}: give names with commas between them")
+    require_lm_eval(tasks)
+    from toolkit.inference.harness import HarnessLM
+
+    if checkpoint.tokenizer is None:
+        raise UserError(f"--tasks {tasks}: {checkpoint.folder} has no tokenizer.json; give --tokenizer_dir")
+    template = None
+    if apply_chat_template is not False:
+        try:
+            template = find_template(checkpoint.tokenizer, None, flag="--apply_chat_template true")
+        except UserError:
+            if apply_chat_template:
+                raise
+    model = checkpoint.fabric.setup(checkpoint.model).eval()
+    lm = HarnessLM(
+        model,
+        checkpoint.tokenizer,
+        batch_size=micro_batch_size,
+        template=template,
+        notice=_notice,
+    )
+    results = run_tasks(
+        lm,
+        names,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        include_path=include_path,
+        apply_chat_template=template is not None,
+        notice=_notice,
+    )
+    settings = {
+        "checkpoint_dir": str(checkpoint.folder),
+        "apply_chat_template": template is not None,
+        "chat_template": None if template is None else template.name,
+        "limit": limit,
+        "precision": checkpoint.fabric.strategy.precision.precision,
+        "device": str(checkpoint.fabric.device),
+        "lm_eval_version": _version("lm_eval"),
+    }
+    return {"tasks": results, "settings": settings}
+
+
+def _notice(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)

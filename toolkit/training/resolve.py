@@ -148,7 +148,8 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
     tokenizer = None
     folder = args.tokenizer_dir or args.initial_checkpoint_dir
     if folder is not None:
-        tokenizer = Tokenizer.load(folder if args.tokenizer_dir else find_checkpoint_dir(folder))
+        own = args.tokenizer_dir is not None
+        tokenizer = Tokenizer.load(folder if own else find_checkpoint_dir(folder), *([] if own else ["checkpoint_dir"]))
     data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report)
     if len(data.train) < args.train.global_batch_size:
         of_length = f" of {seq_length} tokens" if seq_length else ""

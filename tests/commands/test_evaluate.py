@@ -1,0 +1,162 @@
+"""`toolkit evaluate`: tasks of lm-eval, the data of a run, adapters, and options that have no effect."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import WORDS
+from talker import make_talker
+
+from toolkit.checkpoints.hf import export_hf
+from toolkit.cli import main
+from toolkit.data import PythonStdlib
+from toolkit.training.evaluate import data_of_run
+
+METRICS = ("acc", "acc_norm")
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory) -> Path:
+    return make_talker(tmp_path_factory.mktemp("talker"), block_size=128)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """A folder with a multiple-choice task and one that is answered in words."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [
+        {"n": n, "choices": list(c), "label": 1 + n % 2} for n, c in enumerate(zip(*[iter(WORDS)] * 3, strict=False))
+    ]
+    rows += [{"n": n, "choices": ["drei", "eins", "zwei 🎉"], "label": n % 3} for n in (1, 2, 3)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"n": str(row["n"])}) + "\n" for row in rows))
+    shared = {
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test", "fewshot_split": "test", "doc_to_text": "{{n}}", "target_delimiter": "",
+    }  # fmt: skip
+    choose = {
+        "task": "choose", "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "label",
+        "doc_to_text": "{{n}}?",
+        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in METRICS],
+    }  # fmt: skip
+    say = {
+        "task": "say", "output_type": "generate_until", "doc_to_target": "{{choices[label]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 12},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }  # fmt: skip
+    for one in (choose, say):
+        (folder / f"{one['task']}.yaml").write_text(yaml.safe_dump(shared | one))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path_factory):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+
+
+def results(capsys, *words) -> dict:
+    assert main(["evaluate", *map(str, words), "--accelerator", "cpu", "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_fewshot": 2}, {"apply_chat_template": False, "limit": 5}])
+def test_tasks_give_what_lm_eval_gives_for_the_export(settings, talker, task, tmp_path, capsys):
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    export_hf(talker, tmp_path / "hf")
+    theirs = lm_eval.simple_evaluate(
+        HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32"),
+        tasks=["choose", "say"],
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(task), include_defaults=False),
+        apply_chat_template=settings.get("apply_chat_template", True),
+        fewshot_as_multiturn=settings.get("apply_chat_template", True),
+        num_fewshot=settings.get("num_fewshot"),
+        limit=settings.get("limit"),
+    )
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
+    capsys.readouterr()
+    ours = results(capsys, talker, "--tasks", "choose,say", "--include_path", task, *flags)
+    for name, metrics in (("choose", ("acc", "acc_norm", "acc_stderr")), ("say", ("exact_match",))):
+        for metric in metrics:
+            assert ours["tasks"][name][metric] == pytest.approx(theirs["results"][name][f"{metric},none"])
+        assert ours["tasks"][name]["samples"] == settings.get("limit", ours["tasks"][name]["samples"])
+        assert ours["tasks"][name]["num_fewshot"] == settings.get("num_fewshot", 0)
+    assert ours["settings"]["apply_chat_template"] is settings.get("apply_chat_template", True)
+    if not settings:  # it knows the three answers by heart
+        assert 0 < ours["tasks"]["say"]["exact_match"] < 1
+
+
+def test_results_of_tasks_as_a_table(talker, task, capsys):
+    assert (
+        main(["evaluate", str(talker), "--tasks", "choose", "--include_path", str(task), "--accelerator", "cpu"]) == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["task", "metric", "value", "stderr", "shots", "samples"]
+    assert lines[1].split()[:2] == ["choose", "acc"] and float(lines[1].split()[2]) <= 1
+    assert any(line.split() == ["apply_chat_template", "True"] for line in lines)
+
+
+def finetune(command, base, out, corpus_rows, *flags):
+    words = ["--data", "JSON", "--data.json_path", str(corpus_rows), "--data.val_split_fraction", "0.25"]
+    sizes = ["--train.global_batch_size", "4", "--train.max_steps", "4", "--train.max_seq_length", "48"]
+    assert main([command, str(base), *words, *sizes, "--out_dir", str(out), "--accelerator", "cpu", *flags]) == 0
+    row = dict(zip(*((out / "logs/metrics.csv").read_text().splitlines()[i].split(",") for i in (0, -1)), strict=True))
+    return float(row["val_loss"])
+
+
+def test_adapters_on_the_data_of_their_run(talker, tmp_path, capsys):
+    """Neither the data nor its options are said again; the adapters are the best that tell runs apart."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": str(i), "completion": "zwei" * (1 + i % 3)}) + "\n" for i in range(24))
+    )
+    flags = ["--train.learning_rate", "0.01", "--precision", "32-true"]
+    expected = finetune("finetune_lora", talker, tmp_path / "lora", rows, *flags)
+    capsys.readouterr()
+    found = results(capsys, tmp_path / "lora/final")
+    assert found["data"] == "JSON, val" and found["loss"] == pytest.approx(expected, rel=1e-5)
+    base = results(capsys, talker, "--data", "JSON", "--data.json_path", rows, "--data.val_split_fraction", "0.25",
+                   "--max_seq_length", "48")  # fmt: skip
+    assert base["sequences"] == found["sequences"] == 6 and base["loss"] > expected
+
+
+def test_a_checkpoint_that_does_not_say_its_data(talker, capsys):
+    data, length = data_of_run(talker)
+    assert isinstance(data, PythonStdlib) and length is None
+    assert "does not say which data the model was trained on: taking PythonStdlib" in capsys.readouterr().err
+
+
+def test_a_task_that_keeps_its_own_number_of_examples(talker, task, tmp_path, capsys):
+    """lm-eval leaves a task with ``num_fewshot: 0`` as it is, whatever is asked for."""
+    choose = yaml.safe_load((task / "choose.yaml").read_text())
+    (tmp_path / "none.yaml").write_text(yaml.safe_dump(choose | {"task": "none", "num_fewshot": 0}))
+    words = [str(talker), "--tasks", "none", "--include_path", str(tmp_path), "--num_fewshot", "2", "--limit", "2"]
+    assert main(["evaluate", *words]) == 0
+    assert "--num_fewshot 2: the task none keeps its own 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param(
+            ["--tasks", "chose", "--include_path", "{task}"],
+            "--tasks chose: no such task; did you mean 'choose'?",
+            marks=pytest.mark.slow,  # lm-eval looks through thousands of its own files
+        ),
+        (["--tasks", "choose", "--include_path", "nowhere"], "--include_path nowhere: no such folder"),
+        (["--tasks", ","], "--tasks ',': give names"),
+        (["--tasks", "choose", "--split", "train"], "--split train: is for text, and --tasks are given; leave it out"),
+        (["--tasks", "choose", "--data", "PythonStdlib"], "--data PythonStdlib: is for text"),
+        (["--limit", "3"], "--limit 3.0: is for --tasks; leave it out"),
+        (["--tasks", "choose", "--limit", "-1"], "--limit -1.0: must be greater than zero"),
+        (["--tasks", "choose", "--num_fewshot", "-1"], "--num_fewshot -1: must not be negative"),
+        (["--micro_batch_size", "0"], "--micro_batch_size 0: must be greater than zero"),
+    ],
+)
+def test_what_is_refused(words, message, talker, task, capsys):
+    assert main(["evaluate", str(talker), *(word.format(task=task) for word in words)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert message in line

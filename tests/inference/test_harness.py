@@ -1,0 +1,176 @@
+"""Our wrapper for lm-eval against lm-eval's own of transformers, on the same random model, exported."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import WORDS
+
+from toolkit.checkpoints.folder import write_model_files
+from toolkit.checkpoints.hf import export_hf
+from toolkit.data.chat_template import ChatTemplate
+from toolkit.data.tokenizer import train_bpe
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+
+lm_eval = pytest.importorskip("lm_eval")
+harness = pytest.importorskip("toolkit.inference.harness")
+
+BEGIN = "<|endoftext|>"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    "[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+CONTEXT = 96
+
+
+def bpe(corpus):
+    """A tokenizer that begins every text with bos, as Llama's does, with a template that brings it along, too."""
+    plain = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 320)  # as wide as the embedding: every id is a token
+    core = json.loads(plain.files["tokenizer.json"])
+    begin, text = {"SpecialToken": {"id": BEGIN, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    core["post_processor"] = {
+        "type": "TemplateProcessing", "single": [begin, text], "pair": [begin, text, begin, text],
+        "special_tokens": {BEGIN: {"id": BEGIN, "ids": [0], "tokens": [BEGIN]}},
+    }  # fmt: skip
+    files = {"tokenizer.json": json.dumps(core).encode(), "chat_template.jinja": TEMPLATE.encode()}
+    return plain.with_files(files)
+
+
+@pytest.fixture(scope="module")
+def wrappers(corpus, tmp_path_factory):
+    """Ours and theirs."""
+    from lm_eval.models.huggingface import HFLM
+
+    folder, tokenizer = tmp_path_factory.mktemp("harness"), bpe(corpus)
+    torch.manual_seed(0)
+    config = ModelConfig(
+        name="small",
+        block_size=CONTEXT,
+        vocab_size=tokenizer.vocab_size,
+        n_layer=2,
+        n_head=4,
+        n_query_groups=2,
+        n_embd=64,
+    )
+    model = GPT(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    (folder / "ours").mkdir()
+    state = model.state_dict()
+    write_model_files(folder / "ours", state_dict=state, config=config, hyperparameters=None, tokenizer=tokenizer)
+    export_hf(folder / "ours", folder / "theirs")
+    template = ChatTemplate.of(tokenizer, None)
+    ours = harness.HarnessLM(model, tokenizer, batch_size=3, template=template, notice=lambda line: None)
+    return ours, HFLM(pretrained=str(folder / "theirs"), device="cpu", dtype="float32", batch_size=2)
+
+
+def text(n: int, seed: int) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=n))
+
+
+def requests(*arguments):
+    return [SimpleNamespace(args=a) for a in arguments]
+
+
+CHOICES = [
+    *((text(n, n), f" {word}") for n in (1, 5, 9) for word in ("model", "token", "x")),  # some share their input
+    ("", "the model"),  # nothing before it
+    ("ends in a space ", "learns"),
+    (text(200, 1), text(3, 2)),  # longer than the context
+    (f"{BEGIN}[user] a line{BEGIN}[assistant] ", "of text"),
+]
+
+
+def assert_same(found, expected):
+    for (mine, mine_greedy), (theirs, theirs_greedy) in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5) and mine_greedy == theirs_greedy
+
+
+def test_likelihoods(wrappers):
+    ours, theirs = wrappers
+    expected = theirs.loglikelihood(requests(*CHOICES), disable_tqdm=True)
+    assert_same(ours.loglikelihood(requests(*CHOICES)), expected)
+    greedy = ours.generate_until(requests(("the token", {"until": [], "max_gen_toks": 4})))[0]
+    pair = requests(("the token", greedy))
+    assert ours.loglikelihood(pair)[0][1] == theirs.loglikelihood(pair, disable_tqdm=True)[0][1]
+
+
+def test_likelihoods_in_pieces(wrappers, monkeypatch):
+    """What bounds the memory of the logits changes nothing."""
+    ours, _ = wrappers
+    expected = ours.loglikelihood(requests(*CHOICES))
+    monkeypatch.setattr(harness, "PREFILL", 7)
+    assert_same(ours.loglikelihood(requests(*CHOICES)), expected)
+
+
+def test_equal_inputs_share_a_pass(wrappers):
+    ours, _ = wrappers
+    rows = []
+    hook = ours._model.register_forward_pre_hook(lambda module, args: rows.extend(args[0].tolist()))
+    letters = requests(*(("which one", letter) for letter in "1234"), ("which one", " a longer answer"))
+    ours.loglikelihood(letters)
+    hook.remove()
+    assert len(rows) == 2
+
+
+def test_likelihoods_of_long_texts(wrappers):
+    ours, theirs = wrappers
+    texts = requests(*((text(n, n),) for n in (1, 3, 70, 150)))
+    expected = theirs.loglikelihood_rolling(texts, disable_tqdm=True)
+    assert ours.loglikelihood_rolling(texts) == pytest.approx(expected, rel=1e-5)
+
+
+def test_continuations(wrappers):
+    """Of prompts of unequal length, some longer than there is room, with stop texts and without."""
+    ours, theirs = wrappers
+    settings = [{"until": [], "max_gen_toks": 20}, {"until": ["e", "zz"], "max_gen_toks": 30, "do_sample": False}]
+    asked = requests(*((text(n, n), dict(s)) for s in settings for n in (2, 30, 7, 1, 60)))
+    expected = theirs.generate_until(asked, disable_tqdm=True)
+    found = ours.generate_until(asked)
+    assert found == expected and len(set(found)) > 3
+    assert all("e" not in answer for answer in found[5:])
+
+
+def test_a_chat(wrappers):
+    ours, theirs = wrappers
+    chat = [{"role": "user", "content": "a line"}, {"role": "assistant", "content": "of text"}]
+    question = [*chat, {"role": "user", "content": "next"}]
+    assert ours.apply_chat_template(question) == theirs.apply_chat_template(question)
+    begun = [*question, {"role": "assistant", "content": "The answer is"}]
+    assert ours.apply_chat_template(begun, False) == theirs.apply_chat_template(begun, False)
+    system = [{"role": "system", "content": "be brief"}, *question]  # which this template has not
+    assert ours.apply_chat_template(system) == theirs.apply_chat_template(system)
+    prompt = ours.apply_chat_template(question)
+    assert ours.tok_encode(prompt) == theirs.tok_encode(prompt) and ours.tok_encode(prompt)[:2].count(0) == 1
+    assert ours.tok_encode("a line") == theirs.tok_encode("a line") == [0, *ours.tok_encode("a line", False)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 4}, "--tasks: asks for a generation with num_beams"),
+        ({"max_gen_toks": CONTEXT}, f"--tasks: asks for up to {CONTEXT} new tokens; the model's context of {CONTEXT}"),
+    ],
+)
+def test_what_a_task_may_not_ask_for(wrappers, settings, message):
+    with pytest.raises(UserError, match=message):
+        wrappers[0].generate_until(requests(("a", settings)))
+
+
+def test_draws_where_a_task_asks_for_them(wrappers):
+    drawing = {"do_sample": True, "temperature": 3.0, "max_gen_toks": 20, "until": None}
+    answers = wrappers[0].generate_until(requests(("the", drawing), ("the", drawing)))
+    assert answers[0] != answers[1]
+
+
+def test_a_continuation_that_is_no_token_or_too_long(wrappers):
+    for continuation in ("", text(200, 1)):
+        with pytest.raises(UserError, match=r"--tasks: a continuation of \d+ tokens; the model takes 1 to 96"):
+            wrappers[0]._loglikelihood_tokens([(None, [1], wrappers[0].tok_encode(continuation, False))])

@@ -1,0 +1,109 @@
+"""Tasks of lm-eval on a model of ours, with the settings that their results depend on."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from toolkit.inference.harness import HarnessLM
+
+
+def require_lm_eval(tasks: str) -> None:
+    """Make sure that lm-eval is there.
+
+    Raises:
+        UserError: it is not.
+    """
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"--tasks {tasks}: needs lm-eval; run: pip install 'toolkit[eval]'") from error
+
+
+def run_tasks(
+    lm: HarnessLM,
+    names: list[str],
+    *,
+    num_fewshot: int | None,
+    limit: float | None,
+    include_path: str | None,
+    apply_chat_template: bool,
+    notice: Callable[[str], None],
+) -> dict[str, dict[str, Any]]:
+    """Return, by task (and group of tasks), its metrics with their standard errors, num_fewshot and samples.
+
+    Args:
+        lm: The model.
+        names: Of tasks, groups or tags.
+        num_fewshot: Solved examples before each question; the task's own number when None, and where that is 0.
+        limit: At most so many questions per task, or below 1 such a share of them.
+        include_path: A folder with task files of one's own.
+        apply_chat_template: Ask in the model's chat template, the examples as turns before.
+        notice: Takes one line for people.
+
+    Raises:
+        UserError: a task is not known, its data cannot be had, or it runs code that the model writes.
+    """
+    import lm_eval
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    shown = ",".join(names)
+    manager = _manager_for(names, include_path)
+    try:
+        with redirect_stdout(sys.stderr):  # tasks may print
+            found = lm_eval.simple_evaluate(
+                lm,
+                tasks=names,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                task_manager=manager,
+                log_samples=False,
+                apply_chat_template=apply_chat_template,
+                fewshot_as_multiturn=apply_chat_template,
+            )
+    except (ConnectionError, FileNotFoundError) as error:
+        raise UserError(f"--tasks {shown}: their data cannot be had: {error}") from error
+    except ValueError as error:
+        if "unsafe" not in str(error):
+            raise
+        raise UserError(f"--tasks {shown}: runs code that the model writes, which is not done here") from error
+    for name, shots in found["n-shot"].items():
+        if num_fewshot is not None and shots != num_fewshot:
+            notice(f"--num_fewshot {num_fewshot}: the task {name} keeps its own {shots}")
+    return {name: _metrics(values) | _sizes(found, name) for name, values in found["results"].items()}
+
+
+def _manager_for(names: list[str], include_path: str | None) -> Any:
+    """What knows the tasks. To look through lm-eval's own ones takes seconds: only where they are needed."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:
+        if not Path(include_path).is_dir():
+            raise UserError(f"--include_path {include_path}: no such folder; give one that holds task files")
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+        if set(names) <= set(manager.all_subtasks):
+            return manager
+    manager = TaskManager(include_path=include_path)
+    for name in names:
+        if name not in manager.all_tasks:
+            mend = "give a name that lm-eval knows, or --include_path FOLDER with a task file"
+            raise UserError(f"--tasks {name}: no such task{did_you_mean(name, manager.all_tasks) or f'; {mend}'}")
+    return manager
+
+
+def _metrics(values: dict[str, Any]) -> dict[str, float]:
+    """``{"acc": 0.5, "acc_stderr": 0.1}``; the name of a filter that is not the usual one stays behind a comma."""
+    named = {key.removesuffix(",none"): value for key, value in values.items() if "," in key}
+    return {key: value for key, value in named.items() if isinstance(value, int | float)}
+
+
+def _sizes(found: dict[str, Any], name: str) -> dict[str, int]:
+    sizes = {"num_fewshot": found["n-shot"].get(name), "samples": found["n-samples"].get(name, {}).get("effective")}
+    return {key: value for key, value in sizes.items() if value is not None}
