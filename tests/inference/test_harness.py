@@ -31,7 +31,8 @@ CONTEXT = 96
 
 def bpe(corpus):
     """A tokenizer that begins every text with bos, as Llama's does, with a template that brings it along, too."""
-    plain = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 320)  # as wide as the embedding: every id is a token
+    texts = [file.read_text() for file in sorted(corpus.iterdir())]
+    plain = train_bpe(texts, 320)  # as wide as the embedding, so that every id that may be drawn is a token
     core = json.loads(plain.files["tokenizer.json"])
     begin, text = {"SpecialToken": {"id": BEGIN, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     core["post_processor"] = {
