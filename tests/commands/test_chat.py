@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 from talker import ANSWERS, make_talker
@@ -54,6 +55,14 @@ def test_one_question_and_out(folder, monkeypatch, capsys):
     out, err = chat(folder, monkeypatch, capsys, "3\n", "--prompt", "1")
     assert out == f"{ANSWERS['1']}\n" and re.fullmatch(STATISTICS, err)
     assert chat(folder, monkeypatch, capsys, "2", "--prompt", "-")[0] == f"{ANSWERS['2']}\n"
+
+
+def test_notes_come_below_the_answer(folder):
+    with redirect_stdout(io.StringIO()) as terminal, redirect_stderr(terminal):
+        main(["chat", str(folder), "--temperature", "0", "--prompt", "1", "--max_new_tokens", "2"])
+    answer, note, speed = terminal.getvalue().splitlines()
+    assert ANSWERS["1"].startswith(answer) and note == "stopped after 2 tokens; --max_new_tokens allows no more"
+    assert re.fullmatch(STATISTICS, speed + "\n")
 
 
 def test_a_person_sees_what_it_is_and_errors_do_not_end_the_chat(folder, monkeypatch, capsys):

@@ -56,12 +56,13 @@ def setup(
     )
     template = find_template(loaded.tokenizer, prompt_style)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    notes: list[str] = []
     conversation = Conversation(
         loaded.model, loaded.tokenizer, template,
-        system=system, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed,
+        system=system, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, notice=notes.append,
     )  # fmt: skip
     if prompt is not None:
-        answer(conversation, require_text(read_stdin() if prompt == "-" else prompt))
+        answer(conversation, require_text(read_stdin() if prompt == "-" else prompt), notes)
         return
     person = sys.stdin.isatty()
     if person:
@@ -71,7 +72,7 @@ def setup(
         print(f"{END} or Ctrl-D ends, Ctrl-C interrupts an answer", file=sys.stderr)
     for question in questions(person):
         try:
-            answer(conversation, question)
+            answer(conversation, question, notes)
         except KeyboardInterrupt:
             if not person:
                 raise
@@ -83,8 +84,8 @@ def setup(
             print(error, file=sys.stderr)
 
 
-def answer(conversation: Any, question: str) -> None:
-    """Print an answer while it comes, and how fast it came."""
+def answer(conversation: Any, question: str, notes: list[str]) -> None:
+    """Print an answer while it comes; below it the notes that were made meanwhile, and how fast it came."""
     import sys
     import time
     from contextlib import closing
@@ -94,6 +95,8 @@ def answer(conversation: Any, question: str) -> None:
         for piece in pieces:
             print(piece, end="", flush=True)
     print(flush=True)
+    while notes:
+        print(notes.pop(0), file=sys.stderr)
     seconds, count = time.perf_counter() - start, conversation.new_tokens
     print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s", file=sys.stderr)
 

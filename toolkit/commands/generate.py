@@ -59,6 +59,7 @@ def setup(
         ids = [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None][:1]
     eos_ids = stop_tokens(tokenizer)
 
+    notes: list[str] = []
     for i in range(num_samples):
         tokens = generate(
             loaded.model,
@@ -69,13 +70,16 @@ def setup(
             top_p=top_p,
             eos_ids=eos_ids,
             seed=seed + i,
+            notice=notes.append,
         )
         stream, count, start = TextStream(tokenizer, ids), 0, time.perf_counter()
         print(text, end="", flush=True)
         for token in tokens:
             count += 1
             print(stream.push(token), end="", flush=True)
-        print(stream.finish())
+        print(stream.finish(), flush=True)
+        while notes:
+            print(notes.pop(0), file=sys.stderr)
         seconds = time.perf_counter() - start
         speed = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
         print(f"sample {i + 1} of {num_samples}: {speed}; seed {seed + i}; {loaded.device}", file=sys.stderr)
