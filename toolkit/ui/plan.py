@@ -59,8 +59,8 @@ def format_plan(facts: dict[str, Any]) -> str:
         f"{counts['matmul']:,} in matrix products",
         f"Where      {where}, {facts['precision']}, {facts['optimizer']}",
         f"Strategy   {facts['strategy']}",
-        f"Batch      {facts['global_batch_size']} = micro batch {facts['micro_batch_size']} x {world} device{"s" * (world > 1)} x "
-        f"{facts['gradient_accumulation_steps']} accumulated",
+        f"Batch      {facts['global_batch_size']} = micro batch {facts['micro_batch_size']} x "
+        f"{world} device{'s' if world > 1 else ''} x {facts['gradient_accumulation_steps']} accumulated",
         f"Tokens     {facts['tokens_per_step']:,} per step, sequences of {facts['max_seq_length']:,}",
         "",
         "Memory per device, GB",
