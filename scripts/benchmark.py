@@ -82,13 +82,13 @@ def write_tokens(folder: Path, work: Work, vocab_size: int) -> None:
     write_chunks(tokens.reshape(-1), folder / "chunks", work.seq_length + 1)
 
 
-def in_own_process(function: Callable[..., None], *arguments: Any) -> None:
-    """Call the function in another process.
+def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call the function in another process, and return what it returns.
 
     Linux counts the memory of the process that starts another among the other's peak: this one must stay small.
     """
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        pool.submit(function, *arguments).result()
+        return pool.submit(function, *arguments).result()
 
 
 def versions(python: str, *packages: str) -> dict[str, str]:

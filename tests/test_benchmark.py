@@ -15,6 +15,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import benchmark  # noqa: E402
+import benchmark_finetune as finetune  # noqa: E402
 import benchmark_products as products  # noqa: E402
 
 WORK = products.Work("pythia-14m", 10, 2, "32-true", "none", steps=4, warmup_steps=2, threads=1)
@@ -57,6 +58,19 @@ def test_trainer_figures_leave_the_warm_up_out():
     result = {"begins": [0, 10, 21, 26], "ends": [9, 20, 25, 28], "parameters": 7, "peak_memory_gb": 2.0}
     one = products.read_transformers(result, WORK)
     assert one == products.Measurement(7, pytest.approx(20 / 3), pytest.approx(20 / 4), 2.0)
+
+
+def test_litgpt_finetuning_counts_steps_and_not_iterations(tmp_path):
+    """Four iterations a step, two rows of its log each; the last token of each of the 16 rows of a step is no input."""
+    rows = []
+    for i in range(1, 25):  # a step: 4 seconds, 40 positions and 32 tokens; from the sixth on twice the seconds
+        time = 1000 + i + max(0, i - 20)
+        rows.append({"iter": "", "tokens": "", "time": time, "lengths": 10 * i})
+        rows.append({"iter": i, "tokens": 8 * i, "time": "", "lengths": ""})
+    output = "Number of trainable parameters: 1,234\nNumber of non-trainable parameters: 5\n"
+    one = finetune.read_litgpt(write_csv(tmp_path / "metrics.csv", rows), products.Finished(output, 1.5))
+    # steps 5 and 6 count: 16 inputs in 4 and in 8 seconds
+    assert one == finetune.Measurement(1234, 6 * 16, 3.0, 7.5, 6.0, 1.5)
 
 
 def test_ratio_is_taken_within_each_round():
