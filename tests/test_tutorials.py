@@ -1,5 +1,7 @@
-"""Every command of tutorials/distributed.md, run as it stands there."""
+"""Every command of tutorials/distributed.md and tutorials/finetune.md, run as it stands there."""
 
+import csv
+import importlib
 import os
 import re
 import subprocess
@@ -7,9 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from smollm2 import gguf_file
+
+from toolkit.cli_parser import parse
+from toolkit.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "tutorials" / "distributed.md").read_text(), re.S)
+BLOCKS, FINETUNE = (
+    re.findall(r"```bash\n(.*?)```", (ROOT / "tutorials" / name).read_text(), re.S)
+    for name in ("distributed.md", "finetune.md")
+)
+# installs nothing: what the page installs must be there
+PIP = """\
+for word; do
+    case $word in install|-*|.*) ;; *) python -c "from importlib.metadata import version; version('$word')" ;; esac
+done"""
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +31,28 @@ def workplace(tmp_path_factory) -> Path:
     """A folder with scripts/, and stand-ins for SLURM's commands: srun checks what it would start."""
     folder = tmp_path_factory.mktemp("tutorial")
     (folder / "scripts").symlink_to(ROOT / "scripts")
-    commands = {"sbatch": 'exec bash "$@"', "srun": 'exec "$@" --print_config'}
-    (folder / "bin").mkdir()
-    for name, line in commands.items():
-        (folder / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
-        (folder / "bin" / name).chmod(0o755)
+    add_commands(folder, {"sbatch": 'exec bash "$@"', "srun": 'exec "$@" --print_config'})
     return folder
+
+
+def add_commands(folder: Path, commands: dict[str, str]) -> None:
+    """Write stand-ins for commands, as lines of bash."""
+    (folder / "bin").mkdir()
+    for name, lines in commands.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash -e\n{lines}\n")
+        (folder / "bin" / name).chmod(0o755)
+
+
+def run(block: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    """Run commands in the folder, where its stand-ins come before what they stand for."""
+    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-e", "-c", block],
+        cwd=folder, env=os.environ | {"PATH": path} | variables, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    return done
 
 
 def test_there_are_commands():
@@ -44,11 +74,33 @@ CASES = [
 
 @pytest.mark.parametrize("block", CASES)
 def test_commands_of_the_tutorial(block, workplace):
-    path = os.pathsep.join([str(workplace / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-e", "-c", block], cwd=workplace, env=os.environ | {"PATH": path}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "Traceback" not in done.stderr
+    run(block, workplace)
     for out_dir in re.findall(r"--out_dir (\S+)", block):
         assert (workplace / out_dir / "final" / "COMPLETE").exists()
+
+
+def test_every_command_of_finetuning_is_understood(tmp_path, monkeypatch):
+    """Only parsed: the commands of the page do not run here, but write down their arguments."""
+    nothing = dict.fromkeys(("pip", "python", "head", "tail"), "true")
+    add_commands(tmp_path, nothing | {"toolkit": 'printf "%s\\0" "$@" "" >> "$ARGUMENTS"'})
+    for block in FINETUNE:
+        run(block, tmp_path, ARGUMENTS=str(tmp_path / "arguments"))
+    monkeypatch.chdir(tmp_path)
+    lines = [line.split("\0") for line in (tmp_path / "arguments").read_text().removesuffix("\0\0").split("\0\0")]
+    assert {name for name, *_ in lines} >= set(COMMANDS) - {"pretrain", "prepare_data", "generate", "consolidate"}
+    for name, *options in lines:
+        module, positionals, _ = COMMANDS[name]
+        assert parse(name, importlib.import_module(module).setup, positionals, options) is not None
+
+
+@pytest.mark.slow
+def test_the_page_of_finetuning_from_top_to_bottom(tmp_path):
+    gguf_file()  # skips without it
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    add_commands(tmp_path, {"pip": PIP})
+    for block in FINETUNE:
+        done = run(block, tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "huggingface"))
+        print(block, done.stdout, done.stderr, sep="\n")
+    with open(tmp_path / "out" / "trivia" / "logs" / "metrics.csv") as file:
+        losses = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
+    assert len(losses) == 4 and losses[0] > 6 and max(losses[1:]) < 2.7
