@@ -437,7 +437,7 @@ def test_rows_that_are_none(rows, message, tmp_path):
 def test_resume_refuses_other_rows(tmp_path):
     train(dataset=BLOCKS, out_dir=tmp_path / "run", train={"max_steps": 2})
     others = BLOCKS[:-1] + [BLOCKS[0]]
-    with pytest.raises(UserError, match="--data .*was trained with"):
+    with pytest.raises(UserError, match="--data: .*was trained with other data"):
         train(dataset=others, out_dir=tmp_path / "run", resume="auto")
     assert train(dataset=list(BLOCKS), out_dir=tmp_path / "run", resume="auto").step == 4
 

@@ -132,6 +132,18 @@ def test_ragged_rows_are_padded_to_the_longest():
     assert (batch.n_inputs, batch.n_tokens, batch.ids) == (8, 8, [0, 1, -1])
 
 
+def test_an_end_token_that_pads_as_well_is_learned_where_it_ends_a_text():
+    """Padding is told from the end of a text by its position, not by its id."""
+    eos = 9
+    rows = [
+        {"input_ids": torch.tensor(ids[:-1]), "labels": torch.tensor(ids[1:])} for ids in ([1, 2, eos], [1, 2, 3, eos])
+    ]
+    (batch,) = val_batches(rows, micro_batch_size=2, rank=0, world_size=1, max_rows=None, pad_token=eos)
+    assert batch.input_ids.tolist() == [[1, 2, eos], [1, 2, 3]]
+    assert batch.labels.tolist() == [[2, eos, -100], [2, 3, eos]]
+    assert (batch.n_inputs, batch.n_tokens) == (5, 5)
+
+
 def test_n1_a_global_batch_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="does not divide"):
         batches(world_size=3)

@@ -1,6 +1,7 @@
 """Finetuning from arguments to disk: what moves, what is kept, and that an interruption leaves no trace."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from toolkit.checkpoints.adapters import ADAPTERS, read_adapter
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.checkpoints.merge import merge_beside
 from toolkit.checkpoints.weights import load_state, load_weights
+from toolkit.cli import main
 from toolkit.cli_parser import parse
 from toolkit.commands import finetune_full, finetune_lora
 from toolkit.data import JSON
@@ -29,12 +31,20 @@ from toolkit.training import loop
 from toolkit.training.finetune import finetune_args
 from toolkit.training.run import run_training
 
+COMPANIONS = {
+    "added_tokens.json": "{}",
+    "special_tokens_map.json": '{"eos_token": "<|endoftext|>"}',
+    "chat_template.jinja": "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}",
+    "generation_config.json": json.dumps({"eos_token_id": [0], "bos_token_id": 0, "temperature": 0.7}, indent=2) + "\n",
+}
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, corpus) -> Path:
-    """A small random model with a tokenizer."""
+    """A small random model with a tokenizer and every file that may come along with one."""
     folder = tmp_path_factory.mktemp("base")
-    tokenizer = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 400)
+    plain = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 400)
+    tokenizer = plain.with_files({name: content.encode() for name, content in COMPANIONS.items()})
     config = replace(get_config("pico-llama"), intermediate_size=192)  # whole blocks of 64, for QLoRA
     model = GPT(config.with_vocab_size(tokenizer.vocab_size))
     initialize(model, seed=3)
@@ -146,6 +156,37 @@ def test_the_options_of_a_run_repeat_it(base, questions, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_all_files_of_the_tokenizer_go_all_the_way(base, questions, tmp_path):
+    """Into the checkpoint, the merged one, the adapters for peft and the export (a chat template most of all)."""
+    words = arguments(finetune_lora, base, questions, tmp_path / "run", "--data.prompt_style", "null")
+    run_training(words)
+    final = tmp_path / "run" / "final"
+    assert main(["merge_lora", str(final), "--out_dir", str(tmp_path / "merged")]) == 0
+    assert main(["convert_to_hf", str(tmp_path / "merged"), str(tmp_path / "hf")]) == 0
+    assert main(["convert_to_peft", str(final), str(tmp_path / "peft")]) == 0
+    for folder in (final, tmp_path / "merged", tmp_path / "hf", tmp_path / "peft"):
+        for name in ("tokenizer.json", *COMPANIONS):
+            if not (folder.name == "peft" and name == "generation_config.json"):  # the base's, as with peft itself
+                assert (folder / name).read_bytes() == (base / name).read_bytes(), folder / name
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(base, questions, tmp_path):
+    train_bpe([Path(torch.__file__).read_text()], 500).save(tmp_path / "larger")
+    flags = ["--tokenizer_dir", str(tmp_path / "larger")]
+    with pytest.raises(UserError, match=r"--tokenizer_dir: 500 different tokens, and the model embeds"):
+        run_training(arguments(finetune_lora, base, questions, tmp_path / "run", *flags))
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"])
+def test_s4_no_secret_is_an_option_or_is_saved(base, questions, tmp_path, name, monkeypatch, capfd):
+    monkeypatch.setenv(name, "hf_verysecret")
+    run_training(arguments(finetune_lora, base, questions, tmp_path / "run"))
+    written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert b"verysecret" not in written and "verysecret" not in "".join(capfd.readouterr())
+    options = "\n".join((tmp_path / "run/final/hyperparameters.yaml").read_text().splitlines()).lower()
+    assert not re.search(r"(secret|password|api_key|auth|(hf|access)_token)[a-z_]*:", options)
+
+
 def test_three_epochs_and_the_commands_defaults_where_nothing_is_said(base, questions):
     args = arguments(finetune_lora, base, questions, "out")
     assert args.defaults.train["learning_rate"] == 2e-4 and args.defaults.length == {"epochs": 3.0}
@@ -162,6 +203,12 @@ def test_three_epochs_and_the_commands_defaults_where_nothing_is_said(base, ques
         (["--lora_r", "0"], "--lora_r 0"),
         (["--data.prompt_style", "alpaka"], "--data.prompt_style alpaka.*alpaca"),
         (["--from_peft", "nowhere"], "nowhere"),
+        (["--eval.max_new_tokens", "128"], "--eval.max_new_tokens 128: the model takes 128 tokens in all"),
+        (["--train.max_seq_length", "256"], "--train.max_seq_length 256: .* takes at most 128 tokens"),
+        (
+            ["--train.global_batch_size", "64", "--train.micro_batch_size", "8"],
+            "has only 38 samples; give more of them",
+        ),
     ],
 )
 def test_mistakes_are_said_before_the_first_step(base, questions, tmp_path, flags, message):
@@ -175,6 +222,18 @@ def test_a_changed_option_of_the_adapters_is_refused_on_resume(base, questions, 
     again = arguments(finetune_lora, base, questions, tmp_path / "run", "--resume", "true", "--lora_alpha", "32")
     with pytest.raises(UserError, match=r"--lora_alpha 32.*16"):
         run_training(again)
+    full = arguments(finetune_full, base, questions, tmp_path / "run", "--resume", "true")
+    with pytest.raises(UserError, match=r"--resume .*: is of a run of finetune_lora; resume it with that"):
+        run_training(full)
+    flags = ["--resume", "true", "--data.prompt_style", "alpaca"]
+    with pytest.raises(UserError, match="--data: .* was trained with other data: .* the template"):
+        run_training(arguments(finetune_lora, base, questions, tmp_path / "run", *flags))
+    shutil.copytree(base, tmp_path / "other")
+    weights = load_weights(base)
+    weights["lm_head.weight"][0, 0] += 1
+    torch.save(weights, tmp_path / "other" / "lit_model.pth")
+    with pytest.raises(UserError, match="--checkpoint_dir: .* was trained with another base"):
+        run_training(arguments(finetune_lora, tmp_path / "other", questions, tmp_path / "run", "--resume", "true"))
 
 
 def test_adapters_are_no_base(base, questions, tmp_path):

@@ -25,7 +25,7 @@ from toolkit.args import (
     fill,
 )
 from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
-from toolkit.data.base import DataModule, Prepared
+from toolkit.data.base import DataModule, Prepared, Rows
 from toolkit.data.ready import ReadyData
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
@@ -134,7 +134,7 @@ def choose_length(train: TrainArgs, config: ModelConfig | None) -> int | None:
     if length > config.block_size:
         raise UserError(
             f"--train.max_seq_length {length}: {config.name or 'the model'} takes at most {config.block_size} tokens; "
-            f"lower it, or raise --model_config.block_size"
+            "lower it, or pretrain a model with a larger --model_config.block_size"
         )
     return length
 
@@ -152,12 +152,20 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
         tokenizer = Tokenizer.load(folder if own else find_checkpoint_dir(folder), *([] if own else ["checkpoint_dir"]))
     data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report)
     if len(data.train) < args.train.global_batch_size:
-        of_length = f" of {seq_length} tokens" if seq_length else ""
         raise UserError(
             f"--train.global_batch_size {args.train.global_batch_size}: the training data has only {len(data.train)} "
-            f"sequences{of_length}; give more text, a smaller batch or a shorter --train.max_seq_length"
+            f"{_sequences(data.train, seq_length)} or a smaller batch"
         )
     return data
+
+
+def _sequences(rows: Rows, seq_length: int | None) -> str:
+    """What the rows are, and what gives more of them."""
+    if not hasattr(rows, "lengths"):
+        of_length = f" of {seq_length} tokens" if seq_length else ""
+        return f"sequences{of_length}; give more text, a shorter --train.max_seq_length"
+    packed = getattr(rows, "packed", False)
+    return "rows of packed samples; give more of them, no packing" if packed else "samples; give more of them"
 
 
 def with_vocabulary(config: ModelConfig | None, data: Prepared) -> ModelConfig | None:
@@ -178,8 +186,8 @@ def with_vocabulary(config: ModelConfig | None, data: Prepared) -> ModelConfig |
     config = config.with_vocab_size(max(known)) if known else config
     if known and max(known) > config.padded_vocab_size:
         raise UserError(
-            f"--model_config.vocab_size {config.vocab_size}: the data has {max(known)} different tokens; "
-            f"give the tokenizer of the model, or --model_config.vocab_size {max(known)}"
+            f"--tokenizer_dir: {max(known)} different tokens, and the model embeds {config.padded_vocab_size}; give "
+            f"the model's own tokenizer, or pretrain a model with --model_config.vocab_size {max(known)}"
         )
     return config
 

@@ -83,7 +83,8 @@ def make_sampler(data: Prepared, config: ModelConfig | None, max_new_tokens: int
         None where nothing is to be sampled.
 
     Raises:
-        UserError: the model is somebody's own, which has no cache of keys and values.
+        UserError: the model is somebody's own, which has no cache of keys and values; or the model has no room for so
+            many tokens.
     """
     if not max_new_tokens:
         return None
@@ -91,10 +92,14 @@ def make_sampler(data: Prepared, config: ModelConfig | None, max_new_tokens: int
         raise UserError(
             f"--eval.max_new_tokens {max_new_tokens}: can only be had of a model of this package; leave it out"
         )
+    if max_new_tokens >= config.block_size:
+        raise UserError(
+            f"--eval.max_new_tokens {max_new_tokens}: the model takes {config.block_size} tokens in all, with the "
+            "prompt; give fewer"
+        )
     rows = data.val if data.val is not None and len(data.val) else data.train
     prompt = ranks.from_first(first_prompt(rows))
-    room = max(1, config.block_size - max_new_tokens)
-    return Sampler(prompt[-room:], max_new_tokens, data.tokenizer)
+    return Sampler(prompt[max_new_tokens - config.block_size :], max_new_tokens, data.tokenizer)
 
 
 def first_prompt(rows: Rows) -> list[int]:

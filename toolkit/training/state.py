@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,32 +50,36 @@ class Identity:
         Raises:
             UserError: something differs; the message names the flag and both values.
         """
+        now = json.loads(json.dumps(asdict(self)))
+        if bool(saved.get("adapters")) != bool(now["adapters"]):
+            command = "finetune_lora" if saved.get("adapters") else "pretrain or finetune_full"
+            raise UserError(
+                f"--resume {folder}: is of a run of {command}; resume it with that, or give another --out_dir"
+            )
         for name in ("data", "global_batch_size", "seed", "precision"):
             flag = "train.global_batch_size" if name == "global_batch_size" else name
-            old, new = saved.get(name), getattr(self, name)
-            if old != new:
-                raise UserError(f"--{flag} {_short(new)}: {folder} was trained with {_short(old)}; {_mend(name)}")
+            _require_equal(f"--{flag}", saved.get(name), now[name], folder)
         for group in ("optimizer", "model_config", "adapters"):
-            old_options, new_options = saved.get(group, {}), json.loads(json.dumps(getattr(self, group)))
-            flag = "--" if group == "adapters" else f"--{group}."
-            for name in sorted(
-                (old_options.keys() | new_options.keys()) - ({"name"} if group == "model_config" else set())
-            ):
-                old, new = old_options.get(name), new_options.get(name)
-                if old != new:
-                    raise UserError(
-                        f"{flag}{name} {_short(new)}: {folder} was trained with {_short(old)}; {_mend(name)}"
-                    )
+            old, new = saved.get(group, {}), now[group]
+            for name in sorted((old.keys() | new.keys()) - ({"name"} if group == "model_config" else set())):
+                flag = f"--{name}" if group == "adapters" else f"--{group}.{name}"
+                _require_equal(flag, old.get(name), new.get(name), folder)
 
 
-def _short(value: Any) -> str:
-    return f"{value[:12]}..." if isinstance(value, str) and len(value) > 40 else str(value)
+# Of these only a hash is kept: what may have changed is all that can be said.
+_HASHED = {
+    "--data": "other data: the files, the tokenizer, the template, an option of --data, --train.max_seq_length",
+    "--checkpoint_dir": "another base: its weights differ from those of this one",
+}
 
 
-def _mend(name: str) -> str:
-    if name == "data":
-        return "the text, the tokenizer or --train.max_seq_length has changed; give the same, or another --out_dir"
-    return "give the same, or another --out_dir"
+def _require_equal(flag: str, old: Any, new: Any, folder: Path) -> None:
+    if old == new:
+        return
+    mend = "give the same, or another --out_dir"
+    if flag in _HASHED:
+        raise UserError(f"{flag}: {folder} was trained with {_HASHED[flag]}; {mend}")
+    raise UserError(f"{flag} {new}: {folder} was trained with {old}; {mend}")
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
