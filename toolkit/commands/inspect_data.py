@@ -25,7 +25,6 @@ def setup(
     """
     import json
     import sys
-    from pathlib import Path
 
     from toolkit.data.inspection import inspect_rows
     from toolkit.data.tokenizer import Tokenizer
@@ -35,10 +34,7 @@ def setup(
         raise UserError(f"--max_seq_length {max_seq_length}: must be greater than zero")
     if num_samples < 0:
         raise UserError(f"--num_samples {num_samples}: must not be negative")
-    tokenizer = None
-    if tokenizer_dir is not None:
-        below = Path("checkpoints") / tokenizer_dir
-        tokenizer = Tokenizer.load(below if below.is_dir() and not Path(tokenizer_dir).exists() else tokenizer_dir)
+    tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
     prepared = data.prepare(
         tokenizer=tokenizer, max_seq_length=max_seq_length, report=lambda line: print(line, file=sys.stderr)
     )

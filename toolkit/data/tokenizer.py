@@ -63,12 +63,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, flag: str = "--tokenizer_dir") -> Tokenizer:
-        """Read a folder that holds a ``tokenizer.json``, or such a file.
+        """Read a folder that holds a ``tokenizer.json``, else the one of that name below checkpoints/; or such a file.
 
         Raises:
             UserError: naming ``flag``, if it is missing or broken.
         """
         path = Path(path).expanduser()
+        if not path.exists() and (Path("checkpoints") / path).is_dir():
+            path = Path("checkpoints") / path
         file = path if path.is_file() else path / "tokenizer.json"
         if not path.exists():
             raise UserError(f"{flag} {path}: no such folder or file; give a folder that holds a tokenizer.json")
