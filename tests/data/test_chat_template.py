@@ -404,6 +404,42 @@ def test_a_token_across_the_border_belongs_to_the_answer(make):
     assert answer == " model reads<|endoftext|>"
 
 
+@pytest.fixture(scope="module")
+def joins_newlines():
+    """A tokenizer in which newlines at the end of a text are one token, but two in front of a letter."""
+    tokenizer = train_bpe(["question\n\n", "answer\n\n"] * 9, 300)
+    assert [len(tokenizer.encode(text)) for text in ("\n\n", "\n\na")] == [1, 3]
+    return tokenizer
+
+
+@pytest.mark.parametrize("train_on", ["answers", "last_answer", "all"])
+def test_the_prompt_of_every_answer_is_what_training_had_before_it(joins_newlines, train_on):
+    messages = [user("q"), assistant("It."), user("r"), assistant("No.\n\nYes"), user("s"), assistant("b")]
+    for style in prompt_styles():
+        template = ChatTemplate.of(joins_newlines, style)
+        again = ChatTemplate.of(template.export_tokenizer(), None)
+        ids = template.encode(messages, train_on).ids
+        assert joins_newlines.decode(ids, False) == template.render(messages)
+        for i in (1, 3, 5):
+            prompt = template.encode_prompt(messages[:i])
+            assert ids[: len(prompt)] == prompt == again.encode_prompt(messages[:i])
+        assert any("encoded apart" in note for note in template.notes) == (style == "llama3")
+    answers = ["It.<|endoftext|>", "No.\n\nYes<|endoftext|>", "b<|endoftext|>"]
+    assert parts(ChatTemplate.of(joins_newlines, "llama3"), messages) == answers
+
+
+def test_where_encoding_apart_would_change_the_text_the_difference_is_only_said(sentencepiece_dir):
+    """Every text begins with a space there, so that an answer alone would get one more."""
+    source = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    source += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer = Tokenizer.load(sentencepiece_dir).with_files({"chat_template.jinja": source.encode()})
+    template = ChatTemplate.of(tokenizer, None)
+    assert [note.partition(": ")[2].partition(": ")[2] for note in template.notes] == [
+        "prompts have other tokens alone, as a model that answers gets them, than in training"
+    ]
+    assert template.encode(TWO, "answers").ids == tokenizer.encode_with_offsets(template.render(TWO))[0]
+
+
 def test_template_file_wins_over_the_settings_and_the_default_of_a_list_is_taken(make):
     def source(config, **files):
         return ChatTemplate.of(Tokenizer.load(make(files=files, chat_template=config)), None).source
@@ -427,6 +463,7 @@ def test_template_file_wins_over_the_settings_and_the_default_of_a_list_is_taken
         ({"template": "{% for m in messages %}{{ m.role }}{% endfor %}"}, None, "shows message 2 not at all"),
         ({"template": "{{ messages[-1].content * 2 }}"}, None, "shows message 2 more than once"),
         ({"eos_token": None}, "plain", "tokenizer has no eos token"),
+        ({"eos_token": "q"}, "alpaca", "eos q, an ordinary entry of its vocabulary; make it an added"),
     ],
 )
 def test_unusable_templates_are_one_line(make, settings, style, message):
@@ -466,6 +503,39 @@ def test_an_end_of_turn_token_that_gets_lost_in_the_text_is_refused(make):
 def test_without_an_answer_nothing_is_trained(five):
     encoded = five["chatml"][0].encode([user("q")], "answers")
     assert encoded.ids and not any(encoded.trained)
+
+
+def call(name, arguments, **more):
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}], **more}
+
+
+def tool(text):
+    return {"role": "tool", "content": text}
+
+
+CALLS = [user("Weather?"), call("weather", {"city": "Zürich <|im_end|>"}), tool("rain"), assistant("Rain.")]
+SAID = [*CALLS, user("And time?"), call("clock", '{"zone": 1}', content="Let me see."), tool("12"), assistant("Noon.")]
+
+
+@pytest.mark.parametrize("messages", [CALLS, CALLS[:2], SAID, SAID[:-2]])
+def test_tool_calls_that_the_template_shows_are_trained(five, messages):
+    ours, theirs, source = five["qwen3"]
+    encoded = ours.encode(messages, "answers")
+    expected = theirs.apply_chat_template(
+        messages, chat_template=marked("qwen3", source), return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert encoded.ids == expected["input_ids"]
+    assert encoded.trained == [bool(m) for m in expected["assistant_masks"]]
+    answer = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich <|im_end|>"}}\n</tool_call><|im_end|>'
+    assert parts(ours, messages)[0].removeprefix("<think>\n\n</think>\n\n") == answer
+
+
+@pytest.mark.parametrize("content", ["", "Let me see."])
+def test_tool_calls_that_the_template_does_not_show_are_refused(five, content):
+    messages = [user("Weather?"), call("weather", {}, content=content), tool("rain"), assistant("Rain.")]
+    with pytest.raises(UserError, match="does not show all tool_calls of message 2 of 4, .* choose a template"):
+        five["chatml"][0].encode(messages, "answers")
 
 
 def test_what_follows_must_not_depend_on_the_answer(make):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.resources import files
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.data.records import EmptyAnswer
-from toolkit.errors import UserError, did_you_mean
+from toolkit.data.template_files import CONFIG_FILE, TEMPLATE_FILE, own_template, prompt_styles, read_style
+from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
@@ -20,17 +20,9 @@ if TYPE_CHECKING:
 TrainOn = Literal["answers", "last_answer", "all"]
 Message = dict[str, Any]
 
-TEMPLATE_FILE = "chat_template.jinja"
-CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 # What a template that shows the date sees during training: a repeated or resumed run must read the same tokens.
 TRAINING_DATE = datetime(2024, 7, 26)
-# The first lines of a prompt style of ours; they are changed to fit a tokenizer.
-_BEGIN = "{%- set begin = bos_token %}"
-_NO_BEGIN = "{%- set begin = '' %}"
-_END = re.compile(r"\{%- set end_of_turn = '(.*)' %\}")
-_END_WITH_EOS = "{%- set end_of_turn = eos_token %}"
-_MARKUP = re.compile(r"<\|?[a-z_]+\|?>")
 # In front of a template that ends answers with no token: every answer then brings one along.
 _ANSWERS_WITH_EOS = """\
 {%- set answers = namespace(messages=[]) %}
@@ -51,12 +43,6 @@ class Encoded:
 
     ids: list[int]
     trained: list[bool]
-
-
-def prompt_styles() -> list[str]:
-    """Names that ``--data.prompt_style`` takes."""
-    folder = files("toolkit.data") / "prompt_styles"
-    return sorted(file.name.removesuffix(".jinja") for file in folder.iterdir() if file.name.endswith(".jinja"))
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
@@ -94,6 +80,7 @@ class ChatTemplate:
         self._set_source(source)
         self._appends_eos = False  # after the last answer, where the template puts eos only between turns
         self._end_id = self._find_end()
+        self._cuts_at_answers = self._must_cut_at_answers()
         texts = {i: text for text, i in tokenizer.added_tokens.items()}
         self.end_of_turn: str = texts[self._end_id]
         ends = {self._end_id, tokenizer.eos_id} - {None}
@@ -109,8 +96,8 @@ class ChatTemplate:
             UserError: if there is neither, no such style, or the template is broken.
         """
         if prompt_style is not None:
-            return cls(tokenizer, *_read_style(tokenizer, prompt_style))
-        found = _own_template(tokenizer)
+            return cls(tokenizer, *read_style(tokenizer, prompt_style))
+        found = own_template(tokenizer)
         if found is None:
             raise UserError(
                 f"--data.prompt_style: {tokenizer.name} has no chat template, so this must be given: "
@@ -133,13 +120,15 @@ class ChatTemplate:
         Raises:
             UserError: see :meth:`render`.
         """
-        return self._tokenizer.encode_with_offsets(self._render(messages, True, datetime.now()))[0]
+        now = datetime.now()
+        return self._tokenize(messages, self._render(messages, True, now), now)[0]
 
     def encode(self, messages: Sequence[Message], train_on: TrainOn) -> Encoded:
         """Return the tokens of a whole conversation, and which of them are to be predicted.
 
         An answer reaches from the end of the prompt for it to its end-of-turn token. Tokens that lie on its border
-        belong to it. A conversation without an answer has nothing to predict, unless ``train_on`` is "all".
+        belong to it, and its tool calls are a part of it. A conversation without an answer has nothing to predict,
+        unless ``train_on`` is "all".
 
         Args:
             messages: Objects with ``role`` and ``content``.
@@ -150,7 +139,7 @@ class ChatTemplate:
             UserError: if the template refuses the messages, or an answer cannot be told from the rest of the text.
         """
         text, spans = self._locate_answers(messages)
-        ids, offsets = self._tokenizer.encode_with_offsets(text)
+        ids, offsets = self._tokenize(messages, text, TRAINING_DATE)
         starts = [start for start, _ in offsets]
         for number, (_, end) in enumerate(spans, 1):
             if ids[bisect_right(starts, end - 1) - 1] not in self._ends:
@@ -165,7 +154,7 @@ class ChatTemplate:
     def export_tokenizer(self) -> Tokenizer:
         """The tokenizer with this template, and with a generation_config.json that stops at the end of an answer."""
         changed = {}
-        own = _own_template(self._tokenizer, strict=False)
+        own = own_template(self._tokenizer, strict=False)
         if own is None or own[1] != self.source:
             changed[TEMPLATE_FILE] = self.source.encode()
             config = self._tokenizer.settings(CONFIG_FILE)
@@ -216,12 +205,35 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: it can fail in every way
             raise self._error(f"the template cannot show the messages: {type(error).__name__}: {error}") from error
 
+    def _tokenize(
+        self, messages: Sequence[Message], text: str, now: datetime
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids and offsets of a text, cut in front of each answer where that is needed."""
+        borders = {0, len(text)}
+        if self._cuts_at_answers:
+            answers = (i for i, message in enumerate(messages) if message.get("role") == "assistant")
+            borders |= {self._prompt_end(messages[:i], text, now) or 0 for i in answers}
+        ids, offsets = [], []
+        for start, end in pairwise(sorted(borders)):
+            more, places = self._tokenizer.encode_with_offsets(text[start:end])
+            ids += more
+            offsets += [(start + first, start + last) for first, last in places]
+        return ids, offsets
+
+    def _prompt_end(self, earlier: Sequence[Message], text: str, now: datetime = TRAINING_DATE) -> int | None:
+        """Where the prompt for the next answer ends in ``text``, if the text begins with that prompt."""
+        try:
+            prompt = self._render(earlier, True, now)
+        except UserError:  # such as no message at all before the answer
+            return None
+        return len(prompt) if text.startswith(prompt) else None
+
     def _locate_answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """The whole text, and [start, end) of every answer with its end-of-turn token."""
         answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         for i in answers:
             content = messages[i].get("content")
-            if not isinstance(content, str) or not content.strip():
+            if not messages[i].get("tool_calls") and (not isinstance(content, str) or not content.strip()):
                 raise EmptyAnswer(f"empty answer (message {i + 1} of {len(messages)}): give it text or remove it")
         text = self.render(messages)
         eos = ""
@@ -238,18 +250,30 @@ class ChatTemplate:
             raise self._error(f"what follows message {i + 1} depends on its text, so that its end cannot be told")
         end_of_content = len(text) - len(after)
         start = self._start(messages[:i], text[:end_of_content], before)
-        if messages[i]["content"].strip() not in text[start:end_of_content]:
+        self._require_tool_calls(messages, i, text[start:end_of_content])
+        if (messages[i].get("content") or "").strip() not in text[start:end_of_content]:
             self._note(
                 "changes answers (such as those that think, in earlier turns); they are trained as it shows them"
             )
         return start, end_of_content + self._length_of_end(after, i)
 
+    def _require_tool_calls(self, messages: Sequence[Message], i: int, shown: str) -> None:
+        """Raise UserError unless the text of answer ``i`` names all tools that it calls."""
+        for call in messages[i].get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            name = function.get("name") if isinstance(function, dict) else None
+            if not isinstance(name, str) or name not in shown:
+                raise self._error(
+                    f"the template does not show all tool_calls of message {i + 1} of {len(messages)}, so they cannot "
+                    "be trained; choose a template that does, or take them out"
+                )
+
     def _around(self, messages: Sequence[Message], i: int, text: str = "") -> tuple[str, str]:
-        """The text before and after the content of message ``i``."""
+        """The text before and after message ``i``: its content and tool calls."""
         number = 0
         while (mark := f"answer{number}placeholder") in text:
             number += 1
-        other = [*messages[:i], {**messages[i], "content": mark}, *messages[i + 1 :]]
+        other = [*messages[:i], {**messages[i], "content": mark, "tool_calls": None}, *messages[i + 1 :]]
         before, found, after = self.render(other).partition(mark)
         if not found or mark in after:
             raise self._error(f"the template shows message {i + 1} {'more than once' if found else 'not at all'}")
@@ -257,12 +281,9 @@ class ChatTemplate:
 
     def _start(self, earlier: Sequence[Message], text: str, before: str) -> int:
         """Where an answer begins: at the end of the prompt for it, if the conversation contains that."""
-        try:
-            prompt = self.render(earlier, add_generation_prompt=True)
-        except UserError:  # such as no message at all before the answer
-            prompt = None
-        if prompt is not None and text.startswith(prompt):
-            return len(prompt)
+        end = self._prompt_end(earlier, text)
+        if end is not None:
+            return end
         # Templates whose prompt is not part of the whole, because they drop thoughts, or move the system message.
         if text.startswith(before):
             return len(before)
@@ -286,6 +307,11 @@ class ChatTemplate:
             return last
         if eos is None:
             raise self._error("the template ends answers with no token, and the tokenizer has no eos token")
+        if eos not in self._tokenizer.added_tokens.values():
+            raise self._error(
+                f"answers are to end with the tokenizer's eos {self._named_tokens['eos_token']}, an ordinary entry of "
+                "its vocabulary; make it an added (special) token in tokenizer.json"
+            )
         if between == eos:
             self._appends_eos = True
             return eos
@@ -302,6 +328,30 @@ class ChatTemplate:
         turn = [question, {"role": "assistant", "content": "answer"}]
         return self._first_token(self._around(turn, 1)[1]), self._first_token(self._around([*turn, *turn], 1)[1])
 
+    def _must_cut_at_answers(self) -> bool:
+        """Whether a prompt alone has other tokens than at the beginning of a conversation, and cutting there helps.
+
+        So it is where newlines at the end of a prompt are one token, but several in front of an answer.
+        """
+        turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        text = self.render(turn)
+        end = self._prompt_end(turn[:1], text)
+        if end is None:
+            return False
+        whole, prompt, answer = (
+            self._tokenizer.encode_with_offsets(part)[0] for part in (text, text[:end], text[end:])
+        )
+        if whole[: len(prompt)] == prompt:
+            return False
+        if self._tokenizer.decode(prompt + answer, False) != self._tokenizer.decode(whole, False):
+            self._note("prompts have other tokens alone, as a model that answers gets them, than in training")
+            return False
+        self._note(
+            "a prompt alone would have other tokens than together with its answer; the two are encoded apart, "
+            "in training as in a chat"
+        )
+        return True
+
     def _first_token(self, text: str) -> int | None:
         """The added token that ``text`` begins with, after spaces and newlines."""
         added = set(self._tokenizer.added_tokens.values())
@@ -314,51 +364,6 @@ class ChatTemplate:
         note = f"{self.name}: {note}"
         if note not in self.notes:
             self.notes.append(note)
-
-
-def _read_style(tokenizer: Tokenizer, style: str) -> tuple[str, str, list[str]]:
-    """Source, name and notes of a prompt style, fitted to the tokenizer. The vocabulary stays as it is."""
-    known = prompt_styles()
-    if style not in known:
-        raise UserError(f"--data.prompt_style {style}: must be one of {', '.join(known)}{did_you_mean(style, known)}")
-    source = (files("toolkit.data") / "prompt_styles" / f"{style}.jinja").read_text(encoding="utf-8")
-    name, notes = f"--data.prompt_style {style}", []
-    if _own_template(tokenizer, strict=False) is not None:
-        notes.append(f"{name}: is used, and saved with the model, instead of the checkpoint's own chat template")
-    if not tokenizer.adds_bos:
-        source = source.replace(_BEGIN, _NO_BEGIN)
-    end = _END.search(source)
-    if end and end[1] not in tokenizer.added_tokens:
-        source = source.replace(end[0], _END_WITH_EOS)
-        eos = tokenizer.special_tokens.get("eos_token", "eos")
-        notes.append(f"{name}: {end[1]} is no token of this vocabulary; turns end with {eos} instead")
-    plain = sorted(set(_MARKUP.findall(source)) - set(tokenizer.added_tokens))
-    if plain:
-        notes.append(f"{name}: {', '.join(plain)}: no token of this vocabulary, encoded as ordinary text")
-    return source, name, notes
-
-
-def _own_template(tokenizer: Tokenizer, strict: bool = True) -> tuple[str, str] | None:
-    """File and source of the template among the tokenizer's files; ``strict`` refuses one that cannot be read."""
-    if (content := tokenizer.files.get(TEMPLATE_FILE)) is not None:
-        try:
-            return TEMPLATE_FILE, content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            if strict:
-                raise UserError(f"{tokenizer.name}: {TEMPLATE_FILE}: is not UTF-8") from error
-            return None
-    said = tokenizer.settings(CONFIG_FILE).get("chat_template")
-    if isinstance(said, list):
-        named = {entry.get("name"): entry.get("template") for entry in said if isinstance(entry, dict)}
-        said = named.get("default", {})
-    if said is None or isinstance(said, str):
-        return None if said is None else (CONFIG_FILE, said)
-    if strict:
-        raise UserError(
-            f"{tokenizer.name}: {CONFIG_FILE}: chat_template must be text or hold a template named 'default'; "
-            "or give a --data.prompt_style"
-        )
-    return None
 
 
 def _to_json(content: dict[str, Any]) -> bytes:
