@@ -64,6 +64,8 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
     if not isinstance(row, dict):
         raise UserError(f"{where}: is {_kind(row)}, not an object; every row needs {_FORMS}")
     values = _renamed(row, where, columns or {})
+    for name, value in values.items():
+        _require_unicode(value, f"{where}: {name}")
     messages, text = None, None
     if name := _column(values, CONVERSATION, where):
         messages = _conversation(values[name], f"{where}: {name}")
@@ -75,9 +77,17 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
             raise EmptyAnswer(f"{where}: has an empty text; give it one or take the row out")
     else:
         raise UserError(f"{where}: has no column that is known; {_has(row)}; needs {_FORMS}, or --data.columns")
-    if messages and values.get("system") and messages[0]["role"] != "system":
-        messages = ({"role": "system", "content": _text(values["system"], f"{where}: system")}, *messages)
+    if messages and values.get("system"):
+        messages = _with_system(messages, _text(values["system"], f"{where}: system"), where)
     return Record(messages, text, where)
+
+
+def _with_system(messages: tuple[dict[str, Any], ...], system: str, where: str) -> tuple[dict[str, Any], ...]:
+    if messages[0]["role"] != "system":
+        return ({"role": "system", "content": system}, *messages)
+    if messages[0]["content"].strip() != system.strip():
+        raise UserError(f"{where}: has a system column and another system message; take one of them out")
+    return messages
 
 
 def _renamed(row: dict[str, Any], where: str, columns: dict[str, str]) -> dict[str, Any]:
@@ -117,12 +127,20 @@ def _question_and_answer(values: dict[str, Any], question: str, where: str) -> t
         usual = "completion" if question == "prompt" else "output"
         raise UserError(f"{where}: has no {usual} to the {question}; {_has(values)}; see --data.columns")
     asked, answered = values[question], values[answer]
-    before = _messages(asked, f"{where}: {question}") if isinstance(asked, list) else _asked(values, question, where)
+    before = (_asked_before if isinstance(asked, list) else _asked)(values, question, where)
     if isinstance(answered, list):
         return before + _messages(answered, f"{where}: {answer}")
     if not _text(answered, f"{where}: {answer}").strip():
         raise EmptyAnswer(f"{where}: has an empty answer ({answer}); give it one or take the row out")
     return (*before, {"role": "assistant", "content": answered})
+
+
+def _asked_before(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
+    """A ``prompt`` that is a list of messages."""
+    name = _column(values, INPUT, where)
+    if name is not None and values[name] != "":
+        raise UserError(f"{where}: has {name} beside a {question} of messages; put it into one of them or take it out")
+    return _messages(values[question], f"{where}: {question}")
 
 
 def _asked(values: dict[str, Any], question: str, where: str) -> tuple[dict[str, Any], ...]:
@@ -144,6 +162,7 @@ def _conversation(value: Any, where: str) -> tuple[dict[str, Any], ...]:
             value = json.loads(value)
         except ValueError:
             raise UserError(f"{where}: is a text, not a list of messages") from None
+        _require_unicode(value, where)
     if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
         value = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(value)]
     return _messages(value, where)
@@ -181,6 +200,15 @@ def _joined(parts: list[Any], where: str) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise UserError(f"{where}: has content that is not text; only text is trained on")
     return "".join(texts)
+
+
+def _require_unicode(value: Any, where: str) -> None:
+    """Raise UserError for half a character: JSON can hold one (as ``\\ud800``), a tokenizer takes none."""
+    try:
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise UserError(f"{where}: holds {half}, half a character; mend it or take the row out") from error
 
 
 def _text(value: Any, where: str) -> str:
