@@ -38,6 +38,12 @@ INSTRUCTED = {**USER, "instruction": "q", "input": ""}
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}, [USER]),
         ({"system": "s", "prompt": "q", "completion": "a"}, [{"role": "system", "content": "s"}, USER, ASSISTANT]),
         (
+            {"system": "s", "messages": [{"role": "system", "content": "s\n"}, USER]},
+            [{"role": "system", "content": "s\n"}, USER],
+        ),
+        ({"prompt": [USER], "input": "", "completion": "a"}, [USER, ASSISTANT]),
+        ({"prompt": json.loads(r'"\ud83d\ude42"'), "completion": "a"}, [{**USER, "content": "🙂"}, ASSISTANT]),
+        (
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [1]}]},
             [{"role": "assistant", "content": "", "tool_calls": [1]}],
         ),
@@ -86,6 +92,19 @@ def test_columns_of_other_names():
         ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\): has no content; it has role"),
         ({"messages": [{"role": "user", "content": 3}]}, r"message 1 \(user\): content: is a number"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1: has content that is not text"),
+        ({"prompt": [USER], "input": "i", "completion": "a"}, "has input beside a prompt of messages; put it into"),
+        ({"prompt": [USER], "context": ["i"], "completion": "a"}, "has context beside a prompt of messages"),
+        (
+            {"system": "s", "messages": [{"role": "system", "content": "t"}, USER, ASSISTANT]},
+            "has a system column and another system message; take one of them out",
+        ),
+        (
+            json.loads(r'{"prompt": "a \ud800 b", "completion": "c"}'),
+            r"prompt: holds \\ud800, half a character; mend it",
+        ),
+        (json.loads(r'{"text": "\udfff"}'), r"text: holds \\udfff, half a character"),
+        ({"messages": r'[{"role": "user", "content": "\ud800"}]'}, r"messages: holds \\ud800, half a character"),
+        ({"messages": [{**USER, "name": "\ud83d"}]}, r"messages: holds \\ud83d, half a character"),
     ],
 )
 def test_bad_rows_are_one_line(row, message):
@@ -151,7 +170,40 @@ def test_folders(tmp_path):
     write(tmp_path / "val.jsonl", '{"text": "v"}')
     assert read(tmp_path)[1] == [(f"{tmp_path}/val.jsonl line 1", {"text": "v"})]
     notes = find_splits(str(tmp_path), "json_path", JSON_KINDS).notes
-    assert notes == (f"{tmp_path}/test* is not read: val is the held-out part",)
+    assert notes == (f"{tmp_path}: not read: test.jsonl (train is trained on, val is the held-out part)",)
+
+
+def test_data_files_of_a_folder_that_are_not_read_are_named(tmp_path):
+    for name in ("train.jsonl", "dev.jsonl", "more.JSON", "train.csv", "notes.txt", "trainer.json", ".hidden.json"):
+        write(tmp_path / name, '{"text": "x"}')
+    (tmp_path / "old.jsonl").mkdir()
+    (note,) = find_splits(str(tmp_path), "json_path", JSON_KINDS).notes
+    files = "dev.jsonl, more.JSON, train.csv, trainer.json"
+    assert note == f"{tmp_path}: not read: {files} (train is trained on; name the held-out part val)"
+    for i in range(20):
+        write(tmp_path / f"a{i:02}.jsonl", '{"text": "x"}')
+    (note,) = find_splits(str(tmp_path), "json_path", JSON_KINDS).notes
+    assert "not read: a00.jsonl, a01.jsonl, a02.jsonl, a03.jsonl, a04.jsonl and 19 more (" in note
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.json", "train.jsonl"),
+        ("train.jsonl", "train-00000.jsonl"),
+        ("train-0.json", "train-1.jsonl"),
+        ("val.ndjson", "val.jsonl"),
+    ],
+)
+def test_files_of_a_folder_that_may_hold_the_same_rows_are_refused(tmp_path, names):
+    write(tmp_path / "train.jsonl", '{"text": "x"}')
+    if names[0].startswith("train"):
+        (tmp_path / "train.jsonl").unlink()
+    for name in names:
+        write(tmp_path / name, '{"text": "x"}')
+    with pytest.raises(UserError, match=r"^--data.json_path .*: the folder has ") as error:
+        read(tmp_path)
+    assert all(f" {name}" in str(error.value) for name in names) and "leave one" in str(error.value)
 
 
 def test_csv(tmp_path):
@@ -186,7 +238,9 @@ def test_parquet_in_parts(tmp_path):
         ("a.json", "", "is empty"),
         ("a.json", "[]", "holds no rows"),
         ("a.json", '{\n"data": []}', r'must hold a list of rows, or {"train": \[...\], "val": \[...\]}'),
-        ("a.json", '{"train": [],\n"val": 3}', "must hold a list of rows"),
+        ("a.json", '{"train": [],\n"val": 3}', r'^--data.json_path .*a.json: "val" must hold a list of rows$'),
+        ("a.json", '{"train": "x"}', r'a.json: "train" must hold a list of rows$'),
+        ("a.json", '{"train": {},\n"val": []}', r'a.json: "train" must hold a list of rows$'),
         ("a.json", "[" * 100_000, "nested too deeply"),
         ("a.txt", "x", r"^--data.json_path .*a.txt: must end in .json or .jsonl or .ndjson$"),
         ("a.csv", "x", "did you mean --data CSV --data.csv_path"),

@@ -17,6 +17,7 @@ VAL_NAMES = ("val", "validation", "test")
 JSON_KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 CSV_KINDS = {".csv": "csv"}
 PARQUET_KINDS = {".parquet": "parquet"}
+_NAMED = 5  # files that are named in a line
 KINDS = JSON_KINDS | CSV_KINDS | PARQUET_KINDS
 
 
@@ -154,16 +155,40 @@ def _find_in_folder(folder: Path, option: str, kinds: dict[str, str]) -> Splits:
         raise UserError(f"{option}: the folder has no {' or '.join(f'train{suffix}' for suffix in kinds)}")
 
     def files(split: str) -> list[RowSource]:
-        return [_whole_file(RowFile(path, kinds[path.suffix], option)) for path in found[split]]
+        return [_whole_file(RowFile(path, kinds[path.suffix], option)) for path in _parts(found[split], split, option)]
 
-    held_out = [split for split in VAL_NAMES if found[split]]
-    notes = tuple(f"{folder}/{split}* is not read: {held_out[0]} is the held-out part" for split in held_out[1:])
-    return Splits(files("train"), files(held_out[0]) if held_out else None, notes)
+    held_out = next((split for split in VAL_NAMES if found[split]), None)
+    train, val = files("train"), files(held_out) if held_out else None
+    read = {file.name for split in ("train", held_out) for file in found.get(split, [])}
+    return Splits(train, val, _unread(folder, read, held_out))
 
 
 def _files_of(folder: Path, split: str, kinds: dict[str, str]) -> list[Path]:
     names = (pattern for suffix in kinds for pattern in (f"{split}{suffix}", f"{split}-*{suffix}"))
     return sorted(path for pattern in names for path in folder.glob(pattern) if path.is_file())
+
+
+def _parts(files: list[Path], split: str, option: str) -> list[Path]:
+    """The files of a split; several must be parts of one kind, for others may hold the same rows twice."""
+    whole = [path for path in files if path.stem == split]
+    if len(files) > 1 and (whole or len({path.suffix for path in files}) > 1):
+        first = whole[0] if whole else files[0]
+        other = next(path for path in files if path != first and (whole or path.suffix != first.suffix))
+        raise UserError(
+            f"{option}: the folder has {first.name} and {other.name}, which may be the same rows; leave one of them"
+        )
+    return files
+
+
+def _unread(folder: Path, read: set[str], held_out: str | None) -> tuple[str, ...]:
+    """A line about the data files of a folder that nothing is read from."""
+    files = (path for path in folder.iterdir() if path.suffix.lower() in KINDS and path.is_file())
+    names = sorted(path.name for path in files if path.name not in read and not path.name.startswith("."))
+    if not names:
+        return ()
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    held = f", {held_out} is the held-out part" if held_out else "; name the held-out part val"
+    return (f"{folder}: not read: {', '.join(names[:_NAMED])}{more} (train is trained on{held})",)
 
 
 def _whole_file(file: RowFile) -> RowFile:
@@ -185,15 +210,17 @@ def _inside(path: Path, option: str) -> Splits:
         return Splits([RowFile(path, "json", option)])
     try:
         line = json.loads(first)
-        if isinstance(line, dict) and not isinstance(line.get("train"), list):
+        if isinstance(line, dict) and "train" not in line:
             return Splits([RowFile(path, "jsonl", option)])
     except ValueError:
         pass
     value = _parse_json(path)
-    held_out = [split for split in VAL_NAMES if split in value] if isinstance(value, dict) else []
-    lists = [value[split] for split in ("train", *held_out)] if isinstance(value, dict) and "train" in value else []
-    if not lists or not all(isinstance(rows, list) for rows in lists):
+    if not isinstance(value, dict) or "train" not in value:
         raise UserError(f'{option}: {path} must hold a list of rows, or {{"train": [...], "val": [...]}}')
+    held_out = [split for split in VAL_NAMES if split in value]
+    for split in ("train", *held_out):
+        if not isinstance(value[split], list):
+            raise UserError(f'{option}: {path}: "{split}" must hold a list of rows')
     notes = tuple(f"{path}: {split} is not read: {held_out[0]} is the held-out part" for split in held_out[1:])
     val = [RowFile(path, "json", option, held_out[0])] if held_out else None
     return Splits([RowFile(path, "json", option, "train")], val, notes)
