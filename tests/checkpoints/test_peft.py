@@ -11,8 +11,9 @@ from tests.checkpoints.test_adapters import write_adapted, write_base
 from tests.models.test_lora import NONE, stir, tokens
 from toolkit.checkpoints.adapters import load_adapters
 from toolkit.checkpoints.folder import load_model
+from toolkit.checkpoints.from_peft import import_peft
 from toolkit.checkpoints.hf import export_hf
-from toolkit.checkpoints.peft import export_peft, import_peft
+from toolkit.checkpoints.peft import export_peft
 from toolkit.cli import main
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -81,25 +82,78 @@ def test_peft_computes_the_same_logits(tmp_path, family, selection, kind, recwar
 
     # and the way back, from what peft itself writes
     theirs.save_pretrained(tmp_path / "again")
-    if "rank_pattern" in _unlike_plain(tmp_path / "again"):
-        with pytest.raises(UserError, match="rank_pattern"):
-            import_peft(tmp_path / "again", CONFIGS[family])
-        return
     back, adapters = import_peft(tmp_path / "again", CONFIGS[family])
     again = load_model(base_dir)
     add_lora(again, back)
     assert adapters.keys() == set(filter(is_adapter, again.state_dict()))
     again.load_state_dict(adapters, strict=False)
     assert differs(again(tokens()), expected) < 1e-5
-    if family in ("llama", "tied"):
-        assert back == lora
-        saved = load_adapters(folder, model)
-        assert all(torch.equal(saved[name], adapters[name]) for name in saved)
+    assert back == lora
+    saved = load_adapters(folder, model)
+    assert saved.keys() == adapters.keys() and all(torch.equal(saved[name], adapters[name]) for name in saved)
 
 
 def _unlike_plain(folder) -> dict:
     settings = json.loads((folder / "adapter_config.json").read_text())
     return {name: settings[name] for name in ("rank_pattern", "alpha_pattern") if settings[name]}
+
+
+QKV = {"query_key_value": 24}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rank_pattern": {"query_key_value": 16}}, "rank_pattern"),
+        ({"rank_pattern": {"query_key_value": 24.0}}, "rank_pattern"),
+        ({"rank_pattern": {"query_key_value": [24]}}, "rank_pattern"),
+        ({"rank_pattern": {"dense_4h_to_h": 24}, "alpha_pattern": {"dense_4h_to_h": 48}}, "rank_pattern"),
+        ({"rank_pattern": {**QKV, "dense": 24}, "alpha_pattern": {"query_key_value": 48, "dense": 48}}, "rank_pattern"),
+        ({"rank_pattern": {}}, "alpha_pattern"),
+        ({"alpha_pattern": {}}, "rank_pattern"),
+        ({"alpha_pattern": {"query_key_value": 16}}, "rank_pattern"),
+        ({"alpha_pattern": 3}, "rank_pattern"),
+    ],
+    ids=str,
+)
+def test_other_ranks_than_those_of_parts_in_one_layer_are_refused(tmp_path, change, named):
+    _, folder, _ = make(tmp_path, CONFIGS["gpt_neox"], LoRAConfig(**BLOCK))
+    export_peft(folder, tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    assert (settings["rank_pattern"], settings["alpha_pattern"]) == (QKV, {"query_key_value": 48})
+    import_peft(tmp_path / "peft", CONFIGS["gpt_neox"])
+    path.write_text(json.dumps({**settings, **change}))
+    with pytest.raises(UserError) as error:
+        import_peft(tmp_path / "peft", CONFIGS["gpt_neox"])
+    assert f"adapter_config.json: {named} {(settings | change)[named]}: not supported" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gpt2"])
+@pytest.mark.parametrize("patterns", [True, False])
+@torch.no_grad()
+def test_parts_that_share_their_columns_stay_together(tmp_path, family, patterns):
+    """What peft has trained itself is dense: each part gets all of A, unless other layers have a smaller rank."""
+    lora = LoRAConfig(**{**NONE, **SELECTIONS["block" if patterns else "query+value"], "r": 4})
+    base_dir, folder, _ = make(tmp_path, CONFIGS[family], lora)
+    export_peft(folder, tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    tensors = safetensors.load_file(path)
+    for name in tensors:
+        if name.endswith(("query_key_value.lora_B.weight", "c_attn.lora_B.weight")):
+            tensors[name] += 0.1
+    safetensors.save_file(tensors, path, {"format": "pt"})
+    if patterns:
+        with pytest.raises(UserError, match="rank_pattern"):
+            import_peft(tmp_path / "peft", CONFIGS[family])
+        return
+    back, adapters = import_peft(tmp_path / "peft", CONFIGS[family])
+    assert (back.r, back.query, back.key, back.value) == (8, True, True, True)
+    again = load_model(base_dir)
+    add_lora(again, back)
+    again.load_state_dict(adapters, strict=False)
+    assert differs(again(tokens()), in_peft(base_dir, tmp_path / "peft", tmp_path)(input_ids=tokens()).logits) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "tied", "gpt_neox"])
@@ -172,7 +226,8 @@ def exported(tmp_path):
         ({"layers_to_transform": [0]}, "layers_to_transform"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa_niter_4: changes the base"),
         ({"r": 9}, "lora_A is (8, 32), not (9, 32)"),
-        ({"r": "many"}, "adapter_config.json"),
+        ({"r": "many"}, "adapter_config.json: r 'many': must be a whole number"),
+        ({"r": 8.0}, "r 8.0: must be a whole number"),
         ({"lora_dropout": 1.5}, "--lora_dropout 1.5"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",

@@ -9,7 +9,7 @@ import torch
 
 from toolkit.checkpoints.adapters import AdapterInfo, base_fingerprint, load_adapters
 from toolkit.checkpoints.folder import find_checkpoint_dir
-from toolkit.checkpoints.peft import import_peft
+from toolkit.checkpoints.from_peft import import_peft
 from toolkit.training.model import Plan
 from toolkit.training.resolve import RunArgs
 

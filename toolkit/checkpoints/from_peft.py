@@ -1,0 +1,277 @@
+"""Adapters in from peft's format, through the families' tables of weight names; see :mod:`.peft_layers`."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoints.folder import model_on_meta
+from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, Layer, linear_layers
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.lora import Adapter, LoRALinear, add_lora, qkv_rows
+from toolkit.models.lora_config import PARTS, LoRAConfig
+
+# What peft can do and this program cannot, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",), "modules_to_save": (None, []), "layers_to_transform": (None, []),
+    "layer_replication": (None, []), "lora_bias": (None, False), "use_qalora": (None, False),
+    "trainable_token_indices": (None, [], {}), "target_parameters": (None, []), "alora_invocation_tokens": (None, []),
+}  # fmt: skip
+# These ways to begin change the base's weights, so that the adapters alone are half of the model.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """The adapters of the layers that hold queries, keys and values in the Hugging Face model, too.
+
+    Args:
+        rank: Of each.
+        parts: What they are put together from, with as many columns of lora_B each; empty where all rows share all.
+    """
+
+    rank: int
+    parts: tuple[str, ...] = ()
+
+    def columns(self, part: str) -> slice:
+        """Of lora_B, or the rows of lora_A, that are the part's."""
+        width = self.rank // max(1, len(self.parts))
+        first = self.parts.index(part) * width if self.parts else 0
+        return slice(first, first + width)
+
+
+def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, dict[str, Tensor]]:
+    """Read adapters that peft saved, for a base of this architecture.
+
+    An adapter of a layer that is fused in the Hugging Face model, too, becomes again what :func:`~.peft.export_peft`
+    put together; any other one for the queries, one for the keys and one for the values: the same function, of the
+    same rank each.
+
+    Returns:
+        The options and the adapters in fp32, by their names here.
+
+    Raises:
+        UserError: a file is missing or broken, a setting is one that this program does not have, or the adapters are
+            not for this architecture; the setting or the tensor is named.
+    """
+    folder = Path(folder)
+    settings, found = _read_settings(folder), _read_tensors(folder, config)
+    layers = linear_layers(config)
+    for old, new in RENAMED.items():
+        if any(old in layer.modules for layer in layers) and new in found:
+            found[old] = found.pop(new)
+    lora = _options(folder, settings, _selected(layers, found, config))
+    lora, fused = _take_apart(folder, settings, lora, layers, found, config)
+    model = model_on_meta(replace(config, tie_embeddings=False))
+    add_lora(model, lora)
+    adapters: dict[str, Tensor] = {}
+    for layer in layers:
+        part = model.get_submodule(layer.name)
+        if isinstance(part, LoRALinear):
+            adapters |= _imported(layer, part, found, folder, fused if _is_fused(layer) else _Fused(lora.r))
+    used = {module for layer in layers for module in layer.modules}
+    if unknown := sorted(module for module in found if module not in used):
+        raise UserError(f"--from_peft {folder}: adapts {unknown[0]}, which this program cannot adapt in such a model")
+    return lora, adapters
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / SETTINGS
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"--from_peft {folder}: holds no {SETTINGS}; give a folder that peft wrote") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
+    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
+        raise UserError(f"{path}: peft_type must be LORA; other adapters are not supported")
+    for name, neutral in _UNSUPPORTED.items():
+        if name in settings and settings[name] not in neutral:
+            raise UserError(f"{path}: {name} {settings[name]!r:.100}: not supported; only {neutral[0]!r} is")
+    start = str(settings.get("init_lora_weights", "")).lower()
+    if start.startswith(_CHANGES_BASE):
+        raise UserError(
+            f"{path}: init_lora_weights {start}: changes the base's weights, too; save such adapters from peft with "
+            "path_initial_model_for_weight_conversion first"
+        )
+    return settings
+
+
+def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, dict[str, Tensor]]:
+    """{Hugging Face layer: {"lora_A" or "lora_B" or "lora_magnitude_vector": tensor}}"""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = folder / TENSORS
+    if not path.is_file():
+        raise UserError(f"--from_peft {folder}: holds no {TENSORS}; save it from peft with safe_serialization=True")
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: the file is damaged or cut short; copy or download it again") from error
+    vocabulary = (config.padded_vocab_size, config.n_embd)
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        if kind in ("base_layer", "embed_tokens", "embed_in", "wte", "lm_head") and tensor.shape == vocabulary:
+            continue  # of the base: peft adds them where the head is adapted, in case they were resized
+        if kind not in ("lora_A", "lora_B", "lora_magnitude_vector"):
+            raise UserError(f"{path}: holds {name}, which is no adapter of a linear layer")
+        found.setdefault(module, {})[kind] = tensor.float()
+    return found
+
+
+def _selected(layers: list[Layer], found: dict[str, Any], config: ModelConfig) -> set[str]:
+    """The parts of LoRAConfig that have adapters in the file."""
+    selected: set[str] = set()
+    for layer in layers:
+        for i, module in enumerate(layer.modules):
+            if module in found:
+                selected |= {part for part, rows in _parts(layer, config).items() if layer.covers(rows)[i]}
+    return selected
+
+
+def _parts(layer: Layer, config: ModelConfig) -> dict[str, range]:
+    """The parts of LoRAConfig that a layer belongs to, and their rows."""
+    if layer.name.endswith(".attn.qkv"):
+        return qkv_rows(config)
+    kind = "head" if layer.name == "lm_head" else "mlp" if ".mlp." in layer.name else "projection"
+    return {kind: range(layer.out_features)}
+
+
+def _options(folder: Path, settings: dict[str, Any], selected: set[str]) -> LoRAConfig:
+    if not selected:
+        raise UserError(f"--from_peft {folder}: adapts none of this model's layers; give adapters of this architecture")
+    try:
+        if type(settings.get("r", 8)) is not int:
+            raise TypeError(f"r {settings['r']!r:.100}: must be a whole number")
+        return LoRAConfig(
+            r=settings.get("r", 8),
+            alpha=settings.get("lora_alpha", 8),
+            dropout=settings.get("lora_dropout", 0.0),
+            rslora=settings.get("use_rslora", False),
+            dora=settings.get("use_dora", False),
+            **{part: part in selected for part in PARTS},
+        )
+    except (TypeError, UserError) as error:
+        raise UserError(f"{folder / SETTINGS}: {error}") from error
+
+
+def _is_fused(layer: Layer) -> bool:
+    """Whether queries, keys and values are one layer on either side."""
+    return layer.name.endswith(".attn.qkv") and len(layer.modules) == 1
+
+
+def _take_apart(
+    folder: Path,
+    settings: dict[str, Any],
+    lora: LoRAConfig,
+    layers: list[Layer],
+    found: dict[str, dict[str, Tensor]],
+    config: ModelConfig,
+) -> tuple[LoRAConfig, _Fused]:
+    """Find what the adapters of layers fused on both sides are put together from.
+
+    Args:
+        lora: What the settings say of all other layers.
+
+    Returns:
+        The options with which each part has an adapter of its own, and where in the fused ones these are.
+
+    Raises:
+        UserError: rank_pattern or alpha_pattern is another one than :func:`~.peft.export_peft` writes.
+    """
+    rank = _fused_rank(settings, lora, layers)
+    parts = () if rank is None else _parts_in_blocks(list(filter(_is_fused, layers)), found, rank, config)
+    n = max(1, len(parts))
+    if rank not in (lora.r, n * lora.r):
+        name = "rank_pattern" if settings.get("rank_pattern") else "alpha_pattern"
+        raise UserError(
+            f"{folder / SETTINGS}: {name} {settings[name]!r:.100}: not supported; only what toolkit convert_to_peft "
+            "writes is, for queries, keys and values in one layer"
+        )
+    if not parts or (rank != n * lora.r and (lora.projection or lora.mlp or lora.head)):
+        return lora, _Fused(rank)
+    if rank == lora.r:
+        alpha = float(f"{lora.alpha / (math.sqrt(n) if lora.rslora else n):.12g}")  # without the digits of rounding
+        lora = replace(lora, r=rank // n, alpha=alpha)
+    return replace(lora, **{part: part in parts for part in qkv_rows(config)}), _Fused(rank, parts)
+
+
+def _fused_rank(settings: dict[str, Any], lora: LoRAConfig, layers: list[Layer]) -> int | None:
+    """The rank of the layers fused on both sides; None where a pattern is for others, or changes the scaling."""
+    ranks, alphas = (settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
+    if not ranks and not alphas:
+        return lora.r
+    try:
+        (rank,), (alpha,) = set(ranks.values()), set(alphas.values())
+        modules = {f".{module}": layer for layer in layers for module in layer.modules}
+        named = [layer for module, layer in modules.items() if module.endswith(tuple(f".{key}" for key in ranks))]
+        same = math.isclose(replace(lora, r=rank, alpha=alpha).scaling, lora.scaling) and ranks.keys() == alphas.keys()
+    except (AttributeError, TypeError, ValueError, UserError):
+        return None
+    return rank if same and type(rank) is int and named and all(map(_is_fused, named)) else None
+
+
+def _parts_in_blocks(
+    layers: list[Layer], found: dict[str, dict[str, Tensor]], rank: int, config: ModelConfig
+) -> tuple[str, ...]:
+    """The adapted parts of fused layers, if each has columns of lora_B to itself, in order; else none."""
+    used = torch.zeros(layers[0].out_features if layers else 0, rank, dtype=torch.bool)
+    for layer in layers:
+        b = found.get(layer.modules[0], {}).get("lora_B")
+        if b is not None and b.shape == used.shape:  # others are named later on
+            used |= layer.to_ours([b]) != 0
+    columns = {part: used[rows.start : rows.stop].any(0) for part, rows in qkv_rows(config).items()}
+    parts = tuple(part for part in columns if columns[part].any())
+    if not parts or rank % len(parts):
+        return ()
+    for part in parts:
+        columns[part][_Fused(rank, parts).columns(part)] = False
+    return () if any(columns[part].any() for part in parts) else parts
+
+
+def _imported(
+    layer: Layer, part: LoRALinear, found: dict[str, dict[str, Tensor]], folder: Path, fused: _Fused
+) -> dict[str, Tensor]:
+    """The adapters of one layer, by their names here."""
+    outs = [theirs.size(0) for theirs in layer.to_theirs(torch.empty(layer.out_features, 1))]
+    adapters: dict[str, Tensor] = {}
+    for name, adapter in part.lora.items():
+        i = layer.covers(adapter.rows).index(True)
+        given = found.get(layer.modules[i], {})
+        _require_adapter(given, layer.modules[i], outs[i], adapter, fused.rank, folder)
+        rows, columns = slice(adapter.rows.start, adapter.rows.stop), fused.columns(name)
+        adapters[f"{layer.name}.lora.{name}.A"] = given["lora_A"][columns].clone()
+        adapters[f"{layer.name}.lora.{name}.B"] = _to_ours(layer, i, given["lora_B"], outs)[rows, columns].clone()
+        if part.dora:
+            magnitude = _to_ours(layer, i, given["lora_magnitude_vector"][:, None], outs)
+            adapters[f"{layer.name}.lora.{name}.magnitude"] = magnitude[rows, 0].clone()
+    return adapters
+
+
+def _to_ours(layer: Layer, i: int, tensor: Tensor, outs: list[int]) -> Tensor:
+    """(out, k), from what belongs to the i-th of their layers."""
+    return layer.to_ours([tensor if k == i else tensor.new_zeros(out, tensor.size(1)) for k, out in enumerate(outs)])
+
+
+def _require_adapter(given: dict[str, Tensor], module: str, out: int, adapter: Adapter, r: int, folder: Path) -> None:
+    in_features = adapter.A.size(1)
+    wanted = {"lora_A": (r, in_features), "lora_B": (out, r)}
+    if hasattr(adapter, "magnitude"):
+        wanted["lora_magnitude_vector"] = (out,)
+    for kind, shape in wanted.items():
+        if kind not in given:
+            raise UserError(
+                f"--from_peft {folder}: has no {module}.{kind}; the same layers must be adapted in every block, and "
+                "all of an MLP or none"
+            )
+        if tuple(given[kind].shape) != shape:
+            raise UserError(f"{folder / TENSORS}: {module}.{kind} is {tuple(given[kind].shape)}, not {shape}")
