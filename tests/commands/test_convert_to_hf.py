@@ -9,6 +9,7 @@ import torch
 
 from tests.checkpoints.test_adapters import LLAMA, make, tokens
 from toolkit.checkpoints.folder import write_model_files
+from toolkit.checkpoints.merge import merge_beside
 from toolkit.checkpoints.store import write_checkpoint
 from toolkit.cli import main
 from toolkit.commands import convert_to_hf
@@ -86,6 +87,18 @@ def test_adapters_are_merged_on_the_way_when_asked_for(tmp_path, capsys, tied, o
     assert json.loads((out_dir / "generation_config.json").read_text())["eos_token_id"] == [0, 5]
     one = theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
     assert one == (tied and "head" not in options)
+
+
+def test_what_is_for_adapters_is_refused_for_a_whole_model(tmp_path, capsys):
+    base_dir, folder, _ = make(tmp_path)
+    merge_beside(folder)
+    for model in (base_dir, folder):
+        for flag, value in (("--merge", "true"), ("--base_checkpoint_dir", str(base_dir))):
+            assert main(["convert_to_hf", str(model), str(tmp_path / "hf"), flag, value]) == 2
+            shown = capsys.readouterr().err
+            assert f"{flag} {value}: would have no effect, {model} holds a whole model; leave it out" in shown
+            assert shown.count("\n") == 1 and not (tmp_path / "hf").exists()
+    assert main(["convert_to_hf", str(folder), str(tmp_path / "hf"), "--merge", "false"]) == 0
 
 
 def test_a_base_that_has_moved_is_said(tmp_path, capsys):

@@ -54,6 +54,18 @@ def has_adapters_only(folder: str | Path) -> bool:
     return is_adapter_dir(folder) and not (Path(folder) / WEIGHTS).exists()
 
 
+def require_adapters(folder: str | Path, **flags: Any) -> None:
+    """Refuse flags that are for adapters without merged weights, where the folder holds a whole model.
+
+    Raises:
+        UserError: one of them is given (neither None nor false).
+    """
+    given = next((name for name, value in flags.items() if value not in (None, False)), None)
+    if given is not None and not has_adapters_only(folder):
+        value = str(flags[given]).lower() if flags[given] is True else flags[given]
+        raise UserError(f"--{given} {value}: would have no effect, {folder} holds a whole model; leave it out")
+
+
 def base_fingerprint(folder: str | Path) -> str:
     """Return SHA-256 in hex over names, shapes and types of the weights, and the checksums of their bytes.
 

@@ -10,7 +10,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints.adapters import has_adapters_only
+from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
 from toolkit.checkpoints.merge import MergedWeights
 from toolkit.checkpoints.scratch import SMALL
@@ -47,10 +47,11 @@ def export_hf(
         base_checkpoint_dir: Their base; where it was in training when not given.
 
     Raises:
-        UserError: the model cannot be read, out_dir is in use, the disk is full, or there are adapters to merge and
-            ``merge`` is false.
+        UserError: the model cannot be read, out_dir is in use, the disk is full, there are adapters to merge and
+            ``merge`` is false, or there are none and it or a base is given.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
+    require_adapters(checkpoint_dir, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
     require_new_folder(out_dir)
     config, weights = _read(checkpoint_dir, merge, base_checkpoint_dir)
     tokenizer = None

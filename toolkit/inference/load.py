@@ -8,11 +8,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from toolkit.args import Accelerator
-from toolkit.checkpoints.adapters import has_adapters_only
+from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.folder import find_checkpoint_dir, load_model
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import pick_accelerator
-from toolkit.errors import UserError
 from toolkit.models.gpt import GPT
 
 _DTYPES = {None: None, "32-true": torch.float32, "bf16-true": torch.bfloat16}
@@ -45,21 +44,8 @@ def load_checkpoint(
         UserError: something is missing or does not fit, or the base would have no effect.
     """
     folder = find_checkpoint_dir(checkpoint_dir)
-    require_adapters(folder, base_checkpoint_dir)
+    require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
     device = pick_accelerator(accelerator)
     tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
     model = load_model(folder, device, _DTYPES[precision], base_checkpoint_dir)
     return Loaded(folder, model.eval(), tokenizer, device)
-
-
-def require_adapters(folder: Path, base_checkpoint_dir: str | None) -> None:
-    """Refuse a base for a model that needs none.
-
-    Raises:
-        UserError: see above.
-    """
-    if base_checkpoint_dir is not None and not has_adapters_only(folder):
-        raise UserError(
-            f"--base_checkpoint_dir {base_checkpoint_dir}: would have no effect, {folder} holds a whole model; "
-            "leave it out"
-        )

@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 
 import toolkit.data
 from toolkit.args import Accelerator, Precision
+from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_checkpoint_dir, load_model
 from toolkit.data import DataModule, PythonStdlib
 from toolkit.data.loader import val_batches
@@ -20,7 +21,6 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.fabric import single_device_fabric
 from toolkit.errors import UserError
 from toolkit.inference.chat import find_template
-from toolkit.inference.load import require_adapters
 from toolkit.models.gpt import GPT
 from toolkit.training.options import read_group
 from toolkit.training.validate import validate
@@ -56,7 +56,7 @@ def open_checkpoint(
         UserError: something is missing or does not fit.
     """
     folder = find_checkpoint_dir(checkpoint_dir)
-    require_adapters(folder, base_checkpoint_dir)
+    require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
     fabric = single_device_fabric(accelerator, precision)
     dtype = torch.bfloat16 if fabric.strategy.precision.precision == "bf16-true" else torch.float32
     tokenizer = None
