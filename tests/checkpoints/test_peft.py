@@ -173,7 +173,7 @@ def test_an_adapted_head_goes_along(tmp_path, family):
 def test_names_and_settings_are_those_that_peft_writes(tmp_path):
     lora = LoRAConfig(r=4, alpha=10, dropout=0.1, projection=True)
     _, folder, _ = make(tmp_path, CONFIGS["llama"], lora)
-    base_name = export_peft(folder, tmp_path / "peft")
+    base_name = export_peft(folder, tmp_path / "peft").base
     settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert settings["target_modules"] == ["o_proj", "q_proj", "v_proj"]
     assert (settings["r"], settings["lora_alpha"], settings["lora_dropout"]) == (4, 10, 0.1)
@@ -203,9 +203,9 @@ def test_the_base_is_named_as_the_hub_does(tmp_path, monkeypatch):
     _, folder, _ = make(tmp_path, CONFIGS["llama"], LoRAConfig())
     (tmp_path / "checkpoints" / "org").mkdir(parents=True)
     (tmp_path / "base").rename(tmp_path / "checkpoints" / "org" / "name")
-    assert export_peft(folder, tmp_path / "a", base_checkpoint_dir="checkpoints/org/name") == "org/name"
+    assert export_peft(folder, tmp_path / "a", base_checkpoint_dir="checkpoints/org/name").base == "org/name"
     (tmp_path / "checkpoints" / "org" / "name" / "config.json").write_text('{"_name_or_path": "org/other"}')
-    assert export_peft(folder, tmp_path / "b", base_checkpoint_dir="org/name") == "org/other"
+    assert export_peft(folder, tmp_path / "b", base_checkpoint_dir="org/name").base == "org/other"
 
 
 @pytest.fixture

@@ -7,22 +7,29 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints.adapters import load_adapters, named_base, read_adapter, read_adapter_info
+from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapter_info
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, Layer, in_rows, linear_layers
-from toolkit.checkpoints.store import require_new_folder, write_folder
+from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.models.lora import Adapter, LoRALinear, add_lora, magnitude_of
 from toolkit.models.lora_config import LoRAConfig
 
 
-def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | Path | None = None) -> str:
+class Exported(NamedTuple):
+    base: str
+    """What the new folder names as its base."""
+    is_checked: bool
+    """Whether the base is there, and the one that the adapters were trained on."""
+
+
+def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | Path | None = None) -> Exported:
     """Write a folder that ``peft.PeftModel.from_pretrained`` loads, whole or not at all.
 
     Args:
@@ -31,14 +38,14 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
         base_checkpoint_dir: Where the base is; what it was in training when not given. Its weights are read only for
             DoRA on a part of a layer that is fused in the Hugging Face model, too.
 
-    Returns:
-        What the new folder names as its base.
-
     Raises:
-        UserError: the adapters cannot be read, out_dir is in use, or the disk is full.
+        UserError: the adapters cannot be read, the base is another checkpoint or base_checkpoint_dir none, out_dir is
+            in use, or the disk is full.
     """
     require_new_folder(out_dir)
     info, config = read_adapter_info(checkpoint_dir), replace(read_model_config(checkpoint_dir), tie_embeddings=False)
+    if is_checked := base_checkpoint_dir is not None or (info.base / WEIGHTS).exists():
+        info = read_adapter(checkpoint_dir, base_checkpoint_dir)
     model = model_on_meta(config)
     add_lora(model, info.lora)
     model.load_state_dict(load_adapters(checkpoint_dir, model), strict=False, assign=True)
@@ -55,7 +62,7 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
         part = model.get_submodule(layer.name)
         if isinstance(part, LoRALinear):
             tensors |= dict(_exported(layer, part, weight_of))
-    base_name = _base_name(info.base if base_checkpoint_dir is None else named_base(base_checkpoint_dir))
+    base_name = _base_name(info.base)
     settings = _settings(info.lora, tensors, linear_layers(config), base_name)
 
     def write(folder: Path) -> None:
@@ -66,7 +73,7 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
 
     write_folder(out_dir, write, flag="out_dir")
-    return base_name
+    return Exported(base_name, is_checked)
 
 
 def _exported(layer: Layer, part: LoRALinear, weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:

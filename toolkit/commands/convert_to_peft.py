@@ -16,6 +16,8 @@ def setup(checkpoint_dir: str, out_dir: str, base_checkpoint_dir: str | None = N
     from toolkit.checkpoints.folder import find_checkpoint_dir
     from toolkit.checkpoints.peft import export_peft
 
-    base = export_peft(find_checkpoint_dir(checkpoint_dir), Path(out_dir), base_checkpoint_dir)
+    exported = export_peft(find_checkpoint_dir(checkpoint_dir), Path(out_dir), base_checkpoint_dir)
     print(f"wrote {out_dir}")
-    print(f"its base is {base}; another place goes into base_model_name_or_path of adapter_config.json")
+    print(f"its base is {exported.base}; another place goes into base_model_name_or_path of adapter_config.json")
+    if not exported.is_checked:
+        print("that base is unchecked: its folder is not there any more; --base_checkpoint_dir says where it is now")

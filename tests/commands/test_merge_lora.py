@@ -1,0 +1,28 @@
+"""`toolkit merge_lora`: what comes along into a folder of its own."""
+
+from pathlib import Path
+
+from tests.checkpoints.test_adapters import make
+from toolkit.cli import main
+
+
+def add_companions(folder: Path) -> list[str]:
+    """Give a folder every file that people lose; return the names of all that belong to its tokenizer."""
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "padding_side": "left"}')
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (folder / "added_tokens.json").write_text('{"<|endoftext|>": 0}')
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    return [
+        "tokenizer.json", "generation_config.json", "chat_template.jinja", "tokenizer_config.json",
+        "special_tokens_map.json", "added_tokens.json", "additional_chat_templates/tool_use.jinja",
+    ]  # fmt: skip
+
+
+def test_all_files_of_the_tokenizer_come_along(tmp_path):
+    _, folder, _ = make(tmp_path)
+    companions = add_companions(folder)
+    assert main(["merge_lora", str(folder), "--out_dir", str(tmp_path / "merged")]) == 0
+    for name in companions:
+        assert (tmp_path / "merged" / name).read_bytes() == (folder / name).read_bytes(), name
