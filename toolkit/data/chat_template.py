@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from toolkit.data.records import EmptyAnswer
 from toolkit.data.template_files import CONFIG_FILE, TEMPLATE_FILE, own_template, prompt_styles, read_style
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
+    from toolkit.data.instruct import TrainOn
     from toolkit.data.tokenizer import Tokenizer
 
-TrainOn = Literal["answers", "last_answer", "all"]
 Message = dict[str, Any]
 
 GENERATION_FILE = "generation_config.json"

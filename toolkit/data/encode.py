@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,11 +19,9 @@ from toolkit.data.row_files import RowSource, Splits, place
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
+    from toolkit.data.instruct import OnLong, Packing, TrainOn
     from toolkit.data.tokenizer import Tokenizer
 
-OnLong = Literal["truncate", "drop", "split", "error"]
-TrainOn = Literal["answers", "last_answer", "all"]
-Packing = Literal["none", "best_fit"]
 LONGEST = 5  # samples that are remembered for people
 _BATCH = 1 << 20  # tokens that are held before they are written
 

@@ -25,6 +25,7 @@ from toolkit.data.encode import Counts, encode_samples
 from toolkit.data.order import shuffled_index
 from toolkit.data.packing import best_fit
 from toolkit.errors import UserError
+from toolkit.models.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +120,7 @@ class Store:
         begin, end = self.offsets[index], self.offsets[index + 1]
         tokens = self._map("tokens", self.dtype)[begin:end].astype(np.int64)
         trained = self._map("trained", np.dtype(np.bool_))[begin + 1 : end]
-        return tokens[:-1], np.where(trained, tokens[1:], -100)
+        return tokens[:-1], np.where(trained, tokens[1:], IGNORE_INDEX)
 
     def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
         if name not in self.__dict__:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from toolkit.data.base import Prepared, Rows
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizer import UNFINISHED, Tokenizer
+from toolkit.models.labels import IGNORE_INDEX
 
 _SURVEYED = 1000  # rows of data that was not counted when it was prepared
 _CONTEXT = 4  # tokens before one that are decoded with it: some tokenizers drop a space at the beginning
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 def inspect_rows(prepared: Prepared, num_samples: int) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _survey(prepared: Prepared) -> dict[str, Any]:
     surveyed = min(len(prepared.train), _SURVEYED)
     rows = [prepared.train[i] for i in range(surveyed)]
     tokens = sum(len(row["input_ids"]) for row in rows)
-    trained = sum(int((row["labels"] != -100).sum()) for row in rows)
+    trained = sum(int((row["labels"] != IGNORE_INDEX).sum()) for row in rows)
     return {
         "train_rows": len(prepared.train),
         "val_rows": 0 if prepared.val is None else len(prepared.val),
@@ -86,8 +86,9 @@ def _documents(rows: Rows, count: int) -> Iterator[tuple[str, list[int], list[bo
             left -= 1
             here = [i for i, number in enumerate(numbers) if number == document]
             ids, targets = [inputs[i] for i in here], [labels[i] for i in here]
-            last = targets[-1:] if targets[-1] != -100 else []  # the token that is a label only
-            yield place, ids + last, [False, *(target != -100 for target in targets[: len(ids) - 1 + len(last)])]
+            learned = [target != IGNORE_INDEX for target in targets]
+            last = targets[-1:] if learned[-1] else []  # the token that is a label only
+            yield place, ids + last, [False, *learned[: len(ids) - 1 + len(last)]]
 
 
 def _sample(prepared: Prepared, where: str, ids: list[int], trained: list[bool]) -> dict[str, Any]:
@@ -102,8 +103,8 @@ def _texts(tokenizer: Tokenizer, ids: list[int]) -> Iterator[str]:
     for i in range(len(ids)):
         before = tokenizer.decode(ids[start:i], skip_special_tokens=False)
         after = tokenizer.decode(ids[start : i + 1], skip_special_tokens=False)
-        stays = len(before.rstrip(_UNFINISHED))
-        if after.endswith(_UNFINISHED) and i + 1 < len(ids) and len(after) - stays < 4:
+        stays = len(before.rstrip(UNFINISHED))
+        if after.endswith(UNFINISHED) and i + 1 < len(ids) and len(after) - stays < 4:
             yield ""
         else:
             yield after[stays:]

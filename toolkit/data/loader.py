@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from toolkit.data.base import Rows
 from toolkit.data.order import shuffled_index
-from toolkit.models.loss import IGNORE_INDEX
+from toolkit.models.labels import IGNORE_INDEX
 
 FILLER = -1  # the row number of a row that only fills up a batch
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.data.base import DataModule, Prepared
 from toolkit.errors import UserError
+from toolkit.models.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,8 +93,10 @@ class ReadyRows:
                 f"{name}: has {len(input_ids)} input tokens and {len(labels)} labels; give as many of both, "
                 "or one tensor of at least two tokens"
             )
-        if (input_ids < 0).any() or ((labels < 0) & (labels != -100)).any():
-            raise UserError(f"{name}: has tokens below zero; only labels may be -100, where nothing is to be learned")
+        if (input_ids < 0).any() or ((labels < 0) & (labels != IGNORE_INDEX)).any():
+            raise UserError(
+                f"{name}: has tokens below zero; only labels may be {IGNORE_INDEX}, where nothing is to be learned"
+            )
         return {"input_ids": input_ids[: self._max_length], "labels": labels[: self._max_length]}
 
     def survey(self) -> tuple[list[int], str]:
@@ -134,7 +137,7 @@ def _tokens(value: Any, name: str) -> Tensor:
 def _is_not_shifted(row: dict[str, Tensor]) -> bool:
     """Whether the labels are the inputs, and not the tokens after them: the model would learn to copy."""
     input_ids, labels = row["input_ids"], row["labels"]
-    counts = labels != -100
+    counts = labels != IGNORE_INDEX
     copied = (labels == input_ids)[counts].all()
     shifted = (labels[:-1] == input_ids[1:])[counts[:-1]].all()
     return bool(counts.any() and copied and not shifted)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for bytes that are no character (yet)
 BYTES = 256  # every byte is a token of a byte-level vocabulary
 # Where a lone tokenizer.json says nothing about it, these names mean "end of document".
 _USUAL_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.errors import UserError
-
-if TYPE_CHECKING:
-    from toolkit.data.tokenizer import Tokenizer
-
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for bytes that are no character (yet)
 
 
 class TextStream:

@@ -9,8 +9,9 @@ from torch import nn
 
 from toolkit.models.attention import CausalSelfAttention, LayerCache, cache_mask, document_mask
 from toolkit.models.config import ModelConfig
+from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.lora import LoRALinear
-from toolkit.models.loss import IGNORE_INDEX, head_loss
+from toolkit.models.loss import head_loss
 from toolkit.models.mlp import make_mlp
 from toolkit.models.norm import make_norm
 from toolkit.models.rope import Rotation, inverse_frequencies

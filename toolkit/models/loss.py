@@ -21,7 +21,7 @@ import math
 import torch
 from torch.autograd.function import once_differentiable
 
-IGNORE_INDEX = -100  # the label of a token with nothing to learn, as everywhere in PyTorch
+from toolkit.models.labels import IGNORE_INDEX
 
 # A chunk has at most so many logits. CPU: fits the caches better, 512 rows of 8k and 333 of 50k were the fastest tried.
 # Elsewhere 2^26 (256 MiB in fp32) keeps the matrix products large: 1,334 rows at 50k, 523 at 128k.

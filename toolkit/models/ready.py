@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from toolkit.errors import UserError, did_you_mean
-from toolkit.models.loss import IGNORE_INDEX
+from toolkit.models.labels import IGNORE_INDEX
 
 
 class WithLoss(nn.Module):
