@@ -204,8 +204,11 @@ def test_the_base_is_named_as_the_hub_does(tmp_path, monkeypatch):
     (tmp_path / "checkpoints" / "org").mkdir(parents=True)
     (tmp_path / "base").rename(tmp_path / "checkpoints" / "org" / "name")
     assert export_peft(folder, tmp_path / "a", base_checkpoint_dir="checkpoints/org/name").base == "org/name"
-    (tmp_path / "checkpoints" / "org" / "name" / "config.json").write_text('{"_name_or_path": "org/other"}')
-    assert export_peft(folder, tmp_path / "b", base_checkpoint_dir="org/name").base == "org/other"
+    # What a model was made from is another model.
+    (tmp_path / "checkpoints" / "org" / "name" / "config.json").write_text('{"_name_or_path": "org/ancestor"}')
+    assert export_peft(folder, tmp_path / "b", base_checkpoint_dir="org/name").base == "org/name"
+    (tmp_path / "checkpoints" / "org" / "name").rename(tmp_path / "mine")
+    assert export_peft(folder, tmp_path / "c", base_checkpoint_dir="mine").base == "mine"
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ def add_companions(folder: Path) -> list[str]:
 def test_all_files_of_the_tokenizer_come_along(tmp_path):
     _, folder, _ = make(tmp_path)
     companions = add_companions(folder)
+    (folder / "config.json").write_text('{"_name_or_path": "org/base"}')
     assert main(["merge_lora", str(folder), "--out_dir", str(tmp_path / "merged")]) == 0
+    assert not (tmp_path / "merged" / "config.json").exists()  # another model's: convert_to_hf writes its own
     for name in companions:
         assert (tmp_path / "merged" / name).read_bytes() == (folder / name).read_bytes(), name

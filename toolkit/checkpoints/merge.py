@@ -96,7 +96,7 @@ def merge_to(folder: Path, out_dir: Path, base_checkpoint_dir: str | Path | None
     def write(tmp: Path) -> None:
         _write_weights(merged, tmp / WEIGHTS)
         write_model_config(merged.config, tmp / CONFIG)
-        copy_files(folder, tmp, (*FILE_PATTERNS, HYPERPARAMETERS, "config.json"))
+        copy_files(folder, tmp, (*FILE_PATTERNS, HYPERPARAMETERS))
 
     write_folder(out_dir, write, flag="out_dir")
     return merged

@@ -151,12 +151,9 @@ def _targets(ranks: dict[str, int], modules: list[str]) -> dict[str, int]:
 
 
 def _base_name(base: Path) -> str:
-    """The name of the base at Hugging Face, where its folder tells it, else the folder."""
-    try:
-        name = json.loads((base / "config.json").read_text(encoding="utf-8")).get("_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        name = None
+    """The name of the base at Hugging Face, where its folder is checkpoints/ORGANISATION/NAME, else the folder.
+
+    The ``_name_or_path`` of a config.json is not it: there transformers notes what the model was made from.
+    """
     parts = base.resolve().parts
-    if not name and "checkpoints" in parts[-3:-2]:  # checkpoints/ORGANISATION/NAME
-        name = "/".join(parts[-2:])
-    return name if isinstance(name, str) and name else str(base)
+    return "/".join(parts[-2:]) if "checkpoints" in parts[-3:-2] else str(base)
