@@ -307,7 +307,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise UserError("--data Parquet: needs pyarrow; run: pip install 'toolkit[parquet]'") from error
+        raise UserError("--data Parquet: needs pyarrow; run: pip install 'pyarrow>=17'") from error
     try:
         with parquet.ParquetFile(path) as file:
             batches = file.iter_batches(batch_size=1024)
@@ -328,7 +328,7 @@ def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) ->
     try:
         import datasets
     except ImportError as error:
-        raise UserError("--data HuggingFace: needs datasets; run: pip install 'toolkit[datasets]'") from error
+        raise UserError("--data HuggingFace: needs datasets; run: pip install 'datasets>=3'") from error
     try:
         dataset = datasets.load_dataset(repo_id, subset, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:

@@ -24,7 +24,7 @@ def require_lm_eval(tasks: str) -> None:
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
-        raise UserError(f"--tasks {tasks}: needs lm-eval; run: pip install 'toolkit[eval]'") from error
+        raise UserError(f"--tasks {tasks}: needs lm-eval; run: pip install 'lm-eval[hf]>=0.4.9'") from error
 
 
 def run_tasks(
@@ -51,14 +51,17 @@ def run_tasks(
     Raises:
         UserError: a task is not known, its data cannot be had, or it runs code that the model writes.
     """
-    import lm_eval
+    import datasets
+    from lm_eval import evaluator
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    evaluator.get_git_commit_hash = lambda: None  # prints "fatal: not a git repository" outside of one
     shown = ",".join(names)
     manager = _manager_for(names, include_path)
     try:
         with redirect_stdout(sys.stderr):  # tasks may print
-            found = lm_eval.simple_evaluate(
+            found = evaluator.simple_evaluate(
                 lm,
                 tasks=names,
                 num_fewshot=num_fewshot,
