@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from toolkit.checkpoints.folder import model_on_meta, write_model_files
+from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config, write_model_files
 from toolkit.checkpoints.hf import FORMAT_NAMES, to_hf_names
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
@@ -84,6 +84,40 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
     finally:
         _open.cache_clear()
     return notes + more + and_more
+
+
+def is_import_of(folder: Path, hf_dir: Path) -> bool:
+    """Whether a model folder holds the model of a Hugging Face folder, by all that can be compared in a moment: the
+    architecture and the weights of the first block. They may have been rounded to another type on the way.
+
+    Raises:
+        UserError: one of the two cannot be read.
+    """
+    ours, theirs = read_model_config(folder), _read_config(hf_dir, name="theirs")
+    if _architecture(ours) != _architecture(theirs):
+        return False
+    weights = fitting_weights(folder, model_on_meta(ours))
+    try:
+        found = _with_prefix(_find_weights(hf_dir), theirs)
+        _require_fit(found, _settle_head(found, theirs)[0], hf_dir)
+        for entry in family_of(ours).weights(ours):
+            if entry.ours[0].startswith("transformer.h.0."):
+                read = entry.from_hf([found[name].read() for name in entry.theirs])
+                if not all(_equal_but_for_rounding(weights[n], t) for n, t in zip(entry.ours, read, strict=True)):
+                    return False
+    finally:
+        _open.cache_clear()
+    return True
+
+
+def _architecture(config: ModelConfig) -> dict[str, Any]:
+    """What two models have in common if they have the same weights: not the context, nor whether a head is tied."""
+    values = family_of(config).to_hf(config)
+    return {k: v for k, v in values.items() if k not in ("max_position_embeddings", "tie_word_embeddings")}
+
+
+def _equal_but_for_rounding(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.to(b.dtype), b) or torch.equal(a, b.to(a.dtype))
 
 
 def _read_config(hf_dir: Path, name: str) -> ModelConfig:

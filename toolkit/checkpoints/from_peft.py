@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.checkpoints.adapters import base_fingerprint
 from toolkit.checkpoints.folder import model_on_meta
+from toolkit.checkpoints.from_hf import is_import_of
 from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, Layer, linear_layers
+from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import Adapter, LoRALinear, add_lora, qkv_rows
@@ -80,6 +83,40 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
     if unknown := sorted(module for module in found if module not in used):
         raise UserError(f"--from_peft {folder}: adapts {unknown[0]}, which this program cannot adapt in such a model")
     return lora, adapters
+
+
+def check_base(folder: str | Path, base: Path) -> str | None:
+    """Compare the base that peft's adapters name with the one that they are to be put on.
+
+    Returns:
+        What the user should know, in a line, where the named base is not here or cannot be read.
+
+    Raises:
+        UserError: the named base is here, and another checkpoint.
+    """
+    named = _read_settings(Path(folder)).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        return f"--from_peft {folder}: does not say what it was trained on; whether that is {base} is unchecked"
+    try:
+        same = _is_same_model(named, base)
+    except UserError:
+        same = None
+    if same is False:
+        raise UserError(
+            f"--from_peft {folder}: was trained on {named}, which is another checkpoint than {base}; "
+            f"give that one as checkpoint_dir, or correct base_model_name_or_path in {SETTINGS}"
+        )
+    return None if same else f"--from_peft {folder}: was trained on {named}; whether that is {base} is unchecked"
+
+
+def _is_same_model(named: str, base: Path) -> bool | None:
+    """Whether a name is that of a model; None where there is no such folder, here or below checkpoints/."""
+    place = next((p for p in (Path(named).expanduser(), Path("checkpoints") / named) if p.is_dir()), None)
+    if place is None:
+        return None
+    if (place / WEIGHTS).exists():
+        return base_fingerprint(place) == base_fingerprint(base)
+    return is_import_of(base, place)
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

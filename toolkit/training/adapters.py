@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from toolkit.checkpoints.adapters import AdapterInfo, base_fingerprint, load_adapters
 from toolkit.checkpoints.folder import find_checkpoint_dir
-from toolkit.checkpoints.from_peft import import_peft
+from toolkit.checkpoints.from_peft import check_base, import_peft
 from toolkit.training.model import Plan
 from toolkit.training.resolve import RunArgs
 
@@ -27,8 +28,20 @@ def facts(info: AdapterInfo) -> dict[str, Any]:
     return {**lora, "quantize": info.quantize, "checkpoint_dir": info.base_hash}
 
 
-def initial_adapters(args: RunArgs, plan: Plan, resume_from: Path | None) -> dict[str, torch.Tensor] | None:
-    """The adapters that a run begins with: those of its checkpoint, or of peft's folder; None for new ones."""
+def initial_adapters(
+    args: RunArgs, plan: Plan, resume_from: Path | None, report: Callable[[str], None]
+) -> dict[str, torch.Tensor] | None:
+    """The adapters that a run begins with: those of its checkpoint, or of peft's folder; None for new ones, or none.
+
+    ``report`` takes a line about the base of peft's, where it cannot be compared.
+    """
+    if args.lora is None:
+        return None
     if resume_from is not None:
         return load_adapters(resume_from, plan.module)
-    return None if args.from_peft is None else import_peft(Path(args.from_peft), plan.config)[1]
+    if args.from_peft is None:
+        return None
+    assert args.initial_checkpoint_dir is not None
+    if note := check_base(args.from_peft, find_checkpoint_dir(args.initial_checkpoint_dir)):
+        report(note)
+    return import_peft(Path(args.from_peft), plan.config)[1]

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.args import CommandDefaults
 from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
-from toolkit.checkpoints.from_peft import import_peft
+from toolkit.checkpoints.from_peft import check_base, import_peft
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
@@ -61,5 +61,7 @@ def _lora(given: dict[str, Any]) -> LoRAConfig:
         raise UserError(
             f"--lora_{changed} {flags[changed]}: --from_peft {given['from_peft']} says what is adapted; leave it out"
         )
-    config = read_model_config(find_checkpoint_dir(given["checkpoint_dir"]))
-    return import_peft(Path(given["from_peft"]), config)[0]
+    base = find_checkpoint_dir(given["checkpoint_dir"])
+    lora = import_peft(Path(given["from_peft"]), read_model_config(base))[0]
+    check_base(given["from_peft"], base)
+    return lora

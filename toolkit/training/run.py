@@ -175,7 +175,7 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
     model = set_up_model(
         fabric, plan, seed=args.seed, precision=decided.precision, compiler=args.compiler,
         source=start.resume_from or source if start.base is None else source,
-        adapters=None if start.base is None else adapters.initial_adapters(args, plan, start.resume_from),
+        adapters=adapters.initial_adapters(args, plan, start.resume_from, display.message),
     )  # fmt: skip
     seed_from(args.seed, ranks.global_rank())  # else dropout would draw the same on all ranks
     optimizer = build_optimizer(

@@ -1,0 +1,141 @@
+"""`--from_peft` on a base: the one that the adapters were trained on, or not; random weights, on the CPU."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+
+from tests.checkpoints.test_adapters import write_base
+from tests.checkpoints.test_peft import CONFIGS, make
+from toolkit.checkpoints.from_hf import import_hf
+from toolkit.checkpoints.from_peft import check_base
+from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.peft import export_peft
+from toolkit.cli import main
+from toolkit.data.tokenizer import train_bpe
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+from toolkit.models.init import initialize
+from toolkit.models.lora_config import LoRAConfig
+
+
+def write_other(folder, config: ModelConfig, seed: int = 5):
+    model = GPT(config)
+    initialize(model, seed)
+    return write_base(folder, model)
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """(base, what convert_to_peft made of adapters that were trained on it)"""
+    base, folder, _ = make(tmp_path, CONFIGS["llama"], LoRAConfig())
+    export_peft(folder, tmp_path / "peft")
+    return base, tmp_path / "peft"
+
+
+def name_base(peft, name) -> None:
+    path = peft / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": name}))
+
+
+def refused(peft, base) -> str:
+    with pytest.raises(UserError) as error:
+        check_base(peft, base)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_another_checkpoint_folder_is_refused(trained, tmp_path, monkeypatch):
+    base, peft = trained
+    assert check_base(peft, base) is None
+    other = write_other(tmp_path / "other", CONFIGS["llama"])
+    message = refused(peft, other)
+    assert f"--from_peft {peft}: was trained on {base}, which is another checkpoint than {other}" in message
+    assert "base_model_name_or_path in adapter_config.json" in message
+    shutil.copytree(base, tmp_path / "copy")
+    assert check_base(peft, tmp_path / "copy") is None
+    monkeypatch.chdir(tmp_path)  # by the name that it has below checkpoints/
+    shutil.copytree(base, tmp_path / "checkpoints" / "org" / "name")
+    name_base(peft, "org/name")
+    assert check_base(peft, base) is None
+    assert "was trained on org/name, which is another" in refused(peft, other)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_base_may_be_named_by_the_folder_of_hugging_faces(tmp_path, family, dtype):
+    base, folder, _ = make(tmp_path, CONFIGS[family], LoRAConfig())
+    export_peft(folder, tmp_path / "peft")
+    export_hf(base, tmp_path / "hf", dtype)
+    name_base(tmp_path / "peft", str(tmp_path / "hf"))
+    import_hf(tmp_path / "hf", tmp_path / "again", torch.float16)
+    for place in (base, *([tmp_path / "again"] if dtype is None else [])):
+        assert check_base(tmp_path / "peft", place) is None
+    other = write_other(tmp_path / "other", CONFIGS[family])
+    assert "another checkpoint" in refused(tmp_path / "peft", other)
+
+
+def test_one_changed_weight_of_the_first_block_is_enough(trained, tmp_path):
+    base, peft = trained
+    export_hf(base, tmp_path / "hf")
+    name_base(peft, str(tmp_path / "hf"))
+    weights = torch.load(base / "lit_model.pth")
+    weights["transformer.h.0.attn.qkv.weight"][3, 4] += 1e-3
+    torch.save(weights, base / "lit_model.pth")
+    assert "another checkpoint" in refused(peft, base)
+
+
+def test_another_architecture_is_refused_without_its_weights(trained, tmp_path):
+    base, peft = trained
+    export_hf(base, tmp_path / "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    name_base(peft, str(tmp_path / "hf"))
+    assert "unchecked" in check_base(peft, base)
+    deeper = write_other(tmp_path / "deeper", dataclasses.replace(CONFIGS["llama"], n_layer=3))
+    assert "another checkpoint" in refused(peft, deeper)
+    longer = write_other(tmp_path / "longer", dataclasses.replace(CONFIGS["llama"], block_size=64))
+    assert "unchecked" in check_base(peft, longer)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("org/on-the-hub", "was trained on org/on-the-hub; whether that is"),
+        ("empty", "was trained on empty; whether that is"),
+        ("", "does not say what it was trained on"),
+        (None, "does not say what it was trained on"),
+    ],
+)
+def test_a_base_that_is_not_here_is_named(trained, tmp_path, monkeypatch, name, said):
+    base, peft = trained
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    name_base(peft, name)
+    note = check_base(peft, base)
+    assert note.startswith(f"--from_peft {peft}: {said}") and f"{base} is unchecked" in note and "\n" not in note
+
+
+def test_finetune_lora_refuses_or_says_it(tmp_path, capsys):
+    config = dataclasses.replace(CONFIGS["llama"], vocab_size=270, padded_vocab_size=270)
+    base, folder, _ = make(tmp_path, config, LoRAConfig())
+    other, peft = write_other(tmp_path / "other", config), tmp_path / "peft"
+    export_peft(folder, peft)
+    train_bpe(["a text"], 270).save(other)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "text"}\n' * 8)
+    command = [
+        "finetune_lora", str(other), "--from_peft", str(peft), "--data", "JSON", "--data.json_path",
+        str(tmp_path / "rows.jsonl"), "--data.prompt_style", "plain", "--data.val_split_fraction", "0", "--out_dir",
+        str(tmp_path / "out"), "--accelerator", "cpu", "--devices", "1", "--train.max_steps", "1",
+        "--train.global_batch_size", "2", "--eval.max_new_tokens", "4",
+    ]  # fmt: skip
+    assert main(command) == 2
+    shown = capsys.readouterr().err
+    assert f"was trained on {base}, which is another checkpoint than {other}" in shown and shown.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    name_base(peft, "org/on-the-hub")
+    assert main(command) == 0
+    note = f"--from_peft {peft}: was trained on org/on-the-hub; whether that is {other} is unchecked"
+    assert "".join(capsys.readouterr()).count(note) == 1
