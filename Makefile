@@ -4,7 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 
 # uv does not read pip's list of local wheel folders: pass it on where it is set.
-UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --override overrides.txt
+# --compile-bytecode: where Python may not write it at run time, every start of a process would compile torch anew.
+UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt --override overrides.txt
 
 .PHONY: pretrain test test-all lint format clean
 

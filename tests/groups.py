@@ -1,6 +1,7 @@
 """Groups of real gloo processes that live through many runs; see rank_worker.py."""
 
 import csv
+import functools
 import json
 import multiprocessing
 import os
@@ -8,7 +9,9 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import rank_worker
 
@@ -16,6 +19,14 @@ import rank_worker
 # start in no time. (The test's own process has, by then, run what must not be forked: autograd, threads.)
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["rank_worker"])
+
+
+@functools.cache
+def start_server() -> None:
+    """Let the server find what it is to import: a fork server of Python 3.11 does not get this process's sys.path, and
+    says nothing of a module that it cannot find."""
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path)):
+        forkserver.ensure_running()
 
 
 @dataclass
@@ -59,6 +70,7 @@ def run_group(
         for process in [subprocess.Popen([sys.executable, script, *w], env=environ) for w in words]:
             process.wait()
     else:
+        start_server()
         facts = [(rank, size, port, work / "cases.json", environ) for rank in range(size)]
         processes = [SERVER.Process(target=rank_worker.live, args=fact) for fact in facts]
         for process in processes:
