@@ -251,8 +251,8 @@ BAD = {
     "deep JSON": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json: not JSON"),
     "no object": (lambda f: (f / "config.json").write_text("[]"), "config.json: must hold a JSON object"),
     "architecture": (
-        lambda f: change_json(f / "config.json", model_type="qwen3"),
-        "config.json: model_type 'qwen3' is not supported; only llama, qwen2, gpt_neox, gpt2; did you mean 'qwen2'",
+        lambda f: change_json(f / "config.json", model_type="qwen"),
+        "config.json: model_type 'qwen' is not supported; only llama, .*, granite; did you mean 'qwen3'",
     ),
     "size": (lambda f: change_json(f / "config.json", hidden_size="wide"), "config.json"),
     "negative": (lambda f: change_json(f / "config.json", num_hidden_layers=-1), "n_layer -1"),

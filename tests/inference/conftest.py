@@ -1,4 +1,4 @@
-"""A tiny model of each of the three styles, with weights large enough that its choices differ."""
+"""A tiny model of each style, with weights large enough that its choices differ."""
 
 import pytest
 import torch
@@ -15,6 +15,23 @@ STYLES = {
     "gpt2": {
         "family": "gpt2", "position_embedding": "learned", "bias": True, "norm_class_name": "LayerNorm",
         "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh", "tie_embeddings": True, "padded_vocab_size": 101,
+    },
+    "gemma2": {
+        "family": "gemma2", "n_query_groups": 2, "padded_vocab_size": 128, "norm_offset": True,
+        "scale_embeddings": True, "mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh", "post_attention_norm": True,
+        "post_mlp_norm": True, "attention_logit_softcapping": 5.0, "final_logit_softcapping": 8.0,
+        "sliding_window_size": 7,
+        "sliding_window_indices": [1, 0],
+    },
+    "gemma3": {
+        "family": "gemma3_text", "n_query_groups": 1, "padded_vocab_size": 128, "norm_qk": True, "norm_offset": True,
+        "scale_embeddings": True, "mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh", "post_attention_norm": True,
+        "post_mlp_norm": True, "sliding_window_size": 5, "sliding_window_indices": [1, 0], "rope_indices": [1, 0],
+        "rope_local_base_freq": 100.0,
+    },
+    "smollm3": {
+        "family": "smollm3", "n_query_groups": 2, "padded_vocab_size": 128, "rope_indices": [0, -1],
+        "sliding_window_size": 7, "sliding_window_indices": [0, 1],
     },
 }  # fmt: skip
 

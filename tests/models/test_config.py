@@ -48,16 +48,10 @@ def test_litgpt_files_of_both_kinds_are_read():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("sliding_window_size", 4096),
-        ("attention_logit_softcapping", 50.0),
-        ("scale_embeddings", True),
         ("n_expert", 8),
-        ("norm_qk", True),
         ("rope_condense_ratio", 4),
-        ("norm_1", False),
-        ("attention_scores_scalar", 99),
-        ("mlp_class_name", "GemmaMLP"),
-        ("rope_adjustments", {"factor": 8.0}),
+        ("mlp_class_name", "SomeMLP"),
+        ("rope_adjustments", {"factors": 8.0}),
         ("something_of_next_year", 1),
     ],
 )
@@ -109,8 +103,24 @@ def test_a_padded_vocabulary_that_is_set_survives_the_tokenizer():
         config.with_vocab_size(600)
 
 
-def test_norms_that_litgpt_tells_by_name_only_are_refused():
-    with pytest.raises(UserError, match="name Gemma-2b: the norms"):
-        ModelConfig.from_dict(LITGPT_LLAMA | {"name": "Gemma-2b"})
+@pytest.mark.parametrize(
+    ("facts", "family"),
+    [
+        ({"mlp_class_name": "GemmaMLP", "scale_embeddings": True}, "gemma"),
+        ({"mlp_class_name": "GemmaMLP", "scale_embeddings": True, "post_mlp_norm": True}, "gemma2"),
+        ({"mlp_class_name": "GemmaMLP", "post_mlp_norm": True, "norm_qk": True}, "gemma3_text"),
+        ({"norm_1": False, "norm_2": False, "norm_qk": True}, "olmo2"),
+        ({"norm_qk": True}, "qwen3"),
+        ({"attn_bias": True}, "qwen2"),
+        ({"norm_class_name": "LayerNorm"}, "stablelm"),
+        ({"sliding_window_size": 4096}, "mistral"),
+        ({"mlp_class_name": "GptNeoxMLP", "bias": True, "lm_head_bias": True}, "phi"),
+        ({"mlp_class_name": "GptNeoxMLP"}, "falcon"),
+    ],
+)
+def test_the_family_of_a_litgpt_file_is_told_by_its_facts_and_not_by_its_name(facts, family):
+    assert ModelConfig.from_dict(LITGPT_LLAMA | facts).family == family
+    named = ModelConfig.from_dict(LITGPT_LLAMA | facts | {"name": "my-Gemma-OLMo"})
+    assert named.family == family and named.norm_offset == facts.get("scale_embeddings", False)
     ours = ModelConfig(name="my-Gemma-data", vocab_size=100)
     assert ModelConfig.from_dict(ours.to_dict()) == ours

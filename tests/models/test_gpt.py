@@ -93,7 +93,7 @@ def test_n8_rotary_tables_stay_fp32_and_out_of_the_state():
     model.bfloat16()
     assert not list(model.buffers()) and all("inv" not in name for name in model.state_dict())
     rotations = []
-    model.transformer.h[0].register_forward_pre_hook(lambda _, args: rotations.append(args[1]))
+    model.transformer.h[0].register_forward_pre_hook(lambda _, args: rotations.append(args[2][0]))
     assert model(ids()).dtype == torch.bfloat16
     assert rotations[0].cos.dtype == rotations[0].sin.dtype == torch.float32
     angles = torch.outer(torch.arange(24.0), expected)
@@ -109,8 +109,8 @@ def test_n8_the_rotation_is_hidden_from_fsdps_casting_of_inputs():
         lambda args: _apply_to_tensors(torch.Tensor.bfloat16, args),
         lambda args: tree_map_only(torch.Tensor, torch.Tensor.bfloat16, args),
     ):
-        x, same = cast((torch.ones(2), rotation))
-        assert x.dtype == torch.bfloat16 and same.cos.dtype == torch.float32
+        x, same = cast((torch.ones(2), {0: rotation}))
+        assert x.dtype == torch.bfloat16 and same[0].cos.dtype == torch.float32
 
 
 def test_rotation_turns_pairs_of_halves_by_the_angle_and_leaves_the_rest():

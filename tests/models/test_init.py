@@ -30,7 +30,7 @@ def test_n3_initial_weights_depend_on_seed_and_name_only():
     assert same(first, make())
     assert not same(first, make(seed=2))
     one = first.state_dict()["transformer.h.1.attn.qkv.weight"]
-    assert torch.equal(one, draw("transformer.h.1.attn.qkv.weight", one.shape, seed=1, n_layer=2))
+    assert torch.equal(one, draw("transformer.h.1.attn.qkv.weight", one.shape, seed=1, config=first.config))
     assert not torch.equal(one, first.state_dict()["transformer.h.0.attn.qkv.weight"])
 
 

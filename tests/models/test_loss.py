@@ -57,6 +57,18 @@ def test_loss_and_gradients_equal_cross_entropy(bias, masked, chunks):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("masked", ["none", "some"])
+def test_capped_logits(masked, chunks):
+    """Gemma 2's cap, so low that it matters."""
+    x, weight, b, labels = inputs(bias=True, masked=masked)
+    logits = 0.7 * torch.tanh(F.linear(x, weight, b) / 0.7)
+    expected = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+    actual = head_loss(x, weight, b, labels, cap=0.7)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    for ours, theirs in zip(gradients(actual, (x, weight, b)), gradients(expected, (x, weight, b)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
 def test_bf16_is_as_near_to_fp32_as_cross_entropy_is(weights_dtype, chunks):
     """Under autocast with fp32 weights, and with bf16 weights; gradients in the dtype of what they belong to."""

@@ -26,6 +26,37 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 QWEN2_ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+GROUPED = {**LLAMA, "num_key_value_heads": 2}
+FOUR = {**GROUPED, "num_hidden_layers": 4}
+GEMMA = {**GROUPED, "head_dim": 24}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+OLMO3_ROPE = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+STABLELM = {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
+PHI = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
+NO_PAD = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
+PHI3 = {**GROUPED, **NO_PAD}
+FALCON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
+          "max_position_embeddings": 64}  # fmt: skip
+
+
+def longrope(original: int) -> dict:
+    """Phi 3's, of 8 pairs of elements: sequences longer than ``original`` are stretched."""
+    return {
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0 + i / 20 for i in range(8)],
+            "long_factor": [1.0 + i for i in range(8)], "original_max_position_embeddings": original,
+        },
+    }  # fmt: skip
+
+
 NEOX = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25}}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
 
@@ -35,6 +66,52 @@ HF_CONFIGS = {
     "llama-one-group-wide-heads": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=1, head_dim=24),
     "llama-biases": lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
     "llama3-rope": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE),
+    "llama-linear-rope": lambda: transformers.LlamaConfig(
+        **LLAMA, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+    ),
+    "llama-yarn": lambda: transformers.LlamaConfig(**LLAMA, rope_parameters=YARN),
+    "smollm3": lambda: transformers.SmolLM3Config(**FOUR, **NO_PAD),
+    "smollm3-windows": lambda: transformers.SmolLM3Config(
+        **FOUR, **NO_PAD, use_sliding_window=True, sliding_window=16, tie_word_embeddings=False
+    ),
+    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=None, head_dim=24),
+    "mistral-window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=16),
+    "qwen2-windows": lambda: transformers.Qwen2Config(
+        **GROUPED, use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=32),
+    "qwen3-tied": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True),
+    "gemma": lambda: transformers.GemmaConfig(**GEMMA),
+    "gemma2": lambda: transformers.Gemma2Config(**GEMMA, sliding_window=16, query_pre_attn_scalar=40),
+    "gemma2-without-caps": lambda: transformers.Gemma2Config(
+        **GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**GEMMA, "num_hidden_layers": 7}, sliding_window=16, rope_parameters=GEMMA3_ROPE, query_pre_attn_scalar=24
+    ),
+    "phi": lambda: transformers.PhiConfig(**PHI),
+    "phi-grouped": lambda: transformers.PhiConfig(**PHI, num_key_value_heads=2),
+    "phi3": lambda: transformers.Phi3Config(**PHI3),
+    "phi3-window": lambda: transformers.Phi3Config(**PHI3, sliding_window=16, tie_word_embeddings=True),
+    "phi3-long": lambda: transformers.Phi3Config(**PHI3, **longrope(16)),
+    "phi3-short": lambda: transformers.Phi3Config(**PHI3, **longrope(60)),
+    "falcon-one-group": lambda: transformers.FalconConfig(**FALCON),
+    "falcon-groups": lambda: transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-groups-one-norm": lambda: transformers.FalconConfig(
+        **FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, tie_word_embeddings=False
+    ),
+    "falcon-no-groups": lambda: transformers.FalconConfig(**FALCON, multi_query=False, ffn_hidden_size=96),
+    "olmo": lambda: transformers.OlmoConfig(**LLAMA),
+    "olmo-clipped": lambda: transformers.OlmoConfig(**GROUPED, clip_qkv=0.5, tie_word_embeddings=True),
+    "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
+    "olmo3": lambda: transformers.Olmo3Config(**FOUR, sliding_window=16, rope_parameters=OLMO3_ROPE),
+    "stablelm": lambda: transformers.StableLmConfig(**STABLELM),
+    "stablelm-parallel": lambda: transformers.StableLmConfig(
+        **STABLELM, use_qkv_bias=True, use_parallel_residual=True, tie_word_embeddings=True
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **GROUPED, embedding_multiplier=12.0, attention_multiplier=0.15, residual_multiplier=0.22, logits_scaling=8.0
+    ),
     "qwen2": lambda: transformers.Qwen2Config(**LLAMA, num_key_value_heads=2),
     "qwen2-tied": lambda: transformers.Qwen2Config(
         **LLAMA, num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=QWEN2_ROPE
@@ -110,6 +187,36 @@ OUR_CONFIGS = {
     "llama-biases": {"vocab_size": 96, "bias": True},
     "qwen2": {"family": "qwen2", "vocab_size": 90, "n_query_groups": 2, "attn_bias": True, "tie_embeddings": True},
     "qwen2-wide-heads": {"family": "qwen2", "vocab_size": 96, "head_size": 32, "attn_bias": True, "norm_eps": 1e-6},
+    "gemma2": {
+        "family": "gemma2", "vocab_size": 90, "norm_offset": True, "scale_embeddings": True, "post_mlp_norm": True,
+        "mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh", "post_attention_norm": True,
+        "sliding_window_size": 16, "sliding_window_indices": [0, 1], "attention_logit_softcapping": 20.0,
+        "tie_embeddings": True,
+    },
+    "gemma3": {
+        "family": "gemma3_text", "vocab_size": 90, "norm_offset": True, "scale_embeddings": True, "post_mlp_norm": True,
+        "mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh", "post_attention_norm": True,
+        "sliding_window_size": 16, "sliding_window_indices": [0, 1], "rope_indices": [0, 1],
+        "rope_local_base_freq": 50.0, "norm_qk": True,
+        "rope_adjustments": {"factor": 4.0}, "tie_embeddings": True, "head_size": 32,
+    },
+    "phi3-long": {
+        "family": "phi3", "vocab_size": 96, "rotary_percentage": 0.75,
+        "rope_adjustments": {
+            "short_factor": [1.0] * 6, "long_factor": [1.5, 2.0, 2.5, 3.0, 3.5, 4.0], "original_max_seq_len": 32,
+            "attention_factor": 1.0954451150103321,  # sqrt(1 + ln 2 / ln 32), for 64 tokens instead of 32
+        },
+    },
+    "olmo3": {
+        "family": "olmo3", "vocab_size": 90, "norm_1": False, "norm_2": False, "post_attention_norm": True,
+        "post_mlp_norm": True, "norm_qk": True, "norm_qk_type": "olmo2", "sliding_window_size": 16,
+        "sliding_window_indices": [1, 0], "rope_indices": [1, 0], "rope_local_base_freq": 10000.0,
+    },
+    "falcon": {
+        "family": "falcon", "vocab_size": 90, "n_query_groups": 2, "norm_class_name": "LayerNorm",
+        "mlp_class_name": "GptNeoxMLP", "parallel_residual": True, "tie_embeddings": True,
+    },
+    "granite": {"family": "granite", "vocab_size": 90, "attention_multiplier": 0.3, "logits_scaling": 3.0},
     "neox": {
         "family": "gpt_neox", "vocab_size": 90, "rotary_percentage": 0.5, "rope_base": 100.0, "bias": True,
         "parallel_residual": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",

@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from toolkit.models.config import ModelConfig
+from toolkit.models.norm import make_norm
 from toolkit.models.rope import Rotation
+from toolkit.models.visibility import Seen
 
 
 class LayerCache(Protocol):
@@ -21,57 +23,87 @@ class LayerCache(Protocol):
         """Append k and v, (B, n_query_groups, T, head_size) each, and return all that is held, (..., length, ...)."""
 
 
-def cache_mask(held: int, new: int, device: torch.device) -> torch.Tensor | None:
-    """Which of the ``held + new`` keys each new query sees: (new, held + new), bool; None where no mask is needed.
-
-    One new token sees everything. With an empty cache attention is plainly causal, which the kernels know by
-    themselves (see :class:`CausalSelfAttention`).
-    """
-    if held == 0 or new == 1:
-        return None
-    queries = torch.arange(held, held + new, device=device)
-    return torch.arange(held + new, device=device) <= queries[:, None]
-
-
-def document_mask(documents: torch.Tensor) -> torch.Tensor:
-    """Law N9: which tokens each token sees, itself and those before it in its document.
-
-    (B, T) numbers of documents -> (B, 1, T, T), bool.
-    """
-    T = documents.size(1)
-    causal = torch.ones(T, T, dtype=torch.bool, device=documents.device).tril()
-    return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
-
-
 class CausalSelfAttention(nn.Module):
     """proj(attention(q, k, v)), where ``qkv`` yields all queries, then all keys, then all values."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head, self.n_groups, self.head_size = config.n_head, config.n_query_groups, config.head_size
+        self.scale, self.cap, self.clip = config.attention_scale, config.attention_logit_softcapping, config.clip_qkv
         width = (self.n_head + 2 * self.n_groups) * self.head_size
         self.qkv = nn.Linear(config.n_embd, width, bias=config.bias or config.attn_bias)
         self.proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
+        self.norm_q = self.norm_k = None
+        if config.norm_qk:
+            together = config.norm_qk_type == "olmo2"
+            self.norm_q = make_norm(config, self.head_size * (self.n_head if together else 1))
+            self.norm_k = make_norm(config, self.head_size * (self.n_groups if together else 1))
 
     def forward(
         self,
         x: torch.Tensor,
+        seen: Seen,
         rotation: Rotation | None = None,
-        mask: torch.Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """(B, T, n_embd) -> (B, T, n_embd). Without a mask each token sees itself and all before it."""
+        """(B, T, n_embd) -> (B, T, n_embd)."""
         B, T, _ = x.shape
-        is_causal = mask is None and T > 1
-        qkv = self.qkv(x).view(B, T, self.n_head + 2 * self.n_groups, self.head_size)
+        qkv = self.qkv(x)
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
+        qkv = qkv.view(B, T, self.n_head + 2 * self.n_groups, self.head_size)
         qk, v = qkv.split((self.n_head + self.n_groups, self.n_groups), dim=2)
+        if self.norm_q is not None:
+            qk = self._normalized(qk)
         if rotation is not None:
             qk = rotation.apply(qk)
         q, k = qk.split((self.n_head, self.n_groups), dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads or groups, T, head_size)
         if cache is not None:
             k, v = cache.update(k, v)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=self.n_groups != self.n_head
-        )
+        k, v = k[:, :, -seen.keys :], v[:, :, -seen.keys :]
+        if self.cap is not None:
+            y = capped_attention(q, k, v, seen, self.scale, self.cap)
+        else:
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen.mask, is_causal=seen.is_causal, scale=self.scale,
+                enable_gqa=self.n_groups != self.n_head,
+            )  # fmt: skip
         return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
+
+    def _normalized(self, qk: torch.Tensor) -> torch.Tensor:
+        """(B, T, heads and groups, head_size), the heads each by itself or all of a token together."""
+        width = self.norm_q.normalized_shape[0]
+        parts = qk.split((self.n_head, self.n_groups), dim=2)
+        norms = (self.norm_q, self.norm_k)
+        if width == self.head_size:
+            return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=2)
+        return torch.cat([norm(part.flatten(2)).view_as(part) for norm, part in zip(norms, parts, strict=True)], dim=2)
+
+
+def capped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float, cap: float
+) -> torch.Tensor:
+    """Attention whose scores s become cap * tanh(s / cap) (Gemma 2), which no fused kernel of torch's computes.
+
+    Holds the scores of all queries and keys. Scores and softmax are fp32.
+
+    Args:
+        q: (B, n_head, T, head_size).
+        k: (B, n_query_groups, keys, head_size); v the same.
+        seen: What the queries see of the keys.
+        scale: Multiplies the scores before the cap.
+        cap: In the unit of the scaled scores.
+
+    Returns:
+        (B, n_head, T, head_size), in the dtype of q.
+    """
+    mask = seen.mask
+    if seen.is_causal:
+        mask = torch.ones(q.size(2), seen.keys, dtype=torch.bool, device=q.device).tril()
+    repeats = q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    scores = cap * torch.tanh((q @ k.transpose(-1, -2)).float() * (scale / cap))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(dim=-1).to(v.dtype) @ v

@@ -5,18 +5,28 @@ Field names follow LitGPT's ``model_config.yaml``, so that its checkpoints can b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from typing import Any, Literal, get_type_hints
 
 from toolkit.errors import UserError
 
-# The keys of rope_adjustments, as LitGPT names them.
-ROPE_ADJUSTMENTS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}
+# The kinds of rope_adjustments: the keys that each must have and those that it may have, as LitGPT names them.
+ROPE_ADJUSTMENTS = {
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}, set()),
+    "yarn": (
+        {"factor", "beta_fast", "beta_slow", "original_max_seq_len"},
+        {"mscale", "mscale_all_dim", "attention_factor", "truncate"},
+    ),
+    "longrope": ({"short_factor", "long_factor", "original_max_seq_len", "attention_factor"}, set()),
+}
 
 _CHOICES = {
     "position_embedding": ("rope", "learned"),
     "norm_class_name": ("RMSNorm", "LayerNorm"),
-    "mlp_class_name": ("LLaMAMLP", "GptNeoxMLP"),
+    "mlp_class_name": ("LLaMAMLP", "GemmaMLP", "GptNeoxMLP"),
+    "norm_qk_type": ("default", "olmo2"),
     "gelu_approximate": ("none", "tanh"),
 }
 
@@ -27,17 +37,43 @@ _POSITIVE = (
 
 # Fields of LitGPT's configurations that are not ours, with the value that changes nothing. Fields that only matter
 # together with another one (rope_indices, ...) are let through: the other one is not.
-_NEUTRAL = {"norm_1": True, "norm_2": True, "rope_condense_ratio": 1, "routed_scaling_factor": 1.0}
-_DESCRIPTIVE = {"hf_config", "norm_qk_type", "rope_indices", "sliding_window_indices", "n_expert_per_token"}
+_NEUTRAL = {"rope_condense_ratio": 1, "routed_scaling_factor": 1.0}
+_DESCRIPTIVE = {"hf_config", "n_expert_per_token"}
 
 
-def _changes_nothing(name: str, value: Any, values: dict[str, Any]) -> bool:
+def _changes_nothing(name: str, value: Any) -> bool:
     """Whether a field of LitGPT's that this version does not know has a value that leaves the model as it is."""
-    if name == "attention_scores_scalar" and value is not None:
-        return value == values.get("head_size")  # the same as not set
     if name in _NEUTRAL:
         return value == _NEUTRAL[name]
     return name in _DESCRIPTIVE or not value
+
+
+def _as_litgpt_means(values: dict[str, Any]) -> dict[str, Any]:
+    """What LitGPT's files leave to its code: defaults that are not ours, and the family that a model's facts show."""
+    found: dict[str, Any] = {"norm_offset": bool(values.get("scale_embeddings"))}  # both are Gemma's alone
+    if values.get("sliding_window_size") is None:
+        found["sliding_window_indices"] = None
+    if values.get("rope_local_base_freq") is None:
+        found["rope_indices"] = None
+    return found | {"family": _family_of_litgpts(values)}
+
+
+def _family_of_litgpts(values: dict[str, Any]) -> str:
+    """The Hugging Face ``model_type`` of a file of LitGPT's, which does not say; told by what the model computes."""
+    gated = values.get("mlp_class_name", "LLaMAMLP") == "LLaMAMLP"
+    if values.get("mlp_class_name") == "GemmaMLP":
+        return "gemma3_text" if values.get("norm_qk") else "gemma2" if values.get("post_mlp_norm") else "gemma"
+    if values.get("norm_1") is False:
+        return "olmo3" if values.get("sliding_window_size") else "olmo2"
+    if values.get("norm_qk"):
+        return "qwen3"
+    if not gated:
+        return "phi" if values.get("lm_head_bias") else "gpt_neox" if values.get("bias") else "falcon"
+    if values.get("norm_class_name") == "LayerNorm":
+        return "stablelm"
+    if values.get("attn_bias"):
+        return "qwen2"
+    return "mistral" if values.get("sliding_window_size") else "llama"
 
 
 @dataclass(frozen=True)
@@ -59,8 +95,24 @@ class ModelConfig:
         intermediate_size: Width of the MLP; 4 x n_embd when not given.
         rotary_percentage: Share of each head that is rotated.
         rope_base: Base of the rotary frequencies (theta).
-        rope_adjustments: Llama 3's scaling: factor, low_freq_factor, high_freq_factor, original_max_seq_len.
+        rope_adjustments: How the frequencies are scaled; the keys tell the kind, see :data:`ROPE_ADJUSTMENTS`.
+        rope_local_base_freq: Base of the unscaled frequencies of the layers with rope index 1.
+        rope_indices: Of each layer: 0 rotates by rope_base and rope_adjustments, 1 by rope_local_base_freq, -1 not at
+            all; all 0 when not given.
         position_embedding: "rope", or "learned" for a table of positions added to the embedding.
+        sliding_window_size: How many tokens back a token sees, itself included, in the layers with a window.
+        sliding_window_indices: Of each layer: 1 has the window, 0 has none; all 1 when not given.
+        attention_scores_scalar: Queries times keys are divided by the root of it; head_size when not given.
+        attention_multiplier: Queries times keys are multiplied by this instead (Granite).
+        attention_logit_softcapping: Caps the scores: c * tanh(score / c).
+        final_logit_softcapping: Caps the logits likewise.
+        norm_qk: Queries and keys are normalised before they are rotated.
+        norm_qk_type: "default", each head by itself, or "olmo2", all heads of a token together.
+        clip_qkv: Queries, keys and values are clamped to plus and minus this.
+        scale_embeddings: The embedding is multiplied by the root of n_embd.
+        embedding_multiplier: The embedding is multiplied by this (Granite).
+        residual_multiplier: What attention and MLP add to the residual stream is multiplied by this (Granite).
+        logits_scaling: Logits are divided by this (Granite).
         parallel_residual: Attention and MLP read the same input and are added together.
         shared_attention_norm: With parallel_residual, one norm serves both.
         bias: Linear layers have biases.
@@ -68,8 +120,14 @@ class ModelConfig:
         lm_head_bias: The head has a bias.
         norm_class_name: "RMSNorm" or "LayerNorm".
         norm_eps: Added to the variance.
-        mlp_class_name: "LLaMAMLP" (gated) or "GptNeoxMLP" (two layers).
-        gelu_approximate: "none" or "tanh", for GptNeoxMLP.
+        norm_offset: Norms multiply by 1 + weight instead of weight (Gemma).
+        norm_affine: Norms have weights.
+        norm_1: Attention reads a norm of the residual stream; otherwise the stream itself.
+        norm_2: The same for the MLP.
+        post_attention_norm: What attention adds to the residual stream is normalised.
+        post_mlp_norm: The same for the MLP.
+        mlp_class_name: "LLaMAMLP" (gated, silu), "GemmaMLP" (gated, gelu) or "GptNeoxMLP" (two layers, gelu).
+        gelu_approximate: "none" or "tanh", for gelu.
         tie_embeddings: Embedding and head are one tensor.
     """
 
@@ -88,7 +146,22 @@ class ModelConfig:
     rotary_percentage: float = 1.0
     rope_base: float = 10000.0
     rope_adjustments: dict[str, Any] | None = None
+    rope_local_base_freq: float | None = None
+    rope_indices: list[int] | None = None
     position_embedding: Literal["rope", "learned"] = "rope"
+    sliding_window_size: int | None = None
+    sliding_window_indices: list[int] | None = None
+    attention_scores_scalar: float | None = None
+    attention_multiplier: float | None = None
+    attention_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    norm_qk: bool = False
+    norm_qk_type: Literal["default", "olmo2"] = "default"
+    clip_qkv: float | None = None
+    scale_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     parallel_residual: bool = False
     shared_attention_norm: bool = False
     bias: bool = False
@@ -96,7 +169,13 @@ class ModelConfig:
     lm_head_bias: bool = False
     norm_class_name: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     norm_eps: float = 1e-5
-    mlp_class_name: Literal["LLaMAMLP", "GptNeoxMLP"] = "LLaMAMLP"
+    norm_offset: bool = False
+    norm_affine: bool = True
+    norm_1: bool = True
+    norm_2: bool = True
+    post_attention_norm: bool = False
+    post_mlp_norm: bool = False
+    mlp_class_name: Literal["LLaMAMLP", "GemmaMLP", "GptNeoxMLP"] = "LLaMAMLP"
     gelu_approximate: Literal["none", "tanh"] = "none"
     tie_embeddings: bool = False
 
@@ -121,6 +200,7 @@ class ModelConfig:
             set_field("intermediate_size", 4 * self.n_embd)
         if self.position_embedding == "rope" and self.rope_n_elem % 2:
             raise UserError(f"--model_config.head_size {self.head_size}: an odd number of elements cannot be rotated")
+        self._settle_layers(set_field)
         if self.vocab_size is not None:
             if self.padded_vocab_size is None:
                 multiple = self.padding_multiple
@@ -131,6 +211,21 @@ class ModelConfig:
                     f"smaller than vocab_size {self.vocab_size}"
                 )
 
+    def _settle_layers(self, set_field: Callable[[str, Any], None]) -> None:
+        """Bring lists of values per layer to one value per layer; LitGPT's may be longer."""
+        for name, allowed in (("sliding_window_indices", (0, 1)), ("rope_indices", (-1, 0, 1))):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if len(values) < self.n_layer or set(values) - set(allowed):
+                raise UserError(
+                    f"--model_config.{name} {values}: must hold {' or '.join(map(str, allowed))} for each of the "
+                    f"{self.n_layer} layers"
+                )
+            set_field(name, list(values[: self.n_layer]))
+        if self.rope_indices is not None and 1 in self.rope_indices and self.rope_local_base_freq is None:
+            raise UserError("--model_config.rope_indices: layers of index 1 need --model_config.rope_local_base_freq")
+
     def _check_choices(self) -> None:
         """Refuse words that are none of a field's choices, and combinations that no model has."""
         for name, choices in _CHOICES.items():
@@ -138,11 +233,35 @@ class ModelConfig:
                 raise UserError(f"--model_config.{name} {value}: must be one of {', '.join(choices)}")
         if self.shared_attention_norm and not self.parallel_residual:
             raise UserError("--model_config.shared_attention_norm true: needs --model_config.parallel_residual true")
-        if self.rope_adjustments is not None and self.rope_adjustments.keys() != ROPE_ADJUSTMENTS:
-            raise UserError(
-                f"--model_config.rope_adjustments {self.rope_adjustments}: only Llama 3's scaling is known, "
-                f"with the keys {', '.join(sorted(ROPE_ADJUSTMENTS))}"
-            )
+        _ = self.rope_kind
+
+    @property
+    def rope_kind(self) -> str | None:
+        """Which of :data:`ROPE_ADJUSTMENTS` scales the frequencies; None where nothing does."""
+        if self.rope_adjustments is None:
+            return None
+        keys = self.rope_adjustments.keys()
+        for kind, (required, optional) in ROPE_ADJUSTMENTS.items():
+            if required <= keys <= required | optional:
+                return kind
+        known = "; ".join(f"{kind}: {', '.join(sorted(required))}" for kind, (required, _) in ROPE_ADJUSTMENTS.items())
+        raise UserError(f"--model_config.rope_adjustments {self.rope_adjustments}: the keys must be one of {known}")
+
+    @property
+    def attention_scale(self) -> float:
+        """What queries times keys are multiplied by."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
+        return float(self.attention_scores_scalar or self.head_size) ** -0.5
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens back a token of this layer sees, itself included; None for all."""
+        indices = self.sliding_window_indices
+        return self.sliding_window_size if indices is None or indices[layer] else None
+
+    def rope_index(self, layer: int) -> int:
+        """See ``rope_indices``."""
+        return 0 if self.rope_indices is None else self.rope_indices[layer]
 
     @property
     def rope_n_elem(self) -> int:
@@ -165,13 +284,11 @@ class ModelConfig:
         """
         known = {f.name for f in fields(cls)}
         for name, value in values.items():
-            if name not in known and not _changes_nothing(name, value, values):
+            if name not in known and not _changes_nothing(name, value):
                 raise UserError(f"{name} {value}: this version cannot compute such a model")
         config = {k: v for k, v in values.items() if k in known}
-        if "family" not in config:  # LitGPT's files do not say
-            if any(part in str(values.get("name")) for part in ("Gemma", "OLMo")):  # that, nothing but the name says
-                raise UserError(f"name {values['name']}: the norms of this model are not supported")
-            config["family"] = "llama" if config.get("mlp_class_name", "LLaMAMLP") == "LLaMAMLP" else "gpt_neox"
+        if "family" not in config:  # a file of LitGPT's
+            config |= _as_litgpt_means(config)
         return cls(**config)
 
     def override(self, overrides: ModelOverrides) -> ModelConfig:

@@ -7,41 +7,52 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from toolkit.models.attention import CausalSelfAttention, LayerCache, cache_mask, document_mask
+from toolkit.models.attention import CausalSelfAttention, LayerCache
 from toolkit.models.config import ModelConfig
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.lora import LoRALinear
 from toolkit.models.loss import head_loss
 from toolkit.models.mlp import make_mlp
 from toolkit.models.norm import make_norm
-from toolkit.models.rope import Rotation, inverse_frequencies
+from toolkit.models.rope import Rotation, amplitude, inverse_frequencies
+from toolkit.models.visibility import Visibility
 
 
 class Block(nn.Module):
     """Attention and MLP, each behind its norm: the unit that is wrapped, sharded, checkpointed and compiled."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.norm_1 = make_norm(config)
+        self.norm_1 = make_norm(config) if config.norm_1 else nn.Identity()
         self.attn = CausalSelfAttention(config)
-        self.norm_2 = None if config.shared_attention_norm else make_norm(config)
+        self.post_attention_norm = make_norm(config) if config.post_attention_norm else nn.Identity()
+        if config.shared_attention_norm:
+            self.norm_2 = None
+        else:
+            self.norm_2 = make_norm(config) if config.norm_2 else nn.Identity()
         self.mlp = make_mlp(config)
-        self.parallel_residual = config.parallel_residual
+        self.post_mlp_norm = make_norm(config) if config.post_mlp_norm else nn.Identity()
+        self.parallel_residual, self.residual_multiplier = config.parallel_residual, config.residual_multiplier
+        self.window, self.rope_index = config.window(layer), config.rope_index(layer)
 
     def forward(
         self,
         x: torch.Tensor,
-        rotation: Rotation | None = None,
-        mask: torch.Tensor | None = None,
+        visibility: Visibility,
+        rotations: dict[int, Rotation],
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """(B, T, n_embd) -> (B, T, n_embd)."""
+        seen, rotation = visibility.through(self.window), rotations.get(self.rope_index)
         normed = self.norm_1(x)
-        attended = self.attn(normed, rotation, mask, cache)
+        attended = self._added(self.post_attention_norm(self.attn(normed, seen, rotation, cache)))
         if self.parallel_residual:
-            return x + attended + self.mlp(normed if self.norm_2 is None else self.norm_2(x))
+            return x + attended + self._added(self.mlp(normed if self.norm_2 is None else self.norm_2(x)))
         x = x + attended
-        return x + self.mlp(self.norm_2(x))
+        return x + self._added(self.post_mlp_norm(self.mlp(self.norm_2(x))))
+
+    def _added(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
 
 
 class GPT(nn.Module):
@@ -62,10 +73,10 @@ class GPT(nn.Module):
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position_embedding == "learned":
             parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
-        parts["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         parts["ln_f"] = make_norm(config)
         self.transformer = nn.ModuleDict(parts)
-        self._inverse_frequencies: dict[torch.device, torch.Tensor] = {}  # not a buffer: see rope.py
+        self._frequencies: dict[tuple, torch.Tensor] = {}  # not buffers: see rope.py
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -104,11 +115,14 @@ class GPT(nn.Module):
             ValueError: The sequence is longer than ``config.block_size``.
         """
         x = self._embed_and_run_blocks(input_ids, positions, documents, kv_cache)
+        if self.config.logits_scaling != 1.0:
+            x = x / self.config.logits_scaling
+        head, cap = self.lm_head, self.config.final_logit_softcapping
         if labels is None:
-            return self.lm_head(x)
-        head = self.lm_head
+            logits = head(x)
+            return logits if cap is None else cap * torch.tanh(logits / cap)
         low_rank = head.low_rank(x, x.dtype) if isinstance(head, LoRALinear) else None
-        loss_sum = head_loss(x, head.weight, head.bias, labels, low_rank)
+        loss_sum = head_loss(x, head.weight, head.bias, labels, low_rank, cap)
         return loss_sum, (labels != IGNORE_INDEX).sum()
 
     def _embed_and_run_blocks(
@@ -118,28 +132,47 @@ class GPT(nn.Module):
         documents: torch.Tensor | None,
         kv_cache: Sequence[LayerCache] | None,
     ) -> torch.Tensor:
-        T = input_ids.size(1)
+        T, device = input_ids.size(1), input_ids.device
         held = 0 if kv_cache is None else kv_cache[0].length
         if held + T > self.config.block_size:
             raise ValueError(f"a sequence of {held + T} tokens: the model takes at most {self.config.block_size}")
         if positions is None:
-            positions = torch.arange(held, held + T, device=input_ids.device)
-        x = self.transformer.wte(input_ids)
-        rotation = None
-        if self.config.position_embedding == "learned":
-            x = x + self.transformer.wpe(positions)
-        else:
-            rotation = Rotation(positions, self._inverse_frequencies_on(input_ids.device))
-        assert documents is None or kv_cache is None, "packed documents are for training, a cache is for generation"
-        mask = cache_mask(held, T, input_ids.device) if documents is None else document_mask(documents)
+            positions = torch.arange(held, held + T, device=device)
+        x = self._embed(input_ids, positions)
+        visibility = Visibility(held, T, device, documents)
+        rotations = self._rotations(positions, held + T)
         for i, block in enumerate(self.transformer.h):
-            x = block(x, rotation, mask, None if kv_cache is None else kv_cache[i])
+            x = block(x, visibility, rotations, None if kv_cache is None else kv_cache[i])
         return self.transformer.ln_f(x)
 
-    def _inverse_frequencies_on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._inverse_frequencies:
-            inverse = inverse_frequencies(self.config).to(device)
+    def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.transformer.wte(input_ids)
+        if self.config.position_embedding == "learned":
+            x = x + self.transformer.wpe(positions)
+        if self.config.scale_embeddings:  # by a number of the weights' dtype, as these models were trained
+            x = x * torch.full((), self.config.n_embd**0.5, dtype=x.dtype, device=x.device)
+        return x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
+
+    def _rotations(self, positions: torch.Tensor, length: int) -> dict[int, Rotation]:
+        """By the rope index of the layers; layers of another index are not rotated."""
+        if self.config.position_embedding == "learned":
+            return {}
+        used = {self.config.rope_index(layer) for layer in range(self.config.n_layer)} - {-1}
+        return {
+            index: Rotation(
+                positions,
+                self._frequencies_on(positions.device, length, local=index == 1),
+                amplitude(self.config, local=index == 1),
+            )
+            for index in used
+        }
+
+    def _frequencies_on(self, device: torch.device, length: int, local: bool) -> torch.Tensor:
+        is_long = self.config.rope_kind == "longrope" and length > self.config.rope_adjustments["original_max_seq_len"]
+        key = (device, local, is_long)
+        if key not in self._frequencies:
+            inverse = inverse_frequencies(self.config, length, local).to(device)
             if type(inverse) is not torch.Tensor:  # a FakeTensor must not outlive its mode
                 return inverse
-            self._inverse_frequencies[device] = inverse
-        return self._inverse_frequencies[device]
+            self._frequencies[key] = inverse
+        return self._frequencies[key]

@@ -2,7 +2,7 @@
 
 | parameter | initial value |
 |---|---|
-| weights of norms (``norm_1``, ``norm_2``, ``ln_f``) | 1 |
+| weights of norms (``norm_1``, ``norm_2``, ``post_*_norm``, ``norm_q``, ``norm_k``, ``ln_f``) | 1; with an offset 0 |
 | all biases | 0 |
 | ``attn.proj.weight``, ``mlp.proj.weight`` (they write to the residual stream) | normal, 0.02 / sqrt(2 n_layer) |
 | all other weights (``wte``, ``wpe``, ``attn.qkv``, ``mlp.fc*``, ``lm_head``) | normal, 0.02 |
@@ -20,17 +20,20 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from toolkit.models.config import ModelConfig
+
 STD = 0.02
+NORMS = ("norm_1", "norm_2", "post_attention_norm", "post_mlp_norm", "norm_q", "norm_k", "ln_f")
 
 
-def draw(name: str, shape: torch.Size | tuple[int, ...], *, seed: int, n_layer: int) -> torch.Tensor:
+def draw(name: str, shape: torch.Size | tuple[int, ...], *, seed: int, config: ModelConfig) -> torch.Tensor:
     """Return the initial value of the parameter ``name``: always fp32 on the CPU, so that it is the same everywhere."""
     module, _, kind = name.rpartition(".")
     if kind == "bias":
         return torch.zeros(shape, device="cpu")
-    if module.rpartition(".")[2] in ("norm_1", "norm_2", "ln_f"):
-        return torch.ones(shape, device="cpu")
-    std = STD / math.sqrt(2 * n_layer) if module.endswith(".proj") else STD
+    if module.rpartition(".")[2] in NORMS:
+        return torch.full(shape, 0.0 if config.norm_offset else 1.0, device="cpu")
+    std = STD / math.sqrt(2 * config.n_layer) if module.endswith(".proj") else STD
     return torch.empty(shape, device="cpu").normal_(0.0, std, generator=generator_of(name, seed))
 
 
@@ -90,7 +93,7 @@ class Materializer:
 
 
 def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Give every parameter of a GPT (it needs ``model.config.n_layer``) its initial value, in place."""
+    """Give every parameter of a GPT (it needs ``model.config``) its initial value, in place."""
     materialize = Materializer(model, drawn(model, seed), device)
     for module in model.modules():
         materialize(module)
@@ -98,5 +101,5 @@ def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") 
 
 def drawn(model: nn.Module, seed: int) -> Callable[[str, torch.Size], torch.Tensor]:
     """Return the function from name and shape to initial value."""
-    n_layer = model.config.n_layer
-    return lambda name, shape: draw(name, shape, seed=seed, n_layer=n_layer)
+    config = model.config
+    return lambda name, shape: draw(name, shape, seed=seed, config=config)

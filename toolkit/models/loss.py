@@ -42,6 +42,7 @@ def head_loss(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Return the sum over the supervised tokens of the cross-entropy of ``x @ weight.T + bias``, in nats.
 
@@ -51,6 +52,7 @@ def head_loss(
         bias: (vocabulary,) or None.
         labels: (...), int64; rows labelled -100 count for nothing and get a gradient of zero.
         low_rank: (..., R) and (vocabulary, R), whose product is added to the logits: a head's adapters.
+        cap: The logits z become cap * tanh(z / cap) first (Gemma 2).
 
     Returns:
         An fp32 scalar. Matrix products run in the autocast dtype where autocast is on, else in the weight's dtype;
@@ -60,14 +62,14 @@ def head_loss(
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
     tensors = (bias, x, weight, *(low_rank or ()))
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
-    return _HeadLoss.apply(labels, dtype, wanted, *tensors)
+    return _HeadLoss.apply(labels, dtype, wanted, cap, *tensors)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, labels, dtype, wanted, bias, *factors):
+    def forward(ctx, labels, dtype, wanted, cap, bias, *factors):
         with torch.autocast(labels.device.type, enabled=False):  # dtypes are explicit below
-            loss, grads = _loss_and_grads(labels, dtype, wanted, bias, *factors)
+            loss, grads = _loss_and_grads(labels, dtype, wanted, cap, bias, *factors)
         ctx.grads, ctx.dtypes = grads, [None if t is None else t.dtype for t in (bias, *factors)]
         return loss
 
@@ -78,13 +80,14 @@ class _HeadLoss(torch.autograd.Function):
             raise RuntimeError("the loss was already differentiated: its gradients are scaled in place, once")
         grads, ctx.grads = ctx.grads, None
         scaled = [None if g is None else g.mul_(grad_output).to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
-        return None, None, None, *scaled
+        return None, None, None, None, *scaled
 
 
 def _loss_and_grads(
     labels: torch.Tensor,
     dtype: torch.dtype,
     wanted: list[bool],
+    cap: float | None,
     bias: torch.Tensor | None,
     *factors: torch.Tensor,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -113,7 +116,7 @@ def _loss_and_grads(
         chunk = slice(i, i + step)
         counts = ~ignored[chunk]
         logits = _logits(products, chunk, bias, buffer[: counts.numel()])
-        loss += _loss_and_grad_of_logits(logits, targets[chunk], counts, any(wanted))
+        loss += _loss_and_grad_of_logits(logits, targets[chunk], counts, any(wanted), cap)
         grad_logits = logits.to(dtype)
         for product in products:
             product.add_gradients(chunk, grad_logits)
@@ -198,15 +201,25 @@ def _logits(products: list[_Product], chunk: slice, bias: torch.Tensor | None, o
 
 
 def _loss_and_grad_of_logits(
-    logits: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor, want_grad: bool
+    logits: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor, want_grad: bool, cap: float | None
 ) -> torch.Tensor:
-    """Return the summed loss of the rows that count; overwrite the logits with softmax - one-hot, their gradient."""
+    """Return the summed loss of the rows that count; overwrite the logits with softmax - one-hot, their gradient.
+
+    Capped logits have that gradient times the slope of the cap, 1 - tanh^2.
+    """
+    slope = None
+    if cap is not None:
+        logits.div_(cap).tanh_()
+        slope = 1 - logits.square() if want_grad else None
+        logits.mul_(cap)
     log_p = torch.log_softmax(logits, dim=1, out=logits)
     at = targets.where(counts, 0)[:, None]
     loss = -log_p.gather(1, at).squeeze(1).where(counts, 0.0).sum()
     if want_grad:
         log_p.exp_()
         log_p.scatter_add_(1, at, log_p.new_full((1, 1), -1.0).expand_as(at))
+        if slope is not None:
+            log_p.mul_(slope)
     return loss
 
 

@@ -22,6 +22,17 @@ class LLaMAMLP(nn.Module):
         return self.proj(F.silu(self.fc_1(x)) * self.fc_2(x))
 
 
+class GemmaMLP(LLaMAMLP):
+    """GeGLU (Shazeer 2020): proj(gelu(fc_1(x)) * fc_2(x)), with the exact gelu or its tanh approximation."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.gelu_approximate = config.gelu_approximate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(F.gelu(self.fc_1(x), approximate=self.gelu_approximate) * self.fc_2(x))
+
+
 class GptNeoxMLP(nn.Module):
     """proj(gelu(fc(x))), with the exact gelu or its tanh approximation."""
 
@@ -36,4 +47,4 @@ class GptNeoxMLP(nn.Module):
 
 
 def make_mlp(config: ModelConfig) -> nn.Module:
-    return {"LLaMAMLP": LLaMAMLP, "GptNeoxMLP": GptNeoxMLP}[config.mlp_class_name](config)
+    return {"LLaMAMLP": LLaMAMLP, "GemmaMLP": GemmaMLP, "GptNeoxMLP": GptNeoxMLP}[config.mlp_class_name](config)

@@ -8,17 +8,69 @@ n passes through. Angles, cosines and sines are fp32 whatever the precision of t
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from toolkit.models.config import ModelConfig
 
 
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Radians per position of each pair of elements: (rope_n_elem / 2,), fp32, on the CPU."""
-    n = config.rope_n_elem
-    inverse = 1.0 / (config.rope_base ** (torch.arange(0, n, 2, dtype=torch.float32, device="cpu") / n))
-    return inverse if config.rope_adjustments is None else _llama3_scaling(inverse, config.rope_adjustments)
+def inverse_frequencies(config: ModelConfig, length: int = 0, local: bool = False) -> torch.Tensor:
+    """Radians per position of each pair of elements: (rope_n_elem / 2,), fp32, on the CPU.
+
+    Args:
+        config: The architecture.
+        length: Tokens of the sequence, on which one kind of scaling (longrope) depends.
+        local: Those of the layers with rope index 1, which are not scaled.
+    """
+    n, base = config.rope_n_elem, config.rope_local_base_freq if local else config.rope_base
+    inverse = 1.0 / (base ** (torch.arange(0, n, 2, dtype=torch.float32, device="cpu") / n))
+    kind, adjustments = config.rope_kind, config.rope_adjustments
+    if local or kind is None:
+        return inverse
+    if kind == "linear":
+        return inverse / adjustments["factor"]
+    if kind == "longrope":
+        which = "long_factor" if length > adjustments["original_max_seq_len"] else "short_factor"
+        return inverse / torch.tensor(adjustments[which], dtype=torch.float32, device="cpu")
+    return _yarn_scaling(inverse, adjustments, base) if kind == "yarn" else _llama3_scaling(inverse, adjustments)
+
+
+def amplitude(config: ModelConfig, local: bool = False) -> float:
+    """What cosines and sines are multiplied by, which sharpens attention over long contexts (YaRN and longrope)."""
+    adjustments = config.rope_adjustments
+    if local or config.rope_kind not in ("yarn", "longrope"):
+        return 1.0
+    if (given := adjustments.get("attention_factor")) is not None:
+        return given
+    factor, mscale, of_all = (adjustments.get(name) for name in ("factor", "mscale", "mscale_all_dim"))
+    return _mscale(factor, mscale) / _mscale(factor, of_all) if mscale and of_all else _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, share: float) -> float:
+    """Peng et al. 2023, equation 22, with DeepSeek's share of it."""
+    return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _yarn_scaling(inverse: torch.Tensor, adjustments: dict[str, Any], base: float) -> torch.Tensor:
+    """Stretch the wavelengths that turn less than beta_slow times within the original context by ``factor``, keep
+    those that turn more than beta_fast times, blend in between.
+
+    Source: Peng et al. 2023 (YaRN), section 3.2; the borders are rounded outwards to whole elements unless
+    ``truncate`` is false.
+    """
+    n = 2 * inverse.numel()
+
+    def element(turns: float) -> float:
+        return n * math.log(adjustments["original_max_seq_len"] / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = element(adjustments["beta_fast"]), element(adjustments["beta_slow"])
+    if adjustments.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, n - 1)
+    steps = torch.arange(n // 2, dtype=torch.float32, device="cpu")
+    stretch = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+    return stretch * inverse / adjustments["factor"] + (1 - stretch) * inverse
 
 
 def _llama3_scaling(inverse: torch.Tensor, adjustments: dict[str, float]) -> torch.Tensor:
@@ -41,13 +93,14 @@ class Rotation:
     Args:
         positions: (T,) or (B, T), int64.
         inverse: What :func:`inverse_frequencies` returns, on the device of the positions.
+        amplitude: What :func:`amplitude` returns.
     """
 
     __slots__ = ("cos", "sin")
 
-    def __init__(self, positions: torch.Tensor, inverse: torch.Tensor) -> None:
+    def __init__(self, positions: torch.Tensor, inverse: torch.Tensor, amplitude: float = 1.0) -> None:
         angles = (positions[..., None].float() * inverse).unsqueeze(-2)  # (..., T, 1, n/2), the 1 for the heads
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
         self.cos = torch.cat((cos, cos), dim=-1)
         self.sin = torch.cat((-sin, sin), dim=-1)
 

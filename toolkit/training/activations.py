@@ -48,11 +48,11 @@ def _norms(job: Job) -> int:
     Autocast rounds an fp32 input anew for each layer that keeps it.
     """
     config = job.config
-    count = 1 if config.shared_attention_norm else 2
-    kept = count * _norm(job)
+    count = config.norm_1 + (config.norm_2 and not config.shared_attention_norm)
+    kept = (count + config.post_attention_norm + config.post_mlp_norm) * _norm(job)
     if config.parallel_residual and count == 2:
         kept -= config.n_embd * job.weight_bytes  # both read the same
-    gates = 2 if config.mlp_class_name == "LLaMAMLP" else 1
+    gates = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
     readers = [int(_keeps_input(job, _QKV)), gates * _keeps_input(job, _MLP)]
     if config.shared_attention_norm:
         readers = [sum(readers)]
@@ -71,8 +71,13 @@ def _attention(job: Job) -> float:
     kept = c * (heads + 2 * groups) + c * heads + FP32 * config.n_head
     if config.position_embedding == "rope":
         kept += c * (heads + groups)
-    if job.packed:
+    if config.norm_qk:
+        kept += (c + FP32) * (heads + groups)
+    has_windows = any((config.window(i) or job.seq_length) < job.seq_length for i in range(config.n_layer))
+    if job.packed or has_windows:
         kept += c * job.seq_length
+    if config.attention_logit_softcapping is not None:
+        kept += (3 * FP32 + c) * config.n_head * job.seq_length + 2 * c * heads  # scores, capped, probabilities
     if job.device == "cuda" and config.n_query_groups != config.n_head and (c == FP32 or job.packed):
         # CUDA's fused kernels for fp32 or with a mask take no grouped queries, and the plain way keeps the
         # probabilities, in fp32 and twice, and the keys and values of all heads
@@ -85,7 +90,7 @@ def _mlp(job: Job) -> float:
     """Per token: what the activation function and the gate read, and the last layer's input."""
     config, c = job.config, job.compute_bytes
     inner = config.intermediate_size
-    gates = 2 if config.mlp_class_name == "LLaMAMLP" else 1
+    gates = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
     kept = c * inner * ((3 if gates == 2 else 1) + _keeps_input(job, _MLP))
     first = gates * _adapter(job, _MLP, config.n_embd, inner, job.weight_bytes)
     return kept + first + _adapter(job, _MLP, inner, config.n_embd, c)

@@ -11,17 +11,41 @@ from typing import Any
 
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import gpt2, gpt_neox, llama, qwen2
+from toolkit.models.families import (
+    falcon,
+    gemma,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    olmo,
+    phi,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    stablelm,
+)
 
 DEFAULT_MODEL = "mini-llama"
 
 # by Hugging Face's model_type
-FAMILIES: dict[str, ModuleType] = {"llama": llama, "qwen2": qwen2, "gpt_neox": gpt_neox, "gpt2": gpt2}
+FAMILIES: dict[str, ModuleType] = {
+    "llama": llama, "smollm3": smollm3, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma": gemma,
+    "gemma2": gemma, "gemma3_text": gemma, "phi": phi, "phi3": phi3, "gpt_neox": gpt_neox, "gpt2": gpt2,
+    "falcon": falcon, "olmo": olmo, "olmo2": olmo, "olmo3": olmo, "stablelm": stablelm, "granite": granite,
+}  # fmt: skip
+
+
+def _modules() -> list[ModuleType]:
+    """Each module once: one may serve several model types."""
+    return list(dict.fromkeys(FAMILIES.values()))
 
 
 def list_names() -> list[str]:
     """Return the names of all configurations, the default first."""
-    return [config.name for family in FAMILIES.values() for config in family.CONFIGS]
+    return [config.name for family in _modules() for config in family.CONFIGS]
 
 
 def get_config(name: str) -> ModelConfig:
@@ -30,8 +54,8 @@ def get_config(name: str) -> ModelConfig:
     Raises:
         UserError: There is none; the nearest names are suggested.
     """
-    configs = {c.name.lower(): c for family in FAMILIES.values() for c in family.CONFIGS}
-    aliases = {a.lower(): n for family in FAMILIES.values() for a, n in family.ALIASES.items()}
+    configs = {c.name.lower(): c for family in _modules() for c in family.CONFIGS}
+    aliases = {a.lower(): n for family in _modules() for a, n in family.ALIASES.items()}
     bare = name.rpartition("/")[2].lower()
     if bare in aliases:
         bare = aliases[bare].lower()

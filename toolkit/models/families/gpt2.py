@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import tables
+from toolkit.models.families import hf_config, tables
 
 
 def _gpt2(name: str, n_layer: int, n_embd: int, n_head: int) -> ModelConfig:
@@ -42,13 +42,13 @@ _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt2"."""
-    tables.require_hf(
+    hf_config.require_hf(
         config_json, activation_function=tuple(_GELU), scale_attn_weights=(True,),
         scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,),
     )  # fmt: skip
     vocab_size = config_json.get("vocab_size", 50257)
     return ModelConfig(
-        name=tables.model_name(config_json),
+        name=hf_config.model_name(config_json),
         family="gpt2",
         block_size=config_json.get("n_positions", 1024),
         vocab_size=vocab_size,
@@ -111,7 +111,7 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a GPT2LMHeadModel cannot be."""
-    tables.require(
+    hf_config.require(
         config, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP", bias=True, position_embedding="learned",
         parallel_residual=False, lm_head_bias=False, n_query_groups=config.n_head,
         head_size=config.n_embd // config.n_head,

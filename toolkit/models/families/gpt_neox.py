@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import tables
+from toolkit.models.families import hf_config, tables
 
 
 def _pythia(size: str, n_layer: int, n_embd: int, n_head: int, vocab_size: int = 50304) -> ModelConfig:
@@ -39,10 +39,10 @@ _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt_neox"."""
-    tables.require_hf(config_json, hidden_act=tuple(_GELU), attention_bias=(True,))
+    hf_config.require_hf(config_json, hidden_act=tuple(_GELU), attention_bias=(True,))
     vocab_size = config_json.get("vocab_size", 50432)
     return ModelConfig(
-        name=tables.model_name(config_json),
+        name=hf_config.model_name(config_json),
         family="gpt_neox",
         block_size=config_json.get("max_position_embeddings", 2048),
         vocab_size=vocab_size,
@@ -58,7 +58,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         mlp_class_name="GptNeoxMLP",
         gelu_approximate=_GELU[config_json.get("hidden_act", "gelu")],
         tie_embeddings=config_json.get("tie_word_embeddings", False),
-        **tables.read_rope(config_json, theta="rotary_emb_base", share="rotary_pct", default_share=0.25),
+        **hf_config.read_rope(config_json, theta="rotary_emb_base", share="rotary_pct", default_share=0.25),
     )
 
 
@@ -81,7 +81,7 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
         "model_type": "gpt_neox",
         "num_attention_heads": config.n_head,
         "num_hidden_layers": config.n_layer,
-        "rope_scaling": tables.write_rope_scaling(config),
+        "rope_scaling": hf_config.write_rope_scaling(config),
         "rotary_emb_base": config.rope_base,
         "rotary_pct": config.rotary_percentage,
         "tie_word_embeddings": config.tie_embeddings,
@@ -94,7 +94,7 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
 def weights(config: ModelConfig) -> list[tables.Map]:
     """Return the table of weight names, both directions."""
     _check(config)
-    per_head = tables.interleave_heads(config.n_head, config.head_size)
+    per_head = tables.interleave_groups(config.n_head, config.n_head, config.head_size)
     maps = tables.embedding_and_head(config, "gpt_neox.embed_in.weight", "embed_out")
     for i in range(config.n_layer):
         ours, theirs = f"transformer.h.{i}", f"gpt_neox.layers.{i}"
@@ -110,7 +110,7 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a GPTNeoXForCausalLM cannot be."""
-    tables.require(
+    hf_config.require(
         config, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP", bias=True, position_embedding="rope",
         shared_attention_norm=False, lm_head_bias=False, n_query_groups=config.n_head,
         head_size=config.n_embd // config.n_head,

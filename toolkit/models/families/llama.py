@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import tables
+from toolkit.models.families import hf_config, tables
 
 _SCALED_8X = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
 _SCALED_32X = {**_SCALED_8X, "factor": 32.0}
@@ -92,84 +92,28 @@ ALIASES = {
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "llama"."""
     bias = bool(config_json.get("attention_bias", False))
-    tables.require_hf({"mlp_bias": False} | config_json, hidden_act=("silu",), mlp_bias=(bias,))
-    vocab_size = config_json.get("vocab_size", 32000)
+    hf_config.require_hf({"mlp_bias": False} | config_json, hidden_act=("silu",), mlp_bias=(bias,))
     return ModelConfig(
-        name=tables.model_name(config_json),
-        family="llama",
-        block_size=config_json.get("max_position_embeddings", 2048),
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size,
-        n_layer=config_json["num_hidden_layers"],
-        n_head=config_json["num_attention_heads"],
-        n_query_groups=config_json.get("num_key_value_heads"),
-        n_embd=config_json["hidden_size"],
-        head_size=config_json.get("head_dim"),
-        intermediate_size=config_json["intermediate_size"],
+        **hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048),
+        **hf_config.read_rope(config_json),
         bias=bias,
-        norm_eps=config_json.get("rms_norm_eps", 1e-6),
         tie_embeddings=config_json.get("tie_word_embeddings", False),
-        **tables.read_rope(config_json, share="partial_rotary_factor", default_share=1.0),
     )
 
 
 def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
-    """Return the content of ``config.json``; its vocabulary is the padded one, which the weights have."""
+    """Return the content of ``config.json``."""
     _check(config)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": config.bias,
-        "attention_dropout": 0.0,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "hidden_size": config.n_embd,
-        "initializer_range": 0.02,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.block_size,
-        "mlp_bias": config.bias,
-        "model_type": "llama",
-        "num_attention_heads": config.n_head,
-        "num_hidden_layers": config.n_layer,
-        "num_key_value_heads": config.n_query_groups,
-        "rms_norm_eps": config.norm_eps,
-        "rope_scaling": tables.write_rope_scaling(config),
-        "rope_theta": config.rope_base,
-        "tie_word_embeddings": config.tie_embeddings,
-        "use_cache": True,
-        "vocab_size": config.padded_vocab_size,
-    }
+    biases = {"attention_bias": config.bias, "mlp_bias": config.bias}
+    return hf_config.write_decoder(config, "LlamaForCausalLM", bos_token_id, eos_token_id, **biases)
 
 
 def weights(config: ModelConfig) -> list[tables.Map]:
     """Return the table of weight names, both directions."""
     _check(config)
-    return named_weights(config)
-
-
-def named_weights(config: ModelConfig) -> list[tables.Map]:
-    """The same for a relative of Llama's, which has its names and checks its own facts."""
-    q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
-    maps = tables.embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
-    for i in range(config.n_layer):
-        ours, theirs = f"transformer.h.{i}", f"model.layers.{i}"
-        maps += tables.linear(f"{ours}.norm_1", f"{theirs}.input_layernorm", False)
-        for kind in ("weight", "bias") if config.bias or config.attn_bias else ("weight",):
-            projections = tuple(f"{theirs}.self_attn.{p}_proj.{kind}" for p in "qkv")
-            maps.append(tables.Map((f"{ours}.attn.qkv.{kind}",), projections, (tables.split_rows(q, kv, kv),)))
-        maps += tables.linear(f"{ours}.attn.proj", f"{theirs}.self_attn.o_proj", config.bias)
-        maps += tables.linear(f"{ours}.norm_2", f"{theirs}.post_attention_layernorm", False)
-        maps += tables.linear(f"{ours}.mlp.fc_1", f"{theirs}.mlp.gate_proj", config.bias)
-        maps += tables.linear(f"{ours}.mlp.fc_2", f"{theirs}.mlp.up_proj", config.bias)
-        maps += tables.linear(f"{ours}.mlp.proj", f"{theirs}.mlp.down_proj", config.bias)
-    return maps + tables.linear("transformer.ln_f", "model.norm", False)
+    return tables.decoder_weights(config)
 
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a LlamaForCausalLM cannot be."""
-    tables.require(
-        config, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", parallel_residual=False,
-        position_embedding="rope", rotary_percentage=1.0, lm_head_bias=False,
-        attn_bias=config.bias and config.attn_bias,
-    )  # fmt: skip
+    hf_config.require_llama(config, bias=config.bias, attn_bias=config.bias and config.attn_bias)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import llama, tables
+from toolkit.models.families import hf_config, tables
 
 
 def _qwen(
@@ -41,70 +40,50 @@ ALIASES = {"Qwen2.5-0.5B-Instruct": "Qwen2.5-0.5B", "Qwen2.5-3B-Instruct": "Qwen
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "qwen2"."""
-    tables.require_hf(config_json, hidden_act=("silu",), use_sliding_window=(False,))
-    if set(config_json.get("layer_types") or []) - {"full_attention"}:
-        raise UserError("config.json: layer_types: of a 'qwen2' model, this version computes only 'full_attention'")
-    vocab_size = config_json.get("vocab_size", 151936)
+    hf_config.require_hf(config_json, hidden_act=("silu",))
     return ModelConfig(
-        name=tables.model_name(config_json),
-        family="qwen2",
-        block_size=config_json.get("max_position_embeddings", 32768),
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size,
-        n_layer=config_json["num_hidden_layers"],
-        n_head=config_json["num_attention_heads"],
-        n_query_groups=config_json.get("num_key_value_heads"),
-        n_embd=config_json["hidden_size"],
-        head_size=config_json.get("head_dim"),
-        intermediate_size=config_json["intermediate_size"],
+        **hf_config.read_decoder(config_json, vocab_size=151936, block_size=32768),
+        **read_windows(config_json),
+        **hf_config.read_rope(config_json),
         attn_bias=True,
-        norm_eps=config_json.get("rms_norm_eps", 1e-6),
         tie_embeddings=config_json.get("tie_word_embeddings", False),
-        **tables.read_rope(config_json, share="partial_rotary_factor", default_share=1.0),
     )
 
 
+def read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
+    """The window fields of a ModelConfig; where the file does not say, the layers from max_window_layers on slide."""
+    if not config_json.get("use_sliding_window", False):
+        return {}
+    first = config_json.get("max_window_layers", 28)
+    types = [hf_config.FULL if i < first else hf_config.SLIDING for i in range(config_json["num_hidden_layers"])]
+    return hf_config.read_windows(config_json, types, default=4096)
+
+
 def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
-    """Return the content of ``config.json``; its vocabulary is the padded one, which the weights have."""
+    """Return the content of ``config.json``."""
     _check(config)
-    values = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "attention_dropout": 0.0,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
-        "hidden_act": "silu",
-        "hidden_size": config.n_embd,
-        "initializer_range": 0.02,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.block_size,
-        "max_window_layers": config.n_layer,
-        "model_type": "qwen2",
-        "num_attention_heads": config.n_head,
-        "num_hidden_layers": config.n_layer,
-        "num_key_value_heads": config.n_query_groups,
-        "rms_norm_eps": config.norm_eps,
-        "rope_scaling": tables.write_rope_scaling(config),
-        "rope_theta": config.rope_base,
-        "sliding_window": None,
-        "tie_word_embeddings": config.tie_embeddings,
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": config.padded_vocab_size,
-    }
-    if config.head_size != config.n_embd // config.n_head:
-        values["head_dim"] = config.head_size
+    values = hf_config.write_decoder(config, "Qwen2ForCausalLM", bos_token_id, eos_token_id, **write_windows(config))
+    if config.head_size == config.n_embd // config.n_head:
+        del values["head_dim"]
     return values
+
+
+def write_windows(config: ModelConfig) -> dict[str, Any]:
+    """What ``config.json`` says of windows."""
+    return {
+        "layer_types": hf_config.write_layer_types(config),
+        "max_window_layers": config.n_layer,
+        "sliding_window": config.sliding_window_size,
+        "use_sliding_window": config.sliding_window_size is not None,
+    }
 
 
 def weights(config: ModelConfig) -> list[tables.Map]:
     """Return the table of weight names, both directions."""
     _check(config)
-    return llama.named_weights(config)
+    return tables.decoder_weights(config)
 
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a Qwen2ForCausalLM cannot be."""
-    tables.require(
-        config, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", parallel_residual=False, bias=False,
-        attn_bias=True, position_embedding="rope", rotary_percentage=1.0, lm_head_bias=False,
-    )  # fmt: skip
+    hf_config.require_llama(config, free=("sliding_window_size",), attn_bias=True)

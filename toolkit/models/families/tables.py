@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -72,18 +71,31 @@ def transpose() -> Step:
     return Step(swap, swap)
 
 
-def interleave_heads(n_head: int, head_size: int) -> Step:
-    """All queries, all keys, all values -> query, key and value of head 0, of head 1, ... (GPT-NeoX)."""
+def join_rows(*sizes: int) -> Step:
+    """The inverse of :func:`split_rows`."""
+    return Step(_concat, lambda one: list(one[0].split(sizes)))
 
-    def swap(first: int, second: int) -> Change:
-        def change(one: list[Tensor]) -> list[Tensor]:
-            rest = one[0].shape[1:]
-            parts = one[0].reshape(first, second, head_size, *rest)
-            return [parts.transpose(0, 1).reshape(3 * n_head * head_size, *rest)]
 
-        return change
+def interleave_groups(n_head: int, groups: int, head_size: int) -> Step:
+    """All queries, all keys, all values -> the queries, the key and the value of group 0, of group 1, ...
 
-    return Step(swap(3, n_head), swap(n_head, 3))
+    With as many groups as heads, the query, key and value of each head (GPT-NeoX); Falcon has any number.
+    """
+    queries = n_head // groups
+
+    def to_hf(one: list[Tensor]) -> list[Tensor]:
+        import torch
+
+        parts = one[0].split([size * head_size for size in (n_head, groups, groups)])
+        heads = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+        return [torch.cat(heads, dim=1).reshape(one[0].shape)]
+
+    def from_hf(one: list[Tensor]) -> list[Tensor]:
+        heads = one[0].reshape(groups, (queries + 2) * head_size, *one[0].shape[1:])
+        parts = heads.split([size * head_size for size in (queries, 1, 1)], dim=1)
+        return _concat([part.reshape(-1, *one[0].shape[1:]) for part in parts])
+
+    return Step(to_hf, from_hf)
 
 
 def same(ours: str, theirs: str, *steps: Step) -> Map:
@@ -97,78 +109,49 @@ def linear(ours: str, theirs: str, bias: bool, *weight_steps: Step) -> list[Map]
     return [*maps, same(f"{ours}.bias", f"{theirs}.bias")] if bias else maps
 
 
-def require(config: ModelConfig, **expected: Any) -> None:
-    """Refuse a config whose facts a family's Hugging Face class cannot express.
-
-    Raises:
-        UserError: Names the field, its value and the value that the family has.
-    """
-    for name, value in expected.items():
-        if (actual := getattr(config, name)) != value:
-            raise UserError(
-                f"--model_config.{name} {actual}: the Hugging Face model type {config.family!r} only has {value}; "
-                f"such a model cannot be exported"
-            )
-
-
-def require_hf(config_json: dict[str, Any], **allowed: tuple[Any, ...]) -> None:
-    """Refuse a ``config.json`` with a value, where it has the key, that the family's models here cannot compute."""
-    for key, values in allowed.items():
-        if key in config_json and config_json[key] not in values:
-            raise UserError(
-                f"config.json: {key} {config_json[key]!r}: of a {config_json.get('model_type')!r} model, "
-                f"this version computes only {' or '.join(repr(v) for v in values)}"
-            )
-
-
-def model_name(config_json: dict[str, Any]) -> str:
-    """The last part of where the model came from, or nothing."""
-    return str(config_json.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
-
-
 def embedding_and_head(config: ModelConfig, embedding: str, head: str) -> list[Map]:
     """The tensor of a tied head is listed once, under the embedding's names."""
     maps = [same("transformer.wte.weight", embedding)]
     return maps if config.tie_embeddings else [*maps, same("lm_head.weight", f"{head}.weight")]
 
 
-def read_rope(config_json: dict[str, Any], *, theta: str = "rope_theta", share: str, default_share: float) -> dict:
-    """Return the rotary fields of a ModelConfig, from the old form or transformers 5's ``rope_parameters``.
+def decoder_weights(config: ModelConfig, *, fused: bool = False) -> list[Map]:
+    """The table of a model with Llama's names: what has the parts of a Llama and more, or less.
 
     Args:
-        config_json: The content of ``config.json``.
-        theta: The old form's key of the base.
-        share: The old form's key of the rotated share of a head.
-        default_share: The rotated share where none is given.
-
-    Raises:
-        UserError: A rotary scaling other than Llama 3's.
+        config: The architecture.
+        fused: Queries, keys and values are one tensor there as here, and gate and up projection are one (Phi-3).
     """
-    rope = config_json.get("rope_parameters") or {}
-    scaling = rope or config_json.get("rope_scaling") or {}
-    fields = {
-        "rope_base": float(rope.get("rope_theta") or config_json.get(theta) or 10000.0),
-        "rotary_percentage": float(rope.get("partial_rotary_factor") or config_json.get(share) or default_share),
-    }
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return fields
-    if kind != "llama3":
-        raise UserError(f"config.json: rope_type {kind!r} is not supported; only 'default' or 'llama3'")
-    names = _LLAMA3_NAMES.items()
-    return {**fields, "rope_adjustments": {ours: scaling[theirs] for ours, theirs in names}}
-
-
-def write_rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """Return ``rope_scaling``, the form that transformers 4 and 5 both read."""
-    if config.rope_adjustments is None:
-        return None
-    return {"rope_type": "llama3"} | {theirs: config.rope_adjustments[ours] for ours, theirs in _LLAMA3_NAMES.items()}
-
-
-_LLAMA3_NAMES = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_seq_len": "original_max_position_embeddings",
-}
+    q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
+    norm_bias = config.norm_class_name == "LayerNorm"
+    maps = embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
+    for i in range(config.n_layer):
+        ours, theirs = f"transformer.h.{i}", f"model.layers.{i}"
+        norms = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
+        if config.post_attention_norm:
+            norms |= {"post_attention_norm": "post_attention_layernorm", "norm_2": "pre_feedforward_layernorm"}
+        if config.post_mlp_norm:
+            norms["post_mlp_norm"] = "post_feedforward_layernorm"
+        has = {"norm_1": config.norm_1, "norm_2": config.norm_2 and not config.shared_attention_norm}
+        for name, their_name in norms.items():
+            if has.get(name, True) and config.norm_affine:
+                maps += linear(f"{ours}.{name}", f"{theirs}.{their_name}", norm_bias)
+        for kind in ("weight", "bias") if config.bias or config.attn_bias else ("weight",):
+            if fused:
+                maps.append(same(f"{ours}.attn.qkv.{kind}", f"{theirs}.self_attn.qkv_proj.{kind}"))
+            else:
+                projections = tuple(f"{theirs}.self_attn.{p}_proj.{kind}" for p in "qkv")
+                maps.append(Map((f"{ours}.attn.qkv.{kind}",), projections, (split_rows(q, kv, kv),)))
+        if config.norm_qk:
+            for p in "qk":
+                maps += linear(f"{ours}.attn.norm_{p}", f"{theirs}.self_attn.{p}_norm", norm_bias)
+        maps += linear(f"{ours}.attn.proj", f"{theirs}.self_attn.o_proj", config.bias)
+        if fused:
+            gate_up = f"{ours}.mlp.fc_1.weight", f"{ours}.mlp.fc_2.weight"
+            step = join_rows(config.intermediate_size, config.intermediate_size)
+            maps.append(Map(gate_up, (f"{theirs}.mlp.gate_up_proj.weight",), (step,)))
+        else:
+            maps += linear(f"{ours}.mlp.fc_1", f"{theirs}.mlp.gate_proj", config.bias)
+            maps += linear(f"{ours}.mlp.fc_2", f"{theirs}.mlp.up_proj", config.bias)
+        maps += linear(f"{ours}.mlp.proj", f"{theirs}.mlp.down_proj", config.bias)
+    return maps + (linear("transformer.ln_f", "model.norm", norm_bias) if config.norm_affine else [])

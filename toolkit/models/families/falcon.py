@@ -1,0 +1,111 @@
+"""Falcon 1 (Almazrouei et al. 2023): attention and MLP side by side, LayerNorm, no biases, fused grouped projections.
+
+Falcon 3 is a Llama by its ``config.json`` and needs nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, tables
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+_FACTS = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
+          "parallel_residual": True}  # fmt: skip
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "falcon"."""
+    hf_config.require_hf(
+        config_json, activation=("gelu",), alibi=(False,), bias=(False,), parallel_attn=(True,),
+    )  # fmt: skip
+    n_head, new = config_json["num_attention_heads"], config_json.get("new_decoder_architecture", False)
+    groups = (
+        (config_json.get("num_kv_heads") or n_head) if new else 1 if config_json.get("multi_query", True) else n_head
+    )
+    norms = config_json.get("num_ln_in_parallel_attn") or (2 if new else 1)
+    width, vocab_size = config_json["hidden_size"], config_json.get("vocab_size", 65024)
+    return ModelConfig(
+        name=hf_config.model_name(config_json),
+        family="falcon",
+        block_size=config_json.get("max_position_embeddings", 2048),
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size,
+        n_layer=config_json["num_hidden_layers"],
+        n_head=n_head,
+        n_query_groups=groups,
+        n_embd=width,
+        intermediate_size=config_json.get("ffn_hidden_size") or 4 * width,
+        norm_eps=config_json.get("layer_norm_epsilon", 1e-5),
+        shared_attention_norm=not (new and norms == 2),
+        tie_embeddings=config_json.get("tie_word_embeddings", True),
+        **hf_config.read_rope(config_json),
+        **_FACTS,
+    )
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``."""
+    _check(config)
+    shared, new = config.shared_attention_norm, _is_new(config)
+    return {
+        "architectures": ["FalconForCausalLM"],
+        "activation": "gelu",
+        "alibi": False,
+        "attention_dropout": 0.0,
+        "bias": False,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "ffn_hidden_size": config.intermediate_size,
+        "hidden_dropout": 0.0,
+        "hidden_size": config.n_embd,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": config.norm_eps,
+        "max_position_embeddings": config.block_size,
+        "model_type": "falcon",
+        "multi_query": not new and config.n_query_groups == 1,
+        "new_decoder_architecture": new,
+        "num_attention_heads": config.n_head,
+        "num_hidden_layers": config.n_layer,
+        "num_kv_heads": config.n_query_groups,
+        "num_ln_in_parallel_attn": (1 if shared else 2) if new else None,
+        "parallel_attn": True,
+        "rope_scaling": hf_config.write_rope_scaling(config),
+        "rope_theta": config.rope_base,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": True,
+        "vocab_size": config.padded_vocab_size,
+    }
+
+
+def _is_new(config: ModelConfig) -> bool:
+    """Whether it takes Falcon's ``new_decoder_architecture``: grouped queries, or a norm each for attention and MLP."""
+    return not config.shared_attention_norm or 1 < config.n_query_groups < config.n_head
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    by_group = tables.interleave_groups(config.n_head, config.n_query_groups, config.head_size)
+    maps = tables.embedding_and_head(config, "transformer.word_embeddings.weight", "lm_head")
+    for i in range(config.n_layer):
+        both = f"transformer.h.{i}"
+        if config.shared_attention_norm:
+            maps += tables.linear(f"{both}.norm_1", f"{both}.input_layernorm", True)
+        else:
+            maps += tables.linear(f"{both}.norm_1", f"{both}.ln_attn", True)
+            maps += tables.linear(f"{both}.norm_2", f"{both}.ln_mlp", True)
+        qkv = f"{both}.self_attention.query_key_value.weight"
+        maps.append(tables.same(f"{both}.attn.qkv.weight", qkv, by_group))
+        maps += tables.linear(f"{both}.attn.proj", f"{both}.self_attention.dense", False)
+        maps += tables.linear(f"{both}.mlp.fc", f"{both}.mlp.dense_h_to_4h", False)
+        maps += tables.linear(f"{both}.mlp.proj", f"{both}.mlp.dense_4h_to_h", False)
+    return maps + tables.linear("transformer.ln_f", "transformer.ln_f", True)
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what a FalconForCausalLM cannot be."""
+    hf_config.require_llama(config, head_size=config.n_embd // config.n_head, **_FACTS)

@@ -1,0 +1,49 @@
+"""Granite 3 (Granite Team 2024), the dense models: Llama with four constant multipliers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, tables
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "granite"."""
+    bias = bool(config_json.get("attention_bias", False))
+    hf_config.require_hf({"mlp_bias": False} | config_json, hidden_act=("silu",), mlp_bias=(bias,))
+    return ModelConfig(
+        **hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048),
+        **hf_config.read_rope(config_json),
+        **{name: float(config_json.get(name, 1.0)) for name in _MULTIPLIERS},
+        bias=bias,
+        tie_embeddings=config_json.get("tie_word_embeddings", False),
+    )
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``."""
+    _check(config)
+    multipliers = {name: getattr(config, name) for name in _MULTIPLIERS} | {
+        "attention_multiplier": config.attention_scale
+    }
+    return hf_config.write_decoder(
+        config, "GraniteForCausalLM", bos_token_id, eos_token_id, mlp_bias=config.bias, **multipliers
+    )
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    return tables.decoder_weights(config)
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what a GraniteForCausalLM cannot be."""
+    own = {"head_size": config.n_embd // config.n_head}
+    hf_config.require_llama(config, free=(*_MULTIPLIERS, "bias", "attention_scores_scalar"), **own)

@@ -1,0 +1,271 @@
+"""What the families' ``config.json`` files have in common: reading them into a ModelConfig, and writing them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+
+
+def require(config: ModelConfig, **expected: Any) -> None:
+    """Refuse a config whose facts a family's Hugging Face class cannot express.
+
+    Raises:
+        UserError: Names the field, its value and the value that the family has.
+    """
+    for name, value in expected.items():
+        if (actual := getattr(config, name)) != value:
+            raise UserError(
+                f"--model_config.{name} {actual}: the Hugging Face model type {config.family!r} only has {value}; "
+                f"such a model cannot be exported"
+            )
+
+
+def require_hf(config_json: dict[str, Any], **allowed: tuple[Any, ...]) -> None:
+    """Refuse a ``config.json`` with a value, where it has the key, that the family's models here cannot compute."""
+    for key, values in allowed.items():
+        if key in config_json and config_json[key] not in values:
+            raise UserError(
+                f"config.json: {key} {config_json[key]!r}: of a {config_json.get('model_type')!r} model, "
+                f"this version computes only {' or '.join(repr(v) for v in values)}"
+            )
+
+
+def model_name(config_json: dict[str, Any]) -> str:
+    """The last part of where the model came from, or nothing."""
+    return str(config_json.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
+
+
+# What ModelConfig adds to a Llama, each with the value that a Llama has.
+_PLAIN = {
+    "norm_class_name": "RMSNorm", "norm_offset": False, "norm_affine": True, "norm_1": True, "norm_2": True,
+    "post_attention_norm": False, "post_mlp_norm": False, "norm_qk": False, "mlp_class_name": "LLaMAMLP",
+    "parallel_residual": False, "position_embedding": "rope", "rotary_percentage": 1.0, "rope_indices": None,
+    "sliding_window_size": None, "attention_multiplier": None, "attention_logit_softcapping": None,
+    "final_logit_softcapping": None, "clip_qkv": None, "scale_embeddings": False, "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0, "logits_scaling": 1.0, "lm_head_bias": False, "bias": False, "attn_bias": False,
+}  # fmt: skip
+
+
+def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), **other: Any) -> None:
+    """Refuse a config that is no Llama but for what a family's Hugging Face class can express.
+
+    Args:
+        config: The architecture.
+        free: Fields that may have any value.
+        **other: Fields that must have this value instead of a Llama's.
+
+    Raises:
+        UserError: Names the field, its value and the value that the family has.
+    """
+    expected = {name: value for name, value in _PLAIN.items() if name not in free} | other
+    if "attention_scores_scalar" not in free and config.attention_scores_scalar is not None:
+        expected["attention_scores_scalar"] = config.head_size
+    require(config, **expected)
+
+
+def read_decoder(
+    config_json: dict[str, Any], *, vocab_size: int, block_size: int, norm_eps: str = "rms_norm_eps"
+) -> dict:
+    """Return the fields of a ModelConfig that nearly all ``config.json`` files name alike.
+
+    Args:
+        config_json: The content of ``config.json``.
+        vocab_size: The family's default.
+        block_size: The family's default.
+        norm_eps: Their key of it.
+    """
+    vocab_size = config_json.get("vocab_size", vocab_size)
+    return {
+        "name": model_name(config_json),
+        "family": config_json["model_type"],
+        "block_size": config_json.get("max_position_embeddings", block_size),
+        "vocab_size": vocab_size,
+        "padded_vocab_size": vocab_size,
+        "n_layer": config_json["num_hidden_layers"],
+        "n_head": config_json["num_attention_heads"],
+        "n_query_groups": config_json.get("num_key_value_heads"),
+        "n_embd": config_json["hidden_size"],
+        "head_size": config_json.get("head_dim"),
+        "intermediate_size": config_json["intermediate_size"],
+        "norm_eps": config_json.get(norm_eps, 1e-6),
+    }
+
+
+def write_decoder(config: ModelConfig, architecture: str, bos: Any, eos: Any, **other: Any) -> dict[str, Any]:
+    """Return the content of ``config.json`` with the keys that nearly all families share, and ``other`` ones.
+
+    Its vocabulary is the padded one, which the weights have.
+    """
+    return {
+        "architectures": [architecture],
+        "attention_bias": config.bias or config.attn_bias,
+        "attention_dropout": 0.0,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "hidden_size": config.n_embd,
+        "initializer_range": 0.02,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.block_size,
+        "model_type": config.family,
+        "num_attention_heads": config.n_head,
+        "num_hidden_layers": config.n_layer,
+        "num_key_value_heads": config.n_query_groups,
+        "pad_token_id": None,  # some classes' default lies beyond a small vocabulary
+        "rms_norm_eps": config.norm_eps,
+        "rope_scaling": write_rope_scaling(config),
+        "rope_theta": config.rope_base,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": True,
+        "vocab_size": config.padded_vocab_size,
+    } | other
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_windows(
+    config_json: dict[str, Any], layer_types: list[str] | None = None, *, default: int | None = None
+) -> dict:
+    """Return the window fields of a ModelConfig.
+
+    Args:
+        config_json: Its ``layer_types`` win.
+        layer_types: What the family's models have where the file does not say; None for a window in all layers.
+        default: The window where the file does not say.
+
+    Raises:
+        UserError: a layer is neither of full nor of sliding attention.
+    """
+    size = config_json.get("sliding_window", default)
+    types = config_json.get("layer_types") or layer_types
+    if unknown := set(types or ()) - {FULL, SLIDING}:
+        raise UserError(f"config.json: layer_types: {sorted(unknown)[0]!r} is not supported; only {FULL} and {SLIDING}")
+    if size is None or types is not None and SLIDING not in types:
+        return {}
+    indices = None if types is None or FULL not in types else [int(kind == SLIDING) for kind in types]
+    return {"sliding_window_size": size, "sliding_window_indices": indices}
+
+
+def write_layer_types(config: ModelConfig) -> list[str]:
+    """Return ``layer_types``, one per layer."""
+    return [FULL if config.window(layer) is None else SLIDING for layer in range(config.n_layer)]
+
+
+def write_rope_by_layer(config: ModelConfig) -> dict[str, Any]:
+    """Return the rotary keys of a model whose layers with a window have a base of their own: transformers 5 reads
+    ``rope_parameters``, 4 the others."""
+    full = {"rope_type": "default", "rope_theta": config.rope_base} | (write_rope_scaling(config) or {})
+    local = config.rope_local_base_freq or config.rope_base
+    return {
+        "rope_local_base_freq": local,
+        "rope_parameters": {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local}},
+    }
+
+
+def require_rope_by_window(config: ModelConfig) -> None:
+    """Refuse a model whose layers with a window are not those with rope index 1.
+
+    Raises:
+        UserError: Names the field.
+    """
+    for layer in range(config.n_layer):
+        if (config.window(layer) is not None) != (config.rope_index(layer) == 1):
+            raise UserError(
+                f"--model_config.rope_indices {config.rope_indices}: the Hugging Face model type {config.family!r} has "
+                "index 1 in the layers with a window and 0 in the others; such a model cannot be exported"
+            )
+
+
+def read_rope(
+    config_json: dict[str, Any],
+    *,
+    theta: str = "rope_theta",
+    share: str = "partial_rotary_factor",
+    default_share: float = 1.0,
+    default_theta: float = 10000.0,
+    of_layers: str | None = None,
+) -> dict:
+    """Return the rotary fields of a ModelConfig, from the old form or transformers 5's ``rope_parameters``.
+
+    Args:
+        config_json: The content of ``config.json``.
+        theta: The old form's key of the base.
+        share: The old form's key of the rotated share of a head.
+        default_share: The rotated share where none is given.
+        default_theta: The base where none is given.
+        of_layers: Where the new form has parameters for each kind of layer, the kind to read.
+
+    Raises:
+        UserError: A rotary scaling that is not supported.
+    """
+    rope = config_json.get("rope_parameters") or {}
+    if of_layers is not None:
+        rope = rope.get(of_layers, rope)
+    scaling = rope or config_json.get("rope_scaling") or {}
+    fields = {
+        "rope_base": float(rope.get("rope_theta") or config_json.get(theta) or default_theta),
+        "rotary_percentage": float(rope.get("partial_rotary_factor") or config_json.get(share) or default_share),
+    }
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return fields
+    if kind not in _ROPE_READERS:
+        raise UserError(f"config.json: rope_type {kind!r} is not supported; only default, {', '.join(_ROPE_READERS)}")
+    return {**fields, "rope_adjustments": _ROPE_READERS[kind](scaling, config_json)}
+
+
+def _read_llama3(scaling: dict[str, Any], config_json: dict[str, Any]) -> dict[str, Any]:
+    return {ours: scaling[theirs] for ours, theirs in _LLAMA3_NAMES.items()}
+
+
+def _read_yarn(scaling: dict[str, Any], config_json: dict[str, Any]) -> dict[str, Any]:
+    known = {"beta_fast": 32.0, "beta_slow": 1.0} | {
+        name: scaling[name]
+        for name in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
+        if scaling.get(name) is not None
+    }
+    original = scaling.get("original_max_position_embeddings") or config_json["max_position_embeddings"]
+    return {**known, "original_max_seq_len": original}
+
+
+def _read_longrope(scaling: dict[str, Any], config_json: dict[str, Any]) -> dict[str, Any]:
+    longest = config_json["max_position_embeddings"]
+    original = config_json.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    original = original or longest
+    factor, given = longest / original, scaling.get("attention_factor")
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "short_factor": scaling["short_factor"], "long_factor": scaling["long_factor"],
+        "original_max_seq_len": original, "attention_factor": usual if given is None else given,
+    }  # fmt: skip
+
+
+_ROPE_READERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
+    "linear": lambda scaling, config_json: {"factor": scaling["factor"]},
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+}
+
+
+def write_rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """Return ``rope_scaling``, the form that transformers 4 and 5 both read."""
+    kind, adjustments = config.rope_kind, config.rope_adjustments
+    if kind is None or adjustments is None:
+        return None
+    names = {ours: theirs for ours, theirs in _LLAMA3_NAMES.items() if ours in adjustments}
+    return {"rope_type": kind} | {names.get(name, name): value for name, value in adjustments.items()}
+
+
+_LLAMA3_NAMES = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_seq_len": "original_max_position_embeddings",
+}

@@ -1,0 +1,73 @@
+"""OLMo 1 to 3 (Groeneveld et al. 2024, OLMo Team 2024, 2025).
+
+OLMo is a Llama whose norms have no weights, and may clamp queries, keys and values. OLMo 2 normalises what attention
+and MLP add instead of what they read, and all queries (keys) of a token together. OLMo 3 adds windows in three of four
+layers, whose rotation is not scaled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, tables
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+_ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
+_FIRST = {"norm_class_name": "LayerNorm", "norm_affine": False, "norm_eps": 1e-5}
+_LATER = {
+    "norm_1": False, "norm_2": False, "post_attention_norm": True, "post_mlp_norm": True, "norm_qk": True,
+    "norm_qk_type": "olmo2",
+}  # fmt: skip
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from a ``config.json`` with ``model_type`` "olmo", "olmo2" or "olmo3"."""
+    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
+    kind, n_layer = config_json["model_type"], config_json["num_hidden_layers"]
+    fields = hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=50304, block_size=2048)
+    fields |= hf_config.read_rope(
+        config_json, default_theta=500000.0 if kind == "olmo3" else 10000.0,
+        of_layers=hf_config.FULL if kind == "olmo3" else None,
+    )  # fmt: skip
+    fields |= {**_FIRST, "clip_qkv": config_json.get("clip_qkv")} if kind == "olmo" else _LATER
+    if kind == "olmo3":
+        types = config_json.get("layer_types")
+        types = types or [hf_config.SLIDING if (i + 1) % 4 else hf_config.FULL for i in range(n_layer)]
+        fields |= hf_config.read_windows(config_json, types, default=4096)
+        local = (config_json.get("rope_parameters") or {}).get(hf_config.SLIDING) or {}
+        fields |= {
+            "rope_local_base_freq": float(local.get("rope_theta") or fields["rope_base"]),
+            "rope_indices": [int(t == hf_config.SLIDING) for t in types],
+        }
+    return ModelConfig(**fields, tie_embeddings=config_json.get("tie_word_embeddings", False))
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``."""
+    _check(config)
+    other: dict[str, Any] = {"clip_qkv": config.clip_qkv} if config.family == "olmo" else {}
+    if config.family == "olmo3":
+        other = hf_config.write_rope_by_layer(config)
+        other |= {"layer_types": hf_config.write_layer_types(config), "sliding_window": config.sliding_window_size}
+    return hf_config.write_decoder(config, _ARCHITECTURES[config.family], bos_token_id, eos_token_id, **other)
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    return tables.decoder_weights(config)
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what none of these classes can be; none of them has a head_size of its own."""
+    own = {"head_size": config.n_embd // config.n_head}
+    if config.family == "olmo":
+        hf_config.require_llama(config, free=("clip_qkv",), **own, **_FIRST)
+        return
+    third = config.family == "olmo3"
+    hf_config.require_llama(config, free=("rope_indices", "sliding_window_size") if third else (), **own, **_LATER)
+    if third:
+        hf_config.require_rope_by_window(config)

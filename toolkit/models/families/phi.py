@@ -1,0 +1,61 @@
+"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, Li et al. 2023): one norm for attention and MLP side by side, biases
+everywhere, a part of each head rotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, tables
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # one function
+_FACTS = {
+    "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh", "bias": True,
+    "lm_head_bias": True, "parallel_residual": True, "shared_attention_norm": True,
+}  # fmt: skip
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "phi"."""
+    hf_config.require_hf(config_json, hidden_act=_GELU, qk_layernorm=(False,), tie_word_embeddings=(False,))
+    fields = hf_config.read_decoder({"layer_norm_eps": 1e-5} | config_json, vocab_size=51200, block_size=2048,
+                                    norm_eps="layer_norm_eps")  # fmt: skip
+    return ModelConfig(**fields, **hf_config.read_rope(config_json, default_share=0.5), **_FACTS)
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``."""
+    _check(config)
+    return hf_config.write_decoder(
+        config, "PhiForCausalLM", bos_token_id, eos_token_id, hidden_act="gelu_new", layer_norm_eps=config.norm_eps,
+        partial_rotary_factor=config.rotary_percentage, qk_layernorm=False, embd_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
+    maps = [
+        tables.same("transformer.wte.weight", "model.embed_tokens.weight"),
+        *tables.linear("lm_head", "lm_head", True),
+    ]
+    for i in range(config.n_layer):
+        ours, theirs = f"transformer.h.{i}", f"model.layers.{i}"
+        maps += tables.linear(f"{ours}.norm_1", f"{theirs}.input_layernorm", True)
+        for kind in ("weight", "bias"):
+            projections = tuple(f"{theirs}.self_attn.{p}_proj.{kind}" for p in "qkv")
+            maps.append(tables.Map((f"{ours}.attn.qkv.{kind}",), projections, (tables.split_rows(q, kv, kv),)))
+        maps += tables.linear(f"{ours}.attn.proj", f"{theirs}.self_attn.dense", True)
+        maps += tables.linear(f"{ours}.mlp.fc", f"{theirs}.mlp.fc1", True)
+        maps += tables.linear(f"{ours}.mlp.proj", f"{theirs}.mlp.fc2", True)
+    return maps + tables.linear("transformer.ln_f", "model.final_layernorm", True)
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what a PhiForCausalLM cannot be."""
+    own = {"head_size": config.n_embd // config.n_head, "tie_embeddings": False}
+    hf_config.require_llama(config, free=("rotary_percentage", "attn_bias"), **own, **_FACTS)

@@ -1,0 +1,50 @@
+"""SmolLM3 (Hugging Face 2025): Llama in which every fourth layer does not rotate (NoPE)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, tables
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "smollm3"."""
+    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,))
+    n_layer, every = config_json["num_hidden_layers"], config_json.get("no_rope_layer_interval", 4)
+    rotated = config_json.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(n_layer)]  # 1: it rotates
+    types = config_json.get("layer_types") or [hf_config.FULL] * n_layer
+    if config_json.get("use_sliding_window") and not config_json.get("layer_types"):
+        types = [hf_config.FULL if rotates else hf_config.SLIDING for rotates in rotated]
+    return ModelConfig(
+        **hf_config.read_decoder(config_json, vocab_size=128256, block_size=32768),
+        **hf_config.read_windows(config_json, types),
+        **hf_config.read_rope(config_json, default_theta=2000000.0),
+        rope_indices=None if all(rotated) else [0 if rotates else -1 for rotates in rotated],
+        tie_embeddings=config_json.get("tie_word_embeddings", True),
+    )
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``."""
+    _check(config)
+    return hf_config.write_decoder(
+        config, "SmolLM3ForCausalLM", bos_token_id, eos_token_id,
+        layer_types=hf_config.write_layer_types(config), mlp_bias=False,
+        no_rope_layers=[int(config.rope_index(i) == 0) for i in range(config.n_layer)],
+        sliding_window=config.sliding_window_size, use_sliding_window=config.sliding_window_size is not None,
+    )  # fmt: skip
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    return tables.decoder_weights(config)
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what a SmolLM3ForCausalLM cannot be."""
+    hf_config.require_llama(config, free=("rope_indices", "sliding_window_size"), rope_local_base_freq=None)

@@ -1,0 +1,53 @@
+"""StableLM 2 and 3B (Bellagente et al. 2024): Llama with LayerNorm, a quarter of each head rotated, perhaps biases of
+queries, keys and values, perhaps attention and MLP side by side behind one norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, tables
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "stablelm"."""
+    hf_config.require_hf(config_json, hidden_act=("silu",), qk_layernorm=(False,))
+    parallel = config_json.get("use_parallel_residual", False)
+    fields = hf_config.read_decoder({"layer_norm_eps": 1e-5} | config_json, vocab_size=50304, block_size=4096,
+                                    norm_eps="layer_norm_eps")  # fmt: skip
+    return ModelConfig(
+        **fields,
+        **hf_config.read_rope(config_json, default_share=0.25),
+        norm_class_name="LayerNorm",
+        attn_bias=config_json.get("use_qkv_bias", False),
+        parallel_residual=parallel,
+        shared_attention_norm=parallel,
+        tie_embeddings=config_json.get("tie_word_embeddings", False),
+    )
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``."""
+    _check(config)
+    return hf_config.write_decoder(
+        config, "StableLmForCausalLM", bos_token_id, eos_token_id, hidden_dropout=0.0, layer_norm_eps=config.norm_eps,
+        partial_rotary_factor=config.rotary_percentage, qk_layernorm=False,
+        use_parallel_residual=config.parallel_residual, use_qkv_bias=config.attn_bias,
+    )  # fmt: skip
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    return tables.decoder_weights(config)
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what a StableLmForCausalLM cannot be."""
+    hf_config.require_llama(
+        config, free=("rotary_percentage", "attn_bias", "parallel_residual"), norm_class_name="LayerNorm",
+        shared_attention_norm=config.parallel_residual, head_size=config.n_embd // config.n_head,
+    )  # fmt: skip
