@@ -112,6 +112,10 @@ HF_CONFIGS = {
     "granite": lambda: transformers.GraniteConfig(
         **GROUPED, embedding_multiplier=12.0, attention_multiplier=0.15, residual_multiplier=0.22, logits_scaling=8.0
     ),
+    "starcoder2": lambda: transformers.Starcoder2Config(**GROUPED, **NO_PAD, sliding_window=16),
+    "starcoder2-without-biases": lambda: transformers.Starcoder2Config(
+        **GROUPED, **NO_PAD, use_bias=False, tie_word_embeddings=False
+    ),
     "qwen2": lambda: transformers.Qwen2Config(**LLAMA, num_key_value_heads=2),
     "qwen2-tied": lambda: transformers.Qwen2Config(
         **LLAMA, num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=QWEN2_ROPE
@@ -215,6 +219,10 @@ OUR_CONFIGS = {
     "falcon": {
         "family": "falcon", "vocab_size": 90, "n_query_groups": 2, "norm_class_name": "LayerNorm",
         "mlp_class_name": "GptNeoxMLP", "parallel_residual": True, "tie_embeddings": True,
+    },
+    "starcoder2": {
+        "family": "starcoder2", "vocab_size": 90, "n_query_groups": 2, "norm_class_name": "LayerNorm", "bias": True,
+        "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh", "sliding_window_size": 16,
     },
     "granite": {"family": "granite", "vocab_size": 90, "attention_multiplier": 0.3, "logits_scaling": 3.0},
     "neox": {

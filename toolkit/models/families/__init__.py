@@ -26,6 +26,7 @@ from toolkit.models.families import (
     qwen3,
     smollm3,
     stablelm,
+    starcoder2,
 )
 
 DEFAULT_MODEL = "mini-llama"
@@ -35,6 +36,7 @@ FAMILIES: dict[str, ModuleType] = {
     "llama": llama, "smollm3": smollm3, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma": gemma,
     "gemma2": gemma, "gemma3_text": gemma, "phi": phi, "phi3": phi3, "gpt_neox": gpt_neox, "gpt2": gpt2,
     "falcon": falcon, "olmo": olmo, "olmo2": olmo, "olmo3": olmo, "stablelm": stablelm, "granite": granite,
+    "starcoder2": starcoder2,
 }  # fmt: skip
 
 

@@ -1,0 +1,64 @@
+"""StarCoder 2 (Lozhkov et al. 2024): names of a Llama, LayerNorm, an MLP of two layers, biases, perhaps a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, tables
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+_FACTS = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh"}
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "starcoder2"."""
+    hf_config.require_hf(config_json, hidden_act=("gelu_pytorch_tanh", "gelu_new"))
+    fields = hf_config.read_decoder({"norm_epsilon": 1e-5} | config_json, vocab_size=49152, block_size=4096,
+                                    norm_eps="norm_epsilon")  # fmt: skip
+    return ModelConfig(
+        **fields,
+        **hf_config.read_rope(config_json),
+        **hf_config.read_windows(config_json),
+        bias=config_json.get("use_bias", True),
+        tie_embeddings=config_json.get("tie_word_embeddings", True),
+        **_FACTS,
+    )
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``."""
+    _check(config)
+    return hf_config.write_decoder(
+        config, "Starcoder2ForCausalLM", bos_token_id, eos_token_id, hidden_act="gelu_pytorch_tanh",
+        norm_epsilon=config.norm_eps, sliding_window=config.sliding_window_size, use_bias=config.bias,
+        embedding_dropout=0.0, residual_dropout=0.0,
+    )  # fmt: skip
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
+    maps = tables.embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
+    for i in range(config.n_layer):
+        ours, theirs = f"transformer.h.{i}", f"model.layers.{i}"
+        maps += tables.linear(f"{ours}.norm_1", f"{theirs}.input_layernorm", True)
+        for kind in ("weight", "bias") if config.bias else ("weight",):
+            projections = tuple(f"{theirs}.self_attn.{p}_proj.{kind}" for p in "qkv")
+            maps.append(tables.Map((f"{ours}.attn.qkv.{kind}",), projections, (tables.split_rows(q, kv, kv),)))
+        maps += tables.linear(f"{ours}.attn.proj", f"{theirs}.self_attn.o_proj", config.bias)
+        maps += tables.linear(f"{ours}.norm_2", f"{theirs}.post_attention_layernorm", True)
+        maps += tables.linear(f"{ours}.mlp.fc", f"{theirs}.mlp.c_fc", config.bias)
+        maps += tables.linear(f"{ours}.mlp.proj", f"{theirs}.mlp.c_proj", config.bias)
+    return maps + tables.linear("transformer.ln_f", "model.norm", True)
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what a Starcoder2ForCausalLM cannot be."""
+    hf_config.require_llama(
+        config, free=("sliding_window_size",), sliding_window_indices=None, bias=config.bias,
+        attn_bias=config.attn_bias and config.bias, head_size=config.n_embd // config.n_head, **_FACTS,
+    )  # fmt: skip
