@@ -227,8 +227,40 @@ def cut(folder):
     os.truncate(folder / "model.safetensors", 9000)
 
 
-def pickled(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+class RunsCode:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+def pickled(folder, **other):
+    """Weights as torch.save writes them, and perhaps something else among them."""
+    torch.save(load_file(folder / "model.safetensors") | other, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def old_pickle(folder):
+    torch.save(
+        load_file(folder / "model.safetensors"), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    )
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_pickles_without_code_are_read(tmp_path, several):
+    """In one file, or several with an index; the weights are those of the safetensors."""
+    save(tmp_path / "hf")
+    import_hf(tmp_path / "hf", tmp_path / "expected")
+    pickled(tmp_path / "hf")
+    if several:
+        tensors = torch.load(tmp_path / "hf/pytorch_model.bin", weights_only=True)
+        (tmp_path / "hf/pytorch_model.bin").unlink()
+        where = {name: f"pytorch_model-{i % 2}.bin" for i, name in enumerate(tensors)}
+        for file in set(where.values()):
+            torch.save({n: t for n, t in tensors.items() if where[n] == file}, tmp_path / "hf" / file)
+        (tmp_path / "hf/pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    import_hf(tmp_path / "hf", tmp_path / "m")
+    found, expected = load_weights(tmp_path / "m"), load_weights(tmp_path / "expected")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def adapter(folder):
@@ -242,7 +274,9 @@ def fp8(folder):
 QKV = "model.layers.1.self_attn.k_proj.weight"
 BAD = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds neither model.safetensors nor .*index.json"),
-    "pickled": (pickled, "holds pytorch_model.bin, which can run code .* get the model's safetensors.*save_pretrained"),
+    "code": (lambda f: pickled(f, extra=RunsCode()), "pytorch_model.bin: .*code"),
+    "no tensor": (lambda f: pickled(f, epoch=3), "pytorch_model.bin: epoch is a int, no tensor"),
+    "old pickle": (old_pickle, "pytorch_model.bin: "),
     "adapter": (adapter, "holds an adapter"),
     "git-lfs": (lfs, "model.safetensors: only stands for the weights; run `git lfs pull`"),
     "cut short": (cut, "model.safetensors: the file is damaged or cut short"),
@@ -252,7 +286,7 @@ BAD = {
     "no object": (lambda f: (f / "config.json").write_text("[]"), "config.json: must hold a JSON object"),
     "architecture": (
         lambda f: change_json(f / "config.json", model_type="qwen"),
-        "config.json: model_type 'qwen' is not supported; only llama, .*, granite; did you mean 'qwen3'",
+        "config.json: model_type 'qwen' is not supported; only llama, .*; did you mean 'qwen3'",
     ),
     "size": (lambda f: change_json(f / "config.json", hidden_size="wide"), "config.json"),
     "negative": (lambda f: change_json(f / "config.json", num_hidden_layers=-1), "n_layer -1"),

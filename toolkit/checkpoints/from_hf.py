@@ -1,21 +1,18 @@
-"""In from Hugging Face: a folder with config.json and safetensors becomes a model folder (laws S1, S4 and M2)."""
+"""In from Hugging Face: a folder with config.json and weights becomes a model folder (laws S1, S4 and M2)."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config, write_model_files
-from toolkit.checkpoints.hf import FORMAT_NAMES, to_hf_names
+from toolkit.checkpoints.hf import to_hf_names
+from toolkit.checkpoints.hf_files import Stored, close, find_weights, read_json
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
@@ -26,24 +23,9 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+RECORD = "download.yaml"  # where `toolkit download` had the model from
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
-_TYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()}
-# Causal masks and rotary tables that older versions of transformers saved with GPT-2, GPT-NeoX and Llama.
-_BUFFERS = re.compile(r"(.+\.)?(attn|attention)\.(masked_)?bias|(.+\.)?rotary_emb\.inv_freq")
-
-
-class Stored(NamedTuple):
-    """A tensor in a safetensors file, under the name that it has there."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self) -> Tensor:
-        """The tensor, whose bytes come into memory when they are touched and can be given back."""
-        return _open(self.file).get_tensor(self.name)
 
 
 def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None = None) -> list[str]:
@@ -53,7 +35,8 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
     needs as much free disk as they take.
 
     Args:
-        hf_dir: Holds ``config.json`` and safetensors, in one file or several with an index.
+        hf_dir: Holds ``config.json`` and safetensors, or pickles that load with weights_only, in one file or several
+            with an index.
         out_dir: The new folder; one that is there must be empty.
         dtype: Type of the weights; as they are when not given.
 
@@ -66,11 +49,11 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
     """
     hf_dir, out_dir = Path(hf_dir).expanduser(), Path(out_dir)
     require_new_folder(out_dir)
-    config, notes = _read_config(hf_dir, name=out_dir.resolve().name), []
+    config, notes = read_hf_config(hf_dir, name=out_dir.resolve().name), []
     tokenizer = Tokenizer.load(hf_dir, flag="hf_dir") if (hf_dir / "tokenizer.json").is_file() else None
     notes += _about_tokenizer(hf_dir, tokenizer, config)
     try:
-        found = _with_prefix(_find_weights(hf_dir), config)
+        found = _with_prefix(find_weights(hf_dir), config)
         config, more = _settle_head(found, config)
         _require_fit(found, config, hf_dir)
         dtype, and_more = _settle_type(found, dtype)
@@ -78,11 +61,11 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
         def write(folder: Path) -> None:
             weights = _convert(found, config, dtype, beside=out_dir)
             write_model_files(folder, state_dict=weights, config=config, hyperparameters=None, tokenizer=None)
-            copy_files(hf_dir, folder, (*FILE_PATTERNS, CONFIG))
+            copy_files(hf_dir, folder, (*FILE_PATTERNS, CONFIG, RECORD))
 
         write_folder(out_dir, write, flag="out_dir")
     finally:
-        _open.cache_clear()
+        close()
     return notes + more + and_more
 
 
@@ -93,12 +76,12 @@ def is_import_of(folder: Path, hf_dir: Path) -> bool:
     Raises:
         UserError: one of the two cannot be read.
     """
-    ours, theirs = read_model_config(folder), _read_config(hf_dir, name="theirs")
+    ours, theirs = read_model_config(folder), read_hf_config(hf_dir, name="theirs")
     if _architecture(ours) != _architecture(theirs):
         return False
     weights = fitting_weights(folder, model_on_meta(ours))
     try:
-        found = _with_prefix(_find_weights(hf_dir), theirs)
+        found = _with_prefix(find_weights(hf_dir), theirs)
         _require_fit(found, _settle_head(found, theirs)[0], hf_dir)
         for entry in family_of(ours).weights(ours):
             if entry.ours[0].startswith("transformer.h.0."):
@@ -106,7 +89,7 @@ def is_import_of(folder: Path, hf_dir: Path) -> bool:
                 if not all(_equal_but_for_rounding(weights[n], t) for n, t in zip(entry.ours, read, strict=True)):
                     return False
     finally:
-        _open.cache_clear()
+        close()
     return True
 
 
@@ -120,13 +103,18 @@ def _equal_but_for_rounding(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.to(b.dtype), b) or torch.equal(a, b.to(a.dtype))
 
 
-def _read_config(hf_dir: Path, name: str) -> ModelConfig:
+def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
+    """Read the architecture of a Hugging Face folder; ``name`` is the model's where its config.json has none.
+
+    Raises:
+        UserError: there is no config.json, or it is broken, or its architecture is not supported.
+    """
     if not hf_dir.is_dir():
         raise UserError(f"hf_dir {hf_dir}: no such folder; give the one that holds {CONFIG} and the weights")
     if not (hf_dir / CONFIG).is_file():
         ours = f"; it is a checkpoint folder already ({WEIGHTS} is there)" if (hf_dir / WEIGHTS).exists() else ""
         raise UserError(f"hf_dir {hf_dir}: holds no {CONFIG}{ours or '; give the folder of a Hugging Face model'}")
-    values = _read_json(hf_dir / CONFIG)
+    values = read_json(hf_dir / CONFIG)
     if values.get("quantization_config"):
         raise UserError(f"{hf_dir / CONFIG}: quantization_config: quantised weights are not read; get the 16-bit model")
     try:
@@ -134,18 +122,6 @@ def _read_config(hf_dir: Path, name: str) -> ModelConfig:
     except UserError as error:
         raise UserError(f"hf_dir {hf_dir}: {error}") from error
     return dataclasses.replace(config, name=config.name or name)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {' '.join(str(error).split())}; copy or download it again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: must hold a JSON object; copy or download it again")
-    return values
 
 
 def _about_tokenizer(hf_dir: Path, tokenizer: Tokenizer | None, config: ModelConfig) -> list[str]:
@@ -159,65 +135,6 @@ def _about_tokenizer(hf_dir: Path, tokenizer: Tokenizer | None, config: ModelCon
             f"{config.padded_vocab_size:,}: texts with the others cannot be used"
         ]
     return []
-
-
-def _find_weights(hf_dir: Path) -> dict[str, Stored]:
-    """Read what the headers of the weights' files say."""
-    where: dict[str, Any] = {}
-    if (hf_dir / SINGLE).is_file():
-        files = [SINGLE]
-    elif (hf_dir / INDEX).is_file():
-        where = _read_json(hf_dir / INDEX).get("weight_map")
-        if not (isinstance(where, dict) and where and all(isinstance(file, str) for file in where.values())):
-            raise UserError(f"{hf_dir / INDEX}: holds no weight_map of names to files; copy or download it again")
-        files = sorted(set(where.values()))
-        # Law S4. A plain name may still be a link: the hub's cache keeps the contents elsewhere.
-        if outside := [file for file in files if not re.fullmatch(r"[^/\\:\0]+\.safetensors", file)]:
-            raise UserError(f"{hf_dir / INDEX}: points to {outside[0]!r:.200}, which is no safetensors file beside it")
-    else:
-        raise UserError(f"hf_dir {hf_dir}: {_instead_of_safetensors(hf_dir)}")
-    found: dict[str, Stored] = {}
-    for file in files:
-        for name, shape, kind in _read_header(hf_dir / file):
-            if name in found and where.get(name) != file:
-                continue
-            if _BUFFERS.fullmatch(name):
-                continue
-            if kind not in _TYPES:
-                raise UserError(f"{hf_dir / file}: {name} is of type {kind}, no weight's; get the 16-bit model")
-            found[name] = Stored(hf_dir / file, name, shape, _TYPES[kind])
-    return found
-
-
-def _instead_of_safetensors(hf_dir: Path) -> str:
-    if pickled := sorted(p.name for p in hf_dir.glob("pytorch_model*.bin*")):
-        return (
-            f"holds {pickled[0]}, which can run code when it is read, and no {SINGLE}; get the model's safetensors, or "
-            "write them with transformers: AutoModelForCausalLM.from_pretrained(hf_dir).save_pretrained(new_dir)"
-        )
-    if (hf_dir / "adapter_model.safetensors").exists():
-        return "holds an adapter, not a whole model; give the folder of its base model"
-    return f"holds neither {SINGLE} nor {INDEX}; give the folder of a Hugging Face model"
-
-
-def _read_header(path: Path) -> Iterable[tuple[str, tuple[int, ...], str]]:
-    opened = _open(path)
-    for name in opened.keys():  # noqa: SIM118 (not a dictionary)
-        part = opened.get_slice(name)
-        yield name, tuple(part.get_shape()), part.get_dtype()
-
-
-@functools.cache
-def _open(path: Path) -> Any:
-    try:
-        with open(path, "rb") as file:
-            if file.read(24).startswith(b"version https://git-lfs"):
-                raise UserError(f"{path}: only stands for the weights; run `git lfs pull` in its folder")
-        return safe_open(path, "pt")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; copy or download it again") from error
-    except SafetensorError as error:
-        raise UserError(f"{path}: the file is damaged or cut short ({error}); copy or download it again") from error
 
 
 def _with_prefix(found: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:

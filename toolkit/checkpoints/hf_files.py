@@ -1,0 +1,149 @@
+"""The weights in the files of a Hugging Face folder, one at a time: safetensors, or pickles that can run no code."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from toolkit.checkpoints.hf import FORMAT_NAMES
+from toolkit.checkpoints.weights import load_state
+from toolkit.errors import UserError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_TYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()}
+# Causal masks and rotary tables that older versions of transformers saved with GPT-2, GPT-NeoX and Llama.
+_BUFFERS = re.compile(r"(.+\.)?(attn|attention)\.(masked_)?bias|(.+\.)?rotary_emb\.inv_freq")
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, under the name that it has there."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """The tensor, whose bytes come into memory when they are touched and can be given back."""
+        return _open(self.file).get_tensor(self.name)
+
+
+def find_weights(hf_dir: Path) -> dict[str, Stored]:
+    """Read what the files of a folder say of their tensors; safetensors win over pickles. Call :func:`close` later.
+
+    Raises:
+        UserError: there are none, an index points outside the folder (law S4), or a file is missing or damaged.
+    """
+    where: dict[str, Any] = {}
+    for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
+        if (hf_dir / single).is_file():
+            files = [single]
+            break
+        if (hf_dir / index).is_file():
+            where = _read_index(hf_dir / index)
+            files = sorted(set(where.values()))
+            break
+    else:
+        raise UserError(f"hf_dir {hf_dir}: {_instead_of_weights(hf_dir)}")
+    found: dict[str, Stored] = {}
+    for file in files:
+        opened = _open(hf_dir / file)
+        for name in opened.keys():  # noqa: SIM118 (not a dictionary)
+            if name in found and where.get(name) != file or _BUFFERS.fullmatch(name):
+                continue
+            part = opened.get_slice(name)
+            kind = part.get_dtype()
+            if kind not in _TYPES:
+                raise UserError(f"{hf_dir / file}: {name} is of type {kind}, no weight's; get the 16-bit model")
+            found[name] = Stored(hf_dir / file, name, tuple(part.get_shape()), _TYPES[kind])
+    return found
+
+
+def close() -> None:
+    """Let go of the files."""
+    _open.cache_clear()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON: {' '.join(str(error).split())}; copy or download it again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: must hold a JSON object; copy or download it again")
+    return values
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    where = read_json(path).get("weight_map")
+    if not (isinstance(where, dict) and where and all(isinstance(file, str) for file in where.values())):
+        raise UserError(f"{path}: holds no weight_map of names to files; copy or download it again")
+    kind = "safetensors" if path.name == INDEX else "bin"
+    # A plain name may still be a link: the hub's cache keeps the contents elsewhere.
+    if outside := sorted(file for file in where.values() if not re.fullmatch(rf"[^/\\:\0]+\.{kind}", file)):
+        raise UserError(f"{path}: points to {outside[0]!r:.200}, which is no {kind} file beside it")
+    return where
+
+
+def _instead_of_weights(hf_dir: Path) -> str:
+    if (hf_dir / "adapter_model.safetensors").exists():
+        return "holds an adapter, not a whole model; give the folder of its base model"
+    return f"holds neither {SINGLE} nor {INDEX}; give the folder of a Hugging Face model"
+
+
+@functools.cache
+def _open(path: Path) -> Any:
+    try:
+        with open(path, "rb") as file:
+            if file.read(24).startswith(b"version https://git-lfs"):
+                raise UserError(f"{path}: only stands for the weights; run `git lfs pull` in its folder")
+        return safe_open(path, "pt") if path.suffix == ".safetensors" else _Pickled(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; copy or download it again") from error
+    except SafetensorError as error:
+        raise UserError(f"{path}: the file is damaged or cut short ({error}); copy or download it again") from error
+
+
+class _Pickled:
+    """A file of ``torch.save``, read with weights_only and mapped into memory, with the methods of safetensors'."""
+
+    def __init__(self, path: Path) -> None:
+        self._tensors = load_state(path)
+        for name, value in self._tensors.items():
+            if not isinstance(value, Tensor):
+                raise UserError(f"{path}: {name} is a {type(value).__name__}, no tensor")
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name].contiguous()
+
+    def get_slice(self, name: str) -> _Facts:
+        return _Facts(self._tensors[name])
+
+
+class _Facts:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        return FORMAT_NAMES.get(self._tensor.dtype, str(self._tensor.dtype))
