@@ -10,6 +10,7 @@ import yaml
 from torch import Tensor, nn
 
 from toolkit.checkpoints.adapters import has_adapters_only, load_adapters, read_adapter
+from toolkit.checkpoints.litgpt import config_from_litgpt, rename_old
 from toolkit.checkpoints.store import FINAL, WEIGHTS, newest
 from toolkit.checkpoints.weights import load_weights, require_fit, save_weights
 from toolkit.errors import UserError
@@ -67,7 +68,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError("must hold names and values")
-        config = ModelConfig.from_dict(values)
+        config = ModelConfig.from_dict(values) if "family" in values else config_from_litgpt(values)
         if config.padded_vocab_size is None:
             raise ValueError("vocab_size is missing")
         return config
@@ -137,7 +138,7 @@ def fitting_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     if has_adapters_only(folder):
         raise UserError(f"{folder}: holds adapters and no weights of its own; run toolkit merge_lora on it first")
     weights, wanted = load_weights(folder), model.state_dict()
-    _rename_old(weights, model.config)
+    rename_old(weights, model.config)
     _tie_or_untie(weights, model.config, Path(folder))
     require_fit(weights, wanted, Path(folder) / WEIGHTS, CONFIG)
     return {name: weights[name] for name in wanted}
@@ -172,19 +173,6 @@ def write_model_config(config: ModelConfig, path: Path) -> None:
 
 def _write_yaml(path: Path, values: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
-
-
-def _rename_old(weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """Bring LitGPT's older ``attn.attn``, a [q..., k, v] per query group, to ``attn.qkv``, all q, then k, then v."""
-    size, groups = config.head_size, config.n_query_groups
-    per_group = config.n_head // groups
-    for old in [name for name in weights if ".attn.attn." in name]:
-        tensor = weights.pop(old)
-        rows = (per_group + 2) * size
-        if tensor.shape[0] == groups * rows:
-            grouped = tensor.unflatten(0, (groups, rows)).split([per_group * size, size, size], dim=1)
-            tensor = torch.cat([part.flatten(0, 1) for part in grouped])
-        weights[old.replace(".attn.attn.", ".attn.qkv.")] = tensor
 
 
 def _tie_or_untie(weights: dict[str, Tensor], config: ModelConfig, folder: Path) -> None:

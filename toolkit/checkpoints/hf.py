@@ -89,7 +89,8 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     ours = model_on_meta(config)
     rounded = {name: tensor.to(getattr(torch, exported)).float() for name, tensor in weights.items()}
     ours.load_state_dict(rounded, assign=True)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(out_dir), local_files_only=True).float()
+    options = {"local_files_only": True, "torch_dtype": torch.float32}  # converted later, constants stay rounded
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(out_dir), **options)
     draw = torch.Generator().manual_seed(0)
     shape = (2, min(config.block_size, 64))
     tokens = torch.randint(config.vocab_size or config.padded_vocab_size, shape, generator=draw)
