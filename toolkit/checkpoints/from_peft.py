@@ -78,6 +78,7 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
     for layer in layers:
         part = model.get_submodule(layer.name)
         if isinstance(part, LoRALinear):
+            layer.require_one(f"--from_peft {folder}")
             adapters |= _imported(layer, part, found, folder, fused if _is_fused(layer) else _Fused(lora.r))
     used = {module for layer in layers for module in layer.modules}
     if unknown := sorted(module for module in found if module not in used):

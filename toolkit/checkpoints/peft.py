@@ -61,6 +61,7 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
     for layer in linear_layers(config):
         part = model.get_submodule(layer.name)
         if isinstance(part, LoRALinear):
+            layer.require_one(f"checkpoint_dir {checkpoint_dir}")
             tensors |= dict(_exported(layer, part, weight_of))
     base_name = _base_name(info.base)
     settings = _settings(info.lora, tensors, linear_layers(config), base_name)

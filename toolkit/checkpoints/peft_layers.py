@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.folder import model_on_meta
+from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import Map
@@ -35,6 +36,18 @@ class Layer:
     def modules(self) -> list[str]:
         """The Hugging Face layers that it is, by name."""
         return [name.removesuffix(".weight") for name in self.entry.theirs]
+
+    def require_one(self, flag: str) -> None:
+        """Refuse adapters of a layer that is one at Hugging Face and several here.
+
+        Raises:
+            UserError: It is Phi-3's gate_up_proj, or another such layer.
+        """
+        if len(self.entry.ours) > 1:
+            raise UserError(
+                f"{flag}: adapters of {self.modules[0]} are {len(self.entry.ours)} layers' here and one's in peft; "
+                "only merged weights go from one to the other (toolkit merge_lora; peft: merge_and_unload)"
+            )
 
     @property
     def is_turned(self) -> bool:

@@ -3,6 +3,11 @@
 All scale the embedding, multiply by 1 + weight in norms and have gated gelu. Gemma 2 has norms behind attention and MLP
 as well, windows in every other layer, and caps of scores and logits; Gemma 3 normalises queries and keys instead of
 capping, has windows in five of six layers, and another rotary base in those.
+
+Facts of the named configurations: LitGPT; the longest sequence and norm_eps of Gemma 1 and 2, which LitGPT leaves at its
+defaults, and all of gemma-3-270m and the longest sequence of gemma-3-1b: MLC LLM's presets and the conversion scripts of
+transformers; tied embeddings and the code and shield models: KerasHub's presets. The vocabulary of Gemma 3 is that of
+the text, without the 64 rows that the models which see images have for those.
 """
 
 from __future__ import annotations
@@ -12,8 +17,69 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
+_ALL = {
+    "norm_eps": 1e-6, "norm_offset": True, "scale_embeddings": True, "mlp_class_name": "GemmaMLP",
+    "gelu_approximate": "tanh", "tie_embeddings": True,
+}  # fmt: skip
+_TWICE = {"post_attention_norm": True, "post_mlp_norm": True}
+
+
+def _gemma(name: str, n_layer: int, n_embd: int, n_head: int, groups: int, intermediate_size: int) -> ModelConfig:
+    return ModelConfig(
+        name=name, family="gemma", block_size=8192, vocab_size=256000, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
+        n_query_groups=groups, head_size=256, intermediate_size=intermediate_size, **_ALL,
+    )  # fmt: skip
+
+
+def _gemma2(
+    name: str, n_layer: int, n_embd: int, n_head: int, groups: int, intermediate_size: int, head_size: int = 256,
+    scalar: float = 256.0,
+) -> ModelConfig:  # fmt: skip
+    return ModelConfig(
+        name=name, family="gemma2", block_size=8192, vocab_size=256000, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
+        n_query_groups=groups, head_size=head_size, intermediate_size=intermediate_size,
+        attention_scores_scalar=scalar, attention_logit_softcapping=50.0, final_logit_softcapping=30.0,
+        sliding_window_size=4096, sliding_window_indices=[(i + 1) % 2 for i in range(n_layer)], **_TWICE, **_ALL,
+    )  # fmt: skip
+
+
+def _gemma3(
+    name: str, n_layer: int, n_embd: int, n_head: int, groups: int, intermediate_size: int, head_size: int = 256,
+    scalar: float = 256.0, long: bool = True,
+) -> ModelConfig:  # fmt: skip
+    every_sixth_is_full = [int((i + 1) % 6 != 0) for i in range(n_layer)]
+    return ModelConfig(
+        name=name, family="gemma3_text", block_size=131072 if long else 32768, vocab_size=262144, n_layer=n_layer,
+        n_embd=n_embd, n_head=n_head, n_query_groups=groups, head_size=head_size, intermediate_size=intermediate_size,
+        attention_scores_scalar=scalar, norm_qk=True, rope_base=1000000.0, rope_local_base_freq=10000.0,
+        rope_adjustments={"factor": 8.0} if long else None, rope_indices=every_sixth_is_full,
+        sliding_window_size=1024 if long else 512, sliding_window_indices=every_sixth_is_full, **_TWICE, **_ALL,
+    )  # fmt: skip
+
+
+CONFIGS = [
+    _gemma("gemma-2b", 18, 2048, 8, 1, 16384),
+    _gemma("gemma-7b", 28, 3072, 16, 16, 24576),
+    _gemma2("gemma-2-2b", 26, 2304, 8, 4, 9216),
+    _gemma2("gemma-2-9b", 42, 3584, 16, 8, 14336),
+    _gemma2("gemma-2-27b", 46, 4608, 32, 16, 36864, head_size=128, scalar=144.0),
+    _gemma3("gemma-3-270m", 18, 640, 4, 1, 2048, long=False),
+    _gemma3("gemma-3-1b", 26, 1152, 4, 1, 6912, long=False),
+    _gemma3("gemma-3-4b", 34, 2560, 8, 4, 10240),
+    _gemma3("gemma-3-12b", 48, 3840, 16, 8, 15360),
+    _gemma3("gemma-3-27b", 62, 5376, 32, 16, 21504, head_size=128, scalar=168.0),
+]
+
+ALIASES = {
+    **{f"{c.name}-it": c.name for c in CONFIGS},
+    **{f"{c.name}-pt": c.name for c in CONFIGS if c.name.startswith("gemma-3")},
+    **{f"gemma-1.1-{size}-it": f"gemma-{size}" for size in ("2b", "7b")},
+    **{f"codegemma-{size}": f"gemma-{size}" for size in ("2b", "7b")},
+    "codegemma-7b-it": "gemma-7b",
+    "codegemma-1.1-2b": "gemma-2b",
+    "codegemma-1.1-7b-it": "gemma-7b",
+    **{f"shieldgemma-{size}": f"gemma-2-{size}" for size in ("2b", "9b", "27b")},
+}
 
 _ARCHITECTURES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
 _ACTS = ("gelu", "gelu_pytorch_tanh")  # the files of Gemma 1 say gelu and mean its approximation by tanh
@@ -68,15 +134,20 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     other: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if config.family != "gemma":
         other |= {
-            "attn_logit_softcapping": config.attention_logit_softcapping,
-            "final_logit_softcapping": config.final_logit_softcapping,
+            "attn_logit_softcapping": _float(config.attention_logit_softcapping),
+            "final_logit_softcapping": _float(config.final_logit_softcapping),
             "layer_types": hf_config.write_layer_types(config),
-            "query_pre_attn_scalar": config.attention_scores_scalar or config.head_size,
+            "query_pre_attn_scalar": int(config.attention_scores_scalar or config.head_size),
             "sliding_window": config.sliding_window_size,
         }
     if config.family == "gemma3_text":
         other |= hf_config.write_rope_by_layer(config)
     return hf_config.write_decoder(config, _ARCHITECTURES[config.family], bos_token_id, eos_token_id, **other)
+
+
+def _float(value: float | None) -> float | None:
+    """transformers 5 refuses 50 where it wants 50.0."""
+    return None if value is None else float(value)
 
 
 def weights(config: ModelConfig) -> list[tables.Map]:
@@ -95,5 +166,7 @@ def _check(config: ModelConfig) -> None:
         norm_offset=True, scale_embeddings=True, mlp_class_name="GemmaMLP", gelu_approximate="tanh",
         post_attention_norm=later, post_mlp_norm=later, norm_qk=third, norm_qk_type="default",
     )  # fmt: skip
+    if (scalar := config.attention_scores_scalar) is not None and scalar != int(scalar):
+        hf_config.require(config, attention_scores_scalar=int(scalar))
     if third:
         hf_config.require_rope_by_window(config)

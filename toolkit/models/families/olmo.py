@@ -3,6 +3,8 @@
 OLMo is a Llama whose norms have no weights, and may clamp queries, keys and values. OLMo 2 normalises what attention
 and MLP add instead of what they read, and all queries (keys) of a token together. OLMo 3 adds windows in three of four
 layers, whose rotation is not scaled.
+
+Facts of the named configurations: LitGPT; tied embeddings: the models' cards.
 """
 
 from __future__ import annotations
@@ -12,15 +14,43 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
-
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
 _FIRST = {"norm_class_name": "LayerNorm", "norm_affine": False, "norm_eps": 1e-5}
 _LATER = {
     "norm_1": False, "norm_2": False, "post_attention_norm": True, "post_mlp_norm": True, "norm_qk": True,
     "norm_qk_type": "olmo2",
 }  # fmt: skip
+
+
+def _olmo(name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        name=name, family="olmo", block_size=2048, vocab_size=50304, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
+        intermediate_size=intermediate_size, tie_embeddings=tied, **_FIRST,
+    )  # fmt: skip
+
+
+def _olmo2(name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int) -> ModelConfig:
+    return ModelConfig(
+        name=name, family="olmo2", block_size=4096, vocab_size=100352, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
+        intermediate_size=intermediate_size, rope_base=500000.0, norm_eps=1e-6, **_LATER,
+    )  # fmt: skip
+
+
+CONFIGS = [
+    _olmo("OLMo-1B-hf", 16, 2048, 16, 8192, tied=True),
+    _olmo("OLMo-7B-hf", 32, 4096, 32, 11008, tied=False),
+    _olmo2("OLMo-2-1124-7B", 32, 4096, 32, 11008),
+    _olmo2("OLMo-2-1124-13B", 40, 5120, 40, 13824),
+]
+
+ALIASES = {
+    "OLMo-7B-Instruct-hf": "OLMo-7B-hf",
+    **{
+        f"OLMo-2-1124-{size}-{kind}": f"OLMo-2-1124-{size}"
+        for size in ("7B", "13B")
+        for kind in ("SFT", "DPO", "Instruct")
+    },
+}
 
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
@@ -48,7 +78,10 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
 def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
-    other: dict[str, Any] = {"clip_qkv": config.clip_qkv} if config.family == "olmo" else {}
+    other: dict[str, Any] = {}
+    if config.family == "olmo":
+        clip = config.clip_qkv
+        other = {"clip_qkv": None if clip is None else float(clip)}  # transformers 5 refuses 8 where it wants 8.0
     if config.family == "olmo3":
         other = hf_config.write_rope_by_layer(config)
         other |= {"layer_types": hf_config.write_layer_types(config), "sliding_window": config.sliding_window_size}
