@@ -13,6 +13,7 @@ from torch import Tensor
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config, write_model_files
 from toolkit.checkpoints.hf import to_hf_names
 from toolkit.checkpoints.hf_files import Stored, close, find_weights, read_json
+from toolkit.checkpoints.hf_tokenizer import converted, lone_sentencepiece
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
@@ -50,8 +51,9 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
     hf_dir, out_dir = Path(hf_dir).expanduser(), Path(out_dir)
     require_new_folder(out_dir)
     config, notes = read_hf_config(hf_dir, name=out_dir.resolve().name), []
+    made, why = _converted_tokenizer(hf_dir)
     tokenizer = Tokenizer.load(hf_dir, flag="hf_dir") if (hf_dir / "tokenizer.json").is_file() else None
-    notes += _about_tokenizer(hf_dir, tokenizer, config)
+    notes += _about_tokenizer(hf_dir, tokenizer, config) if why is None else [why]
     try:
         found = _with_prefix(find_weights(hf_dir), config)
         config, more = _settle_head(found, config)
@@ -62,6 +64,8 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
             weights = _convert(found, config, dtype, beside=out_dir)
             write_model_files(folder, state_dict=weights, config=config, hyperparameters=None, tokenizer=None)
             copy_files(hf_dir, folder, (*FILE_PATTERNS, CONFIG, RECORD))
+            if made is not None:
+                (folder / "tokenizer.json").write_bytes(made)
 
         write_folder(out_dir, write, flag="out_dir")
     finally:
@@ -124,11 +128,22 @@ def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
     return dataclasses.replace(config, name=config.name or name)
 
 
+def _converted_tokenizer(hf_dir: Path) -> tuple[bytes | None, str | None]:
+    """A tokenizer.json made of a SentencePiece model, where there is only that, and what the user should know of it."""
+    model = lone_sentencepiece(hf_dir)
+    if model is None:
+        return None, None
+    try:
+        return converted(model), f"tokenizer.json was made of {model.name}; the two encode alike what was tried"
+    except ValueError as error:
+        mend = "copy one, or give --tokenizer_dir later on"
+        return None, f"warning: {hf_dir} holds no tokenizer.json, and {model.name} was not made one: {error}; {mend}"
+
+
 def _about_tokenizer(hf_dir: Path, tokenizer: Tokenizer | None, config: ModelConfig) -> list[str]:
     if tokenizer is None:
-        lone = next((p.name for p in sorted(hf_dir.glob("*.model")) if p.is_file()), None)
-        mend = f"write one from {lone} with transformers' AutoTokenizer" if lone else "copy the tokenizer's files"
-        return [f"warning: {hf_dir} holds no tokenizer.json: {mend}, or give --tokenizer_dir later on"]
+        mend = "copy the tokenizer's files, or give --tokenizer_dir later on"
+        return [f"warning: {hf_dir} holds no tokenizer.json: {mend}"]
     if tokenizer.vocab_size > config.padded_vocab_size:
         return [
             f"warning: the tokenizer has {tokenizer.vocab_size:,} tokens and the model embeds "

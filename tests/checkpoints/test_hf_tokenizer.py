@@ -1,0 +1,74 @@
+"""Folders whose tokenizer is a SentencePiece model alone: it is converted, or the reason why not is said."""
+
+import builtins
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.checkpoints.from_hf import import_hf
+from toolkit.data.tokenizer import Tokenizer
+
+spm, transformers = pytest.importorskip("sentencepiece"), pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def folder(tmp_path, corpus) -> Path:
+    """A random Llama with a tokenizer.model, as the first Llamas were published."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=400)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "\n".join([file.read_text() for file in sorted(corpus.iterdir())] + [f"{i} × {i}" for i in range(99)])
+    )
+    spm.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "hf" / "tokenizer"), vocab_size=300, model_type="bpe",
+        byte_fallback=True, unk_id=0, bos_id=1, eos_id=2, normalization_rule_name="identity", minloglevel=2,
+        remove_extra_whitespaces=False,
+    )  # fmt: skip
+    (tmp_path / "hf" / "tokenizer.vocab").unlink()
+    names = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(names))
+    return tmp_path / "hf"
+
+
+def test_it_is_converted_and_encodes_alike(folder, tmp_path):
+    notes = import_hf(folder, tmp_path / "ours")
+    assert any("tokenizer.json was made of tokenizer.model" in note for note in notes), notes
+    ours = Tokenizer.load(tmp_path / "ours")
+    theirs = spm.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    for text in ("the model reads", "a  b\n", "99 × 99", "neue Wörter 🎉"):
+        ids = ours.encode(text, bos=False)
+        assert ids == theirs.encode(text) and ours.decode(ids).strip() == text.strip()
+    assert (ours.bos_id, ours.eos_id) == (1, 2)
+    assert (tmp_path / "ours" / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
+    assert not (folder / "tokenizer.json").exists()
+
+
+def test_a_broken_one_is_said_and_the_weights_come_all_the_same(folder, tmp_path):
+    (folder / "tokenizer.model").write_bytes(b"nothing of the kind")
+    (note,) = import_hf(folder, tmp_path / "ours")
+    assert "holds no tokenizer.json, and tokenizer.model was not made one: " in note and "\n" not in note
+    assert (tmp_path / "ours" / "lit_model.pth").exists() and not (tmp_path / "ours" / "tokenizer.json").exists()
+
+
+def test_one_that_would_encode_otherwise_is_refused(folder, tmp_path, monkeypatch):
+    from toolkit.checkpoints import hf_tokenizer
+
+    monkeypatch.setattr(hf_tokenizer, "_PROBES", ("<s> in a text",))  # transformers takes it for the token
+    (note,) = import_hf(folder, tmp_path / "ours")
+    assert "encodes '<s> in a text' in another way" in note
+
+
+def test_without_sentencepiece_it_says_what_to_install(folder, tmp_path, monkeypatch):
+    plain = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "sentencepiece":
+            raise ImportError(name="sentencepiece")
+        return plain(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    (note,) = import_hf(folder, tmp_path / "ours")
+    assert "sentencepiece is not installed; run: pip install transformers sentencepiece" in note
