@@ -10,6 +10,7 @@ from groups import Case, run_group
 
 from toolkit.args import DDPArgs, FSDPArgs
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
+from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora, is_adapter
@@ -21,11 +22,28 @@ from toolkit.training.optimizer import build_optimizer
 SINGLE = StrategyPlan("single", None, (1, 1), "")
 ADAMW = {"name": "AdamW", "weight_decay": 0.1}
 GPT2 = {"n_layer": 3, "n_embd": 96, "n_head": 4, "head_size": 24, "intermediate_size": 384, "n_query_groups": 4}
+SMALL = {"vocab_size": 512, "block_size": 128, "n_layer": 4, "n_embd": 128, "n_head": 4, "n_query_groups": 2,
+         "intermediate_size": 320}  # fmt: skip
+POST = {"post_attention_norm": True, "post_mlp_norm": True}
 CONFIGS = {
     "llama": replace(get_config("pico-llama"), vocab_size=512, padded_vocab_size=512),
     "gpt_neox": replace(get_config("pythia-14m"), vocab_size=512, padded_vocab_size=512),
     "gpt2": replace(get_config("gpt2"), vocab_size=512, padded_vocab_size=512, **GPT2),
-}
+    "gemma2": ModelConfig(**SMALL, **POST, scale_embeddings=True, norm_offset=True, mlp_class_name="GemmaMLP",
+                          sliding_window_size=32, sliding_window_indices=[1, 0, 1, 0],
+                          attention_logit_softcapping=50.0, final_logit_softcapping=30.0, tie_embeddings=True),
+    "gemma3": ModelConfig(**SMALL, **POST, scale_embeddings=True, norm_offset=True, mlp_class_name="GemmaMLP",
+                          sliding_window_size=32, sliding_window_indices=[1, 1, 1, 0], norm_qk=True,
+                          rope_indices=[1, 1, 1, 0], rope_local_base_freq=100.0, tie_embeddings=True),
+    "mistral": ModelConfig(**SMALL, sliding_window_size=32),
+    "olmo2": ModelConfig(**SMALL, **POST, norm_1=False, norm_2=False, norm_qk=True, norm_qk_type="olmo2"),
+    "olmo": ModelConfig(**SMALL, norm_class_name="LayerNorm", norm_affine=False, clip_qkv=8.0),
+    "phi": ModelConfig(**SMALL | {"n_layer": 8}, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP", gelu_approximate="tanh",
+                       bias=True, lm_head_bias=True, parallel_residual=True, shared_attention_norm=True,
+                       rotary_percentage=0.5),
+    "granite": ModelConfig(**SMALL, embedding_multiplier=12.0, attention_multiplier=0.1, residual_multiplier=0.2,
+                           logits_scaling=8.0),
+}  # fmt: skip
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true"]
 LORAS = {
     "full": None,

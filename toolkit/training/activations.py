@@ -26,17 +26,24 @@ def activation_bytes(job: Job) -> float:
     config, n = job.config, job.tokens
     blocks = config.n_layer * n * (_norms(job) + _attention(job) + _mlp(job))
     last_norm = n * _norm(job)
-    rotation = 0 if config.position_embedding == "learned" else 2 * FP32 * job.seq_length * config.rope_n_elem
+    rotation = 2 * FP32 * job.seq_length * config.rope_n_elem * _rotations(job)
     mask = n * job.seq_length if job.packed else 0
     return blocks + last_norm + rotation + mask + 8 * n
+
+
+def _rotations(job: Job) -> int:
+    """How many kinds of rotation the layers have; each is computed once."""
+    config = job.config
+    return len({config.rope_index(i) for i in range(config.n_layer)} - {-1}) * (config.position_embedding == "rope")
 
 
 def _norm(job: Job) -> int:
     """One norm, per token: its input and its statistics.
 
-    On the CPU torch composes RMSNorm of smaller steps, which keep what goes between them in fp32.
+    On the CPU torch composes RMSNorm of smaller steps, which keep what goes between them in fp32. Gemma's has its input
+    in fp32 everywhere.
     """
-    config, residual = job.config, job.weight_bytes
+    config, residual = job.config, FP32 if job.config.norm_offset else job.weight_bytes
     if job.device == "cpu" and config.norm_class_name == "RMSNorm":
         return config.n_embd * FP32 * (1 + (job.lora is None)) + FP32
     return config.n_embd * residual + (FP32 if config.norm_class_name == "RMSNorm" else 2 * FP32)
@@ -61,29 +68,65 @@ def _norms(job: Job) -> int:
 
 
 def _attention(job: Job) -> float:
+    """Attention with its projections, per token."""
+    config = job.config
+    heads, groups = config.n_head * config.head_size, config.n_query_groups * config.head_size
+    kept = _capped(job) if config.attention_logit_softcapping is not None else _fused_kernel(job)
+    if config.norm_qk:
+        kept += _norm_qk(job)
+    if config.clip_qkv is not None:
+        kept += job.compute_bytes * (heads + 2 * groups)
+    kept += _adapter(job, _QKV, config.n_embd, heads + 2 * groups, job.weight_bytes)
+    return kept + _adapter(job, _PROJECTION, heads, config.n_embd, job.compute_bytes)
+
+
+def _fused_kernel(job: Job) -> float:
     """Queries, keys, values, the output and its log-sum-exps, per token.
 
-    The values are a part of the fused projection's output, which therefore stays whole; rotated queries and keys are
-    new. A mask is turned into numbers, layer by layer.
+    The values are a part of the fused projection's output, which therefore stays whole; rotated, or normalised, queries
+    and keys are new. A mask is turned into numbers, layer by layer.
     """
     config, c = job.config, job.compute_bytes
     heads, groups = config.n_head * config.head_size, config.n_query_groups * config.head_size
     kept = c * (heads + 2 * groups) + c * heads + FP32 * config.n_head
-    if config.position_embedding == "rope":
+    if config.position_embedding == "rope" or config.norm_qk:
         kept += c * (heads + groups)
-    if config.norm_qk:
-        kept += (c + FP32) * (heads + groups)
-    has_windows = any((config.window(i) or job.seq_length) < job.seq_length for i in range(config.n_layer))
-    if job.packed or has_windows:
-        kept += c * job.seq_length
-    if config.attention_logit_softcapping is not None:
-        kept += (3 * FP32 + c) * config.n_head * job.seq_length + 2 * c * heads  # scores, capped, probabilities
-    if job.device == "cuda" and config.n_query_groups != config.n_head and (c == FP32 or job.packed):
+    kept += c * _mask(job)
+    if job.device == "cuda" and config.n_query_groups != config.n_head and (c == FP32 or _mask(job)):
         # CUDA's fused kernels for fp32 or with a mask take no grouped queries, and the plain way keeps the
         # probabilities, in fp32 and twice, and the keys and values of all heads
         kept += 2 * FP32 * config.n_head * job.seq_length + 2 * FP32 * heads
-    kept += _adapter(job, _QKV, config.n_embd, heads + 2 * groups, job.weight_bytes)
-    return kept + _adapter(job, _PROJECTION, heads, config.n_embd, c)
+    return kept
+
+
+def _capped(job: Job) -> float:
+    """Queries, the keys and values of all heads and the output; each score after tanh and softmax, and rounded; and
+    the mask, causal or other, in every layer."""
+    config, c = job.config, job.compute_bytes
+    scores = config.n_head * job.seq_length * (2 * FP32 + (c if c != FP32 else 0))
+    return 4 * c * config.n_head * config.head_size + scores + job.seq_length / (1 if job.packed else _rows(job))
+
+
+def _rows(job: Job) -> int:
+    return job.tokens // job.seq_length
+
+
+def _mask(job: Job) -> float:
+    """Elements of masks, per token and layer: one for each row of packed documents, else one for all in a window."""
+    config = job.config
+    if job.packed:
+        return job.seq_length
+    masked = sum((config.window(i) or job.seq_length) < job.seq_length for i in range(config.n_layer))
+    return job.seq_length / _rows(job) * masked / config.n_layer
+
+
+def _norm_qk(job: Job) -> int:
+    """As :func:`_norm`; the input is a part of the fused projection's output, where that is in fp32 or stays so."""
+    config, c = job.config, job.compute_bytes
+    vectors = 2 if config.norm_qk_type == "olmo2" else config.n_head + config.n_query_groups
+    width = (config.n_head + config.n_query_groups) * config.head_size
+    copied = c != FP32 and (job.device == "cpu" or config.norm_offset)
+    return FP32 * width * (copied + (job.device == "cpu" and job.lora is None)) + FP32 * vectors
 
 
 def _mlp(job: Job) -> float:
