@@ -22,7 +22,7 @@ FAMILIES = {
     "falcon-groups": "falcon", "falcon-one-group": "falcon", "gemma": "gemma", "gemma2": "gemma2",
     "gemma3": "gemma3_text", "llama-condensed": "llama", "llama3": "llama", "mistral": "mistral", "olmo": "olmo",
     "olmo2": "olmo2", "phi": "phi", "phi3": "phi3", "pythia": "gpt_neox", "qwen2": "qwen2", "qwen3": "qwen3",
-    "stablelm": "stablelm",
+    "stablelm": "stablelm", "mixtral": "mixtral", "qwen3-experts": "qwen3_moe",
 }  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def test_a_run_of_litgpts_saves_more_than_weights():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2}, "LLaMAMoE|n_expert 8"),
+        ({"n_shared_expert": 1}, "n_shared_expert 1: this version cannot compute such a model"),
         ({"latent_attention": {"q_lora_rank": 8}}, "latent_attention .*: this version cannot compute such a model"),
         ({"rope_interleave": True}, "rope_interleave True: this version cannot compute such a model"),
         (

@@ -10,7 +10,7 @@ import yaml
 from torch import Tensor, nn
 
 from toolkit.checkpoints.adapters import has_adapters_only, load_adapters, read_adapter
-from toolkit.checkpoints.litgpt import config_from_litgpt, rename_old
+from toolkit.checkpoints.litgpt import config_from_litgpt, to_our_layout
 from toolkit.checkpoints.store import FINAL, WEIGHTS, newest
 from toolkit.checkpoints.weights import load_weights, require_fit, save_weights
 from toolkit.errors import UserError
@@ -138,7 +138,7 @@ def fitting_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     if has_adapters_only(folder):
         raise UserError(f"{folder}: holds adapters and no weights of its own; run toolkit merge_lora on it first")
     weights, wanted = load_weights(folder), model.state_dict()
-    rename_old(weights, model.config)
+    to_our_layout(weights, model.config)
     _tie_or_untie(weights, model.config, Path(folder))
     require_fit(weights, wanted, Path(folder) / WEIGHTS, CONFIG)
     return {name: weights[name] for name in wanted}

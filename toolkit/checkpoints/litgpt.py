@@ -1,7 +1,8 @@
 """LitGPT's checkpoint folders: what its ``model_config.yaml`` and ``lit_model.pth`` say in another way than ours.
 
-Names and layout of the weights are the same but for those of LitGPT before 0.5.6. It never ties embedding and head:
-a model that is tied elsewhere has two equal tensors there, and stays untied here. Compared with LitGPT 0.5.13.
+Names and layout of the weights are the same but for experts, and for attention in LitGPT's older files. It never ties
+embedding and head: a model that is tied elsewhere has two equal tensors there, and stays untied here. Compared with
+LitGPT 0.5.13.
 """
 
 from __future__ import annotations
@@ -75,8 +76,14 @@ def _family(config: ModelConfig) -> str:
     return config.family
 
 
-def rename_old(weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """Bring LitGPT's older ``attn.attn``, a [q..., k, v] per query group, to ``attn.qkv``, all q, then k, then v."""
+def to_our_layout(weights: dict[str, Tensor], config: ModelConfig) -> None:
+    """Bring LitGPT's weights, in place, to our names and layout; ours stay as they are."""
+    _ungroup_attention(weights, config)
+    _stack_experts(weights, config)
+
+
+def _ungroup_attention(weights: dict[str, Tensor], config: ModelConfig) -> None:
+    """Its older ``attn.attn``, a [q..., k, v] per query group, becomes ``attn.qkv``, all q, then k, then v."""
     size, groups = config.head_size, config.n_query_groups
     per_group = config.n_head // groups
     for old in [name for name in weights if ".attn.attn." in name]:
@@ -86,3 +93,11 @@ def rename_old(weights: dict[str, Tensor], config: ModelConfig) -> None:
             grouped = tensor.unflatten(0, (groups, rows)).split([per_group * size, size, size], dim=1)
             tensor = torch.cat([part.flatten(0, 1) for part in grouped])
         weights[old.replace(".attn.attn.", ".attn.qkv.")] = tensor
+
+
+def _stack_experts(weights: dict[str, Tensor], config: ModelConfig) -> None:
+    """One tensor per expert, ``mlp.experts.0.fc_1.weight``, becomes one for all, ``mlp.experts.fc_1.weight``."""
+    for first in [name for name in weights if ".mlp.experts.0." in name]:
+        names = [first.replace(".experts.0.", f".experts.{i}.") for i in range(config.n_expert)]
+        if all(name in weights and weights[name].shape == weights[first].shape for name in names):
+            weights[first.replace(".experts.0.", ".experts.")] = torch.stack([weights.pop(name) for name in names])

@@ -28,19 +28,24 @@ MODELS = {
     "llama3": ("Llama-3.1-8B", GROUPED | {"rope_adjustments": LLAMA3, "rope_base": 500}),
     "llama-condensed": ("LLaMA-2-7B-32K", {"n_layer": 1}),
     "mistral": ("Mistral-7B-v0.1", GROUPED | WINDOW),
-    "qwen2": ("Qwen2.5-0.5B", GROUPED),
+    "qwen2": ("Qwen2.5-0.5B", GROUPED | {"n_layer": 1}),
     "qwen3": ("Qwen3-0.6B", GROUPED | {"head_size": 12}),
     "gemma": ("Gemma-2b", {"n_query_groups": 1, "head_size": 12}),
     "gemma2": ("Gemma-2-2b", GROUPED | ALTERNATING | {"attention_scores_scalar": 12}),
     "gemma3": ("Gemma-3-4b-it", GROUPED | ALTERNATING | LOCAL | {"attention_scores_scalar": 12}),
-    "phi": ("phi-2", {"rotary_percentage": 0.5}),
+    "phi": ("phi-2", {"n_layer": 1, "rotary_percentage": 0.5}),
     "phi3": ("Phi-4-mini-instruct", GROUPED | WINDOW),
     "pythia": ("pythia-14m", {}),
     "falcon-one-group": ("falcon-7b", {"n_layer": 1, "n_query_groups": 1}),
     "falcon-groups": ("falcon-40b", GROUPED),
-    "olmo": ("OLMo-1B-hf", {}),
+    "olmo": ("OLMo-1B-hf", {"n_layer": 1}),
     "olmo2": ("OLMo-2-1124-7B", {}),
-    "stablelm": ("stablelm-3b-4e1t", {}),
+    "stablelm": ("stablelm-3b-4e1t", {"n_layer": 1}),
+    "mixtral": ("Mixtral-8x7B-v0.1", GROUPED | {"n_layer": 1, "n_expert": 4}),
+    "qwen3-experts": (
+        "Qwen3-30B-A3B",
+        GROUPED | {"n_layer": 1, "n_expert": 6, "n_expert_per_token": 3, "moe_intermediate_size": 8},
+    ),
 }
 AS_MERGED, AS_FINETUNED, IN_A_RUN = {"mistral", "olmo2", "phi"}, {"pythia", "gemma2"}, {"llama-condensed"}
 

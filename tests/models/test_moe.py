@@ -1,0 +1,270 @@
+"""Experts: equal to plain loops and to transformers' modules, trained with a loss that no split changes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import family_of
+from toolkit.models.gpt import GPT
+from toolkit.models.init import STD, draw, initialize
+from toolkit.models.labels import IGNORE_INDEX
+from toolkit.models.lora import add_lora
+from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.moe import LLaMAMoE, before_last_label, imbalance
+from toolkit.models.quantize import quantize_linears
+from toolkit.training.optimizer import spared_from_decay
+
+transformers = pytest.importorskip("transformers")
+
+FACTS = {
+    "vocab_size": 90, "block_size": 64, "n_layer": 2, "n_head": 4, "n_embd": 32, "mlp_class_name": "LLaMAMoE",
+    "n_expert": 6, "n_expert_per_token": 2, "moe_intermediate_size": 24, "intermediate_size": 40,
+}  # fmt: skip
+STYLES = {
+    "mixtral": {"family": "mixtral", "norm_topk_prob": True},
+    "qwen2_moe": {"family": "qwen2_moe", "attn_bias": True, "shared_expert_intermediate_size": 20},
+    "qwen3_moe": {"family": "qwen3_moe", "norm_qk": True, "moe_indices": [0, 1]},
+}
+
+
+def make(style: str = "mixtral", **changes) -> GPT:
+    model = GPT(ModelConfig(**FACTS | STYLES[style] | changes))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    return model.train()
+
+
+def batch(lengths: list[int], width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of these lengths, padded; the first third of each is not supervised."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.zeros(len(lengths), width, dtype=torch.int64)
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    for row, length in enumerate(lengths):
+        tokens = torch.randint(0, 90, (length + 1,), generator=generator)
+        ids[row, :length], labels[row, length // 3 : length] = tokens[:-1], tokens[1 + length // 3 :]
+    return ids, labels
+
+
+def by_loops(moe: LLaMAMoE, x: torch.Tensor) -> torch.Tensor:
+    """The definition, token by token and expert by expert."""
+    y = torch.zeros_like(x)
+    for b in range(x.size(0)):
+        for t in range(x.size(1)):
+            weights, chosen = moe.gate(x[b, t]).softmax(-1).topk(moe.n_expert_per_token)
+            weights = weights / weights.sum() if moe.norm_topk_prob else weights
+            for weight, e in zip(weights, chosen, strict=True):
+                fc_1, fc_2, proj = (getattr(moe.experts, name).weight[e] for name in ("fc_1", "fc_2", "proj"))
+                y[b, t] += weight * (proj @ (F.silu(fc_1 @ x[b, t]) * (fc_2 @ x[b, t])))
+            if moe.shared_expert is not None:
+                y[b, t] += torch.sigmoid(moe.shared_expert_gate(x[b, t])) * moe.shared_expert(x[b, t])
+    return y
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_grouped_products_are_the_loop_over_tokens_and_experts(style):
+    moe = make(style).transformer.h[1].mlp
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    again = x.detach().clone().requires_grad_()
+    direction = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(2))
+    (moe(x) * direction).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in moe.named_parameters()}
+    moe.zero_grad()
+    expected = by_loops(moe, again)
+    (expected * direction).sum().backward()
+    torch.testing.assert_close(moe(x), expected)
+    torch.testing.assert_close(x.grad, again.grad)
+    for name, parameter in moe.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
+def test_experts_without_a_token_have_a_gradient_of_zero():
+    moe = make().transformer.h[0].mlp
+    moe(torch.randn(1, 1, 32)).sum().backward()
+    touched = moe.experts.fc_1.weight.grad.abs().sum((1, 2)) > 0
+    assert touched.sum() == 2
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_gradients_are_those_of_transformers(style):
+    ours = make(style, router_aux_loss_coef=0.0)
+    family = family_of(ours.config)
+    hf = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**family.to_hf(ours.config)), attn_implementation="eager"
+    )
+    values, gradients = dict(ours.named_parameters()), {}
+    ids, labels = batch([20, 20], 20)
+    ours(ids, labels)[0].backward()
+    for entry in family.weights(ours.config):
+        theirs = entry.to_hf([values[name].detach() for name in entry.ours])
+        gradient = entry.to_hf([values[name].grad for name in entry.ours])
+        gradients |= {name: (v, g) for name, v, g in zip(entry.theirs, theirs, gradient, strict=True)}
+    named = stacked_as_theirs(gradients)
+    hf.load_state_dict({name: value for name, (value, _) in named.items()})
+    logits = hf(ids).logits
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum").backward()
+    for name, parameter in hf.named_parameters():
+        error = (parameter.grad - named[name][1]).norm() / parameter.grad.norm()
+        assert error < 1e-4, name
+
+
+def stacked_as_theirs(named: dict) -> dict:
+    """From the names of files to those of transformers 5's modules, which stack the experts as well."""
+    found, groups = {}, {}
+    for name, pair in named.items():
+        name = name.replace("block_sparse_moe", "mlp").replace(".w1.", ".gate_proj.").replace(".w3.", ".up_proj.")
+        name = name.replace(".w2.", ".down_proj.")
+        if ".experts." not in name:
+            found[name] = pair
+            continue
+        layer, _, rest = name.partition(".experts.")
+        groups.setdefault((layer, rest.split(".")[1]), []).append(pair)
+    for layer, kind in groups:
+        stack = lambda kind, i, layer=layer: torch.stack([pair[i] for pair in groups[layer, kind]])  # noqa: E731
+        if kind == "gate_proj":
+            pair = [torch.cat([stack("gate_proj", i), stack("up_proj", i)], dim=1) for i in (0, 1)]
+            found[f"{layer}.experts.gate_up_proj"] = tuple(pair)
+        elif kind == "down_proj":
+            found[f"{layer}.experts.down_proj"] = (stack(kind, 0), stack(kind, 1))
+    return found
+
+
+def random_routing(shape: tuple[int, ...], k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    return logits, logits.softmax(-1), logits.softmax(-1).topk(k).indices
+
+
+def test_imbalance_is_the_double_loop_over_experts_and_tokens():
+    _, probabilities, chosen = random_routing((3, 7, 5), 2)
+    counted = torch.arange(7) < torch.tensor([[7], [4], [0]])
+    for b, n in enumerate((7, 4, 0)):
+        expected = 0.0
+        for e in range(5):
+            f = sum(int(e in chosen[b, t]) for t in range(n)) / max(1, n)
+            p = sum(probabilities[b, t, e].item() for t in range(n)) / max(1, n)
+            expected += 5 * f * p
+        assert imbalance(probabilities, chosen, counted)[b].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_imbalance_of_one_row_is_the_auxiliary_loss_of_transformers():
+    logits, probabilities, chosen = random_routing((1, 9, 5), 2)
+    expected = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func((logits[0],), 5, 2)
+    found = imbalance(probabilities, chosen, torch.ones(1, 9, dtype=torch.bool))
+    torch.testing.assert_close(found[0], expected)
+
+
+def test_tokens_count_up_to_the_last_one_that_is_supervised():
+    x = IGNORE_INDEX
+    labels = torch.tensor([[x, 5, x, 6, x], [x, x, x, x, x], [1, 1, 1, 1, 1]])
+    assert before_last_label(labels).tolist() == [[True] * 4 + [False], [False] * 5, [True] * 5]
+
+
+def gradients_of(model: GPT, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    total = sum(loss for loss, _ in (model(ids, labels) for ids, labels in parts))
+    total.backward()
+    return total.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_n2_loss_and_gradient_with_experts_do_not_depend_on_the_split(style):
+    """(1 x 8) = (8 x 1), on ragged rows, each padded to the longest of its micro-batch, and with one of no label."""
+    model = make(style, router_aux_loss_coef=0.5)
+    lengths = [5, 16, 9, 3, 12, 16, 7, 10]
+    ids, labels = batch(lengths, 16)
+    labels[3] = IGNORE_INDEX
+    rows = [(ids[i : i + 1, :n], labels[i : i + 1, :n]) for i, n in enumerate(lengths)]
+    whole, of_whole = gradients_of(model, [(ids, labels)])
+    split, of_split = gradients_of(model, rows)
+    assert whole == pytest.approx(split, rel=1e-6)
+    for name, gradient in of_whole.items():
+        assert (gradient - of_split[name]).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_the_loss_has_the_imbalance_in_training_and_not_in_evaluation():
+    model = make(router_aux_loss_coef=0.5)
+    ids, labels = batch([12, 16], 16)
+    with torch.no_grad():
+        trained, n = model(ids, labels)
+        plain, same = model.eval()(ids, labels)
+        expected = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+    assert n == same and plain.item() / n == pytest.approx(expected.item(), rel=1e-5)
+    assert 0.5 * 1 < (trained - plain) / n < 0.5 * 6  # from k / n_expert of an odd chance to n_expert
+
+
+def test_the_balance_loss_makes_the_use_of_experts_more_even():
+    moe = make().transformer.h[0].mlp
+    x = 1 + torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(5))  # what tokens have in common is uneven
+    optimizer, seen = torch.optim.SGD([moe.gate.weight], lr=0.5), []
+    for _ in range(20):
+        _, uneven = moe(x, torch.ones(4, 32, dtype=torch.bool))
+        seen.append(uneven.mean().item())
+        optimizer.zero_grad()
+        uneven.mean().backward()
+        optimizer.step()
+    assert seen[-1] < seen[0] - 0.1 and min(seen) > 1.9  # 2 experts for each token: even is 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_experts_in_16_bits_and_keeps_gradients_in_fp32(dtype):
+    model, seen = make("qwen2_moe"), []
+    for stack in (model.transformer.h[0].mlp.experts.fc_1, model.transformer.h[1].mlp.experts.proj):
+        stack.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    ids, labels = batch([16, 16], 16)
+    exact, _ = gradients_of(model, [(ids, labels)])
+    seen.clear()
+    with torch.autocast("cpu", dtype=dtype):
+        rounded, gradients = gradients_of(model, [(ids, labels)])
+    assert seen == [dtype, dtype]
+    assert rounded == pytest.approx(exact, rel=0.05)
+    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients.values())
+
+
+def test_a_training_step_reads_nothing_back_from_the_device():
+    """On the meta device there is nothing to read."""
+    with torch.device("meta"):
+        model = GPT(ModelConfig(**FACTS | STYLES["qwen2_moe"]))
+        moe, x = model.transformer.h[0].mlp, torch.empty(2, 8, 32, requires_grad=True)
+        y, uneven = moe(x, torch.empty(2, 8, dtype=torch.bool))
+    (y.sum() + uneven.sum()).backward()
+    assert y.shape == x.shape == x.grad.shape
+
+
+def test_n3_experts_are_drawn_like_dense_layers():
+    model = GPT(ModelConfig(**FACTS | STYLES["qwen2_moe"] | {"n_expert": 16}))
+    initialize(model, seed=7)
+    mlp = model.transformer.h[0].mlp
+    for name, std in {
+        "experts.fc_1": STD, "experts.fc_2": STD, "experts.proj": STD / math.sqrt(4), "gate": STD,
+        "shared_expert.fc_2": STD, "shared_expert.proj": STD / math.sqrt(4),
+    }.items():  # fmt: skip
+        weight = mlp.get_submodule(name).weight
+        assert weight.std().item() == pytest.approx(std, rel=0.1), name
+        full_name = f"transformer.h.0.mlp.{name}.weight"
+        assert torch.equal(weight, draw(full_name, weight.shape, seed=7, config=model.config))
+
+
+def test_n5_experts_and_the_router_decay():
+    spared = spared_from_decay(make("qwen2_moe"))
+    assert not any(".mlp." in name for name in spared)
+
+
+def test_adapters_of_attention_work_and_those_of_experts_are_refused():
+    model = make("mixtral")
+    add_lora(model, LoRAConfig(r=4, projection=True))
+    ids, labels = batch([16, 16], 16)
+    model(ids, labels)[0].backward()
+    assert all((p.grad is not None) == (".lora." in name) for name, p in model.named_parameters())
+    with pytest.raises(UserError, match="--lora_mlp true: .* experts"):
+        add_lora(make("mixtral"), LoRAConfig(mlp=True))
+
+
+def test_quantisation_is_refused():
+    with pytest.raises(UserError, match="--quantize bnb.nf4: .* experts"):
+        quantize_linears(make(), "bnb.nf4")

@@ -1,0 +1,61 @@
+"""Mixtral (Jiang et al. 2024): Mistral with experts in all layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, tables
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "mixtral"."""
+    hf_config.require_hf(config_json, hidden_act=("silu",), router_jitter_noise=(0, None))
+    return ModelConfig(
+        **hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=32000, block_size=131072),
+        **hf_config.read_windows(config_json),
+        **hf_config.read_rope(config_json, default_theta=1000000.0),
+        mlp_class_name="LLaMAMoE",
+        n_expert=config_json.get("num_local_experts", 8),
+        n_expert_per_token=config_json.get("num_experts_per_tok", 2),
+        norm_topk_prob=True,
+        router_aux_loss_coef=config_json.get("router_aux_loss_coef", 0.001),
+        tie_embeddings=config_json.get("tie_word_embeddings", False),
+    )
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``."""
+    _check(config)
+    experts = {
+        "intermediate_size": config.expert_size,
+        "num_experts_per_tok": config.n_expert_per_token,
+        "num_local_experts": config.n_expert,
+        "output_router_logits": False,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+        "sliding_window": config.sliding_window_size,
+    }
+    return hf_config.write_decoder(config, "MixtralForCausalLM", bos_token_id, eos_token_id, **experts)
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    return tables.decoder_weights(config, moe=_experts)
+
+
+def _experts(config: ModelConfig, ours: str, theirs: str) -> list[tables.Map]:
+    maps = tables.linear(f"{ours}.mlp.gate", f"{theirs}.block_sparse_moe.gate", False)
+    names = {"fc_1": "w1", "fc_2": "w3", "proj": "w2"}
+    return maps + tables.experts(config, f"{ours}.mlp.experts", f"{theirs}.block_sparse_moe.experts", names)
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what a MixtralForCausalLM cannot be."""
+    hf_config.require_llama(
+        config, free=("sliding_window_size",), sliding_window_indices=None, mlp_class_name="LLaMAMoE",
+        norm_topk_prob=True, shared_expert_intermediate_size=None, moe_indices=None,
+    )  # fmt: skip

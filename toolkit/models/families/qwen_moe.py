@@ -1,0 +1,105 @@
+"""Qwen2-MoE and Qwen3-MoE (Yang et al. 2024, 2025): Qwen with experts in all layers or some, Qwen2 a shared one too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, qwen2, tables
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+# What transformers' classes take where the file does not say.
+_DEFAULTS = {
+    "qwen2_moe": {
+        "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "intermediate_size": 5632,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
+    },
+}  # fmt: skip
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a ``config.json`` with ``model_type`` "qwen2_moe" or "qwen3_moe"."""
+    second = config_json["model_type"] == "qwen2_moe"
+    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), attention_dropout=(0.0,))
+    # transformers 5 writes the other name of the same number
+    found = {"num_experts": n} if (n := config_json.get("num_local_experts")) is not None else {}
+    config_json = _DEFAULTS[config_json["model_type"]] | found | config_json
+    return ModelConfig(
+        **hf_config.read_decoder(config_json, vocab_size=151936, block_size=32768),
+        **_read_windows(config_json),
+        **hf_config.read_rope(config_json),
+        attn_bias=second and config_json.get("qkv_bias", True),
+        norm_qk=not second,
+        mlp_class_name="LLaMAMoE",
+        n_expert=config_json["num_experts"],
+        n_expert_per_token=config_json["num_experts_per_tok"],
+        moe_intermediate_size=config_json["moe_intermediate_size"],
+        norm_topk_prob=config_json.get("norm_topk_prob", False),
+        shared_expert_intermediate_size=config_json["shared_expert_intermediate_size"] if second else None,
+        moe_indices=_read_layers(config_json),
+        router_aux_loss_coef=config_json.get("router_aux_loss_coef", 0.001),
+        tie_embeddings=config_json.get("tie_word_embeddings", False),
+    )
+
+
+def _read_layers(config_json: dict[str, Any]) -> list[int] | None:
+    """``moe_indices``: every ``decoder_sparse_step``-th layer has experts, but for those of ``mlp_only_layers``."""
+    step, dense = config_json.get("decoder_sparse_step", 1), config_json.get("mlp_only_layers") or []
+    indices = [int(i not in dense and (i + 1) % step == 0) for i in range(config_json["num_hidden_layers"])]
+    return None if all(indices) else indices
+
+
+def _read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
+    """The window fields of a ModelConfig; Qwen2's every second layer below ``max_window_layers``, all of Qwen3's."""
+    if not config_json.get("use_sliding_window", False):
+        return {}
+    if config_json["model_type"] == "qwen3_moe":
+        return hf_config.read_windows({**config_json, "layer_types": None}, default=4096)
+    first = config_json.get("max_window_layers", 28)
+    slides = [i % 2 == 0 and i < first for i in range(config_json["num_hidden_layers"])]
+    types = [hf_config.SLIDING if here else hf_config.FULL for here in slides]
+    return hf_config.read_windows(config_json, types, default=4096)
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``."""
+    _check(config)
+    values = {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(config.n_layer) if not config.has_experts(i)],
+        "moe_intermediate_size": config.expert_size,
+        "norm_topk_prob": config.norm_topk_prob,
+        "num_experts": config.n_expert,
+        "num_experts_per_tok": config.n_expert_per_token,
+        "output_router_logits": False,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+        **qwen2.write_windows(config),
+    }
+    if config.family == "qwen3_moe":
+        return hf_config.write_decoder(config, "Qwen3MoeForCausalLM", bos_token_id, eos_token_id, **values)
+    values["shared_expert_intermediate_size"] = config.shared_expert_intermediate_size
+    values["qkv_bias"] = config.attn_bias
+    values = hf_config.write_decoder(config, "Qwen2MoeForCausalLM", bos_token_id, eos_token_id, **values)
+    del values["attention_bias"]
+    return values
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    return tables.decoder_weights(config)
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what the family's Hugging Face class cannot be."""
+    free = ("sliding_window_size", "attn_bias") if config.family == "qwen2_moe" else ("sliding_window_size",)
+    second = config.family == "qwen2_moe"
+    other = {} if second else {"shared_expert_intermediate_size": None, "sliding_window_indices": None}
+    hf_config.require_llama(config, free=free, mlp_class_name="LLaMAMoE", norm_qk=not second, **other)
+    if second and config.shared_expert_intermediate_size is None:
+        hf_config.require(config, shared_expert_intermediate_size="a width")
