@@ -38,12 +38,15 @@ CONFIGS = {
     "mistral": ModelConfig(**SMALL, sliding_window_size=32),
     "olmo2": ModelConfig(**SMALL, **POST, norm_1=False, norm_2=False, norm_qk=True, norm_qk_type="olmo2"),
     "olmo": ModelConfig(**SMALL, norm_class_name="LayerNorm", norm_affine=False, clip_qkv=8.0),
-    "phi": ModelConfig(**SMALL | {"n_layer": 8}, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP", gelu_approximate="tanh",
-                       bias=True, lm_head_bias=True, parallel_residual=True, shared_attention_norm=True,
+    "phi": ModelConfig(**SMALL | {"n_layer": 8}, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP",
+                       gelu_approximate="tanh", bias=True, lm_head_bias=True, parallel_residual=True, shared_attention_norm=True,
                        rotary_percentage=0.5),
     "granite": ModelConfig(**SMALL, embedding_multiplier=12.0, attention_multiplier=0.1, residual_multiplier=0.2,
                            logits_scaling=8.0),
 }  # fmt: skip
+EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "moe_intermediate_size": 96}
+CONFIGS["experts"] = replace(CONFIGS["llama"], n_layer=3, norm_topk_prob=True, **EXPERTS)
+CONFIGS["shared expert"] = replace(CONFIGS["llama"], moe_indices=[0, 1], shared_expert_intermediate_size=64, **EXPERTS)
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true"]
 LORAS = {
     "full": None,

@@ -1,0 +1,39 @@
+"""Law N3 under FSDP for blocks with windows, caps, norms of queries and keys, and norms behind attention and MLP."""
+
+import pytest
+import torch
+from groups import Case, losses, run_group
+
+from toolkit.checkpoints.weights import load_weights
+
+GEMMA2 = {
+    "family": "gemma2", "norm_offset": True, "scale_embeddings": True, "post_attention_norm": True,
+    "post_mlp_norm": True, "mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh", "sliding_window_size": 12,
+    "sliding_window_indices": [1, 0], "attention_logit_softcapping": 5.0, "final_logit_softcapping": 8.0,
+}  # fmt: skip
+OLMO3 = {
+    "family": "olmo3", "norm_1": False, "norm_2": False, "post_attention_norm": True, "post_mlp_norm": True,
+    "norm_qk": True, "norm_qk_type": "olmo2", "sliding_window_size": 12, "sliding_window_indices": [1, 0],
+    "rope_indices": [1, 0], "rope_local_base_freq": 100.0, "tie_embeddings": False,
+}  # fmt: skip
+MODELS = {"gemma2": GEMMA2, "olmo3": OLMO3}
+
+
+def flags(facts: dict) -> list[str]:
+    return [word for name, value in facts.items() for word in (f"--model_config.{name}", str(value))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_n3_two_ranks_train_as_one_does(name, tmp_path, shared_flags):
+    same = ["--precision", "32-true", *flags(MODELS[name])]
+    run_group(tmp_path, 1, [Case("one", same)], shared_flags)
+    run_group(tmp_path, 2, [Case("two", [*same, "--strategy", "fsdp"])], shared_flags)
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one) == 20 and one[-1] < one[0] - 0.1
+    assert two == pytest.approx(one, rel=1e-5)
+    mine, theirs = (load_weights(tmp_path / run / "final") for run in ("two", "one"))
+    assert mine.keys() == theirs.keys()
+    assert any("post_mlp_norm" in key for key in mine) and ("norm_q" in "".join(mine)) == (name == "olmo3")
+    for key in theirs:
+        assert torch.linalg.norm(mine[key] - theirs[key]) <= 2e-4 * theirs[key].norm(), key
