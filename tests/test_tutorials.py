@@ -1,4 +1,4 @@
-"""Every command of tutorials/distributed.md and tutorials/finetune.md, run as it stands there."""
+"""Every command of tutorials/distributed.md, finetune.md and convert.md, run as it stands there."""
 
 import csv
 import importlib
@@ -15,9 +15,9 @@ from toolkit.cli_parser import parse
 from toolkit.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
-BLOCKS, FINETUNE = (
+BLOCKS, FINETUNE, CONVERT = (
     re.findall(r"```bash\n(.*?)```", (ROOT / "tutorials" / name).read_text(), re.S)
-    for name in ("distributed.md", "finetune.md")
+    for name in ("distributed.md", "finetune.md", "convert.md")
 )
 # installs nothing: what the page installs must be there
 PIP = """\
@@ -79,11 +79,11 @@ def test_commands_of_the_tutorial(block, workplace):
         assert (workplace / out_dir / "final" / "COMPLETE").exists()
 
 
-def test_every_command_of_finetuning_is_understood(tmp_path, monkeypatch):
+def test_every_command_of_finetuning_and_converting_is_understood(tmp_path, monkeypatch):
     """Only parsed: the commands of the page do not run here, but write down their arguments."""
     nothing = dict.fromkeys(("pip", "python", "head", "tail"), "true")
     add_commands(tmp_path, nothing | {"toolkit": 'printf "%s\\0" "$@" "" >> "$ARGUMENTS"'})
-    for block in FINETUNE:
+    for block in FINETUNE + CONVERT:
         run(block, tmp_path, ARGUMENTS=str(tmp_path / "arguments"))
     monkeypatch.chdir(tmp_path)
     lines = [line.split("\0") for line in (tmp_path / "arguments").read_text().removesuffix("\0\0").split("\0\0")]
@@ -104,3 +104,17 @@ def test_the_page_of_finetuning_from_top_to_bottom(tmp_path):
     with open(tmp_path / "out" / "trivia" / "logs" / "metrics.csv") as file:
         losses = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
     assert len(losses) == 4 and losses[0] > 6 and max(losses[1:]) < 2.7
+
+
+@pytest.mark.slow
+def test_the_page_of_converting_from_top_to_bottom(tmp_path):
+    gguf_file()
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    add_commands(tmp_path, {"pip": PIP})
+    run("python scripts/smollm2_to_hf.py smollm2", tmp_path)
+    for block in CONVERT:
+        if "toolkit download" not in block:  # tests/commands/test_download.py has a hub
+            done = run(block, tmp_path)
+            print(block, done.stdout, done.stderr, sep="\n")
+    first, again = (tmp_path / "out" / name / "model.safetensors" for name in ("hf", "again"))
+    assert first.read_bytes() == again.read_bytes()
