@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from toolkit.checkpoints import scratch, shard_metadata
 from toolkit.checkpoints.sharded import check_sharded, is_sharded, load_sharded, read_sharded, save_sharded
 from toolkit.checkpoints.states import load_sharded_optimizer, sharded_state
-from toolkit.checkpoints.store import _full_disk
+from toolkit.checkpoints.store import full_disk
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
 
@@ -143,7 +143,7 @@ def fail(rank, mesh, folder, found) -> None:
     error = raised(save_sharded, tensors, folder / "full-disk")
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    found["full disk"] = (str(error), type(error).__name__, _full_disk(error))
+    found["full disk"] = (str(error), type(error).__name__, full_disk(error))
     whose = folder / ("dtensors" if rank == 0 else "nowhere")
     found["one rank sees no folder"] = repr(raised(load_sharded, {"even": torch.zeros(8, 3)}, whose))
     odd = {"odd": torch.zeros(3), "even": torch.zeros(3, 8)}

@@ -36,7 +36,10 @@ def find_checkpoint_dir(value: str | Path) -> Path:
     if given.is_file():
         raise UserError(f"checkpoint_dir {value}: is a file; give the folder that holds it")
     if not folder.is_dir():
-        raise UserError(f"checkpoint_dir {value}: no such folder, here or below checkpoints/")
+        raise UserError(
+            f"checkpoint_dir {value}: no such folder, here or below checkpoints/; for a model of the hub run `toolkit "
+            "download` with its organisation/name first"
+        )
     if not (folder / CONFIG).is_file():
         if (folder / WEIGHTS).exists():
             raise UserError(

@@ -328,7 +328,7 @@ def _sync(path: Path) -> None:
 
 def _explain(error: BaseException, tmp: Path, folder: Path) -> str | None:
     """What went wrong and the mend, if ``error`` says that the disk is full or out of reach, else None."""
-    reason = _full_disk(error)
+    reason = full_disk(error)
     if reason is not None:
         before = newest(folder.parent)
         return (
@@ -341,14 +341,14 @@ def _explain(error: BaseException, tmp: Path, folder: Path) -> str | None:
     return None
 
 
-def _full_disk(error: BaseException | None) -> str | None:
+def full_disk(error: BaseException | None) -> str | None:
     """The reason if a full disk, a quota or a limit on the size of files is behind the error, else None."""
     while error is not None and not isinstance(error, UserError):
         if isinstance(error, OSError) and error.errno in _FULL_DISK:
             return error.strerror
         # torch's zip writer, given a path, loses the errno: this is all it says when a write falls short.
         if isinstance(error, RuntimeError) and re.search(r"unexpected pos|PytorchStreamWriter", str(error)):
-            reason = _full_disk(error.__cause__ or error.__context__)
+            reason = full_disk(error.__cause__ or error.__context__)
             return reason or os.strerror(errno.ENOSPC)
         error = error.__cause__ or error.__context__
     return None

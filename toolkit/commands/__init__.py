@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "generate": ("toolkit.commands.generate", ("checkpoint_dir",), "let a model continue a text"),
     "chat": ("toolkit.commands.chat", ("checkpoint_dir",), "talk with a model"),
     "evaluate": ("toolkit.commands.evaluate", ("checkpoint_dir",), "loss, perplexity and bits per byte on data"),
+    "download": ("toolkit.commands.download", ("repo_id",), "fetch a model from the Hugging Face hub"),
     "convert_from_hf": ("toolkit.commands.convert_from_hf", ("hf_dir", "out_dir"), "read a Hugging Face folder"),
     "convert_to_hf": ("toolkit.commands.convert_to_hf", ("checkpoint_dir", "out_dir"), "write a Hugging Face folder"),
     "convert_to_peft": ("toolkit.commands.convert_to_peft", ("checkpoint_dir", "out_dir"), "write adapters for peft"),
