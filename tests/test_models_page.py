@@ -1,0 +1,31 @@
+"""tutorials/models.md is what the registry and the parity tests say."""
+
+import importlib.util
+
+import pytest
+from test_tutorials import ROOT
+
+from toolkit.models.families import FAMILIES, list_names
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("models_table", ROOT / "scripts" / "models_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_registry_gives(script):
+    page = script.PAGE.read_text()
+    assert script.render(*script.written(page)) == page, "run: python scripts/models_table.py"
+    missing = [name for name in list_names() if f"`{name}`" not in page]
+    assert not missing
+
+
+def test_each_family_has_a_measured_error(script):
+    errors, versions = script.written(script.PAGE.read_text())
+    assert errors.keys() == FAMILIES.keys() and all(float(error) < 1e-5 for error in errors.values())
+    assert all(versions.values())
