@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from typing import Literal
 
 from toolkit.args import (
@@ -75,10 +77,20 @@ def setup(
     """
     arguments = dict(locals())
     if model_name == "list":
-        from toolkit.models.families import list_names
-
-        print("\n".join(list_names()))
+        _print_names()
         return
     from toolkit.training.run import RunArgs, run_training
 
     run_training(RunArgs(defaults=PRETRAIN, **arguments))
+
+
+def _print_names() -> None:
+    """Print the names of all configurations, family by family."""
+    from toolkit.models.families import list_aliases, list_names_by_family
+
+    width = max(40, shutil.get_terminal_size((100, 24)).columns)
+    for family, names in list_names_by_family().items():
+        lines = textwrap.wrap("  ".join(names), width - 12, break_long_words=False, break_on_hyphens=False)
+        print("\n".join(f"{label:12}{line}" for label, line in zip([family, *[""] * len(lines)], lines, strict=False)))
+    print(f"\nAlso {len(list_aliases())} names of models of the same architectures: Llama-3.1-8B-Instruct, ...")
+    print("Upper or lower case, and an organisation in front, do not matter.")

@@ -50,6 +50,16 @@ def list_names() -> list[str]:
     return [config.name for family in _modules() for config in family.CONFIGS]
 
 
+def list_names_by_family() -> dict[str, list[str]]:
+    """Return the names of all configurations by the name of their family's file, where it has any."""
+    return {f.__name__.rpartition(".")[2]: [c.name for c in f.CONFIGS] for f in _modules() if f.CONFIGS}
+
+
+def list_aliases() -> list[str]:
+    """Return further names of the configurations, of models of the same architecture."""
+    return [alias for family in _modules() for alias in family.ALIASES]
+
+
 def get_config(name: str) -> ModelConfig:
     """Return the configuration of that name; an organisation in front and upper or lower case do not matter.
 
@@ -62,7 +72,7 @@ def get_config(name: str) -> ModelConfig:
     if bare in aliases:
         bare = aliases[bare].lower()
     if bare not in configs:
-        suggestion = did_you_mean(name.rpartition("/")[2], list_names())
+        suggestion = did_you_mean(name.rpartition("/")[2], [*list_names(), *list_aliases()])
         raise UserError(
             f"model_name {name!r}: no such configuration{suggestion or '; `toolkit pretrain list` names all'}"
         )

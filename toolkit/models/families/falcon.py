@@ -1,6 +1,8 @@
 """Falcon 1 (Almazrouei et al. 2023): attention and MLP side by side, LayerNorm, no biases, fused grouped projections.
 
-Falcon 3 is a Llama by its ``config.json`` and needs nothing here.
+Falcon 3 is a Llama by its ``config.json`` and is named there.
+
+Facts of the named configurations: LitGPT; tied embeddings: the default of transformers' ``FalconConfig``.
 """
 
 from __future__ import annotations
@@ -10,11 +12,28 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
-
 _FACTS = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
           "parallel_residual": True}  # fmt: skip
+
+
+def _falcon(name: str, n_layer: int, n_embd: int, n_head: int, groups: int) -> ModelConfig:
+    return ModelConfig(
+        name=name, family="falcon", block_size=2048, vocab_size=65024, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
+        n_query_groups=groups, shared_attention_norm=groups == 1, tie_embeddings=True, **_FACTS,
+    )  # fmt: skip
+
+
+CONFIGS = [
+    _falcon("falcon-7b", 32, 4544, 71, 1),
+    _falcon("falcon-40b", 60, 8192, 128, 8),
+    _falcon("falcon-180B", 80, 14848, 232, 8),
+]
+
+ALIASES = {
+    "falcon-7b-instruct": "falcon-7b",
+    "falcon-40b-instruct": "falcon-40b",
+    "falcon-180B-chat": "falcon-180B",
+}
 
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:

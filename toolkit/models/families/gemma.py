@@ -4,8 +4,8 @@ All scale the embedding, multiply by 1 + weight in norms and have gated gelu. Ge
 as well, windows in every other layer, and caps of scores and logits; Gemma 3 normalises queries and keys instead of
 capping, has windows in five of six layers, and another rotary base in those.
 
-Facts of the named configurations: LitGPT; the longest sequence and norm_eps of Gemma 1 and 2, which LitGPT leaves at its
-defaults, and all of gemma-3-270m and the longest sequence of gemma-3-1b: MLC LLM's presets and the conversion scripts of
+Facts of the named configurations: LitGPT; norm_eps and the longest sequence of Gemma 1, which LitGPT leaves at its
+defaults, all of gemma-3-270m and the longest sequence of gemma-3-1b: MLC LLM's presets and the conversion scripts of
 transformers; tied embeddings and the code and shield models: KerasHub's presets. The vocabulary of Gemma 3 is that of
 the text, without the 64 rows that the models which see images have for those.
 """

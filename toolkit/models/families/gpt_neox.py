@@ -1,6 +1,8 @@
-"""GPT-NeoX: the Pythia suite (Biderman et al. 2023).
+"""GPT-NeoX: the Pythia suite (Biderman et al. 2023), and others that were trained with its code.
 
-Facts of the named configurations: the ``config.json`` files of EleutherAI's Hugging Face repositories.
+Facts of the named configurations: the ``config.json`` files of EleutherAI's Hugging Face repositories; StableLM and
+StableCode: LitGPT; Dolly and RedPajama: LitGPT before it dropped them (commit e51aaef); gpt-neox-20b: the defaults of
+transformers' ``GPTNeoXConfig``, which stand for it, and the activation of its ``config.json``.
 """
 
 from __future__ import annotations
@@ -11,15 +13,24 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
 
 
+def _neox(name: str, n_layer: int, n_embd: int, n_head: int, vocab_size: int, **other: Any) -> ModelConfig:
+    # padding_multiple 1: exactly the published vocabulary, so that published weights fit
+    return ModelConfig(**{
+        "name": name, "family": "gpt_neox", "block_size": 2048, "vocab_size": vocab_size, "padding_multiple": 1,
+        "n_layer": n_layer, "n_embd": n_embd, "n_head": n_head, "rotary_percentage": 0.25, "parallel_residual": True,
+        "bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",
+    } | other)  # fmt: skip
+
+
 def _pythia(size: str, n_layer: int, n_embd: int, n_head: int, vocab_size: int = 50304) -> ModelConfig:
-    return ModelConfig(
-        name=f"pythia-{size}", family="gpt_neox", block_size=2048, vocab_size=vocab_size, n_layer=n_layer,
-        n_embd=n_embd, n_head=n_head, rotary_percentage=0.25, parallel_residual=True, bias=True,
-        norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP",
-    )  # fmt: skip
+    return _neox(f"pythia-{size}", n_layer, n_embd, n_head, vocab_size, padding_multiple=64)
 
 
-CONFIGS = [
+def _red_pajama(name: str, n_embd: int) -> ModelConfig:
+    return _neox(name, 32, n_embd, 32, 50432, rotary_percentage=1.0, parallel_residual=False)
+
+
+_PYTHIA = [
     _pythia("14m", 6, 128, 4),
     _pythia("31m", 6, 256, 8),
     _pythia("70m", 6, 512, 8),
@@ -32,7 +43,30 @@ CONFIGS = [
     _pythia("12b", 36, 5120, 40, vocab_size=50688),
 ]
 
-ALIASES = {f"{c.name}-deduped": c.name for c in CONFIGS}  # trained on other data, the same architecture
+CONFIGS = [
+    *_PYTHIA,
+    _neox("gpt-neox-20b", 44, 6144, 64, 50432, gelu_approximate="tanh"),
+    _neox("dolly-v2-3b", 32, 2560, 32, 50280),
+    _neox("dolly-v2-7b", 32, 4096, 32, 50280),
+    _neox("dolly-v2-12b", 36, 5120, 40, 50280),
+    _red_pajama("RedPajama-INCITE-Base-3B-v1", 2560),
+    _red_pajama("RedPajama-INCITE-7B-Base", 4096),
+    _neox("stablelm-base-alpha-3b", 16, 4096, 32, 50688, block_size=4096),
+    _neox("stablelm-base-alpha-7b", 16, 6144, 48, 50432, block_size=4096),
+    _neox("stablecode-completion-alpha-3b", 32, 2560, 32, 49152, block_size=16384),
+    _neox("stablecode-completion-alpha-3b-4k", 32, 2560, 32, 49152, block_size=4096),
+]
+
+# trained on other data, or further on conversations: the same architecture
+ALIASES = {
+    **{f"{c.name}-deduped": c.name for c in _PYTHIA},
+    **{f"RedPajama-INCITE-{kind}-3B-v1": "RedPajama-INCITE-Base-3B-v1" for kind in ("Chat", "Instruct")},
+    **{f"RedPajama-INCITE-7B-{kind}": "RedPajama-INCITE-7B-Base" for kind in ("Chat", "Instruct")},
+    **{f"RedPajama-INCITE-{kind}-7B-v0.1": "RedPajama-INCITE-7B-Base" for kind in ("Base", "Chat", "Instruct")},
+    "stablelm-tuned-alpha-3b": "stablelm-base-alpha-3b",
+    "stablelm-tuned-alpha-7b": "stablelm-base-alpha-7b",
+    "stablecode-instruct-alpha-3b": "stablecode-completion-alpha-3b-4k",
+}
 
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 

@@ -1,4 +1,7 @@
-"""Granite 3 (Granite Team 2024), the dense models: Llama with four constant multipliers."""
+"""Granite 3 (Granite Team 2024), the dense models: Llama with four constant multipliers.
+
+Facts of the named configuration: the Foundation Model Stack (``fms/models/granite.py``).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,16 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
+CONFIGS = [
+    # padding_multiple 1: exactly the published vocabulary, so that published weights fit
+    ModelConfig(
+        name="granite-3.0-8b-base", family="granite", block_size=8192, vocab_size=49155, padding_multiple=1,
+        n_layer=40, n_embd=4096, n_head=32, n_query_groups=8, intermediate_size=12800, embedding_multiplier=12.0,
+        attention_multiplier=0.0078125, residual_multiplier=0.22, logits_scaling=16.0, tie_embeddings=True,
+    ),
+]  # fmt: skip
+
+ALIASES = {"granite-3.0-8b-instruct": "granite-3.0-8b-base"}
 
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 

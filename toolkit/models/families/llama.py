@@ -1,6 +1,8 @@
-"""Llama and what shares its Hugging Face class: TinyLlama, SmolLM2, and the models that this project trains.
+"""Llama and what shares its Hugging Face class: Falcon 3, SmolLM, and the models that this project trains.
 
-Facts of the named configurations: the ``config.json`` files of their Hugging Face repositories.
+Facts of the named configurations: LitGPT (Vicuna, LongChat and Nous-Hermes: its commit e51aaef, before it dropped
+them), and the ``config.json`` files of Llama 3.2, SmolLM and SmolLM2, as MLC LLM's presets quote them too. Embeddings
+are tied where those say so. llama-65b: lit-llama, with the longest sequence and norm_eps of the smaller ones.
 """
 
 from __future__ import annotations
@@ -14,28 +16,55 @@ _SCALED_8X = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "o
 _SCALED_32X = {**_SCALED_8X, "factor": 32.0}
 
 
-def _llama2(name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int, groups: int) -> ModelConfig:
+def _llama1(name: str, size: tuple[int, int, int, int], **other: Any) -> ModelConfig:
+    return _llama2(name, size, norm_eps=1e-6, **{"block_size": 2048} | other)
+
+
+def _llama2(name: str, size: tuple[int, int, int, int], groups: int | None = None, **other: Any) -> ModelConfig:
+    n_layer, n_embd, n_head, intermediate_size = size
     return ModelConfig(
-        name=name, block_size=4096, vocab_size=32000, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        n_query_groups=groups, intermediate_size=intermediate_size,
+        name=name, n_layer=n_layer, n_embd=n_embd, n_head=n_head, n_query_groups=groups,
+        intermediate_size=intermediate_size, **{"block_size": 4096, "vocab_size": 32000} | other,
     )  # fmt: skip
+
+
+def _code_llama(
+    name: str, size: tuple[int, int, int, int], groups: int | None = None, vocab_size: int = 32000
+) -> ModelConfig:
+    # padding_multiple 1: exactly the published vocabulary, so that published weights fit
+    return _llama2(name, size, groups, block_size=16384, vocab_size=vocab_size, padding_multiple=1, rope_base=1000000.0)
 
 
 def _llama3(name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int, **other: Any) -> ModelConfig:
-    return ModelConfig(
-        name=name, block_size=131072, vocab_size=128256, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        n_query_groups=8, intermediate_size=intermediate_size, rope_base=500000.0, **other,
-    )  # fmt: skip
+    return ModelConfig(**{
+        "name": name, "block_size": 131072, "vocab_size": 128256, "n_layer": n_layer, "n_embd": n_embd,
+        "n_head": n_head, "n_query_groups": 8, "intermediate_size": intermediate_size, "rope_base": 500000.0,
+    } | other)  # fmt: skip
 
 
-def _smollm2(
-    name: str, n_layer: int, n_embd: int, n_head: int, groups: int, intermediate_size: int, rope_base: float
-) -> ModelConfig:
+def _smollm(
+    name: str, n_layer: int, n_embd: int, n_head: int, groups: int, intermediate_size: int,
+    rope_base: float = 10000.0, block_size: int = 2048,
+) -> ModelConfig:  # fmt: skip
     return ModelConfig(
-        name=name, block_size=8192, vocab_size=49152, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
+        name=name, block_size=block_size, vocab_size=49152, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
         n_query_groups=groups, intermediate_size=intermediate_size, rope_base=rope_base, tie_embeddings=True,
     )  # fmt: skip
 
+
+def _falcon3(
+    name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int, block_size: int = 32768
+) -> ModelConfig:
+    return ModelConfig(
+        name=name, block_size=block_size, vocab_size=131072, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
+        n_query_groups=4, head_size=256, intermediate_size=intermediate_size, rope_base=1000042.0, norm_eps=1e-6,
+    )  # fmt: skip
+
+
+# n_layer, n_embd, n_head, intermediate_size
+_7B, _13B = (32, 4096, 32, 11008), (40, 5120, 40, 13824)
+_30B, _65B = (60, 6656, 52, 17920), (80, 8192, 64, 22016)
+_34B, _70B = (48, 8192, 64, 22016), (80, 8192, 64, 28672)
 
 CONFIGS = [
     # The default: 5.2 million parameters with a vocabulary of 4,096. Both take theirs from the tokenizer.
@@ -47,45 +76,88 @@ CONFIGS = [
         name="pico-llama", block_size=128, n_layer=2, n_embd=64, n_head=4, n_query_groups=2, intermediate_size=160,
         tie_embeddings=True,
     ),
-    ModelConfig(
-        name="tiny-llama-1.1b", block_size=2048, vocab_size=32000, n_layer=22, n_embd=2048, n_head=32,
-        n_query_groups=4, intermediate_size=5632,
-    ),
-    _llama2("Llama-2-7b-hf", 32, 4096, 32, 11008, groups=32),
-    _llama2("Llama-2-13b-hf", 40, 5120, 40, 13824, groups=40),
-    _llama2("Llama-2-70b-hf", 80, 8192, 64, 28672, groups=8),
+    _llama2("tiny-llama-1.1b", (22, 2048, 32, 5632), 4, block_size=2048),
+    _llama2("micro-llama-300M", (12, 1024, 16, 5632), 4, block_size=2048),
+    _llama1("llama-7b", _7B),
+    _llama1("llama-13b", _13B),
+    _llama1("llama-30b", _30B),
+    _llama1("llama-65b", _65B),
+    _llama1("open_llama_3b", (26, 3200, 32, 8640)),
+    _llama1("longchat-7b-16k", _7B, block_size=16384, rope_adjustments={"factor": 8.0}),
+    _llama1("longchat-13b-16k", _13B, block_size=16384, rope_adjustments={"factor": 8.0}),
+    _llama1("Nous-Hermes-13b", _13B, vocab_size=32001, padding_multiple=1),
+    _llama2("Llama-2-7b-hf", _7B),
+    _llama2("Llama-2-13b-hf", _13B),
+    _llama2("Llama-2-70b-hf", _70B, 8),
+    _llama2("LLaMA-2-7B-32K", _7B, block_size=32768, rope_adjustments={"factor": 8.0}),
+    _llama2("vicuna-7b-v1.5-16k", _7B, block_size=16384, rope_adjustments={"factor": 4.0}),
+    _llama2("vicuna-13b-v1.5-16k", _13B, block_size=16384, rope_adjustments={"factor": 4.0}),
+    _llama2("Nous-Hermes-Llama2-13b", _13B, vocab_size=32032, padding_multiple=1),
+    _code_llama("CodeLlama-7b-hf", _7B, vocab_size=32016),
+    _code_llama("CodeLlama-7b-Python-hf", _7B),
+    _code_llama("CodeLlama-13b-hf", _13B, vocab_size=32016),
+    _code_llama("CodeLlama-13b-Python-hf", _13B),
+    _code_llama("CodeLlama-34b-hf", _34B, 8),
+    _code_llama("CodeLlama-70b-hf", _70B, 8, vocab_size=32016),
+    _llama3("Llama-3-8B", 32, 4096, 32, 14336, block_size=8192),
+    _llama3("Llama-3-70B", 80, 8192, 64, 28672, block_size=8192),
     _llama3("Llama-3.1-8B", 32, 4096, 32, 14336, rope_adjustments=_SCALED_8X),
     _llama3("Llama-3.1-70B", 80, 8192, 64, 28672, rope_adjustments=_SCALED_8X),
     _llama3("Llama-3.1-405B", 126, 16384, 128, 53248, rope_adjustments=_SCALED_8X),
     _llama3("Llama-3.2-1B", 16, 2048, 32, 8192, rope_adjustments=_SCALED_32X, tie_embeddings=True),
     _llama3("Llama-3.2-3B", 28, 3072, 24, 8192, rope_adjustments=_SCALED_32X, tie_embeddings=True),
-    _smollm2("SmolLM2-135M", 30, 576, 9, 3, 1536, 100000.0),
-    _smollm2("SmolLM2-360M", 32, 960, 15, 5, 2560, 100000.0),
-    _smollm2("SmolLM2-1.7B", 24, 2048, 32, 32, 8192, 130000.0),
+    _smollm("SmolLM-135M", 30, 576, 9, 3, 1536),
+    _smollm("SmolLM-360M", 32, 960, 15, 5, 2560),
+    _smollm("SmolLM-1.7B", 24, 2048, 32, 32, 8192),
+    _smollm("SmolLM2-135M", 30, 576, 9, 3, 1536, 100000.0, 8192),
+    _smollm("SmolLM2-360M", 32, 960, 15, 5, 2560, 100000.0, 8192),
+    _smollm("SmolLM2-1.7B", 24, 2048, 32, 32, 8192, 130000.0, 8192),
+    _falcon3("Falcon3-1B-Base", 18, 2048, 8, 8192, block_size=4096),
+    _falcon3("Falcon3-3B-Base", 22, 3072, 12, 9216),
+    _falcon3("Falcon3-7B-Base", 28, 3072, 12, 23040),
+    _falcon3("Falcon3-10B-Base", 40, 3072, 12, 23040),
+    _llama2("salamandra-2b", (24, 2048, 16, 5440), block_size=8192, vocab_size=256000),
+    _llama2("salamandra-7b", (32, 4096, 32, 11008), 8, block_size=8192, vocab_size=256000, norm_eps=1e-6),
 ]  # fmt: skip
 
 ALIASES = {
     "TinyLlama-1.1B": "tiny-llama-1.1b",
     "TinyLlama-1.1B-intermediate-step-1431k-3T": "tiny-llama-1.1b",
     "TinyLlama_v1.1": "tiny-llama-1.1b",
-    "Llama-2-7b": "Llama-2-7b-hf",
-    "Llama-2-13b": "Llama-2-13b-hf",
-    "Llama-2-70b": "Llama-2-70b-hf",
-    "Meta-Llama-3.1-8B": "Llama-3.1-8B",
-    "Meta-Llama-3.1-70B": "Llama-3.1-70B",
-    "Meta-Llama-3.1-405B": "Llama-3.1-405B",
-    # trained further on conversations, the same architecture
-    "Llama-2-7b-chat-hf": "Llama-2-7b-hf",
-    "Llama-2-13b-chat-hf": "Llama-2-13b-hf",
-    "Llama-2-70b-chat-hf": "Llama-2-70b-hf",
-    "Llama-3.1-8B-Instruct": "Llama-3.1-8B",
-    "Llama-3.1-70B-Instruct": "Llama-3.1-70B",
-    "Llama-3.1-405B-Instruct": "Llama-3.1-405B",
-    "Llama-3.2-1B-Instruct": "Llama-3.2-1B",
-    "Llama-3.2-3B-Instruct": "Llama-3.2-3B",
-    "SmolLM2-135M-Instruct": "SmolLM2-135M",
-    "SmolLM2-360M-Instruct": "SmolLM2-360M",
-    "SmolLM2-1.7B-Instruct": "SmolLM2-1.7B",
+    "tiny-llama-1.1b-chat": "tiny-llama-1.1b",
+    "TinyLlama-1.1B-Chat-v1.0": "tiny-llama-1.1b",
+    "MicroLlama": "micro-llama-300M",
+    **{f"Meta-{c.name}": c.name for c in CONFIGS if c.name.startswith(("Llama-3-", "Llama-3.1-"))},
+    # trained on other data, or further on conversations: the same architecture
+    **{f"{c.name}-Instruct": c.name for c in CONFIGS if c.name.startswith(("Llama-3", "SmolLM"))},
+    **{f"Meta-{c.name}-Instruct": c.name for c in CONFIGS if c.name.startswith(("Llama-3-", "Llama-3.1-"))},
+    **{f"{c.name}-instruct": c.name for c in CONFIGS if c.name.startswith("salamandra")},
+    **{f"Falcon3-{size}-Instruct": f"Falcon3-{size}-Base" for size in ("1B", "3B", "7B", "10B")},
+    "Llama-3.3-70B-Instruct": "Llama-3.1-70B",
+    "Llama-3.1-Nemotron-70B-Instruct-HF": "Llama-3.1-70B",
+    **{f"{org}R1-Distill-Llama-{size}": f"Llama-3.1-{size}" for org in ("", "DeepSeek-") for size in ("8B", "70B")},
+    **{f"Llama-2-{size}": f"Llama-2-{size}-hf" for size in ("7b", "13b", "70b")},
+    **{f"Llama-2-{size}-chat-hf": f"Llama-2-{size}-hf" for size in ("7b", "13b", "70b")},
+    "vicuna-7b-v1.5": "Llama-2-7b-hf",
+    "vicuna-13b-v1.5": "Llama-2-13b-hf",
+    "Nous-Hermes-llama-2-7b": "Llama-2-7b-hf",
+    "Platypus2-7B": "Llama-2-7b-hf",
+    "Platypus2-13B": "Llama-2-13b-hf",
+    "Camel-Platypus2-13B": "Llama-2-13b-hf",
+    "Stable-Platypus2-13B": "Llama-2-13b-hf",
+    "Camel-Platypus2-70B": "Llama-2-70b-hf",
+    "Platypus2-70B-instruct": "Llama-2-70b-hf",
+    "FreeWilly2": "Llama-2-70b-hf",
+    "CodeLlama-7b-Instruct-hf": "CodeLlama-7b-hf",
+    "CodeLlama-34b-Python-hf": "CodeLlama-34b-hf",
+    "CodeLlama-34b-Instruct-hf": "CodeLlama-34b-hf",
+    "CodeLlama-70b-Python-hf": "CodeLlama-70b-hf",
+    "open_llama_7b": "llama-7b",
+    "open_llama_13b": "llama-13b",
+    "vicuna-7b-v1.3": "llama-7b",
+    "vicuna-13b-v1.3": "llama-13b",
+    "vicuna-33b-v1.3": "llama-30b",
+    "Platypus-30B": "llama-30b",
 }
 
 

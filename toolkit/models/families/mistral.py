@@ -1,4 +1,8 @@
-"""Mistral (Jiang et al. 2023): Llama with a window in all layers, or in none."""
+"""Mistral (Jiang et al. 2023): Llama with a window in all layers, or in none.
+
+Facts of the named configurations: LitGPT; the longest sequence of version 0.1, which LitGPT shortens to the window, and
+the embeddings (not tied): MLC LLM's presets.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,33 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
+
+def _mistral(
+    name: str, block_size: int, *, size: tuple[int, int, int, int] = (32, 4096, 32, 14336), vocab_size: int = 32768,
+    rope_base: float = 1000000.0, window: int | None = None,
+) -> ModelConfig:  # fmt: skip
+    n_layer, n_embd, n_head, intermediate_size = size
+    return ModelConfig(
+        name=name, family="mistral", block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_embd=n_embd,
+        n_head=n_head, n_query_groups=8, intermediate_size=intermediate_size, rope_base=rope_base,
+        sliding_window_size=window,
+    )  # fmt: skip
+
+
+CONFIGS = [
+    _mistral("Mistral-7B-v0.1", 32768, vocab_size=32000, rope_base=10000.0, window=4096),
+    _mistral("Mistral-7B-v0.2", 32768, vocab_size=32000),
+    _mistral("Mistral-7B-v0.3", 32768),
+    _mistral("Mathstral-7B-v0.1", 32768, window=4096),
+    _mistral("Mistral-Large-Instruct-2407", 32768, size=(88, 12288, 96, 28672)),
+]
+
+ALIASES = {
+    "Mistral-7B-Instruct-v0.1": "Mistral-7B-v0.1",
+    "Mistral-7B-Instruct-v0.2": "Mistral-7B-v0.2",
+    "Mistral-7B-Instruct-v0.3": "Mistral-7B-v0.3",
+    "Mistral-Large-Instruct-2411": "Mistral-Large-Instruct-2407",
+}
 
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:

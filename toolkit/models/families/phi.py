@@ -1,5 +1,8 @@
 """Phi 1, 1.5 and 2 (Gunasekar et al. 2023, Li et al. 2023): one norm for attention and MLP side by side, biases
-everywhere, a part of each head rotated."""
+everywhere, a part of each head rotated.
+
+Facts of the named configurations: LitGPT; that phi-1 is built as phi-1.5: transformers' conversion script.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,23 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
-
 _GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # one function
 _FACTS = {
     "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh", "bias": True,
     "lm_head_bias": True, "parallel_residual": True, "shared_attention_norm": True,
 }  # fmt: skip
+
+
+def _phi(name: str, n_layer: int, n_embd: int, rotary_percentage: float) -> ModelConfig:
+    return ModelConfig(
+        name=name, family="phi", block_size=2048, vocab_size=51200, n_layer=n_layer, n_embd=n_embd, n_head=32,
+        rotary_percentage=rotary_percentage, **_FACTS,
+    )  # fmt: skip
+
+
+CONFIGS = [_phi("phi-1_5", 24, 2048, 0.5), _phi("phi-2", 32, 2560, 0.4)]
+
+ALIASES = {"phi-1": "phi-1_5", "phi-1.5": "phi-1_5"}
 
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:

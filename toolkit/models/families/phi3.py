@@ -1,14 +1,70 @@
-"""Phi 3, 3.5 and 4 (Abdin et al. 2024): Llama whose projections are fused on disk, with windows and longrope."""
+"""Phi 3, 3.5 and 4 (Abdin et al. 2024): Llama whose projections are fused on disk, with windows and longrope.
+
+Facts of the named configurations: LitGPT; windows, longrope and tied embeddings: MLC LLM's presets, whose factors are
+written here without the rounding errors of float32. A window longer than the longest sequence is left out.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
+_PHI_3_5_SHORT = [
+    1.0, 1.02, 1.03, 1.03, 1.05, 1.05, 1.05, 1.05, 1.05, 1.07, 1.1, 1.11, 1.16, 1.16, 1.17, 1.29, 1.34, 1.68, 1.79,
+    1.82, 1.85, 1.88, 1.91, 1.94, 1.99, 2.02, 2.02, 2.02, 2.02, 2.02, 2.02, 2.03, 2.03, 2.03, 2.03, 2.03, 2.03,
+    2.03, 2.03, 2.03, 2.08, 2.09, 2.19, 2.22, 2.59, 2.73, 2.75, 2.84,
+]  # fmt: skip
+_PHI_3_5_LONG = [
+    1.08, 1.11, 1.14, 1.34, 1.59, 1.6, 1.62, 2.62, 3.23, 3.23, 4.79, 7.4, 7.7, 9.09, 12.2, 17.67, 24.46, 28.57,
+    30.42, 30.84, 32.59, 32.93, 42.32, 44.96, 50.34, 50.45, 57.55, 57.93, 58.21, 60.14, 62.61, 62.62, 62.71, 63.14,
+    63.14, 63.77, 63.93, 63.96, 63.97, 64.03, 64.07, 64.08, 64.12, 64.41, 64.48, 64.51, 64.53, 64.84,
+]  # fmt: skip
+_PHI_4_MINI_LONG = [
+    1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898,
+    2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424,
+    6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252,
+    16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6,
+    32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+]  # fmt: skip
+
+
+def _longrope(short_factor: list[float], long_factor: list[float]) -> dict[str, Any]:
+    """Of a model whose 4,096 positions became 131,072; the factor of attention is the one that follows from those."""
+    return {
+        "short_factor": short_factor, "long_factor": long_factor, "original_max_seq_len": 4096,
+        "attention_factor": math.sqrt(1 + math.log(32) / math.log(4096)),
+    }  # fmt: skip
+
+
+def _phi3_mini(name: str, block_size: int, **other: Any) -> ModelConfig:
+    return ModelConfig(**{
+        "name": name, "family": "phi3", "block_size": block_size, "vocab_size": 32064, "n_layer": 32, "n_embd": 3072,
+        "n_head": 32, "intermediate_size": 8192,
+    } | other)  # fmt: skip
+
+
+def _phi4(name: str, block_size: int, rope_base: float) -> ModelConfig:
+    return ModelConfig(
+        name=name, family="phi3", block_size=block_size, vocab_size=100352, n_layer=40, n_embd=5120, n_head=40,
+        n_query_groups=10, intermediate_size=17920, rope_base=rope_base,
+    )  # fmt: skip
+
+
+CONFIGS = [
+    _phi3_mini("Phi-3-mini-4k-instruct", 4096, sliding_window_size=2047),
+    _phi3_mini("Phi-3.5-mini-instruct", 131072, rope_adjustments=_longrope(_PHI_3_5_SHORT, _PHI_3_5_LONG)),
+    _phi3_mini(
+        "Phi-4-mini-instruct", 131072, vocab_size=200064, n_head=24, n_query_groups=8, rotary_percentage=0.75,
+        rope_adjustments=_longrope([1.0] * 48, _PHI_4_MINI_LONG), tie_embeddings=True,
+    ),
+    _phi4("phi-4", 16384, 250000.0),
+    _phi4("Phi-4-reasoning", 32768, 500000.0),
+]  # fmt: skip
+
+ALIASES = {"Phi-4-mini-reasoning": "Phi-4-mini-instruct", "Phi-4-reasoning-plus": "Phi-4-reasoning"}
 
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:

@@ -1,4 +1,7 @@
-"""Qwen3 (Yang et al. 2025), the dense models: Qwen2 without biases, with norms of each head's query and key."""
+"""Qwen3 (Yang et al. 2025), the dense models: Qwen2 without biases, with norms of each head's query and key.
+
+Facts of the named configurations: LitGPT; which embeddings are tied: MLC LLM's and KerasHub's presets.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,32 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, qwen2, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
+
+def _qwen3(
+    name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int, *, tied: bool = False,
+    block_size: int = 40960, rope_base: float = 1000000.0,
+) -> ModelConfig:  # fmt: skip
+    return ModelConfig(
+        name=name, family="qwen3", block_size=block_size, vocab_size=151936, n_layer=n_layer, n_embd=n_embd,
+        n_head=n_head, n_query_groups=8, head_size=128, intermediate_size=intermediate_size, rope_base=rope_base,
+        norm_eps=1e-6, norm_qk=True, tie_embeddings=tied,
+    )  # fmt: skip
+
+
+CONFIGS = [
+    _qwen3("Qwen3-0.6B", 28, 1024, 16, 3072, tied=True),
+    _qwen3("Qwen3-1.7B", 28, 2048, 16, 6144, tied=True),
+    _qwen3("Qwen3-4B", 36, 2560, 32, 9728, tied=True),
+    _qwen3("Qwen3-4B-Instruct-2507", 36, 2560, 32, 9728, tied=True, block_size=262144, rope_base=5000000.0),
+    _qwen3("Qwen3-8B", 36, 4096, 32, 12288),
+    _qwen3("Qwen3-14B", 40, 5120, 40, 17408),
+    _qwen3("Qwen3-32B", 64, 5120, 64, 25600),
+]
+
+ALIASES = {
+    **{f"{c.name}-Base": c.name for c in CONFIGS if c.name not in ("Qwen3-32B", "Qwen3-4B-Instruct-2507")},
+    "Qwen3-4B-Thinking-2507": "Qwen3-4B-Instruct-2507",
+}
 
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:

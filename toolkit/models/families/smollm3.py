@@ -1,4 +1,7 @@
-"""SmolLM3 (Hugging Face 2025): Llama in which every fourth layer does not rotate (NoPE)."""
+"""SmolLM3 (Hugging Face 2025): Llama in which every fourth layer does not rotate (NoPE).
+
+Facts of the named configuration: the defaults of transformers' ``SmolLM3Config``, which stand for this model.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,15 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
+CONFIGS = [
+    ModelConfig(
+        name="SmolLM3-3B", family="smollm3", block_size=32768, vocab_size=128256, n_layer=36, n_embd=2048, n_head=16,
+        n_query_groups=4, intermediate_size=11008, rope_base=2000000.0, norm_eps=1e-6, tie_embeddings=True,
+        rope_indices=[0, 0, 0, -1] * 9,
+    ),
+]  # fmt: skip
+
+ALIASES = {"SmolLM3-3B-Base": "SmolLM3-3B"}
 
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:

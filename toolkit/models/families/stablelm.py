@@ -1,5 +1,9 @@
 """StableLM 2 and 3B (Bellagente et al. 2024): Llama with LayerNorm, a quarter of each head rotated, perhaps biases of
-queries, keys and values, perhaps attention and MLP side by side behind one norm."""
+queries, keys and values, perhaps attention and MLP side by side behind one norm.
+
+Facts of the named configurations: LitGPT; of stablelm-2-1_6b, MLC LLM's presets, which have the embeddings of both
+untied. The first StableLM (stablelm-base-alpha) is a GPT-NeoX.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,23 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
+
+def _stablelm(
+    name: str, n_layer: int, n_embd: int, intermediate_size: int, *, vocab_size: int, attn_bias: bool
+) -> ModelConfig:
+    return ModelConfig(
+        name=name, family="stablelm", block_size=4096, vocab_size=vocab_size, n_layer=n_layer, n_embd=n_embd,
+        n_head=32, intermediate_size=intermediate_size, rotary_percentage=0.25, norm_class_name="LayerNorm",
+        attn_bias=attn_bias,
+    )  # fmt: skip
+
+
+CONFIGS = [
+    _stablelm("stablelm-3b-4e1t", 32, 2560, 6912, vocab_size=50304, attn_bias=False),
+    _stablelm("stablelm-2-1_6b", 24, 2048, 5632, vocab_size=100352, attn_bias=True),
+]
+
+ALIASES = {"stablelm-zephyr-3b": "stablelm-3b-4e1t", "stablelm-2-zephyr-1_6b": "stablelm-2-1_6b"}
 
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:

@@ -1,4 +1,7 @@
-"""StarCoder 2 (Lozhkov et al. 2024): names of a Llama, LayerNorm, an MLP of two layers, biases, perhaps a window."""
+"""StarCoder 2 (Lozhkov et al. 2024): names of a Llama, LayerNorm, an MLP of two layers, biases, perhaps a window.
+
+Facts of the named configuration: MLC LLM's presets; tied embeddings: the default of transformers' ``Starcoder2Config``.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,17 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
-
 _FACTS = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh"}
+
+CONFIGS = [
+    ModelConfig(
+        name="starcoder2-7b", family="starcoder2", block_size=16384, vocab_size=49152, n_layer=32, n_embd=4608,
+        n_head=36, n_query_groups=4, intermediate_size=18432, rope_base=1000000.0, sliding_window_size=4096, bias=True,
+        tie_embeddings=True, **_FACTS,
+    ),
+]  # fmt: skip
+
+ALIASES: dict[str, str] = {}
 
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
