@@ -29,6 +29,15 @@ STYLES = {
         "post_mlp_norm": True, "sliding_window_size": 5, "sliding_window_indices": [1, 0], "rope_indices": [1, 0],
         "rope_local_base_freq": 100.0,
     },
+    "qwen2_moe": {
+        "family": "qwen2_moe", "n_query_groups": 2, "padded_vocab_size": 128, "attn_bias": True,
+        "mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 3, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40, "moe_indices": [0, 1],
+    },
+    "mixtral": {
+        "family": "mixtral", "n_query_groups": 2, "padded_vocab_size": 128, "mlp_class_name": "LLaMAMoE",
+        "n_expert": 4, "n_expert_per_token": 2, "norm_topk_prob": True,
+    },
     "smollm3": {
         "family": "smollm3", "n_query_groups": 2, "padded_vocab_size": 128, "rope_indices": [0, -1],
         "sliding_window_size": 7, "sliding_window_indices": [0, 1],
@@ -43,7 +52,7 @@ def make_model(style: str, seed: int = 0) -> GPT:
     )
     model = GPT(config)
     for parameter in model.parameters():
-        if parameter.dim() == 2:
+        if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, std=0.2)
     return model
 

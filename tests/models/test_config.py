@@ -49,6 +49,8 @@ def test_litgpt_files_of_both_kinds_are_read():
     ("name", "value"),
     [
         ("n_expert", 8),
+        ("n_shared_expert", 1),
+        ("first_k_dense_replace", 1),
         ("rope_condense_ratio", 4),
         ("mlp_class_name", "SomeMLP"),
         ("rope_adjustments", {"factors": 8.0}),
@@ -88,6 +90,7 @@ def test_overrides_are_parsed_from_flags_and_derived_fields_follow():
         ("padding_multiple", 0),
         ("rotary_percentage", 2.0),
         ("rotary_percentage", -0.5),
+        ("n_expert", 4),
     ],
 )
 def test_impossible_values_are_refused_with_the_flag_named(field, value):
@@ -116,6 +119,8 @@ def test_a_padded_vocabulary_that_is_set_survives_the_tokenizer():
         ({"sliding_window_size": 4096}, "mistral"),
         ({"mlp_class_name": "GptNeoxMLP", "bias": True, "lm_head_bias": True}, "phi"),
         ({"mlp_class_name": "GptNeoxMLP"}, "falcon"),
+        ({"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2}, "mixtral"),
+        ({"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "norm_qk": True}, "qwen3_moe"),
     ],
 )
 def test_the_family_of_a_litgpt_file_is_told_by_its_facts_and_not_by_its_name(facts, family):
@@ -124,3 +129,23 @@ def test_the_family_of_a_litgpt_file_is_told_by_its_facts_and_not_by_its_name(fa
     assert named.family == family and named.norm_offset == facts.get("scale_embeddings", False)
     ours = ModelConfig(name="my-Gemma-data", vocab_size=100)
     assert ModelConfig.from_dict(ours.to_dict()) == ours
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n_expert_per_token", 0),
+        ("n_expert_per_token", 5),
+        ("moe_intermediate_size", 20),
+        ("n_embd", 68),
+        ("bias", True),
+        ("parallel_residual", True),
+        ("router_aux_loss_coef", -1.0),
+        ("moe_indices", [1]),
+    ],
+)
+def test_impossible_experts_are_refused_with_the_flag_named(field, value):
+    facts = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 24}
+    facts |= {"n_head": 2}
+    with pytest.raises(UserError, match=f"model_config.{field}"):
+        ModelConfig(**{"vocab_size": 100, **facts, field: value})

@@ -14,7 +14,9 @@ STYLES = {"llama": "pico-llama", "neox": "pythia-14m", "gpt2": "gpt2"}
 
 
 def small(style: str, **changes) -> GPT:
-    config = get_config(STYLES[style]).to_dict()
+    config = get_config(STYLES.get(style, "pico-llama")).to_dict()
+    if style == "moe":
+        config |= {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "router_aux_loss_coef": 0.1}
     config |= {"n_layer": 2, "n_embd": 64, "n_head": 4, "head_size": 16, "intermediate_size": 96, "block_size": 40}
     config |= {"vocab_size": 100, "padded_vocab_size": None, "n_query_groups": 2 if style == "llama" else 4}
     model = GPT(ModelConfig(**config | changes))
@@ -124,7 +126,7 @@ def test_rotation_turns_pairs_of_halves_by_the_angle_and_leaves_the_rest():
     torch.testing.assert_close(out, torch.cat((a, b, x[..., 8:]), dim=-1))
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [*STYLES, "moe"])
 def test_blocks_compile_in_place_without_a_graph_break(style):
     model, x = small(style), ids()
     compiled = copy.deepcopy(model)

@@ -201,14 +201,14 @@ def test_the_loss_has_the_imbalance_in_training_and_not_in_evaluation():
 def test_the_balance_loss_makes_the_use_of_experts_more_even():
     moe = make().transformer.h[0].mlp
     x = 1 + torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(5))  # what tokens have in common is uneven
-    optimizer, seen = torch.optim.SGD([moe.gate.weight], lr=0.5), []
-    for _ in range(20):
+    optimizer, seen = torch.optim.SGD([moe.gate.weight], lr=0.05), []
+    for _ in range(40):
         _, uneven = moe(x, torch.ones(4, 32, dtype=torch.bool))
         seen.append(uneven.mean().item())
         optimizer.zero_grad()
         uneven.mean().backward()
         optimizer.step()
-    assert seen[-1] < seen[0] - 0.1 and min(seen) > 1.9  # 2 experts for each token: even is 2
+    assert seen[0] > 4 and 1.9 < seen[-1] < 2.05  # 2 experts for each token: even is 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -58,6 +58,8 @@ def longrope(original: int) -> dict:
 
 
 NEOX = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25}}
+MIXTRAL = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN_MOE = {**GROUPED, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
 
 HF_CONFIGS = {
@@ -81,6 +83,33 @@ HF_CONFIGS = {
     ),
     "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=32),
     "qwen3-tied": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True),
+    "mixtral": lambda: transformers.MixtralConfig(**MIXTRAL),
+    "mixtral-window-wide-heads-one-expert": lambda: transformers.MixtralConfig(
+        **{**MIXTRAL, "num_experts_per_tok": 1}, head_dim=24, sliding_window=16, tie_word_embeddings=True
+    ),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(**QWEN_MOE, shared_expert_intermediate_size=40),
+    "qwen2-moe-normed-windows-without-biases": lambda: transformers.Qwen2MoeConfig(
+        **{**QWEN_MOE, "num_hidden_layers": 4},
+        shared_expert_intermediate_size=64,
+        norm_topk_prob=True,
+        use_sliding_window=True,
+        sliding_window=16,
+        max_window_layers=3,
+        qkv_bias=False,
+    ),
+    "qwen2-moe-dense-between": lambda: transformers.Qwen2MoeConfig(
+        **{**QWEN_MOE, "num_hidden_layers": 4}, shared_expert_intermediate_size=40, decoder_sparse_step=2
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**QWEN_MOE, head_dim=16, norm_topk_prob=True),
+    "qwen3-moe-not-normed-wide-heads-dense-first": lambda: transformers.Qwen3MoeConfig(
+        **QWEN_MOE,
+        head_dim=32,
+        norm_topk_prob=False,
+        mlp_only_layers=[0],
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=16,
+    ),
     "gemma": lambda: transformers.GemmaConfig(**GEMMA),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA, sliding_window=16, query_pre_attn_scalar=40),
     "gemma2-without-caps": lambda: transformers.Gemma2Config(
@@ -223,6 +252,19 @@ OUR_CONFIGS = {
     "starcoder2": {
         "family": "starcoder2", "vocab_size": 90, "n_query_groups": 2, "norm_class_name": "LayerNorm", "bias": True,
         "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh", "sliding_window_size": 16,
+    },
+    "mixtral": {
+        "family": "mixtral", "vocab_size": 90, "n_query_groups": 2, "mlp_class_name": "LLaMAMoE", "n_expert": 4,
+        "n_expert_per_token": 2, "norm_topk_prob": True, "intermediate_size": 48, "tie_embeddings": True,
+    },
+    "qwen2-moe": {
+        "family": "qwen2_moe", "vocab_size": 90, "attn_bias": True, "mlp_class_name": "LLaMAMoE", "n_expert": 6,
+        "n_expert_per_token": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "head_size": 32,
+    },
+    "qwen3-moe": {
+        "family": "qwen3_moe", "vocab_size": 90, "norm_qk": True, "mlp_class_name": "LLaMAMoE", "n_expert": 8,
+        "n_expert_per_token": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "moe_indices": [1, 0],
+        "head_size": 32, "n_query_groups": 2,
     },
     "granite": {"family": "granite", "vocab_size": 90, "attention_multiplier": 0.3, "logits_scaling": 3.0},
     "neox": {

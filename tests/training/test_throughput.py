@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -6,6 +8,18 @@ from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.training import throughput
 from toolkit.training.throughput import Throughput, flops_per_token, matmul_parameters, peak_flops, peak_memory_gb
+
+
+def test_n8_of_experts_those_count_that_a_token_goes_through():
+    facts = {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "moe_intermediate_size": 24}
+    dense = replace(get_config("pico-llama").with_vocab_size(512), intermediate_size=48)
+    sparse = replace(dense, moe_indices=[0, 1], shared_expert_intermediate_size=16, **facts)
+    with torch.device("meta"):
+        one, other = GPT(dense), GPT(sparse)
+    router_and_shared = 8 * 64 + 3 * 64 * 16 + 64
+    assert matmul_parameters(other) - matmul_parameters(one) == router_and_shared  # two of 24 are as one of 48
+    more = flops_per_token(other, sparse, 64) - flops_per_token(one, dense, 64)
+    assert more == 6 * router_and_shared
 
 
 @pytest.mark.parametrize("name", ["pico-llama", "pythia-14m", "gpt2"])

@@ -25,20 +25,22 @@ ROPE_ADJUSTMENTS = {
 _CHOICES = {
     "position_embedding": ("rope", "learned"),
     "norm_class_name": ("RMSNorm", "LayerNorm"),
-    "mlp_class_name": ("LLaMAMLP", "GemmaMLP", "GptNeoxMLP"),
+    "mlp_class_name": ("LLaMAMLP", "GemmaMLP", "GptNeoxMLP", "LLaMAMoE"),
     "norm_qk_type": ("default", "olmo2"),
     "gelu_approximate": ("none", "tanh"),
 }
 
+_PER_LAYER = {"sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1)}
+
 _POSITIVE = (
     "block_size", "n_layer", "n_head", "n_embd", "vocab_size", "padded_vocab_size", "padding_multiple",
-    "intermediate_size", "head_size",
+    "intermediate_size", "head_size", "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
 
 # Fields of LitGPT's configurations that are not ours, with the value that changes nothing. Fields that only matter
 # together with another one (rope_indices, ...) are let through: the other one is not.
 _NEUTRAL = {"rope_condense_ratio": 1, "routed_scaling_factor": 1.0}
-_DESCRIPTIVE = {"hf_config", "n_expert_per_token"}
+_DESCRIPTIVE = {"hf_config"}
 
 
 def _changes_nothing(name: str, value: Any) -> bool:
@@ -55,11 +57,15 @@ def _as_litgpt_means(values: dict[str, Any]) -> dict[str, Any]:
         found["sliding_window_indices"] = None
     if values.get("rope_local_base_freq") is None:
         found["rope_indices"] = None
+    if values.get("mlp_class_name") == "LLaMAMoE":
+        found["norm_topk_prob"] = True  # its softmax is over the chosen experts alone
     return found | {"family": _family_of_litgpts(values)}
 
 
 def _family_of_litgpts(values: dict[str, Any]) -> str:
     """The Hugging Face ``model_type`` of a file of LitGPT's, which does not say; told by what the model computes."""
+    if values.get("mlp_class_name") == "LLaMAMoE":
+        return "qwen3_moe" if values.get("norm_qk") else "mixtral"
     gated = values.get("mlp_class_name", "LLaMAMLP") == "LLaMAMLP"
     if values.get("mlp_class_name") == "GemmaMLP":
         return "gemma3_text" if values.get("norm_qk") else "gemma2" if values.get("post_mlp_norm") else "gemma"
@@ -126,7 +132,17 @@ class ModelConfig:
         norm_2: The same for the MLP.
         post_attention_norm: What attention adds to the residual stream is normalised.
         post_mlp_norm: The same for the MLP.
-        mlp_class_name: "LLaMAMLP" (gated, silu), "GemmaMLP" (gated, gelu) or "GptNeoxMLP" (two layers, gelu).
+        mlp_class_name: "LLaMAMLP" (gated, silu), "GemmaMLP" (gated, gelu), "GptNeoxMLP" (two layers, gelu) or
+            "LLaMAMoE" (experts, each a LLaMAMLP, of which a router chooses some for each token).
+        n_expert: Experts of a LLaMAMoE.
+        n_expert_per_token: How many of them a token goes to.
+        moe_intermediate_size: Width of each expert; intermediate_size when not given.
+        norm_topk_prob: The weights of a token's experts are scaled to a sum of 1.
+        shared_expert_intermediate_size: Width of one more expert, which every token goes to, with a gate of its own
+            (Qwen2-MoE); none when not given.
+        moe_indices: Of each layer: 1 has experts, 0 a LLaMAMLP of intermediate_size; all 1 when not given.
+        router_aux_loss_coef: In training, the loss is greater by this times how unevenly the experts are used, see
+            :func:`toolkit.models.moe.imbalance`; 0 for nothing.
         gelu_approximate: "none" or "tanh", for gelu.
         tie_embeddings: Embedding and head are one tensor.
     """
@@ -175,7 +191,14 @@ class ModelConfig:
     norm_2: bool = True
     post_attention_norm: bool = False
     post_mlp_norm: bool = False
-    mlp_class_name: Literal["LLaMAMLP", "GemmaMLP", "GptNeoxMLP"] = "LLaMAMLP"
+    mlp_class_name: Literal["LLaMAMLP", "GemmaMLP", "GptNeoxMLP", "LLaMAMoE"] = "LLaMAMLP"
+    n_expert: int = 0
+    n_expert_per_token: int = 0
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
+    shared_expert_intermediate_size: int | None = None
+    moe_indices: list[int] | None = None
+    router_aux_loss_coef: float = 0.001
     gelu_approximate: Literal["none", "tanh"] = "none"
     tie_embeddings: bool = False
 
@@ -201,6 +224,7 @@ class ModelConfig:
         if self.position_embedding == "rope" and self.rope_n_elem % 2:
             raise UserError(f"--model_config.head_size {self.head_size}: an odd number of elements cannot be rotated")
         self._settle_layers(set_field)
+        self._check_experts()
         if self.vocab_size is not None:
             if self.padded_vocab_size is None:
                 multiple = self.padding_multiple
@@ -213,7 +237,7 @@ class ModelConfig:
 
     def _settle_layers(self, set_field: Callable[[str, Any], None]) -> None:
         """Bring lists of values per layer to one value per layer; LitGPT's may be longer."""
-        for name, allowed in (("sliding_window_indices", (0, 1)), ("rope_indices", (-1, 0, 1))):
+        for name, allowed in _PER_LAYER.items():
             values = getattr(self, name)
             if values is None:
                 continue
@@ -234,6 +258,27 @@ class ModelConfig:
         if self.shared_attention_norm and not self.parallel_residual:
             raise UserError("--model_config.shared_attention_norm true: needs --model_config.parallel_residual true")
         _ = self.rope_kind
+
+    def _check_experts(self) -> None:
+        """Refuse numbers of experts that no model has, and widths that the grouped matrix products do not take."""
+        flag = "--model_config."
+        if self.mlp_class_name != "LLaMAMoE":
+            if self.n_expert:
+                raise UserError(f"{flag}n_expert {self.n_expert}: needs {flag}mlp_class_name LLaMAMoE")
+            return
+        if not 1 <= self.n_expert_per_token <= self.n_expert:
+            raise UserError(
+                f"{flag}n_expert_per_token {self.n_expert_per_token}: must be between 1 and n_expert {self.n_expert}"
+            )
+        width = "intermediate_size" if self.moe_intermediate_size is None else "moe_intermediate_size"
+        for name in ("n_embd", width):
+            if (value := getattr(self, name)) % 8:
+                raise UserError(f"{flag}{name} {value}: must be a multiple of 8 in a model with experts")
+        for name, value in {"bias": False, "parallel_residual": False}.items():
+            if getattr(self, name) != value:
+                raise UserError(f"{flag}{name} {getattr(self, name)}: must be {value} in a model with experts")
+        if self.router_aux_loss_coef < 0:
+            raise UserError(f"{flag}router_aux_loss_coef {self.router_aux_loss_coef}: must not be negative")
 
     @property
     def rope_kind(self) -> str | None:
@@ -258,6 +303,20 @@ class ModelConfig:
         """How many tokens back a token of this layer sees, itself included; None for all."""
         indices = self.sliding_window_indices
         return self.sliding_window_size if indices is None or indices[layer] else None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of this layer is a LLaMAMoE."""
+        return self.mlp_class_name == "LLaMAMoE" and (self.moe_indices is None or bool(self.moe_indices[layer]))
+
+    @property
+    def expert_size(self) -> int:
+        """Width of each expert."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def n_moe_layer(self) -> int:
+        """Layers with experts."""
+        return sum(self.has_experts(layer) for layer in range(self.n_layer))
 
     def rope_index(self, layer: int) -> int:
         """See ``rope_indices``."""

@@ -13,6 +13,7 @@ from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.lora import LoRALinear
 from toolkit.models.loss import head_loss
 from toolkit.models.mlp import make_mlp
+from toolkit.models.moe import LLaMAMoE, before_last_label
 from toolkit.models.norm import make_norm
 from toolkit.models.rope import Rotation, amplitude, inverse_frequencies
 from toolkit.models.visibility import Visibility
@@ -30,10 +31,11 @@ class Block(nn.Module):
             self.norm_2 = None
         else:
             self.norm_2 = make_norm(config) if config.norm_2 else nn.Identity()
-        self.mlp = make_mlp(config)
+        self.mlp = LLaMAMoE(config) if config.has_experts(layer) else make_mlp(config)
         self.post_mlp_norm = make_norm(config) if config.post_mlp_norm else nn.Identity()
         self.parallel_residual, self.residual_multiplier = config.parallel_residual, config.residual_multiplier
         self.window, self.rope_index = config.window(layer), config.rope_index(layer)
+        self.has_experts = config.has_experts(layer)
 
     def forward(
         self,
@@ -41,15 +43,23 @@ class Block(nn.Module):
         visibility: Visibility,
         rotations: dict[int, Rotation],
         cache: LayerCache | None = None,
-    ) -> torch.Tensor:
-        """(B, T, n_embd) -> (B, T, n_embd)."""
+        counted: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """(B, T, n_embd) -> (B, T, n_embd).
+
+        Where there are experts and ``counted`` (B, T) says which tokens count, also (B,): how unevenly each row uses
+        them. It is returned, not kept aside, because FSDP's hooks see what is returned only.
+        """
         seen, rotation = visibility.through(self.window), rotations.get(self.rope_index)
         normed = self.norm_1(x)
         attended = self._added(self.post_attention_norm(self.attn(normed, seen, rotation, cache)))
         if self.parallel_residual:
             return x + attended + self._added(self.mlp(normed if self.norm_2 is None else self.norm_2(x)))
         x = x + attended
-        return x + self._added(self.post_mlp_norm(self.mlp(self.norm_2(x))))
+        if counted is None or not self.has_experts:
+            return x + self._added(self.post_mlp_norm(self.mlp(self.norm_2(x))))
+        y, imbalance = self.mlp(self.norm_2(x), counted)
+        return x + self._added(self.post_mlp_norm(y)), imbalance
 
     def _added(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
@@ -109,12 +119,17 @@ class GPT(nn.Module):
 
         Returns:
             Logits (B, T, padded_vocab_size); with labels ``(loss_sum, n_tokens)``: the sum of the negative
-            log-likelihoods in nats, an fp32 scalar, and the number of supervised tokens, an int64 scalar tensor.
+            log-likelihoods in nats, an fp32 scalar, and the number of supervised tokens, an int64 scalar tensor. In
+            training mode, ``loss_sum`` of a model with experts also has ``router_aux_loss_coef`` times the mean over
+            the layers of each row's :func:`toolkit.models.moe.imbalance`, times the row's supervised tokens: so it
+            is the same whatever the split of a global batch into micro-batches (law N2).
 
         Raises:
             ValueError: The sequence is longer than ``config.block_size``.
         """
-        x = self._embed_and_run_blocks(input_ids, positions, documents, kv_cache)
+        is_balanced = self.training and labels is not None and self.config.n_moe_layer > 0
+        counted = before_last_label(labels) if is_balanced and self.config.router_aux_loss_coef else None
+        x, imbalances = self._embed_and_run_blocks(input_ids, positions, documents, kv_cache, counted)
         if self.config.logits_scaling != 1.0:
             x = x / self.config.logits_scaling
         head, cap = self.lm_head, self.config.final_logit_softcapping
@@ -123,7 +138,11 @@ class GPT(nn.Module):
             return logits if cap is None else cap * torch.tanh(logits / cap)
         low_rank = head.low_rank(x, x.dtype) if isinstance(head, LoRALinear) else None
         loss_sum = head_loss(x, head.weight, head.bias, labels, low_rank, cap)
-        return loss_sum, (labels != IGNORE_INDEX).sum()
+        supervised = (labels != IGNORE_INDEX).sum(1)
+        if imbalances:
+            of_rows = torch.stack(imbalances).mean(0)
+            loss_sum = loss_sum + self.config.router_aux_loss_coef * (of_rows * supervised).sum()
+        return loss_sum, supervised.sum()
 
     def _embed_and_run_blocks(
         self,
@@ -131,7 +150,8 @@ class GPT(nn.Module):
         positions: torch.Tensor | None,
         documents: torch.Tensor | None,
         kv_cache: Sequence[LayerCache] | None,
-    ) -> torch.Tensor:
+        counted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         T, device = input_ids.size(1), input_ids.device
         held = 0 if kv_cache is None else kv_cache[0].length
         if held + T > self.config.block_size:
@@ -141,9 +161,13 @@ class GPT(nn.Module):
         x = self._embed(input_ids, positions)
         visibility = Visibility(held, T, device, documents)
         rotations = self._rotations(positions, held + T)
+        imbalances: list[torch.Tensor] = []
         for i, block in enumerate(self.transformer.h):
-            x = block(x, visibility, rotations, None if kv_cache is None else kv_cache[i])
-        return self.transformer.ln_f(x)
+            x = block(x, visibility, rotations, None if kv_cache is None else kv_cache[i], counted)
+            if isinstance(x, tuple):
+                x, imbalance = x
+                imbalances.append(imbalance)
+        return self.transformer.ln_f(x), imbalances
 
     def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.transformer.wte(input_ids)

@@ -4,8 +4,8 @@
 |---|---|
 | weights of norms (``norm_1``, ``norm_2``, ``post_*_norm``, ``norm_q``, ``norm_k``, ``ln_f``) | 1; with an offset 0 |
 | all biases | 0 |
-| ``attn.proj.weight``, ``mlp.proj.weight`` (they write to the residual stream) | normal, 0.02 / sqrt(2 n_layer) |
-| all other weights (``wte``, ``wpe``, ``attn.qkv``, ``mlp.fc*``, ``lm_head``) | normal, 0.02 |
+| ``attn.proj.weight``, ``mlp.*proj.weight`` (they write to the residual stream) | normal, 0.02 / sqrt(2 n_layer) |
+| all other weights (``wte``, ``wpe``, ``attn.qkv``, ``mlp.*fc*``, ``mlp.*gate``, ``lm_head``) | normal, 0.02 |
 
 Means are zero. The table is GPT-2's (Radford et al. 2019, section 2.3, and its Hugging Face implementation). A tied
 head is the embedding, drawn under the embedding's name.

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from toolkit.errors import UserError
 from toolkit.models.init import generator_of
 from toolkit.models.lora_config import LoRAConfig
 
@@ -146,7 +147,12 @@ def add_lora(model: GPT, config: LoRAConfig, seed: int = 0) -> None:
     """Give the selected layers of a GPT their adapters, in place, and freeze everything else.
 
     On the meta device the adapters are there, too; elsewhere they get their initial values, drawn from ``seed``.
+
+    Raises:
+        UserError: Adapters of the MLPs of a model with experts.
     """
+    if config.mlp and model.config.n_moe_layer:
+        raise UserError("--lora_mlp true: the MLPs of this model are experts, which take no adapters; leave it out")
     model.requires_grad_(False)
     for block in model.transformer.h:
         selected = {part: rows for part, rows in qkv_rows(model.config).items() if getattr(config, part)}

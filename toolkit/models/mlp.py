@@ -12,11 +12,12 @@ from toolkit.models.config import ModelConfig
 class LLaMAMLP(nn.Module):
     """SwiGLU (Shazeer 2020): proj(silu(fc_1(x)) * fc_2(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, intermediate_size: int | None = None) -> None:
         super().__init__()
-        self.fc_1 = nn.Linear(config.n_embd, config.intermediate_size, bias=config.bias)
-        self.fc_2 = nn.Linear(config.n_embd, config.intermediate_size, bias=config.bias)
-        self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=config.bias)
+        width = intermediate_size or config.intermediate_size
+        self.fc_1 = nn.Linear(config.n_embd, width, bias=config.bias)
+        self.fc_2 = nn.Linear(config.n_embd, width, bias=config.bias)
+        self.proj = nn.Linear(width, config.n_embd, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.proj(F.silu(self.fc_1(x)) * self.fc_2(x))
@@ -47,4 +48,6 @@ class GptNeoxMLP(nn.Module):
 
 
 def make_mlp(config: ModelConfig) -> nn.Module:
-    return {"LLaMAMLP": LLaMAMLP, "GemmaMLP": GemmaMLP, "GptNeoxMLP": GptNeoxMLP}[config.mlp_class_name](config)
+    """The dense MLP of a layer; of a model with experts, the one that its layers without them have."""
+    dense = {"LLaMAMLP": LLaMAMLP, "GemmaMLP": GemmaMLP, "GptNeoxMLP": GptNeoxMLP, "LLaMAMoE": LLaMAMLP}
+    return dense[config.mlp_class_name](config)

@@ -28,7 +28,7 @@ from toolkit.models.mlp import LLaMAMLP
 # Operators of our own, because torch (2.13) lets grouped_mm into compiled code in bf16 only.
 @torch.library.custom_op("toolkit::grouped_product", mutates_args=())
 def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """(N, a) and (experts, a, b) -> (N, b): the rows from ends[e - 1] to ends[e], (experts,) int32, times weights[e]."""
+    """(N, a), (experts, a, b) -> (N, b): the rows from ends[e - 1] to ends[e], (experts,) int32, times weights[e]."""
     return F.grouped_mm(x, weights, offs=ends)
 
 
@@ -49,7 +49,9 @@ def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    x, weights, ends = inputs
+    is_trained = ctx.needs_input_grad[1]
+    ctx.save_for_backward(x if is_trained else None, weights, ends)
 
 
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:

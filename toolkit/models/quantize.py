@@ -13,11 +13,20 @@ from toolkit.errors import UserError
 from toolkit.models.lora import LoRALinear
 
 if TYPE_CHECKING:
+    from toolkit.models.config import ModelConfig
     from toolkit.models.gpt import GPT
 
 BLOCK = 64  # weights with a common scale
 
 Quantize = Literal["bnb.nf4", "bnb.nf4-dq"]
+
+
+def refuse_experts(config: ModelConfig, kind: Quantize) -> None:
+    """Raise a UserError where most weights are not linear layers, which are all that bitsandbytes takes."""
+    if config.n_moe_layer:
+        raise UserError(
+            f"--quantize {kind}: the weights of this model's experts cannot be quantised; run without --quantize"
+        )
 
 
 def quantize_linears(
@@ -42,6 +51,7 @@ def quantize_linears(
     Raises:
         UserError: bitsandbytes is not installed, or the model has layers that it computes wrongly.
     """
+    refuse_experts(model.config, kind)
     # it says at import that an optional download of faster CPU kernels is not there
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:

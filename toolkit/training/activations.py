@@ -14,7 +14,7 @@ from toolkit.models.loss import chunk_rows
 if TYPE_CHECKING:
     from toolkit.training.memory_plan import Job
 
-FP32 = 4
+FP32, INT64 = 4, 8
 _QKV, _PROJECTION, _MLP = ("query", "key", "value"), ("projection",), ("mlp",)  # the adapters of each linear layer
 
 
@@ -24,7 +24,11 @@ def activation_bytes(job: Job) -> float:
     Attention is ``scaled_dot_product_attention``: no (T, T) matrix, but where no fused kernel takes the inputs.
     """
     config, n = job.config, job.tokens
-    blocks = config.n_layer * n * (_norms(job) + _attention(job) + _mlp(job))
+    experts, dense = config.n_moe_layer, config.n_layer - config.n_moe_layer
+    gates = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
+    mlps = dense * (_norms(job, gates * _keeps_input(job, _MLP)) + _mlp(job))
+    mlps += experts * (_norms(job, _expert_readers(job)) + _experts(job))
+    blocks = n * (config.n_layer * _attention(job) + mlps)
     last_norm = n * _norm(job)
     rotation = 2 * FP32 * job.seq_length * config.rope_n_elem * _rotations(job)
     mask = n * job.seq_length if job.packed else 0
@@ -49,18 +53,17 @@ def _norm(job: Job) -> int:
     return config.n_embd * residual + (FP32 if config.norm_class_name == "RMSNorm" else 2 * FP32)
 
 
-def _norms(job: Job) -> int:
+def _norms(job: Job, mlp_readers: int) -> int:
     """The norms of a block and their outputs, as inputs of linear layers, per token.
 
-    Autocast rounds an fp32 input anew for each layer that keeps it.
+    ``mlp_readers``: how many layers of the MLP keep their input. Autocast rounds an fp32 input anew for each layer that keeps it.
     """
     config = job.config
     count = config.norm_1 + (config.norm_2 and not config.shared_attention_norm)
     kept = (count + config.post_attention_norm + config.post_mlp_norm) * _norm(job)
     if config.parallel_residual and count == 2:
         kept -= config.n_embd * job.weight_bytes  # both read the same
-    gates = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
-    readers = [int(_keeps_input(job, _QKV)), gates * _keeps_input(job, _MLP)]
+    readers = [int(_keeps_input(job, _QKV)), mlp_readers]
     if config.shared_attention_norm:
         readers = [sum(readers)]
     copies = sum(readers) if job.is_mixed else sum(min(1, n) for n in readers)
@@ -137,6 +140,27 @@ def _mlp(job: Job) -> float:
     kept = c * inner * ((3 if gates == 2 else 1) + _keeps_input(job, _MLP))
     first = gates * _adapter(job, _MLP, config.n_embd, inner, job.weight_bytes)
     return kept + first + _adapter(job, _MLP, inner, config.n_embd, c)
+
+
+def _expert_readers(job: Job) -> int:
+    """The linear layers of a layer with experts that keep its input: the router; the shared expert's two and its gate."""
+    if job.lora is not None:
+        return 0
+    return 1 if job.config.shared_expert_intermediate_size is None else 4
+
+
+def _experts(job: Job) -> float:
+    """What a layer with experts keeps, per token.
+
+    Of each expert that a token goes to, its input, what activation function and gate read, the last layer's input,
+    and what it says; of the router, all probabilities, the choice, and the order there and back.
+    """
+    config, c, is_trained = job.config, job.compute_bytes, job.lora is None
+    k, shared = config.n_expert_per_token, config.shared_expert_intermediate_size
+    experts = k * c * ((3 + is_trained) * config.expert_size + (1 + is_trained) * config.n_embd)
+    router = FP32 * config.n_expert + k * (3 * INT64 + c) + FP32 * (k + 1) * config.norm_topk_prob
+    one_more = 0 if shared is None else c * ((3 + is_trained) * shared + config.n_embd + 1)
+    return experts + router + one_more
 
 
 def _keeps_input(job: Job, parts: tuple[str, ...]) -> bool:

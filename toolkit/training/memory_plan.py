@@ -24,6 +24,8 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.moe import StackedLinear
+from toolkit.models.quantize import refuse_experts
 from toolkit.training.activations import FP32, activation_bytes, logits_bytes
 from toolkit.training.optimizer import optimizer_class
 from toolkit.training.throughput import matmul_parameters
@@ -219,6 +221,7 @@ def _quantized(job: Job, model: GPT) -> dict[str, nn.Parameter]:
     """The weights that are kept in 4 bits: those of the blocks' linear layers."""
     if job.quantize is None:
         return {}
+    refuse_experts(job.config, job.quantize)
     linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("transformer.h.")]
     return {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in linears}
 
@@ -227,7 +230,8 @@ def _cast_bytes(job: Job, model: GPT, quantized: dict[str, nn.Parameter]) -> int
     """Autocast's copies of the blocks' weights and biases; the head's are the loss's. FSDP gathers in 16 bits."""
     if not job.is_mixed or job.strategy.kind == "fsdp":
         return 0
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    products = (nn.Linear, StackedLinear)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, products) and n != "lm_head"}
     names = [f"{n}.{p}" for n, m in linears.items() for p, _ in m.named_parameters(recurse=False)]
     return 2 * sum(model.get_parameter(name).numel() for name in names if name not in quantized)
 
@@ -304,6 +308,9 @@ def state_bytes(
     if len(shape) == 1:
         low, high = probe.bytes((8,)), probe.bytes((16,))
         return low + (high - low) / 8 * (shape[0] - 8)
+    if len(shape) == 3:  # stacked experts: as many matrices, and a counter for all
+        once = 2 * probe.bytes((1, 8, 8)) - probe.bytes((2, 8, 8))
+        return once + shape[0] * (state_bytes(options, dtype, shape[1:], given_class) - once)
     rows, columns = shape
     corner, right, down, both = (probe.bytes(s) for s in ((8, 8), (8, 16), (16, 8), (16, 16)))
     x, y = (rows - 8) / 8, (columns - 8) / 8

@@ -10,6 +10,7 @@ from torch import nn
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import is_adapter
+from toolkit.models.moe import StackedLinear
 
 PEAK_FLOPS_BF16 = {
     # Dense bfloat16 tensor-core peaks from the makers' data sheets (sparse figures halved). The first name that is
@@ -36,14 +37,19 @@ PEAK_FLOPS_BF16 = {
 def matmul_parameters(model: nn.Module) -> int:
     """Count the weights that take part in a matrix product for every token: linear layers, the head among them.
 
-    A tied head counts once, as the head; an embedding that is only looked up does not count.
+    A tied head counts once, as the head; an embedding that is only looked up does not count. Of experts those count
+    that one token goes through.
     """
-    return sum(weight.numel() for weight in _matmul_weights(model))
+    return sum(size for size, _ in _matmul_sizes(model))
 
 
-def _matmul_weights(model: nn.Module) -> list[torch.Tensor]:
-    adapters = [p for name, p in model.named_parameters() if is_adapter(name) and p.ndim == 2]
-    return [m.weight for m in model.modules() if isinstance(m, nn.Linear)] + adapters
+def _matmul_sizes(model: nn.Module) -> list[tuple[int, bool]]:
+    """Elements per token of each weight, and whether it is trained."""
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    weights += [p for name, p in model.named_parameters() if is_adapter(name) and p.ndim == 2]
+    stacks = [m for m in model.modules() if isinstance(m, StackedLinear)]
+    sizes = [(weight.numel(), weight.requires_grad) for weight in weights]
+    return sizes + [(m.weight.numel() * m.active // m.weight.size(0), m.weight.requires_grad) for m in stacks]
 
 
 def flops_per_token(model: nn.Module, config: ModelConfig, seq_length: int, *, causal: bool = False) -> float:
@@ -53,7 +59,7 @@ def flops_per_token(model: nn.Module, config: ModelConfig, seq_length: int, *, c
     gradient is not computed. ``causal`` counts half of the attention term, which is what a causal kernel has to do.
     """
     attention = 12 * config.n_layer * config.n_head * config.head_size * seq_length
-    linear = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in _matmul_weights(model))
+    linear = sum((6 if is_trained else 4) * size for size, is_trained in _matmul_sizes(model))
     return linear + attention * (0.5 if causal else 1.0)
 
 

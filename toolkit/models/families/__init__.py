@@ -19,11 +19,13 @@ from toolkit.models.families import (
     granite,
     llama,
     mistral,
+    mixtral,
     olmo,
     phi,
     phi3,
     qwen2,
     qwen3,
+    qwen_moe,
     smollm3,
     stablelm,
     starcoder2,
@@ -33,8 +35,9 @@ DEFAULT_MODEL = "mini-llama"
 
 # by Hugging Face's model_type
 FAMILIES: dict[str, ModuleType] = {
-    "llama": llama, "smollm3": smollm3, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma": gemma,
-    "gemma2": gemma, "gemma3_text": gemma, "phi": phi, "phi3": phi3, "gpt_neox": gpt_neox, "gpt2": gpt2,
+    "llama": llama, "smollm3": smollm3, "mistral": mistral, "mixtral": mixtral, "qwen2": qwen2, "qwen3": qwen3,
+    "qwen2_moe": qwen_moe, "qwen3_moe": qwen_moe, "gemma": gemma, "gemma2": gemma, "gemma3_text": gemma,
+    "phi": phi, "phi3": phi3, "gpt_neox": gpt_neox, "gpt2": gpt2,
     "falcon": falcon, "olmo": olmo, "olmo2": olmo, "olmo3": olmo, "stablelm": stablelm, "granite": granite,
     "starcoder2": starcoder2,
 }  # fmt: skip

@@ -98,6 +98,33 @@ def interleave_groups(n_head: int, groups: int, head_size: int) -> Step:
     return Step(to_hf, from_hf)
 
 
+def stack_experts() -> Step:
+    """One tensor with a leading axis of experts -> one tensor per expert."""
+
+    def from_hf(experts: list[Tensor]) -> list[Tensor]:
+        import torch
+
+        return [torch.stack(experts)]
+
+    return Step(lambda one: list(one[0].unbind()), from_hf)
+
+
+def experts(config: ModelConfig, ours: str, theirs: str, projections: dict[str, str]) -> list[Map]:
+    """The experts of one layer: our stacked tensors, and one tensor for each expert there.
+
+    Args:
+        config: The architecture.
+        ours: Our name of the experts together.
+        theirs: Their name of them.
+        projections: Our name of a projection: theirs.
+    """
+    return [
+        Map((f"{ours}.{mine}.weight",), tuple(f"{theirs}.{e}.{their}.weight" for e in range(config.n_expert)),
+            (stack_experts(),))
+        for mine, their in projections.items()
+    ]  # fmt: skip
+
+
 def same(ours: str, theirs: str, *steps: Step) -> Map:
     """One tensor on either side."""
     return Map((ours,), (theirs,), steps)
@@ -115,11 +142,32 @@ def embedding_and_head(config: ModelConfig, embedding: str, head: str) -> list[M
     return maps if config.tie_embeddings else [*maps, same("lm_head.weight", f"{head}.weight")]
 
 
-def decoder_weights(config: ModelConfig, *, fused: bool = False) -> list[Map]:
+# Of a mixture of experts: our names of a layer's parts under ``mlp``, and theirs.
+GATED = {"fc_1": "gate_proj", "fc_2": "up_proj", "proj": "down_proj"}
+
+
+def qwen_experts(config: ModelConfig, ours: str, theirs: str) -> list[Map]:
+    """The layer ``theirs`` with experts, under the names that most models have, and with or without a shared expert."""
+    maps = linear(f"{ours}.mlp.gate", f"{theirs}.mlp.gate", False)
+    maps += experts(config, f"{ours}.mlp.experts", f"{theirs}.mlp.experts", GATED)
+    if config.shared_expert_intermediate_size is not None:
+        for mine, their in GATED.items():
+            maps += linear(f"{ours}.mlp.shared_expert.{mine}", f"{theirs}.mlp.shared_expert.{their}", False)
+        maps += linear(f"{ours}.mlp.shared_expert_gate", f"{theirs}.mlp.shared_expert_gate", False)
+    return maps
+
+
+def decoder_weights(
+    config: ModelConfig,
+    *,
+    fused: bool = False,
+    moe: Callable[[ModelConfig, str, str], list[Map]] = qwen_experts,
+) -> list[Map]:
     """The table of a model with Llama's names: what has the parts of a Llama and more, or less.
 
     Args:
         config: The architecture.
+        moe: The entries of a layer with experts, from the config and the layer's name here and there.
         fused: Queries, keys and values are one tensor there as here, and gate and up projection are one (Phi-3).
     """
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
@@ -146,6 +194,9 @@ def decoder_weights(config: ModelConfig, *, fused: bool = False) -> list[Map]:
             for p in "qk":
                 maps += linear(f"{ours}.attn.norm_{p}", f"{theirs}.self_attn.{p}_norm", norm_bias)
         maps += linear(f"{ours}.attn.proj", f"{theirs}.self_attn.o_proj", config.bias)
+        if config.has_experts(i):
+            maps += moe(config, ours, theirs)
+            continue
         if fused:
             gate_up = f"{ours}.mlp.fc_1.weight", f"{ours}.mlp.fc_2.weight"
             step = join_rows(config.intermediate_size, config.intermediate_size)
