@@ -73,7 +73,7 @@ def test_a_process_of_its_own_downloads_and_converts(hub, exported, tmp_path):
     one, _, model = exported
     template = "additional_chat_templates/tool.jinja"
     unwanted = dict.fromkeys(
-        ["pytorch_model.bin", "README.md", "consolidated.safetensors", "onnx/tokenizer.json", "modeling_tiny.py"], b"x"
+        ["pytorch_model.bin", "README.md", "consolidated.safetensors", "tokenizer/model.onnx", "modeling_tiny.py"], b"x"
     )
     commit = hub.add("org/tiny", one | unwanted | {template: b"{{ messages }}"})
     variables = {
