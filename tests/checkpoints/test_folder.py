@@ -188,8 +188,9 @@ def test_litgpts_folder_is_read_as_it_is(tmp_path):
         ("n_layer: many", "not a model's configuration"),
         ("n_layer: -1", r"--model_config.n_layer -1: must be greater"),
         ("n_layer: 2", "vocab_size is missing"),
-        (litgpt_config(mlp_class_name="LLaMAMoE"), "mlp_class_name LLaMAMoE: must be one of LLaMAMLP"),
-        (litgpt_config(rope_condense_ratio=4), "rope_condense_ratio 4: this version cannot"),
+        (litgpt_config(mlp_class_name="SomeMoE"), "mlp_class_name SomeMoE: must be one of LLaMAMLP"),
+        (litgpt_config(mlp_class_name="LLaMAMoE"), "n_expert_per_token 0: must be between 1 and n_expert 0"),
+        (litgpt_config(rope_interleave=True), "rope_interleave True: this version cannot"),
     ],
 )
 def test_s4_broken_or_foreign_configurations_are_one_line(tmp_path, monkeypatch, text, message):

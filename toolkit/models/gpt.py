@@ -52,14 +52,13 @@ class Block(nn.Module):
         """
         seen, rotation = visibility.through(self.window), rotations.get(self.rope_index)
         normed = self.norm_1(x)
-        attended = self._added(self.post_attention_norm(self.attn(normed, seen, rotation, cache)))
-        if self.parallel_residual:
-            return x + attended + self._added(self.mlp(normed if self.norm_2 is None else self.norm_2(x)))
-        x = x + attended
+        attended = x + self._added(self.post_attention_norm(self.attn(normed, seen, rotation, cache)))
+        if self.norm_2 is not None:
+            normed = self.norm_2(x if self.parallel_residual else attended)
         if counted is None or not self.has_experts:
-            return x + self._added(self.post_mlp_norm(self.mlp(self.norm_2(x))))
-        y, imbalance = self.mlp(self.norm_2(x), counted)
-        return x + self._added(self.post_mlp_norm(y)), imbalance
+            return attended + self._added(self.post_mlp_norm(self.mlp(normed)))
+        y, imbalance = self.mlp(normed, counted)
+        return attended + self._added(self.post_mlp_norm(y)), imbalance
 
     def _added(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
