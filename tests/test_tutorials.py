@@ -118,3 +118,29 @@ def test_the_page_of_converting_from_top_to_bottom(tmp_path):
             print(block, done.stdout, done.stderr, sep="\n")
     first, again = (tmp_path / "out" / name / "model.safetensors" for name in ("hf", "again"))
     assert first.read_bytes() == again.read_bytes()
+
+
+EXTEND = (ROOT / "tutorials" / "extend.md").read_text()
+
+
+def test_the_functions_on_the_page_of_extending_are_those_of_the_family():
+    family = (ROOT / "toolkit" / "models" / "families" / "starcoder2.py").read_text()
+    shown = [block for block in re.findall(r"```python\n(.*?)```", EXTEND, re.S) if block.startswith("def ")]
+    assert len(shown) == 4
+    for block in shown:
+        assert block in family
+
+
+def test_the_model_that_the_page_of_extending_looks_at(capsys):
+    pytest.importorskip("transformers")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", EXTEND, re.S) if not block.startswith("def ")]
+    exec(code, {})
+    listed = re.findall(r"^    (model\..*)$", EXTEND, re.M)
+    assert len(listed) == 5 and set(listed) <= set(capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", re.findall(r"```bash\n(.*?)```", EXTEND, re.S))
+def test_the_tests_that_the_page_of_extending_runs(block):
+    done = run(block, ROOT)
+    assert re.search(r"^\.+ +\[100%\]", done.stdout, re.M)
