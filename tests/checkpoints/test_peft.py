@@ -31,6 +31,9 @@ OLDER = {**SMALL, "bias": True, "norm_class_name": "LayerNorm", "mlp_class_name"
 CONFIGS = {
     "llama": ModelConfig(**SMALL, n_query_groups=2),
     "tied": ModelConfig(**SMALL, n_query_groups=2, tie_embeddings=True),
+    "mixtral": ModelConfig(
+        **SMALL, family="mixtral", mlp_class_name="LLaMAMoE", n_expert=4, n_expert_per_token=2, norm_topk_prob=True
+    ),
     "gpt_neox": ModelConfig(**OLDER, family="gpt_neox", rotary_percentage=0.25, parallel_residual=True),
     "gpt2": ModelConfig(
         **OLDER, family="gpt2", position_embedding="learned", gelu_approximate="tanh", tie_embeddings=True
@@ -70,7 +73,8 @@ def differs(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.mark.parametrize("family", CONFIGS)
 @torch.no_grad()
 def test_peft_computes_the_same_logits(tmp_path, family, selection, kind, recwarn):
-    lora = LoRAConfig(**{**NONE, "r": 3, "alpha": 6, **SELECTIONS[selection], **KINDS[kind]})
+    chosen = SELECTIONS[selection] | ({"mlp": False} if CONFIGS[family].n_moe_layer else {})
+    lora = LoRAConfig(**{**NONE, "r": 3, "alpha": 6, **chosen, **KINDS[kind]})
     base_dir, folder, model = make(tmp_path, CONFIGS[family], lora)
     assert main(["convert_to_peft", str(folder), str(tmp_path / "peft")]) == 0
     theirs = in_peft(base_dir, tmp_path / "peft", tmp_path)

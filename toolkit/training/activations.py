@@ -56,7 +56,7 @@ def _norm(job: Job) -> int:
 def _norms(job: Job, mlp_readers: int) -> int:
     """The norms of a block and their outputs, as inputs of linear layers, per token.
 
-    ``mlp_readers``: how many layers of the MLP keep their input. Autocast rounds an fp32 input anew for each layer that keeps it.
+    Autocast rounds an fp32 input anew for each layer that keeps it; ``mlp_readers``: how many of the MLP's do.
     """
     config = job.config
     count = config.norm_1 + (config.norm_2 and not config.shared_attention_norm)
@@ -143,7 +143,7 @@ def _mlp(job: Job) -> float:
 
 
 def _expert_readers(job: Job) -> int:
-    """The linear layers of a layer with experts that keep its input: the router; the shared expert's two and its gate."""
+    """The linear layers in an LLaMAMoE that keep its input: the router; the shared expert's two, and its gate."""
     if job.lora is not None:
         return 0
     return 1 if job.config.shared_expert_intermediate_size is None else 4

@@ -1,0 +1,57 @@
+"""Law N3 for a model with experts: the same training on one and two ranks, the balance loss and the weights too."""
+
+import pytest
+from groups import Case, losses, run_group
+
+from toolkit.checkpoints.weights import load_weights
+
+EXPERTS = [
+    "--model_config.family", "mixtral", "--model_config.mlp_class_name", "LLaMAMoE", "--model_config.n_expert", "5",
+    "--model_config.n_expert_per_token", "2", "--model_config.norm_topk_prob", "true",
+    "--model_config.router_aux_loss_coef", "0.1", "--model_config.moe_indices", "[1,0]",
+]  # fmt: skip
+SHARDED = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD"]
+CASES = {
+    1: [
+        Case("single", EXPERTS),
+        Case("whole", [*EXPERTS, "--train.micro_batch_size", "8"]),
+        Case("mixed", [*EXPERTS, "--precision", "bf16-mixed"]),
+        Case("whole-mixed", [*EXPERTS, "--precision", "bf16-mixed", "--train.micro_batch_size", "8"]),
+    ],
+    2: [
+        Case("ddp", [*EXPERTS, "--strategy", "ddp"]),
+        Case("fsdp", [*EXPERTS, *SHARDED]),
+        Case("fsdp-sharded-state", [*EXPERTS, *SHARDED, "--fsdp.state_dict_type", "sharded"]),
+        Case("fsdp-compiled", [*EXPERTS, *SHARDED, "--compiler", "torch"]),
+        Case("fsdp-mixed", [*EXPERTS, *SHARDED, "--precision", "bf16-mixed"]),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, shared_flags):
+    folder = tmp_path_factory.mktemp("experts")
+    for size, cases in CASES.items():
+        run_group(folder, size, cases, shared_flags)
+    return folder
+
+
+def relative(a: list[float], b: list[float]) -> float:
+    assert len(a) == len(b) == 20
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["whole", "ddp", "fsdp", "fsdp-sharded-state", "fsdp-compiled"])
+def test_n3_experts_in_fp32(folder, name):
+    assert relative(losses(folder / name), losses(folder / "single")) < 1e-5
+    mine, theirs = load_weights(folder / name / "final"), load_weights(folder / "single" / "final")
+    assert mine.keys() == theirs.keys() and "transformer.h.0.mlp.experts.fc_1.weight" in mine
+    for key in mine:
+        assert (mine[key] - theirs[key]).norm() <= 2e-4 * theirs[key].norm(), key
+
+
+@pytest.mark.slow
+def test_n3_experts_in_bf16(folder):
+    allowed = 2 * relative(losses(folder / "whole-mixed"), losses(folder / "mixed"))
+    assert 0 < relative(losses(folder / "fsdp-mixed"), losses(folder / "mixed")) <= allowed < 5e-3
