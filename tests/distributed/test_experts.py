@@ -9,6 +9,7 @@ EXPERTS = [
     "--model_config.family", "mixtral", "--model_config.mlp_class_name", "LLaMAMoE", "--model_config.n_expert", "5",
     "--model_config.n_expert_per_token", "2", "--model_config.norm_topk_prob", "true",
     "--model_config.router_aux_loss_coef", "0.1", "--model_config.moe_indices", "[1,0]",
+    "--model_config.tie_embeddings", "false",
 ]  # fmt: skip
 SHARDED = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD"]
 CASES = {
