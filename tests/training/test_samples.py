@@ -144,6 +144,8 @@ def test_a_long_prompt_keeps_its_end_and_leaves_room():
         assert sampler.prompt == expected
     with pytest.raises(UserError, match="--eval.max_new_tokens 8: the model takes 8 tokens in all"):
         make_sampler(Prepared(rows, None, None, "key", ""), config, 8)
+    by_default = make_sampler(Prepared(rows, None, None, "key", ""), config, 64, usual=64)
+    assert by_default.max_new_tokens == 4 and by_default.prompt == [4, 5, 6, 7]
 
 
 def test_n7_ruined_weights_stop_the_run():

@@ -10,7 +10,7 @@ def setup(
     out_dir: str,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
 ) -> None:
-    """Write a checkpoint folder from a Hugging Face model: Llama, Qwen2, GPT-NeoX or GPT-2, in safetensors.
+    """Write a checkpoint folder from a Hugging Face folder of any supported architecture, as its config.json says.
 
     All files of the tokenizer, the chat template and generation_config.json come along.
 

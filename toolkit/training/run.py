@@ -151,7 +151,7 @@ def find_place(decided: Decisions, data: Prepared, resume_from: Path | None) -> 
     )  # fmt: skip
     require_same_everywhere(args, identity)
     best.require_choice(args.train, args.eval, data)
-    sampler = make_sampler(data, config, args.eval.max_new_tokens)
+    sampler = make_sampler(data, config, args.eval.max_new_tokens, usual=args.defaults.eval["max_new_tokens"])
     progress = Progress() if resume_from is None else read_progress(resume_from, identity)
     best.forget_what_is_gone(progress, Path(args.out_dir))
     is_ragged = getattr(data.train, "lengths", None) is not None

@@ -76,8 +76,16 @@ class Sampler:
         return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)  # nothing that moves the cursor
 
 
-def make_sampler(data: Prepared, config: ModelConfig | None, max_new_tokens: int) -> Sampler | None:
+def make_sampler(
+    data: Prepared, config: ModelConfig | None, max_new_tokens: int, usual: int | None = None
+) -> Sampler | None:
     """Choose the prompt: that of the first held-out row, or training row where nothing is held out.
+
+    Args:
+        data: Prepared.
+        config: None for somebody's own model.
+        max_new_tokens: See ``EvalArgs``.
+        usual: The command's default, which gives way to a short context.
 
     Returns:
         None where nothing is to be sampled.
@@ -92,6 +100,8 @@ def make_sampler(data: Prepared, config: ModelConfig | None, max_new_tokens: int
         raise UserError(
             f"--eval.max_new_tokens {max_new_tokens}: can only be had of a model of this package; leave it out"
         )
+    if max_new_tokens == usual:
+        max_new_tokens = max(1, min(max_new_tokens, config.block_size // 2))
     if max_new_tokens >= config.block_size:
         raise UserError(
             f"--eval.max_new_tokens {max_new_tokens}: the model takes {config.block_size} tokens in all, with the "
