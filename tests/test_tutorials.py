@@ -60,8 +60,8 @@ def test_there_are_commands():
     assert len(BLOCKS) >= 6 and "torchrun" in text and "NODE_RANK" in text and "sbatch" in text
 
 
-# one block of each kind always; the others with the slow tests
-QUICK = ("sbatch", "torchrun")
+# one block always; the others with the slow tests
+QUICK = ("sbatch",)  # tests/distributed/test_failures.py runs torchrun
 CASES = [
     pytest.param(
         block,

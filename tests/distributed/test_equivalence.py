@@ -55,8 +55,8 @@ NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.nam
 
 
 ALWAYS = [
-    "1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true", "2-SHARD_GRAD_OP-32-true", "4-FULL_SHARD-32-true",
-    "2x2-HYBRID_SHARD-32-true", "1-single-bf16-mixed", "2-ddp-bf16-mixed", "2-FULL_SHARD-bf16-mixed",
+    "1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true", "4-FULL_SHARD-32-true", "2x2-HYBRID_SHARD-32-true",
+    "1-single-bf16-mixed", "2-FULL_SHARD-bf16-mixed",
 ]  # fmt: skip
 
 

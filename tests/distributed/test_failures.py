@@ -135,6 +135,7 @@ def test_a_killed_rank_ends_the_run_which_resumes(corpus, tmp_path):
     resumes(corpus, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_first_process_is_killed_ends_by_itself(corpus, tmp_path):
     process = pretrain("--devices", "2", *flags_for(corpus, tmp_path))
     read_until(process, "step 1/")
