@@ -82,7 +82,9 @@ def test_a_checkpoint_on_the_disk_says_its_own_architecture(capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "checkpoints" / "meta-llama" / "Llama-2-7b-hf"
     folder.mkdir(parents=True)
-    (folder / "model_config.yaml").write_text("name: mine\nfamily: llama\nn_layer: 2\nn_embd: 64\nn_head: 4\nvocab_size: 512\n")
+    (folder / "model_config.yaml").write_text(
+        "name: mine\nfamily: llama\nn_layer: 2\nn_embd: 64\nn_head: 4\nvocab_size: 9\n"
+    )
     assert plan(capsys, "finetune_full", "meta-llama/Llama-2-7b-hf")["model"] == "mine"
 
 
