@@ -13,6 +13,7 @@ import yaml
 
 from toolkit.checkpoints.folder import load_model, read_model_config
 from toolkit.checkpoints.hf import export_hf, verify_hf
+from toolkit.checkpoints.litgpt import config_from_litgpt
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
 
@@ -95,6 +96,8 @@ def test_a_run_of_litgpts_saves_more_than_weights():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"n_expert_groups": 4}, "n_expert_groups 4: this version cannot compute such a model"),
+        ({"first_k_dense_replace": 1}, "first_k_dense_replace 1: this version cannot compute such a model"),
         ({"n_shared_expert": 1}, "n_shared_expert 1: this version cannot compute such a model"),
         ({"latent_attention": {"q_lora_rank": 8}}, "latent_attention .*: this version cannot compute such a model"),
         ({"rope_interleave": True}, "rope_interleave True: this version cannot compute such a model"),
@@ -109,6 +112,29 @@ def test_what_would_be_computed_otherwise_is_refused(tmp_path, values, message):
     folder = changed(tmp_path, "llama3", values)
     with pytest.raises(UserError, match=f"^{folder}/model_config.yaml: .*({message})"):
         read_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("facts", "family"),
+    [
+        ({"mlp_class_name": "GemmaMLP", "scale_embeddings": True}, "gemma"),
+        ({"mlp_class_name": "GemmaMLP", "scale_embeddings": True, "post_mlp_norm": True}, "gemma2"),
+        ({"mlp_class_name": "GemmaMLP", "post_mlp_norm": True, "norm_qk": True}, "gemma3_text"),
+        ({"norm_1": False, "norm_2": False, "norm_qk": True}, "olmo2"),
+        ({"norm_qk": True}, "qwen3"),
+        ({"attn_bias": True}, "qwen2"),
+        ({"norm_class_name": "LayerNorm"}, "stablelm"),
+        ({"sliding_window_size": 4096}, "mistral"),
+        ({"mlp_class_name": "GptNeoxMLP", "bias": True, "lm_head_bias": True}, "phi"),
+        ({"mlp_class_name": "GptNeoxMLP"}, "falcon"),
+        ({"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2}, "mixtral"),
+        ({"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "norm_qk": True}, "qwen3_moe"),
+    ],
+)
+def test_the_family_is_told_by_the_facts_and_not_by_the_name(facts, family):
+    values = yaml.safe_load((MODELS / "llama3" / "model_config.yaml").read_text())
+    assert config_from_litgpt(values | facts).family == family
+    assert config_from_litgpt(values | facts | {"name": "my-Gemma"}).family == family
 
 
 def test_a_file_without_what_litgpt_always_writes_is_refused(tmp_path):

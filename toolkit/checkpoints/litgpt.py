@@ -23,21 +23,31 @@ _ALWAYS_THERE = (
 )  # fmt: skip
 
 
+# A field of theirs that is not ours, with the value that leaves the model as it is; of all others that is none at all.
+_NEUTRAL = {"rope_condense_ratio": 1}
+
+# Fields whose models have other weights here, which no model that LitGPT names has.
+_REFUSED = ("latent_attention", "n_expert_groups")
+
+
 def config_from_litgpt(values: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a ``model_config.yaml`` that LitGPT wrote.
 
     Raises:
         UserError: the model is none that this program computes as LitGPT does.
     """
-    config = ModelConfig.from_dict(_with_condensed_positions(values))
-    if config.vocab_size is not None and (missing := [name for name in _ALWAYS_THERE if name not in values]):
+    if values.get("vocab_size") is not None and (missing := [name for name in _ALWAYS_THERE if name not in values]):
         raise UserError(f"{missing[0]} is missing")
+    if refused := [name for name in _REFUSED if values.get(name)]:
+        raise UserError(f"{refused[0]} {values[refused[0]]}: this version cannot compute such a model of LitGPT's")
+    values = _with_condensed_positions({name: value for name, value in values.items() if name != "hf_config"})
+    values = {name: value for name, value in values.items() if name not in _NEUTRAL or value != _NEUTRAL[name]}
+    config = ModelConfig.from_dict(values | _left_to_its_code(values))
     if config.rope_kind == "yarn":
         raise UserError(
             "rope_adjustments: with beta_fast and beta_slow, LitGPT stretches the high frequencies instead of the low "
             "ones, which this program does not; run toolkit convert_from_hf on the model that it was converted from"
         )
-    config = replace(config, **_by_name(config), **_by_layer(config))
     return replace(config, family=_family(config))
 
 
@@ -49,31 +59,45 @@ def _with_condensed_positions(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"rope_condense_ratio": 1, "rope_adjustments": {"factor": float(ratio)}}
 
 
-def _by_name(config: ModelConfig) -> dict[str, Any]:
-    """What LitGPT's code takes from the name alone (``norm_class`` in its config.py)."""
-    is_rms = config.norm_class_name == "RMSNorm"
-    return {"norm_offset": is_rms and "Gemma" in config.name, "norm_affine": is_rms or "OLMo" not in config.name}
-
-
-def _by_layer(config: ModelConfig) -> dict[str, Any]:
-    """LitGPT lists what holds for all layers, too."""
-    windows = config.sliding_window_indices
-    if windows is None:
-        return {}
-    if not any(windows):
-        return {"sliding_window_size": None, "sliding_window_indices": None}
-    return {"sliding_window_indices": None if all(windows) else windows}
+def _left_to_its_code(values: dict[str, Any]) -> dict[str, Any]:
+    """What LitGPT's code takes from the name alone (``norm_class`` in its config.py), or from other fields."""
+    name, is_rms = str(values.get("name")), values.get("norm_class_name") == "RMSNorm"
+    found = {"norm_offset": is_rms and "Gemma" in name, "norm_affine": is_rms or "OLMo" not in name}
+    windows = (values.get("sliding_window_indices") or [])[
+        : values["n_layer"]
+    ]  # it lists what holds for all layers, too
+    if values.get("sliding_window_size") is None or windows and not any(windows):
+        found |= {"sliding_window_size": None, "sliding_window_indices": None}
+    elif windows and all(windows):
+        found["sliding_window_indices"] = None
+    if values.get("rope_local_base_freq") is None:
+        found["rope_indices"] = None
+    if values.get("mlp_class_name") == "LLaMAMoE":
+        found["norm_topk_prob"] = True  # its softmax is over the chosen experts alone
+    return found
 
 
 def _family(config: ModelConfig) -> str:
-    """The Hugging Face ``model_type``, where the name or the layers settled it."""
+    """The Hugging Face ``model_type`` of a file of LitGPT's, which does not say; told by what the model computes."""
+    if config.mlp_class_name == "LLaMAMoE":
+        return "qwen3_moe" if config.norm_qk else "mixtral"
+    if config.mlp_class_name == "GemmaMLP":
+        return "gemma3_text" if config.norm_qk else "gemma2" if config.post_mlp_norm else "gemma"
     if not config.norm_affine:
         return "olmo"
-    if config.family in ("llama", "mistral"):
-        if config.rotary_percentage != 1:
-            return "phi3"
-        return "llama" if config.sliding_window_size is None else "mistral"
-    return config.family
+    if not config.norm_1:
+        return "olmo3" if config.sliding_window_size else "olmo2"
+    if config.norm_qk:
+        return "qwen3"
+    if config.mlp_class_name == "GptNeoxMLP":
+        return "phi" if config.lm_head_bias else "gpt_neox" if config.bias else "falcon"
+    if config.norm_class_name == "LayerNorm":
+        return "stablelm"
+    if config.attn_bias:
+        return "qwen2"
+    if config.rotary_percentage != 1:
+        return "phi3"
+    return "mistral" if config.sliding_window_size else "llama"
 
 
 def to_our_layout(weights: dict[str, Tensor], config: ModelConfig) -> None:

@@ -28,7 +28,11 @@ _CHOICES = {
     "mlp_class_name": ("LLaMAMLP", "GemmaMLP", "GptNeoxMLP", "LLaMAMoE"),
     "norm_qk_type": ("default", "olmo2"),
     "gelu_approximate": ("none", "tanh"),
+    "router_scores": ("softmax", "sigmoid"),
 }
+
+# Of latent_attention: its keys, as Hugging Face's config.json has them; q_lora_rank may be left out.
+LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 _PER_LAYER = {"sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1)}
 
@@ -36,50 +40,6 @@ _POSITIVE = (
     "block_size", "n_layer", "n_head", "n_embd", "vocab_size", "padded_vocab_size", "padding_multiple",
     "intermediate_size", "head_size", "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
-
-# Fields of LitGPT's configurations that are not ours, with the value that changes nothing. Fields that only matter
-# together with another one (rope_indices, ...) are let through: the other one is not.
-_NEUTRAL = {"rope_condense_ratio": 1, "routed_scaling_factor": 1.0}
-_DESCRIPTIVE = {"hf_config"}
-
-
-def _changes_nothing(name: str, value: Any) -> bool:
-    """Whether a field of LitGPT's that this version does not know has a value that leaves the model as it is."""
-    if name in _NEUTRAL:
-        return value == _NEUTRAL[name]
-    return name in _DESCRIPTIVE or not value
-
-
-def _as_litgpt_means(values: dict[str, Any]) -> dict[str, Any]:
-    """What LitGPT's files leave to its code: defaults that are not ours, and the family that a model's facts show."""
-    found: dict[str, Any] = {"norm_offset": bool(values.get("scale_embeddings"))}  # both are Gemma's alone
-    if values.get("sliding_window_size") is None:
-        found["sliding_window_indices"] = None
-    if values.get("rope_local_base_freq") is None:
-        found["rope_indices"] = None
-    if values.get("mlp_class_name") == "LLaMAMoE":
-        found["norm_topk_prob"] = True  # its softmax is over the chosen experts alone
-    return found | {"family": _family_of_litgpts(values)}
-
-
-def _family_of_litgpts(values: dict[str, Any]) -> str:
-    """The Hugging Face ``model_type`` of a file of LitGPT's, which does not say; told by what the model computes."""
-    if values.get("mlp_class_name") == "LLaMAMoE":
-        return "qwen3_moe" if values.get("norm_qk") else "mixtral"
-    gated = values.get("mlp_class_name", "LLaMAMLP") == "LLaMAMLP"
-    if values.get("mlp_class_name") == "GemmaMLP":
-        return "gemma3_text" if values.get("norm_qk") else "gemma2" if values.get("post_mlp_norm") else "gemma"
-    if values.get("norm_1") is False:
-        return "olmo3" if values.get("sliding_window_size") else "olmo2"
-    if values.get("norm_qk"):
-        return "qwen3"
-    if not gated:
-        return "phi" if values.get("lm_head_bias") else "gpt_neox" if values.get("bias") else "falcon"
-    if values.get("norm_class_name") == "LayerNorm":
-        return "stablelm"
-    if values.get("attn_bias"):
-        return "qwen2"
-    return "mistral" if values.get("sliding_window_size") else "llama"
 
 
 @dataclass(frozen=True)
@@ -114,6 +74,11 @@ class ModelConfig:
         final_logit_softcapping: Caps the logits likewise.
         norm_qk: Queries and keys are normalised before they are rotated.
         norm_qk_type: "default", each head by itself, or "olmo2", all heads of a token together.
+        attention_sinks: Each head has one learned score more, of a key without a value, which takes its share of the
+            softmax (gpt-oss).
+        latent_attention: Keys and values are made from a small vector per token, and so may queries be (DeepSeek's
+            multi-head latent attention): the sizes :data:`LATENT_ATTENTION`. head_size is then qk_nope_head_dim +
+            qk_rope_head_dim, of which the latter are rotated.
         clip_qkv: Queries, keys and values are clamped to plus and minus this.
         scale_embeddings: The embedding is multiplied by the root of n_embd.
         embedding_multiplier: The embedding is multiplied by this (Granite).
@@ -121,7 +86,7 @@ class ModelConfig:
         logits_scaling: Logits are divided by this (Granite).
         parallel_residual: Attention and MLP read the same input and are added together.
         shared_attention_norm: With parallel_residual, one norm serves both.
-        bias: Linear layers have biases.
+        bias: Linear layers have biases, router and experts among them.
         attn_bias: The qkv projection has a bias even if bias is false.
         lm_head_bias: The head has a bias.
         norm_class_name: "RMSNorm" or "LayerNorm".
@@ -138,8 +103,15 @@ class ModelConfig:
         n_expert_per_token: How many of them a token goes to.
         moe_intermediate_size: Width of each expert; intermediate_size when not given.
         norm_topk_prob: The weights of a token's experts are scaled to a sum of 1.
-        shared_expert_intermediate_size: Width of one more expert, which every token goes to, with a gate of its own
-            (Qwen2-MoE); none when not given.
+        routed_scaling_factor: The weights are then multiplied by this.
+        router_scores: "softmax" of the router's logits, or "sigmoid" (DeepSeek-V3), where a bias per expert, which is
+            no part of the weights, is added to the scores for the choice.
+        n_expert_groups: The experts are in so many groups, and a token goes to those of a few of them only.
+        n_topk_groups: To how many.
+        shared_expert_intermediate_size: Width of one more expert, which every token goes to; none when not given.
+        shared_expert_gate: That one has a gate of its own (Qwen2-MoE).
+        swiglu_limit: In the experts, the gate is clamped from above and the other part from both sides; their product
+            is gate * sigmoid(1.702 gate) * (other + 1) (gpt-oss).
         moe_indices: Of each layer: 1 has experts, 0 a LLaMAMLP of intermediate_size; all 1 when not given.
         router_aux_loss_coef: In training, the loss is greater by this times how unevenly the experts are used, see
             :func:`toolkit.models.moe.imbalance`; 0 for nothing.
@@ -173,6 +145,8 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     norm_qk: bool = False
     norm_qk_type: Literal["default", "olmo2"] = "default"
+    attention_sinks: bool = False
+    latent_attention: dict[str, int | None] | None = None
     clip_qkv: float | None = None
     scale_embeddings: bool = False
     embedding_multiplier: float = 1.0
@@ -196,7 +170,13 @@ class ModelConfig:
     n_expert_per_token: int = 0
     moe_intermediate_size: int | None = None
     norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    n_expert_groups: int | None = None
+    n_topk_groups: int | None = None
     shared_expert_intermediate_size: int | None = None
+    shared_expert_gate: bool = True
+    swiglu_limit: float | None = None
     moe_indices: list[int] | None = None
     router_aux_loss_coef: float = 0.001
     gelu_approximate: Literal["none", "tanh"] = "none"
@@ -211,6 +191,8 @@ class ModelConfig:
         if not 0 <= self.rotary_percentage <= 1:
             raise UserError(f"--model_config.rotary_percentage {self.rotary_percentage}: must be between 0 and 1")
         set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
+        if self.latent_attention is not None:
+            self._settle_latent_attention(set_field)
         if self.n_query_groups is None:
             set_field("n_query_groups", self.n_head)
         if self.n_query_groups <= 0 or self.n_head % self.n_query_groups:
@@ -234,6 +216,24 @@ class ModelConfig:
                     f"--model_config.padded_vocab_size {self.padded_vocab_size}: "
                     f"smaller than vocab_size {self.vocab_size}"
                 )
+
+    def _settle_latent_attention(self, set_field: Callable[[str, Any], None]) -> None:
+        """Take the width of a head from its parts, and refuse what such attention has not."""
+        flag, given = "--model_config.", {"q_lora_rank": None} | self.latent_attention
+        if given.keys() != set(LATENT_ATTENTION) or any(n is not None and n <= 0 for n in given.values()):
+            raise UserError(
+                f"{flag}latent_attention {self.latent_attention}: must have {', '.join(LATENT_ATTENTION)}, all greater "
+                "than zero"
+            )
+        plain = {"position_embedding": "rope", "norm_qk": False, "clip_qkv": None, "attention_sinks": False}
+        plain |= {"attention_logit_softcapping": None, "bias": False, "attn_bias": False}
+        for name, value in plain.items():
+            if getattr(self, name) != value:
+                raise UserError(f"{flag}{name} {getattr(self, name)}: must be {value} with latent_attention")
+        if self.n_query_groups not in (None, self.n_head):
+            raise UserError(f"{flag}n_query_groups {self.n_query_groups}: must be n_head with latent_attention")
+        set_field("latent_attention", {name: given[name] for name in LATENT_ATTENTION})
+        set_field("head_size", given["qk_nope_head_dim"] + given["qk_rope_head_dim"])
 
     def _settle_layers(self, set_field: Callable[[str, Any], None]) -> None:
         """Bring lists of values per layer to one value per layer; LitGPT's may be longer."""
@@ -274,11 +274,26 @@ class ModelConfig:
         for name in ("n_embd", width):
             if (value := getattr(self, name)) % 8:
                 raise UserError(f"{flag}{name} {value}: must be a multiple of 8 in a model with experts")
-        for name, value in {"bias": False, "parallel_residual": False}.items():
-            if getattr(self, name) != value:
-                raise UserError(f"{flag}{name} {getattr(self, name)}: must be {value} in a model with experts")
+        if self.parallel_residual:
+            raise UserError(f"{flag}parallel_residual True: must be False in a model with experts")
+        self._check_expert_groups()
         if self.router_aux_loss_coef < 0:
             raise UserError(f"{flag}router_aux_loss_coef {self.router_aux_loss_coef}: must not be negative")
+
+    def _check_expert_groups(self) -> None:
+        flag, groups, chosen = "--model_config.", self.n_expert_groups, self.n_topk_groups
+        if groups is None:
+            return
+        least = 2 if self.router_scores == "sigmoid" else 1  # experts of a group whose scores are added up
+        if groups < 1 or self.n_expert % groups or self.n_expert // groups < least:
+            raise UserError(
+                f"{flag}n_expert_groups {groups}: must divide n_expert {self.n_expert} into groups of {least} or more"
+            )
+        if chosen is None or not 1 <= chosen <= groups or self.n_expert_per_token > chosen * self.n_expert // groups:
+            raise UserError(
+                f"{flag}n_topk_groups {chosen}: must be between 1 and n_expert_groups {groups}, and its experts at "
+                f"least n_expert_per_token {self.n_expert_per_token}"
+            )
 
     @property
     def rope_kind(self) -> str | None:
@@ -325,6 +340,8 @@ class ModelConfig:
     @property
     def rope_n_elem(self) -> int:
         """Elements of each head that are rotated."""
+        if self.latent_attention is not None:
+            return self.latent_attention["qk_rope_head_dim"]
         return int(self.rotary_percentage * self.head_size)
 
     def with_vocab_size(self, vocab_size: int) -> ModelConfig:
@@ -336,19 +353,16 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        """Make a config from the content of a ``model_config.yaml``, ours or LitGPT's.
+        """Make a config from the content of a ``model_config.yaml``.
 
         Raises:
             UserError: A part of the model that this version does not know would change the mathematics.
         """
         known = {f.name for f in fields(cls)}
         for name, value in values.items():
-            if name not in known and not _changes_nothing(name, value):
+            if name not in known and value:  # a later version's field; without a value it changes nothing
                 raise UserError(f"{name} {value}: this version cannot compute such a model")
-        config = {k: v for k, v in values.items() if k in known}
-        if "family" not in config:  # a file of LitGPT's
-            config |= _as_litgpt_means(config)
-        return cls(**config)
+        return cls(**{name: value for name, value in values.items() if name in known})
 
     def override(self, overrides: ModelOverrides) -> ModelConfig:
         """Return the config with the fields that the user set; what is derived from them is derived again."""

@@ -9,6 +9,8 @@ that chance decides, nothing waits for the device.
 | ``mlp.gate.weight`` (the router) | (n_expert, n_embd) |
 | ``mlp.experts.fc_1.weight``, ``mlp.experts.fc_2.weight`` | (n_expert, moe_intermediate_size, n_embd) |
 | ``mlp.experts.proj.weight`` | (n_expert, n_embd, moe_intermediate_size) |
+| ``mlp.gate.bias``, ``mlp.experts.*.bias`` | where the config has biases: (n_expert,), (n_expert, out) |
+| ``mlp.correction`` (no parameter: training leaves it alone) | with sigmoid scores: (n_expert,), always fp32 |
 | ``mlp.shared_expert.fc_1.weight`` (``fc_2``, ``proj``), ``mlp.shared_expert_gate.weight`` | a LLaMAMLP; (1, n_embd) |
 """
 
@@ -68,7 +70,7 @@ grouped_product.register_autograd(_gradients, setup_context=_keep)
 
 
 class StackedLinear(nn.Module):
-    """One linear layer without bias per expert, in one parameter (experts, out, in).
+    """One linear layer per expert, in one parameter (experts, out, in), and the biases in one (experts, out).
 
     Args:
         n_expert: How many.
@@ -77,26 +79,37 @@ class StackedLinear(nn.Module):
         active: How many of them each token goes through.
     """
 
-    def __init__(self, n_expert: int, in_features: int, out_features: int, active: int) -> None:
+    def __init__(self, n_expert: int, in_features: int, out_features: int, active: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_expert, out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(n_expert, out_features)) if bias else None
         self.active = active
         nn.init.normal_(self.weight, std=in_features**-0.5)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """(N, in) -> (N, out): expert e takes the rows from ends[e - 1] to ends[e], (experts,) int32."""
-        return grouped_product(x, self.weight.to(x.dtype).transpose(-2, -1), ends)
+        y = grouped_product(x, self.weight.to(x.dtype).transpose(-2, -1), ends)
+        if self.bias is None:
+            return y
+        # A product, too: its gradient adds up the rows in an order that is always the same. 8 is the least width.
+        ones = F.pad(x.new_ones(x.size(0), 1), (0, 7))
+        return y + grouped_product(ones, F.pad(self.bias.to(x.dtype).unsqueeze(1), (0, 0, 0, 7)), ends)
+
+
+_TINY = 1e-20  # sigmoids may all be zero
+_ALPHA = 1.702  # with it, x * sigmoid(alpha x) is near gelu(x)
 
 
 class Experts(nn.Module):
-    """As many SwiGLU MLPs: proj(silu(fc_1(x)) * fc_2(x)) each."""
+    """As many SwiGLU MLPs: proj(silu(fc_1(x)) * fc_2(x)) each, or with the clamped product of gpt-oss."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         n, active = config.n_expert, config.n_expert_per_token
-        self.fc_1 = StackedLinear(n, config.n_embd, config.expert_size, active)
-        self.fc_2 = StackedLinear(n, config.n_embd, config.expert_size, active)
-        self.proj = StackedLinear(n, config.expert_size, config.n_embd, active)
+        self.fc_1 = StackedLinear(n, config.n_embd, config.expert_size, active, config.bias)
+        self.fc_2 = StackedLinear(n, config.n_embd, config.expert_size, active, config.bias)
+        self.proj = StackedLinear(n, config.expert_size, config.n_embd, active, config.bias)
+        self.limit = config.swiglu_limit
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """(N, n_embd) tokens and (N, k) their experts -> (N, k, n_embd): what each of them says."""
@@ -105,39 +118,81 @@ class Experts(nn.Module):
         numbers = torch.arange(self.fc_1.weight.size(0), device=order.device)
         ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
         x = _SortedCopies.apply(x, order, inverse)
-        y = self.proj(F.silu(self.fc_1(x, ends)) * self.fc_2(x, ends), ends)
+        y = self.proj(self._gated(self.fc_1(x, ends), self.fc_2(x, ends)), ends)
         return _Permuted.apply(y, inverse, order).view(*chosen.shape, -1)
+
+    def _gated(self, gate: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if self.limit is None:
+            return F.silu(gate) * other
+        gate, other = gate.clamp(max=self.limit), other.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(_ALPHA * gate) * (other + 1)
 
 
 class LLaMAMoE(nn.Module):
-    """The sum of what the chosen experts say of a token, weighted by the router's probabilities."""
+    """The sum of what the chosen experts say of a token, weighted by the router's scores."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_expert_per_token, self.norm_topk_prob = config.n_expert_per_token, config.norm_topk_prob
-        self.gate = nn.Linear(config.n_embd, config.n_expert, bias=False)
+        self.n_groups, self.n_topk_groups = config.n_expert_groups, config.n_topk_groups
+        self.scaling = config.routed_scaling_factor
+        self.gate = nn.Linear(config.n_embd, config.n_expert, bias=config.bias)
         self.experts = Experts(config)
+        self.shared_expert = self.shared_expert_gate = None
         if config.shared_expert_intermediate_size is not None:
             self.shared_expert = LLaMAMLP(config, config.shared_expert_intermediate_size)
-            self.shared_expert_gate = nn.Linear(config.n_embd, 1, bias=False)
-        else:
-            self.shared_expert = None
+            if config.shared_expert_gate:
+                self.shared_expert_gate = nn.Linear(config.n_embd, 1, bias=config.bias)
+        correction = torch.zeros(config.n_expert, dtype=torch.float32) if config.router_scores == "sigmoid" else None
+        self.register_buffer("correction", correction)
 
     def forward(
         self, x: torch.Tensor, counted: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """(B, T, n_embd) -> (B, T, n_embd); with ``counted`` (B, T) also the rows' :func:`imbalance`, (B,)."""
-        logits = self.gate(x)  # (B, T, n_expert)
-        probabilities = logits.float().softmax(-1)
-        weights, chosen = probabilities.topk(self.n_expert_per_token)
-        if self.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        rounded = x.to(logits.dtype)  # under autocast, which does not know grouped products
-        said = self.experts(rounded.flatten(0, -2), chosen.flatten(0, -2))  # (B * T, k, n_embd)
+        probabilities, weights, chosen = self._route(x)
+        said = self.experts(x.to(_product_dtype(x)).flatten(0, -2), chosen.flatten(0, -2))  # (B * T, k, n_embd)
         y = torch.bmm(weights.flatten(0, -2).unsqueeze(1).to(said.dtype), said).view(x.shape)
         if self.shared_expert is not None:
-            y = y + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+            shared = self.shared_expert(x)
+            y = y + (shared if self.shared_expert_gate is None else torch.sigmoid(self.shared_expert_gate(x)) * shared)
         return y if counted is None else (y, imbalance(probabilities, chosen, counted))
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(B, T, n_embd) -> the experts' probabilities (B, T, n_expert), weights and numbers of the chosen (B, T, k).
+
+        Scores, weights and probabilities are fp32.
+        """
+        if self.correction is None:
+            probabilities = scores = choice = self.gate(x).float().softmax(-1)
+        else:  # in fp32 all the way, as these models were trained: their scores lie close together
+            with torch.autocast(x.device.type, enabled=False):
+                scores = F.linear(x.float(), self.gate.weight.float()).sigmoid()
+            choice, probabilities = scores + self.correction, scores / scores.sum(-1, keepdim=True)
+        chosen = self._within_groups(choice).topk(self.n_expert_per_token).indices
+        weights = scores.gather(-1, chosen)
+        if self.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        return probabilities, weights * self.scaling, chosen
+
+    def _within_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """Rule out the experts of all but the best groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
+
+        A group is as good as its best expert, with sigmoid scores as its best two together (DeepSeek-V3).
+        """
+        if self.n_groups is None:
+            return choice
+        groups = choice.unflatten(-1, (self.n_groups, -1))
+        best = groups.topk(1 if self.correction is None else 2).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(self.n_topk_groups).indices, True)
+        return groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _product_dtype(x: torch.Tensor) -> torch.dtype:
+    """That of matrix products with x, also under autocast, which does not know grouped ones."""
+    device = x.device.type
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else x.dtype
 
 
 def imbalance(probabilities: torch.Tensor, chosen: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
