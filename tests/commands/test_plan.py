@@ -74,6 +74,9 @@ def test_mistakes_are_those_of_the_run(capsys):
     assert "must come first" in mistake(capsys, "--devices", "8", "pretrain")
     assert "must be given" in mistake(capsys)
     assert "no such folder" in mistake(capsys, "finetune_full", "meta-llama/Lama-9b")
+    near = mistake(capsys, "finetune_full", "meta-llama/Llama-3.1-8B-Instuct")
+    assert "no such folder" in near and "did you mean 'Llama-3.1-8B-Instruct'" in near
+    assert "toolkit pretrain list" in mistake(capsys, "finetune_full", "zzz")
     assert "must be greater than zero" in mistake(capsys, "pretrain", "pythia-160m", "--device_memory_gb", "0")
     assert "--devices 0" in mistake(capsys, "pretrain", "pythia-160m", "--devices", "0")
 

@@ -21,9 +21,9 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import count_devices, pick_precision
 from toolkit.distributed.layout import read_layout
 from toolkit.distributed.strategy import StrategyPlan
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import get_config, list_names
+from toolkit.models.families import get_config, suggest_names
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.training.batch import BatchPlan
 from toolkit.training.decide import decide
@@ -332,5 +332,5 @@ def _named(option: str, value: str) -> ModelConfig:
     except UserError as error:
         raise UserError(
             f"{option} {value}: no such folder, here or below checkpoints/, and no architecture of that name"
-            f"{did_you_mean(value.rpartition('/')[2], list_names())}"
+            f"{suggest_names(value)}"
         ) from error

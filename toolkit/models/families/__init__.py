@@ -75,11 +75,14 @@ def get_config(name: str) -> ModelConfig:
     if bare in aliases:
         bare = aliases[bare].lower()
     if bare not in configs:
-        suggestion = did_you_mean(name.rpartition("/")[2], [*list_names(), *list_aliases()])
-        raise UserError(
-            f"model_name {name!r}: no such configuration{suggestion or '; `toolkit pretrain list` names all'}"
-        )
+        raise UserError(f"model_name {name!r}: no such configuration{suggest_names(name)}")
     return configs[bare]
+
+
+def suggest_names(name: str) -> str:
+    """Return the end of a message about an unknown name: the nearest names, or where all of them are listed."""
+    nearest = did_you_mean(name.rpartition("/")[2], [*list_names(), *list_aliases()])
+    return nearest or "; `toolkit pretrain list` names all"
 
 
 def family_of(config: ModelConfig) -> ModuleType:
