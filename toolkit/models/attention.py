@@ -38,6 +38,7 @@ class CausalSelfAttention(nn.Module):
             together = config.norm_qk_type == "olmo2"
             self.norm_q = make_norm(config, self.head_size * (self.n_head if together else 1))
             self.norm_k = make_norm(config, self.head_size * (self.n_groups if together else 1))
+        self.sinks = nn.Parameter(torch.zeros(self.n_head)) if config.attention_sinks else None
 
     def forward(
         self,
@@ -64,6 +65,8 @@ class CausalSelfAttention(nn.Module):
         k, v = k[:, :, -seen.keys :], v[:, :, -seen.keys :]
         if self.cap is not None:
             y = capped_attention(q, k, v, seen, self.scale, self.cap)
+        elif self.sinks is not None:
+            y = sink_attention(q, k, v, seen, self.scale, self.sinks)
         else:
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=seen.mask, is_causal=seen.is_causal, scale=self.scale,
@@ -107,3 +110,34 @@ def capped_attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return scores.softmax(dim=-1).to(v.dtype) @ v
+
+
+def sink_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Attention in which each head has one score more, of a key without a value: what takes a share of the softmax and
+    gives nothing (gpt-oss, OpenAI 2025, arXiv 2508.10925).
+
+    That key is written out, so that fused kernels take it: the first one, zero but for an element that no other key
+    has, where each query has its head's score. A query that nobody reads stands in front, too, so that causal attention
+    is causal still and needs no mask.
+
+    Args:
+        q: (B, n_head, T, head_size).
+        k: (B, n_query_groups, keys, head_size); v the same.
+        seen: What the queries see of the keys; all see the one more.
+        scale: Multiplies queries times keys, not the sinks.
+        sinks: (n_head,), the scores.
+
+    Returns:
+        (B, n_head, T, head_size), in the dtype of q.
+    """
+    size = q.size(-1)
+    q, k, v = (F.pad(x, (0, 8 - size % 8, 1, 0)) for x in (q, k, v))  # kernels take rows of multiples of 8 elements
+    q[..., size] = (sinks / scale)[:, None]
+    k[:, :, 0, size] = 1
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=None if seen.mask is None else F.pad(seen.mask, (1, 0, 1, 0), value=True),
+        is_causal=seen.is_causal, scale=scale, enable_gqa=k.size(1) != q.size(1),
+    )  # fmt: skip
+    return y[:, :, 1:, :size]

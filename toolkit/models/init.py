@@ -6,6 +6,7 @@
 | all biases | 0 |
 | ``attn.proj.weight``, ``mlp.*proj.weight`` (they write to the residual stream) | normal, 0.02 / sqrt(2 n_layer) |
 | all other weights (``wte``, ``wpe``, ``attn.qkv``, ``mlp.*fc*``, ``mlp.*gate``, ``lm_head``) | normal, 0.02 |
+| ``attn.sinks`` (as transformers has them) | normal, 0.02 |
 
 Means are zero. The table is GPT-2's (Radford et al. 2019, section 2.3, and its Hugging Face implementation). A tied
 head is the embedding, drawn under the embedding's name.
