@@ -7,6 +7,7 @@ import functools
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,7 @@ CORRECTED = {
         "Qwen2.5-1.5B-Instruct", "Qwen2.5-7B-Instruct",
     },
     "norm_eps": {name for name in list_names() if name.startswith("gemma")},
+    "padded_vocab_size": {"Mixtral-8x22B-v0.1"},  # that of the Instruct model
     "sliding_window_size": {
         "Phi-3-mini-4k-instruct",  # LitGPT adds one
         "Phi-4-mini-instruct",  # longer than the longest sequence
@@ -123,10 +125,13 @@ def count(config: ModelConfig) -> int:
 
 @functools.cache
 def count_untied(name: str) -> int:
-    """Of all layers, told from two models that differ in one."""
+    """Of all layers, told from models of one and of two layers of each kind: with experts and without."""
     config = dataclasses.replace(get_config(name), tie_embeddings=False)
-    one, two = (count(dataclasses.replace(config, n_layer=n)) for n in (1, 2))
-    return one + (config.n_layer - 1) * (two - one)
+    kinds, layers = Counter(int(config.has_experts(i)) for i in range(config.n_layer)), 0
+    for kind, number in kinds.items():
+        one, two = (count(dataclasses.replace(config, n_layer=n, moe_indices=[kind] * n)) for n in (1, 2))
+        layers += number * (two - one)
+    return 2 * one - two + layers
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -138,15 +143,15 @@ def test_named_configs_have_the_published_number_of_parameters(name):
 
 def of_litgpt() -> list[str]:
     """LitGPT's names of architectures that we have."""
-    moe = ("Mixtral", "Qwen3-30B", "Qwen3-235B")
-    return [name for name in LITGPT["models"] if name not in LEFT_OUT and not name.startswith(moe)]
+    return [name for name in LITGPT["models"] if name not in LEFT_OUT]
 
 
 @pytest.mark.parametrize("name", of_litgpt())
 def test_litgpts_names_have_its_number_of_parameters_and_its_facts(name):
     config = get_config(name)
     theirs = dict(zip(LITGPT["fields"], LITGPT["models"][name], strict=True))
-    assert count_untied(config.name) == theirs.pop("parameters")
+    more_tokens = config.padded_vocab_size - theirs["padded_vocab_size"]
+    assert count_untied(config.name) == theirs.pop("parameters") + 2 * more_tokens * config.n_embd
     assert (config.rope_adjustments or {}).get("factor", 1) == theirs.pop("rope_factor")
     differing = {field for field, value in theirs.items() if getattr(config, field) != value}
     assert differing == {field for field, names in CORRECTED.items() if config.name in names}
@@ -189,8 +194,8 @@ def test_config_json_leads_back_to_the_config(name):
 
 def test_a_name_has_one_meaning_and_there_are_many():
     names = [name.lower() for name in (*list_names(), *list_aliases())]
-    assert len(set(names)) == len(names) >= 280
-    assert len(list_names()) >= 130
+    assert len(set(names)) == len(names) >= 309
+    assert len(list_names()) >= 143
     assert {get_config(alias).name for alias in list_aliases()} <= set(list_names())
     assert [name for names in list_names_by_family().values() for name in names] == list_names()
 
@@ -243,6 +248,9 @@ def test_the_default_is_first_and_builds_with_a_vocabulary():
         ("google/gemma-3-4b-it", "gemma-3-4b"),
         ("Gemma-2-9b", "gemma-2-9b"),
         ("Qwen/Qwen3-8B-Base", "Qwen3-8B"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "Mixtral-8x7B-v0.1"),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507", "Qwen3-30B-A3B-Instruct-2507"),
+        ("qwen3-coder-30b-a3b", "Qwen3-Coder-30B-A3B-Instruct"),
         ("lmsys/vicuna-7b-v1.5", "Llama-2-7b-hf"),
     ],
 )

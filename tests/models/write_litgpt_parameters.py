@@ -17,6 +17,7 @@ from litgpt.model import GPT
 FIELDS = (
     "padded_vocab_size", "block_size", "n_layer", "n_embd", "n_head", "n_query_groups", "head_size",
     "intermediate_size", "rotary_percentage", "rope_base", "norm_eps", "sliding_window_size", "attention_scores_scalar",
+    "n_expert", "n_expert_per_token", "moe_intermediate_size",
 )  # fmt: skip
 
 

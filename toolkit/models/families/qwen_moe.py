@@ -1,4 +1,10 @@
-"""Qwen2-MoE and Qwen3-MoE (Yang et al. 2024, 2025): Qwen with experts in all layers or some, Qwen2 a shared one too."""
+"""Qwen2-MoE and Qwen3-MoE (Yang et al. 2024, 2025): Qwen with experts in all layers or some, Qwen2 a shared one too.
+
+Facts of the named configurations: LitGPT (Qwen3); the ``config.json`` files of Qwen1.5-MoE-A2.7B and
+Qwen3-Coder-30B-A3B-Instruct; those of Qwen2-57B-A14B as TensorRT-LLM's tests quote it and of
+Qwen3-Coder-480B-A35B-Instruct as vLLM-Kunlun's pages do. The balance loss of all is the Qwen models' 0.001: the Coder
+models' files turn it off, which is no way to train experts from scratch.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +13,58 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, qwen2, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
+
+def _qwen2_moe(
+    name: str, block_size: int, size: tuple[int, int, int, int, int], *, n_expert: int, per_token: int, expert: int,
+    shared: int,
+) -> ModelConfig:  # fmt: skip
+    n_layer, n_embd, n_head, groups, intermediate_size = size
+    return ModelConfig(
+        name=name, family="qwen2_moe", block_size=block_size, vocab_size=151936, n_layer=n_layer, n_embd=n_embd,
+        n_head=n_head, n_query_groups=groups, intermediate_size=intermediate_size, rope_base=1000000.0, norm_eps=1e-6,
+        attn_bias=True, mlp_class_name="LLaMAMoE", n_expert=n_expert, n_expert_per_token=per_token,
+        moe_intermediate_size=expert, shared_expert_intermediate_size=shared,
+    )  # fmt: skip
+
+
+def _qwen3_moe(
+    name: str, size: tuple[int, int, int, int, int, int], *, n_expert: int = 128, block_size: int = 40960,
+    rope_base: float = 1000000.0,
+) -> ModelConfig:  # fmt: skip
+    n_layer, n_embd, n_head, groups, intermediate_size, expert = size
+    return ModelConfig(
+        name=name, family="qwen3_moe", block_size=block_size, vocab_size=151936, n_layer=n_layer, n_embd=n_embd,
+        n_head=n_head, n_query_groups=groups, head_size=128, intermediate_size=intermediate_size, rope_base=rope_base,
+        norm_eps=1e-6, norm_qk=True, mlp_class_name="LLaMAMoE", n_expert=n_expert, n_expert_per_token=8,
+        moe_intermediate_size=expert, norm_topk_prob=True,
+    )  # fmt: skip
+
+
+_A2_7B = {"size": (24, 2048, 16, 16, 5632), "n_expert": 60, "per_token": 4, "expert": 1408, "shared": 5632}
+_A14B = {"size": (28, 3584, 28, 4, 18944), "n_expert": 64, "per_token": 8, "expert": 2560, "shared": 20480}
+_30B = (48, 2048, 32, 4, 6144, 768)
+_235B = (94, 4096, 64, 4, 12288, 1536)
+_CODER = {"block_size": 262144, "rope_base": 10000000.0}
+
+CONFIGS = [
+    _qwen2_moe("Qwen1.5-MoE-A2.7B", 8192, **_A2_7B),
+    _qwen2_moe("Qwen1.5-MoE-A2.7B-Chat", 32768, **_A2_7B),
+    _qwen2_moe("Qwen2-57B-A14B", 131072, **_A14B),
+    _qwen3_moe("Qwen3-30B-A3B", _30B),
+    _qwen3_moe("Qwen3-30B-A3B-Instruct-2507", _30B, block_size=262144, rope_base=10000000.0),
+    _qwen3_moe("Qwen3-235B-A22B", _235B),
+    _qwen3_moe("Qwen3-235B-A22B-Instruct-2507", _235B, block_size=262144, rope_base=5000000.0),
+    _qwen3_moe("Qwen3-Coder-30B-A3B-Instruct", (48, 2048, 32, 4, 5472, 768), **_CODER),
+    _qwen3_moe("Qwen3-Coder-480B-A35B-Instruct", (62, 6144, 96, 8, 8192, 2560), n_expert=160, **_CODER),
+]
+
+ALIASES = {
+    "Qwen3-30B-A3B-Base": "Qwen3-30B-A3B",
+    "Qwen3-30B-A3B-Thinking-2507": "Qwen3-30B-A3B-Instruct-2507",
+    "Qwen3-235B-A22B-Thinking-2507": "Qwen3-235B-A22B-Instruct-2507",
+    "Qwen3-Coder-30B-A3B": "Qwen3-Coder-30B-A3B-Instruct",
+    "Qwen3-Coder-480B-A35B": "Qwen3-Coder-480B-A35B-Instruct",
+}
 
 # What transformers' classes take where the file does not say.
 _DEFAULTS = {
