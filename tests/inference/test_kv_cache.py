@@ -15,7 +15,7 @@ def test_one_cache_per_layer_of_the_right_size():
 
 
 def test_update_appends_and_returns_all_so_far():
-    cache = LayerCache((2, 1, 6, 4), "cpu", torch.float32)
+    cache = LayerCache((2, 1, 6), (4, 4), "cpu", torch.float32)
     k, v = torch.randn(2, 1, 6, 4), torch.randn(2, 1, 6, 4)
     for start, end in ((0, 3), (3, 4), (4, 6)):
         all_k, all_v = cache.update(k[:, :, start:end], v[:, :, start:end])
@@ -26,7 +26,7 @@ def test_update_appends_and_returns_all_so_far():
 
 
 def test_memory_is_allocated_once():
-    cache = LayerCache((1, 1, 4, 2), "cpu", torch.float32)
+    cache = LayerCache((1, 1, 4), (2, 2), "cpu", torch.float32)
     where = cache.keys.data_ptr()
     for _ in range(4):
         assert cache.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))[0].data_ptr() == where

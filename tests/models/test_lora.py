@@ -12,7 +12,7 @@ from toolkit.models import loss as loss_module
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize
-from toolkit.models.lora import LoRALinear, add_lora, draw_adapter, is_adapter, magnitude_of, qkv_rows
+from toolkit.models.lora import LoRALinear, add_lora, attention_rows, draw_adapter, is_adapter, magnitude_of
 from toolkit.models.lora_config import PARTS, LoRAConfig
 
 LLAMA = ModelConfig(vocab_size=160, block_size=32, n_layer=2, n_head=4, n_query_groups=2, n_embd=32)
@@ -85,7 +85,7 @@ def test_a_part_of_the_fused_projection_is_all_that_changes(part):
     model, x = adapted(**{part: True}), torch.randn(2, 3, 32)
     layer = model.transformer.h[0].attn.qkv
     changed = (layer(x) - F.linear(x, layer.weight, layer.bias)).abs().amax((0, 1)) > 0
-    rows = qkv_rows(LLAMA)[part]
+    rows = attention_rows(LLAMA)["qkv"][part]
     assert rows == {"query": range(32), "key": range(32, 48), "value": range(48, 64)}[part]
     assert changed.nonzero().flatten().tolist() == list(rows)
     assert [n for n, _ in layer.named_parameters()] == ["weight", f"lora.{part}.A", f"lora.{part}.B"]
@@ -172,7 +172,7 @@ def test_dora_begins_with_the_norms_of_its_own_rows():
     model = base()
     add_lora(model, LoRAConfig(key=True, dora=True))
     layer = model.transformer.h[1].attn.qkv
-    for part, rows in qkv_rows(LLAMA).items():
+    for part, rows in attention_rows(LLAMA)["qkv"].items():
         torch.testing.assert_close(layer.lora[part].magnitude.data, layer.weight[rows].norm(dim=1))
 
 

@@ -59,7 +59,15 @@ def longrope(original: int) -> dict:
 
 NEOX = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25}}
 MIXTRAL = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
+GPT_OSS = {
+    **GROUPED, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
+    "rope_parameters": YARN | {"truncate": False},
+}  # fmt: skip
 QWEN_MOE = {**GROUPED, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3}
+DEEPSEEK = {
+    **LLAMA, **NO_PAD, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+}  # fmt: skip
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
 
 HF_CONFIGS = {
@@ -110,6 +118,20 @@ HF_CONFIGS = {
         use_sliding_window=True,
         sliding_window=16,
     ),
+    "gpt-oss": lambda: transformers.GptOssConfig(**{**GPT_OSS, "num_hidden_layers": 3}),
+    "gpt-oss-one-group-low-limit-tied": lambda: transformers.GptOssConfig(
+        **{**GPT_OSS, "num_key_value_heads": 1, "head_dim": 32}, swiglu_limit=0.5, tie_word_embeddings=True
+    ),
+    "gpt-oss-without-windows-or-scaling": lambda: transformers.GptOssConfig(
+        **GPT_OSS
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "num_experts_per_tok": 1,
+            "layer_types": ["full_attention"] * 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        }
+    ),
     "gemma": lambda: transformers.GemmaConfig(**GEMMA),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA, sliding_window=16, query_pre_attn_scalar=40),
     "gemma2-without-caps": lambda: transformers.Gemma2Config(
@@ -145,6 +167,45 @@ HF_CONFIGS = {
     "starcoder2-without-biases": lambda: transformers.Starcoder2Config(
         **GROUPED, **NO_PAD, use_bias=False, tie_word_embeddings=False
     ),
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK, q_lora_rank=None, v_head_dim=8, num_experts_per_tok=3, n_shared_experts=2
+    ),
+    "deepseek-v2-groups-yarn": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK,
+        q_lora_rank=24,
+        v_head_dim=16,
+        num_experts_per_tok=3,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=4.0,
+        first_k_dense_replace=1,
+        tie_word_embeddings=True,
+        rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK,
+        q_lora_rank=24,
+        v_head_dim=16,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "deepseek-v3-one-group-wide-values-not-normed": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK,
+        q_lora_rank=None,
+        v_head_dim=32,
+        num_experts_per_tok=2,
+        n_shared_experts=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=0,
+        norm_topk_prob=False,
+        rms_norm_eps=1e-3,
+        rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    ),
     "qwen2": lambda: transformers.Qwen2Config(**LLAMA, num_key_value_heads=2),
     "qwen2-tied": lambda: transformers.Qwen2Config(
         **LLAMA, num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=QWEN2_ROPE
@@ -166,6 +227,9 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             p.normal_(0.0, 0.15, generator=generator)
             if p.dim() == 1 and name.endswith("weight"):
                 p.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():  # the corrections of DeepSeek-V3's routers
+                buffer.normal_(0.0, 0.15, generator=generator)
 
 
 def token_ids() -> torch.Tensor:
@@ -208,6 +272,12 @@ def test_logits_equal_those_of_a_hugging_face_folder_in_fp32_and_bf16(name, tmp_
     assert rms_error(ours(ids), expected) <= 1.5 * rms_error(hf(ids).logits, expected)
 
 
+LATENT = {
+    "latent_attention": {
+        "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 20,
+    },
+    "mlp_class_name": "LLaMAMoE", "moe_intermediate_size": 24, "shared_expert_gate": False,
+}  # fmt: skip
 OUR_CONFIGS = {
     "llama-tied": {"vocab_size": 90, "n_query_groups": 2, "tie_embeddings": True},
     "llama-untied-wide-heads": {"vocab_size": 90, "head_size": 32, "norm_eps": 1e-6, "rope_base": 500.0},
@@ -265,6 +335,33 @@ OUR_CONFIGS = {
         "family": "qwen3_moe", "vocab_size": 90, "norm_qk": True, "mlp_class_name": "LLaMAMoE", "n_expert": 8,
         "n_expert_per_token": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "moe_indices": [1, 0],
         "head_size": 32, "n_query_groups": 2,
+    },
+    "deepseek-v2": {
+        "family": "deepseek_v2", "vocab_size": 90, **LATENT, "n_expert": 6, "n_expert_per_token": 3,
+        "shared_expert_intermediate_size": 48, "n_expert_groups": 3, "n_topk_groups": 2, "tie_embeddings": True,
+    },
+    "deepseek-v3": {
+        "family": "deepseek_v3", "vocab_size": 90, **LATENT, "n_expert": 8, "n_expert_per_token": 3,
+        "shared_expert_intermediate_size": 24, "n_expert_groups": 2, "n_topk_groups": 1, "router_scores": "sigmoid",
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "moe_indices": [0, 1],
+        "rope_adjustments": {
+            "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16, "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "gpt-oss": {
+        "family": "gpt_oss", "vocab_size": 90, "n_query_groups": 2, "head_size": 32, "bias": True,
+        "attention_sinks": True, "mlp_class_name": "LLaMAMoE", "n_expert": 6, "n_expert_per_token": 3,
+        "norm_topk_prob": True, "intermediate_size": 48, "swiglu_limit": 1.5, "sliding_window_size": 16,
+        "sliding_window_indices": [0, 1], "rope_base": 500.0,
+        "rope_adjustments": {
+            "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16, "truncate": False,
+        },
+    },
+    "gpt-oss-without-scaling": {
+        "family": "gpt_oss", "vocab_size": 96, "bias": True, "attention_sinks": True, "mlp_class_name": "LLaMAMoE",
+        "n_expert": 4, "n_expert_per_token": 2, "norm_topk_prob": True, "swiglu_limit": 7.0,
+        "moe_intermediate_size": 24, "tie_embeddings": True, "rope_base": 500.0,
     },
     "granite": {"family": "granite", "vocab_size": 90, "attention_multiplier": 0.3, "logits_scaling": 3.0},
     "neox": {

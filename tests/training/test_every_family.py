@@ -23,7 +23,7 @@ OF_TYPE = WINDOWS | {
 ONE_LAYER_OF_TWO = {"phi3"}  # gate and up projection: peft's adapter of them is none of ours
 CLOSE = 2e-5  # fp32, relative to the largest logit
 PARTS = ("query", "key", "value", "projection", "mlp", "head")
-EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe"}  # adapters go beside attention and head only
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"}  # adapters go beside attention and head only
 RUN = ["--data", "JSON", "--data.prompt_style", "plain", "--accelerator", "cpu", "--train.global_batch_size", "2",
        "--train.micro_batch_size", "2", "--train.max_steps", "1", "--train.learning_rate", "1e-2",
        "--train.lr_warmup_steps", "0", "--eval.final_validation", "false", "--eval.max_new_tokens", "8"]  # fmt: skip

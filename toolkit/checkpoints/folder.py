@@ -17,6 +17,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora
+from toolkit.models.moe import type_of
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
@@ -116,7 +117,7 @@ def load_model(
     if tied := model.config.tie_embeddings:
         del weights[_HEAD]
     for name in weights:
-        weights[name] = weights[name].to(device=device, dtype=dtype)
+        weights[name] = weights[name].to(device=device, dtype=type_of(name, dtype))
     for name, tensor in (adapters or {}).items():
         weights[name] = tensor.to(device)
     model.load_state_dict(weights, strict=not tied, assign=True)

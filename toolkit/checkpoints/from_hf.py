@@ -23,6 +23,7 @@ from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
+from toolkit.models.moe import type_of
 
 CONFIG = "config.json"
 RECORD = "download.yaml"  # where `toolkit download` had the model from
@@ -55,10 +56,10 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
     tokenizer = Tokenizer.load(hf_dir, flag="hf_dir") if (hf_dir / "tokenizer.json").is_file() else None
     notes += _about_tokenizer(hf_dir, tokenizer, config) if why is None else [why]
     try:
-        found = _with_prefix(find_weights(hf_dir), config)
-        config, more = _settle_head(found, config)
+        found, notes_of_unused = _without_unused(_with_prefix(find_weights(hf_dir), config), config)
+        config, notes_of_head = _settle_head(found, config)
         _require_fit(found, config, hf_dir)
-        dtype, and_more = _settle_type(found, dtype)
+        dtype, notes_of_type = _settle_type(found, config, dtype)
 
         def write(folder: Path) -> None:
             weights = _convert(found, config, dtype, beside=out_dir)
@@ -70,7 +71,7 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
         write_folder(out_dir, write, flag="out_dir")
     finally:
         close()
-    return notes + more + and_more
+    return notes + notes_of_unused + notes_of_head + notes_of_type
 
 
 def is_import_of(folder: Path, hf_dir: Path) -> bool:
@@ -85,7 +86,7 @@ def is_import_of(folder: Path, hf_dir: Path) -> bool:
         return False
     weights = fitting_weights(folder, model_on_meta(ours))
     try:
-        found = _with_prefix(find_weights(hf_dir), theirs)
+        found, _ = _without_unused(_with_prefix(find_weights(hf_dir), theirs), theirs)
         _require_fit(found, _settle_head(found, theirs)[0], hf_dir)
         for entry in family_of(ours).weights(ours):
             if entry.ours[0].startswith("transformer.h.0."):
@@ -163,6 +164,13 @@ def _with_prefix(found: dict[str, Stored], config: ModelConfig) -> dict[str, Sto
     return renamed
 
 
+def _without_unused(found: dict[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], list[str]]:
+    is_unused = getattr(family_of(config), "is_unused", None)
+    unused = [name for name in found if is_unused is not None and is_unused(name, config)]
+    note = f"left out: {len(unused)} weights that are no part of the model, {unused[0]} ..." if unused else None
+    return {name: stored for name, stored in found.items() if name not in unused}, [note] if note else []
+
+
 def _their_name(config: ModelConfig, ours: str) -> str:
     config = dataclasses.replace(config, tie_embeddings=False)  # or the head has no name
     return next(entry.theirs[0] for entry in family_of(config).weights(config) if entry.ours == (ours,))
@@ -196,9 +204,13 @@ def _require_fit(found: dict[str, Stored], config: ModelConfig, hf_dir: Path) ->
     require_fit(stored, wanted, hf_dir, CONFIG)
 
 
-def _settle_type(found: dict[str, Stored], dtype: torch.dtype | None) -> tuple[torch.dtype, list[str]]:
+def _settle_type(
+    found: dict[str, Stored], config: ModelConfig, dtype: torch.dtype | None
+) -> tuple[torch.dtype, list[str]]:
     """The type of all weights: the one asked for, else theirs; of several, the one that holds them all."""
-    types = {stored.dtype for stored in found.values()}
+    entries = family_of(config).weights(config)
+    settled = {name for entry in entries if type_of(entry.ours[0], None) is not None for name in entry.theirs}
+    types = {stored.dtype for name, stored in found.items() if name not in settled}
     if dtype is not None:
         return dtype, []
     widest = functools.reduce(torch.promote_types, types)
@@ -214,8 +226,9 @@ def _convert(found: dict[str, Stored], config: ModelConfig, dtype: torch.dtype, 
     for entry in family_of(config).weights(config):
         theirs = [found[name].read() for name in entry.theirs]
         for name, tensor in zip(entry.ours, entry.from_hf(theirs), strict=True):
-            if tensor.dtype != dtype or all(tensor is not one for one in theirs):
-                tensor = empty_on_disk(tensor.shape, dtype, beside).copy_(tensor)
+            wanted = type_of(name, dtype)
+            if tensor.dtype != wanted or all(tensor is not one for one in theirs):
+                tensor = empty_on_disk(tensor.shape, wanted, beside).copy_(tensor)
             weights[name] = tensor
             if tensor.numel() >= SMALL:
                 give_back_freed_memory()

@@ -18,7 +18,7 @@ from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, 
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.lora import Adapter, LoRALinear, add_lora, qkv_rows
+from toolkit.models.lora import Adapter, LoRALinear, add_lora, attention_rows
 from toolkit.models.lora_config import PARTS, LoRAConfig
 
 # What peft can do and this program cannot, with the values that ask for nothing.
@@ -178,8 +178,9 @@ def _selected(layers: list[Layer], found: dict[str, Any], config: ModelConfig) -
 
 def _parts(layer: Layer, config: ModelConfig) -> dict[str, range]:
     """The parts of LoRAConfig that a layer belongs to, and their rows."""
-    if layer.name.endswith(".attn.qkv"):
-        return qkv_rows(config)
+    name = layer.name.rpartition(".")[2]
+    if ".attn." in layer.name and name != "proj":
+        return attention_rows(config).get(name, {})
     kind = "head" if layer.name == "lm_head" else "mlp" if ".mlp." in layer.name else "projection"
     return {kind: range(layer.out_features)}
 
@@ -203,8 +204,8 @@ def _options(folder: Path, settings: dict[str, Any], selected: set[str]) -> LoRA
 
 
 def _is_fused(layer: Layer) -> bool:
-    """Whether queries, keys and values are one layer on either side."""
-    return layer.name.endswith(".attn.qkv") and len(layer.modules) == 1
+    """Whether queries, keys and values, or two of them, are one layer on either side."""
+    return layer.name.endswith((".attn.qkv", ".attn.kv_b")) and len(layer.modules) == 1
 
 
 def _take_apart(
@@ -240,7 +241,8 @@ def _take_apart(
     if rank == lora.r:
         alpha = float(f"{lora.alpha / (math.sqrt(n) if lora.rslora else n):.12g}")  # without the digits of rounding
         lora = replace(lora, r=rank // n, alpha=alpha)
-    return replace(lora, **{part: part in parts for part in qkv_rows(config)}), _Fused(rank, parts)
+    fused = {part for layer in layers if _is_fused(layer) for part in _parts(layer, config)}
+    return replace(lora, **{part: part in parts for part in fused}), _Fused(rank, parts)
 
 
 def _fused_rank(settings: dict[str, Any], lora: LoRAConfig, layers: list[Layer]) -> int | None:
@@ -267,7 +269,8 @@ def _parts_in_blocks(
         b = found.get(layer.modules[0], {}).get("lora_B")
         if b is not None and b.shape == used.shape:  # others are named later on
             used |= layer.to_ours([b]) != 0
-    columns = {part: used[rows.start : rows.stop].any(0) for part, rows in qkv_rows(config).items()}
+    rows_of = _parts(layers[0], config) if layers else {}
+    columns = {part: used[rows.start : rows.stop].any(0) for part, rows in rows_of.items()}
     parts = tuple(part for part in columns if columns[part].any())
     if not parts or rank % len(parts):
         return ()

@@ -22,6 +22,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import Map
+from toolkit.models.moe import type_of
 
 MAX_SHARD_BYTES = 5_000_000_000
 # What the safetensors format calls the types that a model's weights can have.
@@ -87,7 +88,8 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     exported = json.loads((Path(out_dir) / "config.json").read_text())["torch_dtype"]
     config, weights = _read(Path(checkpoint_dir), True, base_checkpoint_dir)
     ours = model_on_meta(config)
-    rounded = {name: tensor.to(getattr(torch, exported)).float() for name, tensor in weights.items()}
+    exported = getattr(torch, exported)
+    rounded = {name: tensor.to(type_of(name, exported)).float() for name, tensor in weights.items()}
     ours.load_state_dict(rounded, assign=True)
     options = {"local_files_only": True, "torch_dtype": torch.float32}  # converted later, constants stay rounded
     theirs = transformers.AutoModelForCausalLM.from_pretrained(str(out_dir), **options)
@@ -145,7 +147,8 @@ def to_hf_names(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, tensor), converting one entry of the family's table at a time."""
     for entry in maps:
-        yield from zip(entry.theirs, entry.to_hf([weights[name].to(dtype) for name in entry.ours]), strict=True)
+        ours = [weights[name].to(type_of(name, dtype)) for name in entry.ours]
+        yield from zip(entry.theirs, entry.to_hf(ours), strict=True)
 
 
 def _split(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -9,28 +9,30 @@ from toolkit.models.config import ModelConfig
 
 
 class LayerCache:
-    """The cache of one layer: two tensors (batch, groups, max_length, head_size), of which ``length`` positions count.
+    """The cache of one layer: two tensors (batch, groups, max_length, width), of which ``length`` positions count.
 
     Args:
-        shape: (batch, groups, max_length, head_size).
+        shape: (batch, groups, max_length).
+        widths: Those of keys and values; of latent attention, those of what they are made of.
         device: Where the tensors live.
         dtype: That of the keys and values.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], device: torch.device | str, dtype: torch.dtype) -> None:
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+    def __init__(
+        self, shape: tuple[int, int, int], widths: tuple[int, int], device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        self.keys, self.values = (torch.zeros(*shape, width, device=device, dtype=dtype) for width in widths)
         self.length = 0
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys and values of T new positions.
 
         Args:
-            k: (batch, groups, T, head_size), already rotated.
-            v: The same shape.
+            k: (batch, groups, T, width), already rotated.
+            v: The same shape, but for the width.
 
         Returns:
-            Keys and values of all positions so far, (batch, groups, length, head_size): views, valid until the next
+            Keys and values of all positions so far, (batch, groups, length, width): views, valid until the next
             update.
 
         Raises:
@@ -57,7 +59,8 @@ class LayerCache:
 class KVCache:
     """One :class:`LayerCache` per layer, allocated for ``max_length`` positions.
 
-    Memory: 2 x n_layer x batch_size x n_query_groups x max_length x head_size x bytes of ``dtype``.
+    Memory: 2 x n_layer x batch_size x n_query_groups x max_length x head_size x bytes of ``dtype``; with latent
+    attention, n_layer x batch_size x max_length x (kv_lora_rank + qk_rope_head_dim) x bytes.
 
     Not a ``collections.abc.Sequence``: Fabric would take it apart, as it does with those among a model's arguments.
     """
@@ -71,8 +74,11 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         assert config.n_query_groups is not None and config.head_size is not None  # set by ModelConfig
-        shape = (batch_size, config.n_query_groups, max_length, config.head_size)
-        self.layers = [LayerCache(shape, device, dtype) for _ in range(config.n_layer)]
+        groups, widths = config.n_query_groups, (config.head_size, config.head_size)
+        if (latent := config.latent_attention) is not None:
+            groups, widths = 1, (latent["kv_lora_rank"], latent["qk_rope_head_dim"])
+        shape = (batch_size, groups, max_length)
+        self.layers = [LayerCache(shape, widths, device, dtype) for _ in range(config.n_layer)]
 
     def __getitem__(self, layer: int) -> LayerCache:
         return self.layers[layer]

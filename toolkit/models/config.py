@@ -5,6 +5,7 @@ Field names follow LitGPT's ``model_config.yaml``, so that its checkpoints can b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from typing import Any, Literal, get_type_hints
@@ -312,7 +313,17 @@ class ModelConfig:
         """What queries times keys are multiplied by."""
         if self.attention_multiplier is not None:
             return self.attention_multiplier
-        return float(self.attention_scores_scalar or self.head_size) ** -0.5
+        scale = float(self.attention_scores_scalar or self.head_size) ** -0.5
+        if self.latent_attention is None or self.rope_kind != "yarn":
+            return scale
+        # as DeepSeek trains it for YaRN: queries and keys by yarn's factor each, rotated or not
+        share = self.rope_adjustments.get("mscale_all_dim") or 0.0
+        return scale * (0.1 * share * math.log(max(self.rope_adjustments["factor"], 1.0)) + 1.0) ** 2
+
+    @property
+    def value_size(self) -> int:
+        """Width of one head's values."""
+        return self.head_size if self.latent_attention is None else self.latent_attention["v_head_dim"]
 
     def window(self, layer: int) -> int | None:
         """How many tokens back a token of this layer sees, itself included; None for all."""

@@ -10,6 +10,7 @@ from torch import nn
 from toolkit.models.attention import CausalSelfAttention, LayerCache
 from toolkit.models.config import ModelConfig
 from toolkit.models.labels import IGNORE_INDEX
+from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.lora import LoRALinear
 from toolkit.models.loss import head_loss
 from toolkit.models.mlp import make_mlp
@@ -25,7 +26,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.norm_1 = make_norm(config) if config.norm_1 else nn.Identity()
-        self.attn = CausalSelfAttention(config)
+        self.attn = (CausalSelfAttention if config.latent_attention is None else LatentAttention)(config)
         self.post_attention_norm = make_norm(config) if config.post_attention_norm else nn.Identity()
         if config.shared_attention_norm:
             self.norm_2 = None

@@ -2,10 +2,10 @@
 
 | parameter | initial value |
 |---|---|
-| weights of norms (``norm_1``, ``norm_2``, ``post_*_norm``, ``norm_q``, ``norm_k``, ``ln_f``) | 1; with an offset 0 |
-| all biases | 0 |
+| weights of norms (:data:`NORMS`) | 1; with an offset 0 |
+| all biases, ``mlp.correction`` | 0 |
 | ``attn.proj.weight``, ``mlp.*proj.weight`` (they write to the residual stream) | normal, 0.02 / sqrt(2 n_layer) |
-| all other weights (``wte``, ``wpe``, ``attn.qkv``, ``mlp.*fc*``, ``mlp.*gate``, ``lm_head``) | normal, 0.02 |
+| all other weights (``wte``, ``wpe``, ``attn.qkv``, ``mlp.*fc*``, ``mlp.*gate``, ``lm_head``, ...) | normal, 0.02 |
 | ``attn.sinks`` (as transformers has them) | normal, 0.02 |
 
 Means are zero. The table is GPT-2's (Radford et al. 2019, section 2.3, and its Hugging Face implementation). A tied
@@ -24,13 +24,15 @@ from torch import nn
 from toolkit.models.config import ModelConfig
 
 STD = 0.02
-NORMS = ("norm_1", "norm_2", "post_attention_norm", "post_mlp_norm", "norm_q", "norm_k", "ln_f")
+NORMS = (
+    "norm_1", "norm_2", "post_attention_norm", "post_mlp_norm", "norm_q", "norm_k", "q_a_norm", "kv_a_norm", "ln_f",
+)  # fmt: skip
 
 
 def draw(name: str, shape: torch.Size | tuple[int, ...], *, seed: int, config: ModelConfig) -> torch.Tensor:
     """Return the initial value of the parameter ``name``: always fp32 on the CPU, so that it is the same everywhere."""
     module, _, kind = name.rpartition(".")
-    if kind == "bias":
+    if kind in ("bias", "correction"):
         return torch.zeros(shape, device="cpu")
     if module.rpartition(".")[2] in NORMS:
         return torch.full(shape, 0.0 if config.norm_offset else 1.0, device="cpu")
@@ -70,12 +72,16 @@ class Materializer:
     ) -> None:
         self._value_of, self._device = value_of, device
         self._names = parameter_names(model)
-        self._originals = list(model.parameters())  # keeps the ids from being reused
+        self._names |= {id(buffer): name for name, buffer in model.named_buffers()}
+        self._originals = [*model.parameters(), *model.buffers()]  # keeps the ids from being reused
         self._ready: dict[int, nn.Parameter] = {}
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, wanted: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
-        """Give the parameters directly in ``module`` their values, those that are ``wanted``."""
+        """Give the parameters directly in ``module`` their values, those that are ``wanted``; and its buffers."""
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if id(buffer) in self._names:
+                setattr(module, key, self._filled(buffer))
         for key, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_floating_point():
                 continue  # quantised: it has its value
@@ -84,13 +90,14 @@ class Materializer:
                     self._ready[id(parameter)] = self._filled(parameter)
                 setattr(module, key, self._ready[id(parameter)])  # the same object for both of a tied pair
 
-    def _filled(self, parameter: nn.Parameter) -> nn.Parameter:
-        value = self._value_of(self._names[id(parameter)], parameter.shape)
-        if parameter.is_meta:
-            filled = torch.empty_like(parameter, device=self._device).copy_(value)
-            return nn.Parameter(filled, requires_grad=parameter.requires_grad)
-        parameter.copy_(value)
-        return parameter
+    def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = self._value_of(self._names[id(tensor)], tensor.shape)
+        if tensor.is_meta:
+            filled = torch.empty_like(tensor, device=self._device).copy_(value)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return nn.Parameter(filled, requires_grad=tensor.requires_grad) if is_parameter else filled
+        tensor.copy_(value)
+        return tensor
 
 
 def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:

@@ -6,6 +6,7 @@ A layer with adapters keeps its ``weight`` and ``bias`` under their names, froze
 |---|---|---|
 | ``transformer.h.0.attn.qkv.lora.query.A`` (``key``, ``value``) | (r, in) | uniform, +- 1 / sqrt(in) |
 | ``transformer.h.0.attn.qkv.lora.query.B`` | (rows of that part, r) | 0 |
+| ``transformer.h.0.attn.q_b.lora.query.A``, ``kv_b.lora.key.A`` ... (latent attention) | as above | as above |
 | ``transformer.h.0.mlp.proj.lora.whole.A``, ``.B`` (every other layer) | (r, in), (out, r) | as above |
 | ``....magnitude`` (DoRA) | (rows of that part,) | the norms of the rows of ``weight`` |
 
@@ -155,8 +156,8 @@ def add_lora(model: GPT, config: LoRAConfig, seed: int = 0) -> None:
         raise UserError("--lora_mlp true: the MLPs of this model are experts, which take no adapters; leave it out")
     model.requires_grad_(False)
     for block in model.transformer.h:
-        selected = {part: rows for part, rows in qkv_rows(model.config).items() if getattr(config, part)}
-        _adapt(block.attn, "qkv", config, selected)
+        for name, rows_of in attention_rows(model.config).items():
+            _adapt(block.attn, name, config, {part: rows for part, rows in rows_of.items() if getattr(config, part)})
         _adapt(block.attn, "proj", config, {WHOLE: config.projection})
         for name, layer in list(block.mlp.named_children()):
             if isinstance(layer, nn.Linear):
@@ -217,10 +218,14 @@ def adapter_values(
     return value_of
 
 
-def qkv_rows(config: ModelConfig) -> dict[str, range]:
-    """The rows of a block's fused projection: all queries, then all keys, then all values."""
+def attention_rows(config: ModelConfig) -> dict[str, dict[str, range]]:
+    """The rows of queries, keys and values in the layers of a block's attention that make them, by the layer's name."""
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
-    return {"query": range(q), "key": range(q, q + kv), "value": range(q + kv, q + 2 * kv)}
+    if config.latent_attention is not None:
+        k = config.n_head * config.latent_attention["qk_nope_head_dim"]
+        keys_and_values = {"key": range(k), "value": range(k, k + config.n_head * config.value_size)}
+        return {"q_b": {"query": range(q)}, "kv_b": keys_and_values}
+    return {"qkv": {"query": range(q), "key": range(q, q + kv), "value": range(q + kv, q + 2 * kv)}}
 
 
 def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, range | bool]) -> None:

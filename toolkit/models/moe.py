@@ -16,6 +16,7 @@ that chance decides, nothing waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -128,6 +129,14 @@ class Experts(nn.Module):
         return gate * torch.sigmoid(_ALPHA * gate) * (other + 1)
 
 
+def type_of(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The type that a weight of that name has in a model whose others are of ``dtype`` (None: as they are).
+
+    A router's correction is fp32 always: its scores lie closer together than 16 bits can tell apart.
+    """
+    return torch.float32 if name.endswith(".mlp.correction") else dtype
+
+
 class LLaMAMoE(nn.Module):
     """The sum of what the chosen experts say of a token, weighted by the router's scores."""
 
@@ -145,6 +154,14 @@ class LLaMAMoE(nn.Module):
                 self.shared_expert_gate = nn.Linear(config.n_embd, 1, bias=config.bias)
         correction = torch.zeros(config.n_expert, dtype=torch.float32) if config.router_scores == "sigmoid" else None
         self.register_buffer("correction", correction)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LLaMAMoE:
+        """Every change of type or device goes through here; the correction follows to the device only."""
+        before = self.correction
+        super()._apply(fn, recurse)
+        if before is not None and self.correction.dtype != before.dtype:
+            self.correction = before.to(self.correction.device)
+        return self
 
     def forward(
         self, x: torch.Tensor, counted: torch.Tensor | None = None

@@ -55,10 +55,11 @@ def _matmul_sizes(model: nn.Module) -> list[tuple[int, bool]]:
 def flops_per_token(model: nn.Module, config: ModelConfig, seq_length: int, *, causal: bool = False) -> float:
     """FLOPs of forward and backward per token: 6 x matmul parameters + 12 x layers x d x T (PaLM, arXiv 2204.02311, B).
 
-    ``d`` is heads x head size and T the sequence length. Frozen parameters count 4 times instead of 6: their own
+    ``d`` is heads x head size and T the sequence length; where values have another width than keys, d is the mean of
+    the two. Frozen parameters count 4 times instead of 6: their own
     gradient is not computed. ``causal`` counts half of the attention term, which is what a causal kernel has to do.
     """
-    attention = 12 * config.n_layer * config.n_head * config.head_size * seq_length
+    attention = 6 * config.n_layer * config.n_head * (config.head_size + config.value_size) * seq_length
     linear = sum((6 if is_trained else 4) * size for size, is_trained in _matmul_sizes(model))
     return linear + attention * (0.5 if causal else 1.0)
 

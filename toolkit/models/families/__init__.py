@@ -1,7 +1,8 @@
 """The registry of model families: named configurations, and the way to Hugging Face and back.
 
 A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf(config_json)``, ``to_hf(config, bos_token_id,
-eos_token_id)`` and ``weights(config)``. A new family is one more file here and one more entry in :data:`FAMILIES`.
+eos_token_id)`` and ``weights(config)``; and ``is_unused(name, config)`` where files hold more than the model. A new
+family is one more file here and one more entry in :data:`FAMILIES`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import (
+    deepseek,
     falcon,
     gemma,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -39,7 +42,7 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen2_moe": qwen_moe, "qwen3_moe": qwen_moe, "gemma": gemma, "gemma2": gemma, "gemma3_text": gemma,
     "phi": phi, "phi3": phi3, "gpt_neox": gpt_neox, "gpt2": gpt2,
     "falcon": falcon, "olmo": olmo, "olmo2": olmo, "olmo3": olmo, "stablelm": stablelm, "granite": granite,
-    "starcoder2": starcoder2,
+    "starcoder2": starcoder2, "gpt_oss": gpt_oss, "deepseek_v2": deepseek, "deepseek_v3": deepseek,
 }  # fmt: skip
 
 

@@ -63,12 +63,23 @@ def _concat(parts: list[Tensor]) -> list[Tensor]:
 
 
 def transpose() -> Step:
-    """(out, in) to (in, out): GPT-2's Conv1D keeps its weights the other way round than nn.Linear."""
+    """(..., out, in) to (..., in, out), each tensor: as GPT-2's Conv1D and gpt-oss's experts have their weights."""
 
-    def swap(one: list[Tensor]) -> list[Tensor]:
-        return [one[0].t().contiguous()]
+    def swap(tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor.mT.contiguous() for tensor in tensors]
 
     return Step(swap, swap)
+
+
+def interleave() -> Step:
+    """Two tensors to one, along the last axis: an element of the one, then of the other, in turn (gpt-oss)."""
+
+    def to_hf(two: list[Tensor]) -> list[Tensor]:
+        import torch
+
+        return [torch.stack(two, dim=-1).flatten(-2)]
+
+    return Step(to_hf, lambda one: [one[0][..., 0::2], one[0][..., 1::2]])
 
 
 def join_rows(*sizes: int) -> Step:
@@ -96,6 +107,38 @@ def interleave_groups(n_head: int, groups: int, head_size: int) -> Step:
         return _concat([part.reshape(-1, *one[0].shape[1:]) for part in parts])
 
     return Step(to_hf, from_hf)
+
+
+def interleave_heads(n_head: int, *widths: int) -> Step:
+    """All heads of one part, all heads of the next -> head 0's parts, head 1's, ...; the widths are the parts'."""
+
+    def to_hf(one: list[Tensor]) -> list[Tensor]:
+        import torch
+
+        parts = one[0].split([n_head * width for width in widths])
+        return [torch.cat([part.unflatten(0, (n_head, -1)) for part in parts], dim=1).flatten(0, 1)]
+
+    def from_hf(one: list[Tensor]) -> list[Tensor]:
+        parts = one[0].unflatten(0, (n_head, sum(widths))).split(widths, dim=1)
+        return _concat([part.flatten(0, 1) for part in parts])
+
+    return Step(to_hf, from_hf)
+
+
+def interleave_pairs(n_head: int, before: int, rotated: int) -> Step:
+    """The last ``rotated`` rows of each head, after ``before`` others, from halves to pairs (DeepSeek).
+
+    Here row i is rotated together with row i + rotated / 2, there every second row with the next.
+    """
+
+    def change(one: list[Tensor], *shape: int) -> list[Tensor]:
+        import torch
+
+        plain, turned = one[0].unflatten(0, (n_head, before + rotated)).split((before, rotated), dim=1)
+        turned = turned.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
+        return [torch.cat([plain, turned], dim=1).flatten(0, 1)]
+
+    return Step(lambda one: change(one, 2, rotated // 2), lambda one: change(one, rotated // 2, 2))
 
 
 def stack_experts() -> Step:
@@ -157,20 +200,38 @@ def qwen_experts(config: ModelConfig, ours: str, theirs: str) -> list[Map]:
     return maps
 
 
+def _attention(config: ModelConfig, ours: str, theirs: str, norm_bias: bool, fused: bool) -> list[Map]:
+    q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
+    maps: list[Map] = []
+    for kind in ("weight", "bias") if config.bias or config.attn_bias else ("weight",):
+        if fused:
+            maps.append(same(f"{ours}.attn.qkv.{kind}", f"{theirs}.self_attn.qkv_proj.{kind}"))
+        else:
+            projections = tuple(f"{theirs}.self_attn.{p}_proj.{kind}" for p in "qkv")
+            maps.append(Map((f"{ours}.attn.qkv.{kind}",), projections, (split_rows(q, kv, kv),)))
+    if config.norm_qk:
+        for p in "qk":
+            maps += linear(f"{ours}.attn.norm_{p}", f"{theirs}.self_attn.{p}_norm", norm_bias)
+    maps += linear(f"{ours}.attn.proj", f"{theirs}.self_attn.o_proj", config.bias)
+    return maps
+
+
 def decoder_weights(
     config: ModelConfig,
     *,
     fused: bool = False,
     moe: Callable[[ModelConfig, str, str], list[Map]] = qwen_experts,
+    attention: Callable[[ModelConfig, str, str], list[Map]] | None = None,
 ) -> list[Map]:
     """The table of a model with Llama's names: what has the parts of a Llama and more, or less.
 
     Args:
         config: The architecture.
         moe: The entries of a layer with experts, from the config and the layer's name here and there.
+        attention: The entries of a layer's projections, likewise; those of queries, keys, values and output if not
+            given.
         fused: Queries, keys and values are one tensor there as here, and gate and up projection are one (Phi-3).
     """
-    q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     norm_bias = config.norm_class_name == "LayerNorm"
     maps = embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
     for i in range(config.n_layer):
@@ -184,16 +245,7 @@ def decoder_weights(
         for name, their_name in norms.items():
             if has.get(name, True) and config.norm_affine:
                 maps += linear(f"{ours}.{name}", f"{theirs}.{their_name}", norm_bias)
-        for kind in ("weight", "bias") if config.bias or config.attn_bias else ("weight",):
-            if fused:
-                maps.append(same(f"{ours}.attn.qkv.{kind}", f"{theirs}.self_attn.qkv_proj.{kind}"))
-            else:
-                projections = tuple(f"{theirs}.self_attn.{p}_proj.{kind}" for p in "qkv")
-                maps.append(Map((f"{ours}.attn.qkv.{kind}",), projections, (split_rows(q, kv, kv),)))
-        if config.norm_qk:
-            for p in "qk":
-                maps += linear(f"{ours}.attn.norm_{p}", f"{theirs}.self_attn.{p}_norm", norm_bias)
-        maps += linear(f"{ours}.attn.proj", f"{theirs}.self_attn.o_proj", config.bias)
+        maps += attention(config, ours, theirs) if attention else _attention(config, ours, theirs, norm_bias, fused)
         if config.has_experts(i):
             maps += moe(config, ours, theirs)
             continue

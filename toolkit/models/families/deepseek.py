@@ -1,0 +1,157 @@
+"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): latent attention, many small experts in groups, and one that is shared."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from toolkit.errors import UserError
+from toolkit.models.config import LATENT_ATTENTION, ModelConfig
+from toolkit.models.families import hf_config, tables
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+# What transformers' classes take where the file does not say; of the balance loss, what the paper says of V3.
+_COMMON = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+_DEFAULTS = {
+    "deepseek_v2": _COMMON | {
+        "intermediate_size": 11008, "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2,
+        "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "topk_method": "greedy",
+        "aux_loss_alpha": 0.001,
+    },
+    "deepseek_v3": _COMMON | {
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+        "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "topk_method": "noaux_tc",
+        "aux_loss_alpha": 0.0001, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    },
+}  # fmt: skip
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a ``config.json`` with ``model_type`` "deepseek_v2" or "deepseek_v3"."""
+    third = config_json["model_type"] == "deepseek_v3"
+    config_json = _DEFAULTS[config_json["model_type"]] | config_json
+    hf_config.require_hf(
+        config_json, hidden_act=("silu",), attention_bias=(False,), attention_dropout=(0.0, None), mlp_bias=(False,),
+        moe_layer_freq=(1,), rope_interleave=(True, None), scoring_func=("sigmoid" if third else "softmax",),
+        topk_method=("noaux_tc",) if third else ("greedy", "group_limited_greedy"),
+        norm_topk_prob=(True, False) if third else (False, None),
+    )  # fmt: skip
+    shared, k = config_json["n_shared_experts"], config_json["num_experts_per_tok"]
+    if not shared:
+        raise UserError(f"config.json: n_shared_experts {shared!r}: this version computes only models with some")
+    groups = config_json.get("n_group") if config_json["topk_method"] != "greedy" else None
+    dense = config_json["first_k_dense_replace"]
+    return ModelConfig(
+        **hf_config.read_decoder(config_json, vocab_size=129280 if third else 102400, block_size=4096),
+        **hf_config.read_rope(config_json),
+        latent_attention={name: config_json[name] for name in LATENT_ATTENTION},
+        mlp_class_name="LLaMAMoE",
+        n_expert=config_json["n_routed_experts"],
+        n_expert_per_token=k,
+        moe_intermediate_size=config_json["moe_intermediate_size"],
+        norm_topk_prob=bool(config_json["norm_topk_prob"]),
+        routed_scaling_factor=config_json["routed_scaling_factor"],
+        router_scores="sigmoid" if third else "softmax",
+        n_expert_groups=groups if groups and groups > 1 else None,
+        n_topk_groups=config_json["topk_group"] if groups and groups > 1 else None,
+        shared_expert_intermediate_size=shared * config_json["moe_intermediate_size"],
+        shared_expert_gate=False,
+        moe_indices=[int(i >= dense) for i in range(config_json["num_hidden_layers"])] if dense else None,
+        router_aux_loss_coef=config_json["aux_loss_alpha"] / k,  # theirs is k times less for the same imbalance
+        tie_embeddings=config_json.get("tie_word_embeddings", False),
+    )
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``."""
+    _check(config)
+    third, groups = config.family == "deepseek_v3", config.n_expert_groups
+    method = "noaux_tc" if third else "greedy" if groups is None else "group_limited_greedy"
+    values = {
+        **config.latent_attention,
+        "aux_loss_alpha": config.router_aux_loss_coef * config.n_expert_per_token,
+        "first_k_dense_replace": _dense_layers(config),
+        "head_dim": config.rope_n_elem,
+        "moe_intermediate_size": config.expert_size,
+        "moe_layer_freq": 1,
+        "n_group": groups or 1,
+        "n_routed_experts": config.n_expert,
+        "n_shared_experts": config.shared_expert_intermediate_size // config.expert_size,
+        "norm_topk_prob": config.norm_topk_prob,
+        "num_experts_per_tok": config.n_expert_per_token,
+        "routed_scaling_factor": config.routed_scaling_factor,
+        "scoring_func": config.router_scores,
+        "topk_group": config.n_topk_groups or 1,
+        "topk_method": method,
+    }
+    if third:
+        values |= {"num_nextn_predict_layers": 0, "rope_interleave": True}
+    architecture = "DeepseekV3ForCausalLM" if third else "DeepseekV2ForCausalLM"
+    return hf_config.write_decoder(config, architecture, bos_token_id, eos_token_id, **values)
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    return tables.decoder_weights(config, moe=_experts, attention=_attention)
+
+
+def is_unused(name: str, config: ModelConfig) -> bool:
+    """Whether a weight of theirs is of the layers after the last, which predict further tokens in V3's own training."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return config.family == "deepseek_v3" and layer is not None and int(layer[1]) >= config.n_layer
+
+
+def _attention(config: ModelConfig, ours: str, theirs: str) -> list[tables.Map]:
+    sizes, ours, theirs = config.latent_attention, f"{ours}.attn", f"{theirs}.self_attn"
+    assert sizes is not None
+    nope, rope, rank = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], sizes["kv_lora_rank"]
+    pairs = tables.interleave_pairs(config.n_head, nope, rope)
+    maps = tables.linear(f"{ours}.q_b", f"{theirs}.{'q_b_proj' if sizes['q_lora_rank'] else 'q_proj'}", False, pairs)
+    if sizes["q_lora_rank"]:
+        maps += tables.linear(f"{ours}.q_a", f"{theirs}.q_a_proj", False)
+        maps += tables.linear(f"{ours}.q_a_norm", f"{theirs}.q_a_layernorm", False)
+    shared_key = tables.interleave_pairs(1, rank, rope)
+    maps += tables.linear(f"{ours}.kv_a", f"{theirs}.kv_a_proj_with_mqa", False, shared_key)
+    maps += tables.linear(f"{ours}.kv_a_norm", f"{theirs}.kv_a_layernorm", False)
+    heads = tables.interleave_heads(config.n_head, nope, sizes["v_head_dim"])
+    maps += tables.linear(f"{ours}.kv_b", f"{theirs}.kv_b_proj", False, heads)
+    return maps + tables.linear(f"{ours}.proj", f"{theirs}.o_proj", False)
+
+
+def _experts(config: ModelConfig, ours: str, theirs: str) -> list[tables.Map]:
+    ours, theirs = f"{ours}.mlp", f"{theirs}.mlp"
+    maps = tables.linear(f"{ours}.gate", f"{theirs}.gate", False)
+    if config.router_scores == "sigmoid":
+        maps.append(tables.same(f"{ours}.correction", f"{theirs}.gate.e_score_correction_bias"))
+    maps += tables.experts(config, f"{ours}.experts", f"{theirs}.experts", tables.GATED)
+    for mine, their in tables.GATED.items():
+        maps += tables.linear(f"{ours}.shared_expert.{mine}", f"{theirs}.shared_experts.{their}", False)
+    return maps
+
+
+def _dense_layers(config: ModelConfig) -> int:
+    """How many of the first layers have no experts."""
+    return sum(not config.has_experts(i) for i in range(config.n_layer))
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what the family's Hugging Face class cannot be."""
+    third = config.family == "deepseek_v3"
+    other = {} if third else {"norm_topk_prob": False}
+    hf_config.require_llama(
+        config, free=("latent_attention", "routed_scaling_factor", "n_expert_groups"), mlp_class_name="LLaMAMoE",
+        shared_expert_gate=False, router_scores="sigmoid" if third else "softmax", **other,
+    )  # fmt: skip
+    if config.latent_attention is None:
+        hf_config.require(config, latent_attention="the sizes of latent attention")
+    shared, width = config.shared_expert_intermediate_size, config.expert_size
+    if not shared or shared % width:
+        hf_config.require(config, shared_expert_intermediate_size=f"a multiple of the experts' width {width}")
+    first = _dense_layers(config)
+    if config.moe_indices not in (None, (wanted := [0] * first + [1] * (config.n_layer - first))):
+        hf_config.require(config, moe_indices=wanted)

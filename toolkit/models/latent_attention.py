@@ -1,0 +1,79 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+Keys and values are made of one small vector per token, which is all that a cache has to hold, and of one rotated key
+that all heads share. Queries may be made of a small vector, too.
+
+| name | shape |
+|---|---|
+| ``attn.q_a.weight``, ``attn.q_a_norm.weight`` (where there is a q_lora_rank) | (q_lora_rank, n_embd), (q_lora_rank,) |
+| ``attn.q_b.weight`` | (n_head * head_size, q_lora_rank or n_embd); of each head, what is rotated comes last |
+| ``attn.kv_a.weight`` | (kv_lora_rank + qk_rope_head_dim, n_embd); the shared key comes last |
+| ``attn.kv_a_norm.weight`` | (kv_lora_rank,) |
+| ``attn.kv_b.weight`` | (n_head * (qk_nope_head_dim + v_head_dim), kv_lora_rank): all keys, then all values |
+| ``attn.proj.weight`` | (n_embd, n_head * v_head_dim) |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from toolkit.models.attention import LayerCache
+from toolkit.models.config import ModelConfig
+from toolkit.models.rope import Rotation
+from toolkit.models.visibility import Seen
+
+NORM_EPS = 1e-6  # of the two norms here, whatever norm_eps is: so have DeepSeek's own code and transformers
+
+
+class LatentAttention(nn.Module):
+    """proj(attention(q, k, v)), where a token's keys and values are kv_b(kv_a_norm(kv_a(x)))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        sizes = config.latent_attention
+        assert sizes is not None
+        self.n_head, self.head_size, self.scale = config.n_head, config.head_size, config.attention_scale
+        self.nope, self.rope, self.v_size = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], sizes["v_head_dim"]
+        rank, self.kv_rank = sizes["q_lora_rank"], sizes["kv_lora_rank"]
+        self.q_a = self.q_a_norm = None
+        if rank is not None:
+            self.q_a = nn.Linear(config.n_embd, rank, bias=False)
+            self.q_a_norm = nn.RMSNorm(rank, eps=NORM_EPS)
+        self.q_b = nn.Linear(rank or config.n_embd, self.n_head * self.head_size, bias=False)
+        self.kv_a = nn.Linear(config.n_embd, self.kv_rank + self.rope, bias=False)
+        self.kv_a_norm = nn.RMSNorm(self.kv_rank, eps=NORM_EPS)
+        self.kv_b = nn.Linear(self.kv_rank, self.n_head * (self.nope + self.v_size), bias=False)
+        self.proj = nn.Linear(self.n_head * self.v_size, config.n_embd, bias=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        seen: Seen,
+        rotation: Rotation | None = None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        """(B, T, n_embd) -> (B, T, n_embd). A cache holds (B, 1, T, kv_lora_rank) and (B, 1, T, qk_rope_head_dim)."""
+        B, T, _ = x.shape
+        q = self.q_b(x if self.q_a is None else self.q_a_norm(self.q_a(x))).view(B, T, self.n_head, self.head_size)
+        latent, shared = self.kv_a(x).split((self.kv_rank, self.rope), dim=-1)
+        latent, shared = self.kv_a_norm(latent).unsqueeze(1), shared.unsqueeze(2)
+        if rotation is not None:
+            plain, rotated = q.split((self.nope, self.rope), dim=-1)
+            q, shared = torch.cat((plain, rotation.apply(rotated)), dim=-1), rotation.apply(shared)
+        shared = shared.transpose(1, 2)
+        if cache is not None:
+            latent, shared = cache.update(latent, shared)
+        k, v = self._keys_and_values(latent[:, :, -seen.keys :], shared[:, :, -seen.keys :])
+        # The kernels take one width for all three; zeros change neither scores nor what is cut off again.
+        width = max(self.head_size, self.v_size)
+        q, k, v = (F.pad(t, (0, width - t.size(-1))) if t.size(-1) < width else t for t in (q.transpose(1, 2), k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.mask, is_causal=seen.is_causal, scale=self.scale)
+        return self.proj(y[..., : self.v_size].transpose(1, 2).reshape(B, T, self.n_head * self.v_size))
+
+    def _keys_and_values(self, latent: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B, 1, keys, kv_lora_rank) and the shared key -> (B, n_head, keys, head_size), (B, n_head, keys, v_size)."""
+        made = self.kv_b(latent.squeeze(1)).split((self.n_head * self.nope, self.n_head * self.v_size), dim=-1)
+        k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in made)
+        return torch.cat((k, shared.expand(-1, self.n_head, -1, -1)), dim=-1), v
