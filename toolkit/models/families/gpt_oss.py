@@ -1,0 +1,102 @@
+"""gpt-oss (OpenAI 2025, arXiv 2508.10925): experts with biases and a clamped product, attention with sinks, a window in
+every second layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, tables
+
+# What transformers' class takes where the file does not say.
+_DEFAULTS = {
+    "num_hidden_layers": 36, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "num_local_experts": 128, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5,
+    "swiglu_limit": 7.0, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+_FACTS = {
+    "bias": True, "attention_sinks": True, "mlp_class_name": "LLaMAMoE", "norm_topk_prob": True,
+    "shared_expert_intermediate_size": None, "moe_indices": None,
+}  # fmt: skip
+# The published files say so: transformers 4.55 wrote it as a default, and adds it only with output_router_logits. An
+# auxiliary loss of 0.9 times 4 and more would outweigh the loss itself.
+_UNUSED_COEF = 0.9
+
+CONFIGS: list[ModelConfig] = []
+ALIASES: dict[str, str] = {}
+
+
+def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt_oss"."""
+    hf_config.require_hf(
+        config_json, hidden_act=("silu",), attention_bias=(True,), attention_dropout=(0.0,), swiglu_alpha=(1.702,)
+    )
+    config_json = _DEFAULTS | config_json
+    if not config_json.get("rope_parameters") and not config_json.get("rope_scaling"):
+        config_json["rope_parameters"] = _ROPE
+    alternating = [(hf_config.SLIDING, hf_config.FULL)[i % 2] for i in range(config_json["num_hidden_layers"])]
+    coef = config_json["router_aux_loss_coef"]
+    is_unused = coef == _UNUSED_COEF and not config_json.get("output_router_logits")
+    return ModelConfig(
+        **hf_config.read_decoder(config_json, vocab_size=201088, block_size=131072),
+        **hf_config.read_windows(config_json, alternating, default=128),
+        **hf_config.read_rope(config_json, default_theta=150000.0),
+        n_expert=config_json["num_local_experts"],
+        n_expert_per_token=config_json["num_experts_per_tok"],
+        swiglu_limit=config_json["swiglu_limit"],
+        router_aux_loss_coef=_DEFAULTS["router_aux_loss_coef"] if is_unused else coef,
+        tie_embeddings=config_json.get("tie_word_embeddings", False),
+        **_FACTS,
+    )
+
+
+def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+    """Return the content of ``config.json``."""
+    _check(config)
+    scaling = hf_config.write_rope_scaling(config) or {"rope_type": "default"}
+    values = {
+        "intermediate_size": config.expert_size,
+        "layer_types": hf_config.write_layer_types(config),
+        "num_experts_per_tok": config.n_expert_per_token,
+        "num_local_experts": config.n_expert,
+        "output_router_logits": False,
+        "rope_parameters": scaling | {"rope_theta": config.rope_base},  # without it transformers 5 takes YaRN
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+        "sliding_window": config.sliding_window_size or config.block_size,  # their class wants one, used or not
+        "swiglu_limit": config.swiglu_limit,
+    }
+    return hf_config.write_decoder(config, "GptOssForCausalLM", bos_token_id, eos_token_id, **values)
+
+
+def weights(config: ModelConfig) -> list[tables.Map]:
+    """Return the table of weight names, both directions."""
+    _check(config)
+    sinks = [
+        tables.same(f"transformer.h.{i}.attn.sinks", f"model.layers.{i}.self_attn.sinks") for i in range(config.n_layer)
+    ]
+    return tables.decoder_weights(config, moe=_experts) + sinks
+
+
+def _experts(config: ModelConfig, ours: str, theirs: str) -> list[tables.Map]:
+    """Their experts are stacked, too, with gate and up projection in one, element by element, and (in, out) each."""
+    mine, their = f"{ours}.mlp.experts", f"{theirs}.mlp.experts"
+    gate_up = tuple(f"{mine}.{name}" for name in ("fc_1", "fc_2"))
+    maps = tables.linear(f"{ours}.mlp.gate", f"{theirs}.mlp.router", True)
+    for kind, there, steps in (("weight", "", (tables.transpose(),)), ("bias", "_bias", ())):
+        maps += [
+            tables.Map(tuple(f"{name}.{kind}" for name in gate_up), (f"{their}.gate_up_proj{there}",),
+                       (*steps, tables.interleave())),
+            tables.same(f"{mine}.proj.{kind}", f"{their}.down_proj{there}", *steps),
+        ]  # fmt: skip
+    return maps
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuse what a GptOssForCausalLM cannot be."""
+    hf_config.require_llama(config, free=("sliding_window_size", "attn_bias", "swiglu_limit"), **_FACTS)
+    if config.swiglu_limit is None:
+        hf_config.require(config, swiglu_limit="a number")
