@@ -34,6 +34,10 @@ says what such a model has beside, or instead of, a Llama's parts; the third wha
 in others. The error is the largest difference of the logits from transformers' own in fp32, as a share of the largest
 logit, over all shapes tested.
 
+In training, the loss of a model with experts has a part that grows the less evenly they are used:
+`--model_config.router_aux_loss_coef` times the balance loss (0 turns it off). The training loss that is printed and
+logged includes it; the validation loss does not.
+
 | `model_type` | what it computes | tested with and without | names | shapes | error |
 |---|---|---|---:|---:|---:|
 """

@@ -151,7 +151,7 @@ def test_what_broke_off_goes_on_with_the_files_that_are_missing(hub, exported, c
     assert len(shards) > 2
     hub.failing.add(shards[-1])
     said = refusal(capsys, "org/tiny")
-    assert "status 500" in said and "kept in checkpoints/org/.download-tiny, the same command goes on" in said
+    assert "status 500" in said and "kept in checkpoints/org/.download-tiny, the same command fetches" in said
     assert not Path("checkpoints/org/tiny").exists()
     had = {name for name in shards if list(Path("checkpoints/org/.download-tiny").rglob(name))}
     assert had

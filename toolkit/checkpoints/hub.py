@@ -48,7 +48,7 @@ def download(
     """Write the model of a repository as a model folder, with the commit that it is of in ``download.yaml``.
 
     The files of the hub lie in ``.download-NAME`` beside out_dir until they are converted. When something breaks off,
-    they stay there and the next call goes on from them.
+    those that are whole stay there and the next call fetches the others, from their beginning.
 
     Args:
         repo_id: ``organisation/name``, or a name alone.
@@ -78,7 +78,7 @@ def download(
         _drop_other_commits(place, snapshot.commit)
         size = sum(snapshot.sizes[name] for name in names)
         report(f"downloading {repo_id} at commit {snapshot.commit}: {len(names)} files, {size:,} bytes")
-        _fetch(snapshot, names, folder, after=f"; what has come is kept in {place}, the same command goes on from it")
+        _fetch(snapshot, names, folder, after=f"; whole files are kept in {place}, the same command fetches the others")
         record = {"repo_id": repo_id, "revision": revision, "commit": snapshot.commit}
         (folder / RECORD).write_text(yaml.safe_dump(record, sort_keys=False), encoding="utf-8")
         try:

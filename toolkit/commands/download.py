@@ -14,9 +14,9 @@ def setup(
 ) -> None:
     """Fetch a model from the Hugging Face hub and write a checkpoint folder from it.
 
-    Only safetensors, config.json and the files of the tokenizer are fetched. An interrupted download goes on when the
-    command is given again. For gated and private models log in with `hf auth login` or set HF_TOKEN; HF_ENDPOINT names
-    another hub.
+    Only safetensors, config.json and the files of the tokenizer are fetched. When it is interrupted,
+    files that have arrived whole are kept and the same command fetches the others. For gated and private models log in
+    with `hf auth login` or set HF_TOKEN; HF_ENDPOINT names another hub.
 
     Args:
         repo_id: The model's name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct.
