@@ -118,7 +118,7 @@ HF_CONFIGS = {
         use_sliding_window=True,
         sliding_window=16,
     ),
-    "gpt-oss": lambda: transformers.GptOssConfig(**{**GPT_OSS, "num_hidden_layers": 3}),
+    "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS),
     "gpt-oss-one-group-low-limit-tied": lambda: transformers.GptOssConfig(
         **{**GPT_OSS, "num_key_value_heads": 1, "head_dim": 32}, swiglu_limit=0.5, tie_word_embeddings=True
     ),
@@ -258,6 +258,11 @@ def rms_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return (actual.float() - expected).pow(2).mean().sqrt().item()
 
 
+def typical_rms_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The median over tokens: rounding sends one to another expert now and then, in their model as in ours."""
+    return (actual.float() - expected).pow(2).mean(-1).sqrt().median().item()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", HF_CONFIGS)
 def test_logits_equal_those_of_a_hugging_face_folder_in_fp32_and_bf16(name, tmp_path):
@@ -269,7 +274,8 @@ def test_logits_equal_those_of_a_hugging_face_folder_in_fp32_and_bf16(name, tmp_
     assert relative_error(ours(ids), expected) < 1e-5
 
     ours.bfloat16(), hf.bfloat16()
-    assert rms_error(ours(ids), expected) <= 1.5 * rms_error(hf(ids).logits, expected)
+    error = typical_rms_error if ours.config.n_expert else rms_error
+    assert error(ours(ids), expected) <= 1.5 * error(hf(ids).logits, expected)
 
 
 LATENT = {
