@@ -38,6 +38,11 @@ STYLES = {
         "family": "mixtral", "n_query_groups": 2, "padded_vocab_size": 128, "mlp_class_name": "LLaMAMoE",
         "n_expert": 4, "n_expert_per_token": 2, "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "family": "gpt_oss", "n_query_groups": 2, "padded_vocab_size": 128, "head_size": 24, "bias": True,
+        "attention_sinks": True, "mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2,
+        "norm_topk_prob": True, "swiglu_limit": 2.0, "sliding_window_size": 7, "sliding_window_indices": [1, 0],
+    },
     "smollm3": {
         "family": "smollm3", "n_query_groups": 2, "padded_vocab_size": 128, "rope_indices": [0, -1],
         "sliding_window_size": 7, "sliding_window_indices": [0, 1],
@@ -51,8 +56,8 @@ def make_model(style: str, seed: int = 0) -> GPT:
         name=style, block_size=48, vocab_size=101, n_layer=2, n_head=4, n_embd=64, intermediate_size=96, **STYLES[style]
     )
     model = GPT(config)
-    for parameter in model.parameters():
-        if parameter.dim() >= 2:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2 or name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=0.2)
     return model
 

@@ -23,7 +23,8 @@ OF_TYPE = WINDOWS | {
 ONE_LAYER_OF_TWO = {"phi3"}  # gate and up projection: peft's adapter of them is none of ours
 CLOSE = 2e-5  # fp32, relative to the largest logit
 PARTS = ("query", "key", "value", "projection", "mlp", "head")
-EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"}  # adapters go beside attention and head only
+# adapters go beside attention and head only
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"}
 RUN = ["--data", "JSON", "--data.prompt_style", "plain", "--accelerator", "cpu", "--train.global_batch_size", "2",
        "--train.micro_batch_size", "2", "--train.max_steps", "1", "--train.learning_rate", "1e-2",
        "--train.lr_warmup_steps", "0", "--eval.final_validation", "false", "--eval.max_new_tokens", "8"]  # fmt: skip
@@ -112,7 +113,7 @@ def test_a_step_of_all_adapters_merged_and_in_peft(family, hf_dir, rows, tmp_pat
     assert not [w for w in recwarn if "missing adapter keys" in str(w.message)]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mistral", "olmo3"])
+@pytest.mark.parametrize("family", ["gemma2", "mistral", "olmo3", "gpt_oss"])
 def test_n9_with_windows_one_document_never_changes_another(family, hf_dir, tmp_path):
     """Documents of 30, 25 and 9 tokens and windows of 16: each has its logits and gradients whatever goes before."""
     assert main(["convert_from_hf", str(hf_dir), str(tmp_path / "base")]) == 0
