@@ -45,6 +45,7 @@ def test_overrides_are_parsed_from_flags_and_derived_fields_follow():
         ("n_query_groups", 3),
         ("norm_class_name", "BatchNorm"),
         ("shared_attention_norm", True),
+        ("norm_qk_type", "per_head"),
         ("head_size", 7),
         ("padded_vocab_size", 10),
         ("padding_multiple", 0),

@@ -48,7 +48,7 @@ def test_old_and_new_forms_of_the_rotary_fields_are_read_alike():
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["linear_attention", "full_attention"]},
             "layer_types: 'linear_attention' is not supported",
         ),
-        ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm True"),
+        ({"model_type": "phi", "tie_word_embeddings": True}, "tie_word_embeddings True"),
         ({"model_type": "falcon", "alibi": True}, "alibi True"),
         ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act 'silu'"),
         ({"rope_parameters": "fast"}, "not a 'llama' model's"),
@@ -80,6 +80,7 @@ def test_a_config_json_without_a_fact_names_it():
         ("pico-llama", {"rotary_percentage": 0.5}),
         ("pythia-14m", {"n_query_groups": 2}),
         ("gpt2", {"position_embedding": "rope"}),
+        ("Qwen3-30B-A3B", {"norm_qk_type": "olmo2"}),
     ],
 )
 def test_a_config_that_hugging_face_cannot_express_is_refused(name, change):

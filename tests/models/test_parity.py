@@ -142,6 +142,7 @@ HF_CONFIGS = {
     ),
     "phi": lambda: transformers.PhiConfig(**PHI),
     "phi-grouped": lambda: transformers.PhiConfig(**PHI, num_key_value_heads=2),
+    "phi-norms": lambda: transformers.PhiConfig(**PHI, num_key_value_heads=2, qk_layernorm=True),
     "phi3": lambda: transformers.Phi3Config(**PHI3),
     "phi3-window": lambda: transformers.Phi3Config(**PHI3, sliding_window=16, tie_word_embeddings=True),
     "phi3-long": lambda: transformers.Phi3Config(**PHI3, **longrope(16)),
@@ -160,6 +161,7 @@ HF_CONFIGS = {
     "stablelm-parallel": lambda: transformers.StableLmConfig(
         **STABLELM, use_qkv_bias=True, use_parallel_residual=True, tie_word_embeddings=True
     ),
+    "stablelm-12b": lambda: transformers.StableLmConfig(**STABLELM, use_parallel_residual=True, qk_layernorm=True),
     "granite": lambda: transformers.GraniteConfig(
         **GROUPED, embedding_multiplier=12.0, attention_multiplier=0.15, residual_multiplier=0.22, logits_scaling=8.0
     ),
@@ -320,6 +322,10 @@ OUR_CONFIGS = {
         "family": "olmo3", "vocab_size": 90, "norm_1": False, "norm_2": False, "post_attention_norm": True,
         "post_mlp_norm": True, "norm_qk": True, "norm_qk_type": "olmo2", "sliding_window_size": 16,
         "sliding_window_indices": [1, 0], "rope_indices": [1, 0], "rope_local_base_freq": 10000.0,
+    },
+    "stablelm": {
+        "family": "stablelm", "vocab_size": 90, "n_query_groups": 2, "norm_class_name": "LayerNorm", "norm_qk": True,
+        "norm_qk_type": "per_head", "rotary_percentage": 0.5, "tie_embeddings": True,
     },
     "falcon": {
         "family": "falcon", "vocab_size": 90, "n_query_groups": 2, "norm_class_name": "LayerNorm",

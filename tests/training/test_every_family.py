@@ -15,10 +15,11 @@ from toolkit.models.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 
-# one configuration of each, with a window where the family has any
-WINDOWS = {"mistral": "mistral-window", "smollm3": "smollm3-windows", "phi3": "phi3-window", "falcon": "falcon-groups"}
-OF_TYPE = WINDOWS | {
-    kind: name for name, make in reversed(HF_CONFIGS.items()) if (kind := make().model_type) not in WINDOWS
+# one configuration of each, the first one where none is named
+NAMED = {"mistral": "mistral-window", "smollm3": "smollm3-windows", "phi3": "phi3-window", "falcon": "falcon-groups",
+         "stablelm": "stablelm-12b", "phi": "phi-norms"}  # fmt: skip
+OF_TYPE = NAMED | {
+    kind: name for name, make in reversed(HF_CONFIGS.items()) if (kind := make().model_type) not in NAMED
 }
 ONE_LAYER_OF_TWO = {"phi3"}  # gate and up projection: peft's adapter of them is none of ours
 CLOSE = 2e-5  # fp32, relative to the largest logit

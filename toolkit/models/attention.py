@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.norm import make_norm
+from toolkit.models.norm import make_qk_norm
 from toolkit.models.rope import Rotation
 from toolkit.models.visibility import Seen
 
@@ -35,9 +35,7 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
         self.norm_q = self.norm_k = None
         if config.norm_qk:
-            together = config.norm_qk_type == "olmo2"
-            self.norm_q = make_norm(config, self.head_size * (self.n_head if together else 1))
-            self.norm_k = make_norm(config, self.head_size * (self.n_groups if together else 1))
+            self.norm_q, self.norm_k = make_qk_norm(config, self.n_head), make_qk_norm(config, self.n_groups)
         self.sinks = nn.Parameter(torch.zeros(self.n_head)) if config.attention_sinks else None
 
     def forward(
@@ -75,7 +73,7 @@ class CausalSelfAttention(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
 
     def _normalized(self, qk: torch.Tensor) -> torch.Tensor:
-        """(B, T, heads and groups, head_size), the heads each by itself or all of a token together."""
+        """(B, T, heads and groups, head_size), by norms of one head or of all heads of a token."""
         width = self.norm_q.normalized_shape[0]
         parts = qk.split((self.n_head, self.n_groups), dim=2)
         norms = (self.norm_q, self.norm_k)

@@ -27,7 +27,7 @@ _CHOICES = {
     "position_embedding": ("rope", "learned"),
     "norm_class_name": ("RMSNorm", "LayerNorm"),
     "mlp_class_name": ("LLaMAMLP", "GemmaMLP", "GptNeoxMLP", "LLaMAMoE"),
-    "norm_qk_type": ("default", "olmo2"),
+    "norm_qk_type": ("default", "olmo2", "per_head"),
     "gelu_approximate": ("none", "tanh"),
     "router_scores": ("softmax", "sigmoid"),
 }
@@ -74,7 +74,8 @@ class ModelConfig:
         attention_logit_softcapping: Caps the scores: c * tanh(score / c).
         final_logit_softcapping: Caps the logits likewise.
         norm_qk: Queries and keys are normalised before they are rotated.
-        norm_qk_type: "default", each head by itself, or "olmo2", all heads of a token together.
+        norm_qk_type: "default", each head by itself, all with the same weights; "per_head", with weights of its own
+            (LayerNorm without bias: StableLM 2 12B); or "olmo2", all heads of a token together.
         attention_sinks: Each head has one learned score more, of a key without a value, which takes its share of the
             softmax (gpt-oss).
         latent_attention: Keys and values are made from a small vector per token, and so may queries be (DeepSeek's
@@ -145,7 +146,7 @@ class ModelConfig:
     attention_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     norm_qk: bool = False
-    norm_qk_type: Literal["default", "olmo2"] = "default"
+    norm_qk_type: Literal["default", "olmo2", "per_head"] = "default"
     attention_sinks: bool = False
     latent_attention: dict[str, int | None] | None = None
     clip_qkv: float | None = None
@@ -258,6 +259,8 @@ class ModelConfig:
                 raise UserError(f"--model_config.{name} {value}: must be one of {', '.join(choices)}")
         if self.shared_attention_norm and not self.parallel_residual:
             raise UserError("--model_config.shared_attention_norm true: needs --model_config.parallel_residual true")
+        if self.norm_qk_type == "per_head" and not (self.norm_class_name == "LayerNorm" and self.norm_affine):
+            raise UserError("--model_config.norm_qk_type per_head: needs a LayerNorm with weights as norm_class_name")
         _ = self.rope_kind
 
     def _check_experts(self) -> None:

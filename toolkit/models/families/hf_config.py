@@ -42,13 +42,13 @@ def model_name(config_json: dict[str, Any]) -> str:
 # What ModelConfig adds to a Llama, each with the value that a Llama has.
 _PLAIN = {
     "norm_class_name": "RMSNorm", "norm_offset": False, "norm_affine": True, "norm_1": True, "norm_2": True,
-    "post_attention_norm": False, "post_mlp_norm": False, "norm_qk": False, "mlp_class_name": "LLaMAMLP",
-    "parallel_residual": False, "position_embedding": "rope", "rotary_percentage": 1.0, "rope_indices": None,
-    "sliding_window_size": None, "attention_multiplier": None, "attention_logit_softcapping": None,
-    "final_logit_softcapping": None, "clip_qkv": None, "scale_embeddings": False, "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0, "logits_scaling": 1.0, "lm_head_bias": False, "bias": False, "attn_bias": False,
-    "attention_sinks": False, "latent_attention": None, "routed_scaling_factor": 1.0, "router_scores": "softmax",
-    "n_expert_groups": None, "shared_expert_gate": True, "swiglu_limit": None,
+    "post_attention_norm": False, "post_mlp_norm": False, "norm_qk": False, "norm_qk_type": "default",
+    "mlp_class_name": "LLaMAMLP", "parallel_residual": False, "position_embedding": "rope", "rotary_percentage": 1.0,
+    "rope_indices": None, "sliding_window_size": None, "attention_multiplier": None, "clip_qkv": None,
+    "attention_logit_softcapping": None, "final_logit_softcapping": None, "scale_embeddings": False,
+    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0, "lm_head_bias": False,
+    "bias": False, "attn_bias": False, "attention_sinks": False, "latent_attention": None,
+    "routed_scaling_factor": 1.0, "router_scores": "softmax", "n_expert_groups": None, "shared_expert_gate": True, "swiglu_limit": None,
 }  # fmt: skip
 
 

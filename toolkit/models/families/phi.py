@@ -32,10 +32,11 @@ ALIASES = {"phi-1": "phi-1_5", "phi-1.5": "phi-1_5"}
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "phi"."""
-    hf_config.require_hf(config_json, hidden_act=_GELU, qk_layernorm=(False,), tie_word_embeddings=(False,))
+    hf_config.require_hf(config_json, hidden_act=_GELU, tie_word_embeddings=(False,))
     fields = hf_config.read_decoder({"layer_norm_eps": 1e-5} | config_json, vocab_size=51200, block_size=2048,
                                     norm_eps="layer_norm_eps")  # fmt: skip
-    return ModelConfig(**fields, **hf_config.read_rope(config_json, default_share=0.5), **_FACTS)
+    rope, norm_qk = hf_config.read_rope(config_json, default_share=0.5), config_json.get("qk_layernorm", False)
+    return ModelConfig(**fields, **rope, norm_qk=norm_qk, **_FACTS)
 
 
 def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     _check(config)
     return hf_config.write_decoder(
         config, "PhiForCausalLM", bos_token_id, eos_token_id, hidden_act="gelu_new", layer_norm_eps=config.norm_eps,
-        partial_rotary_factor=config.rotary_percentage, qk_layernorm=False, embd_pdrop=0.0, resid_pdrop=0.0,
+        partial_rotary_factor=config.rotary_percentage, qk_layernorm=config.norm_qk, embd_pdrop=0.0, resid_pdrop=0.0,
     )  # fmt: skip
 
 
@@ -61,6 +62,8 @@ def weights(config: ModelConfig) -> list[tables.Map]:
         for kind in ("weight", "bias"):
             projections = tuple(f"{theirs}.self_attn.{p}_proj.{kind}" for p in "qkv")
             maps.append(tables.Map((f"{ours}.attn.qkv.{kind}",), projections, (tables.split_rows(q, kv, kv),)))
+        for p in "qk" if config.norm_qk else "":
+            maps += tables.linear(f"{ours}.attn.norm_{p}", f"{theirs}.self_attn.{p}_layernorm", True)
         maps += tables.linear(f"{ours}.attn.proj", f"{theirs}.self_attn.dense", True)
         maps += tables.linear(f"{ours}.mlp.fc", f"{theirs}.mlp.fc1", True)
         maps += tables.linear(f"{ours}.mlp.proj", f"{theirs}.mlp.fc2", True)
@@ -70,4 +73,4 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 def _check(config: ModelConfig) -> None:
     """Refuse what a PhiForCausalLM cannot be."""
     own = {"head_size": config.n_embd // config.n_head, "tie_embeddings": False}
-    hf_config.require_llama(config, free=("rotary_percentage", "attn_bias"), **own, **_FACTS)
+    hf_config.require_llama(config, free=("rotary_percentage", "attn_bias", "norm_qk"), **own, **_FACTS)

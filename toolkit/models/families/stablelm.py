@@ -1,8 +1,9 @@
 """StableLM 2 and 3B (Bellagente et al. 2024): Llama with LayerNorm, a quarter of each head rotated, perhaps biases of
-queries, keys and values, perhaps attention and MLP side by side behind one norm.
+queries, keys and values, perhaps attention and MLP side by side behind one norm, perhaps queries and keys normalised.
 
 Facts of the named configurations: LitGPT; of stablelm-2-1_6b, MLC LLM's presets, which have the embeddings of both
-untied. The first StableLM (stablelm-base-alpha) is a GPT-NeoX.
+untied; of stablelm-2-12b, its model card, and its ``config.json`` as dAppCore's go-inference quotes it. The first
+StableLM (stablelm-base-alpha) is a GPT-NeoX.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ from toolkit.models.families import hf_config, tables
 
 
 def _stablelm(
-    name: str, n_layer: int, n_embd: int, intermediate_size: int, *, vocab_size: int, attn_bias: bool
+    name: str, n_layer: int, n_embd: int, intermediate_size: int, *, vocab_size: int, **other: Any
 ) -> ModelConfig:
     return ModelConfig(
         name=name, family="stablelm", block_size=4096, vocab_size=vocab_size, n_layer=n_layer, n_embd=n_embd,
         n_head=32, intermediate_size=intermediate_size, rotary_percentage=0.25, norm_class_name="LayerNorm",
-        attn_bias=attn_bias,
+        **other,
     )  # fmt: skip
 
 
+_12B = {"parallel_residual": True, "shared_attention_norm": True, "norm_qk": True, "norm_qk_type": "per_head"}
+
 CONFIGS = [
-    _stablelm("stablelm-3b-4e1t", 32, 2560, 6912, vocab_size=50304, attn_bias=False),
+    _stablelm("stablelm-3b-4e1t", 32, 2560, 6912, vocab_size=50304),
     _stablelm("stablelm-2-1_6b", 24, 2048, 5632, vocab_size=100352, attn_bias=True),
+    _stablelm("stablelm-2-12b", 40, 5120, 13824, vocab_size=100352, n_query_groups=8, **_12B),
 ]
 
 ALIASES = {"stablelm-zephyr-3b": "stablelm-3b-4e1t", "stablelm-2-zephyr-1_6b": "stablelm-2-1_6b"}
@@ -33,8 +37,8 @@ ALIASES = {"stablelm-zephyr-3b": "stablelm-3b-4e1t", "stablelm-2-zephyr-1_6b": "
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "stablelm"."""
-    hf_config.require_hf(config_json, hidden_act=("silu",), qk_layernorm=(False,))
-    parallel = config_json.get("use_parallel_residual", False)
+    hf_config.require_hf(config_json, hidden_act=("silu",))
+    parallel, norm_qk = config_json.get("use_parallel_residual", False), config_json.get("qk_layernorm", False)
     fields = hf_config.read_decoder({"layer_norm_eps": 1e-5} | config_json, vocab_size=50304, block_size=4096,
                                     norm_eps="layer_norm_eps")  # fmt: skip
     return ModelConfig(
@@ -42,6 +46,8 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         **hf_config.read_rope(config_json, default_share=0.25),
         norm_class_name="LayerNorm",
         attn_bias=config_json.get("use_qkv_bias", False),
+        norm_qk=norm_qk,
+        norm_qk_type="per_head" if norm_qk else "default",
         parallel_residual=parallel,
         shared_attention_norm=parallel,
         tie_embeddings=config_json.get("tie_word_embeddings", False),
@@ -53,7 +59,7 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     _check(config)
     return hf_config.write_decoder(
         config, "StableLmForCausalLM", bos_token_id, eos_token_id, hidden_dropout=0.0, layer_norm_eps=config.norm_eps,
-        partial_rotary_factor=config.rotary_percentage, qk_layernorm=False,
+        partial_rotary_factor=config.rotary_percentage, qk_layernorm=config.norm_qk,
         use_parallel_residual=config.parallel_residual, use_qkv_bias=config.attn_bias,
     )  # fmt: skip
 
@@ -67,6 +73,7 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 def _check(config: ModelConfig) -> None:
     """Refuse what a StableLmForCausalLM cannot be."""
     hf_config.require_llama(
-        config, free=("rotary_percentage", "attn_bias", "parallel_residual"), norm_class_name="LayerNorm",
+        config, free=("rotary_percentage", "attn_bias", "parallel_residual", "norm_qk"), norm_class_name="LayerNorm",
         shared_attention_norm=config.parallel_residual, head_size=config.n_embd // config.n_head,
+        norm_qk_type="per_head" if config.norm_qk else "default",
     )  # fmt: skip

@@ -66,7 +66,7 @@ def transpose() -> Step:
     """(..., out, in) to (..., in, out), each tensor: as GPT-2's Conv1D and gpt-oss's experts have their weights."""
 
     def swap(tensors: list[Tensor]) -> list[Tensor]:
-        return [tensor.mT.contiguous() for tensor in tensors]
+        return [tensor.mT for tensor in tensors]
 
     return Step(swap, swap)
 
@@ -210,8 +210,13 @@ def _attention(config: ModelConfig, ours: str, theirs: str, norm_bias: bool, fus
             projections = tuple(f"{theirs}.self_attn.{p}_proj.{kind}" for p in "qkv")
             maps.append(Map((f"{ours}.attn.qkv.{kind}",), projections, (split_rows(q, kv, kv),)))
     if config.norm_qk:
-        for p in "qk":
-            maps += linear(f"{ours}.attn.norm_{p}", f"{theirs}.self_attn.{p}_norm", norm_bias)
+        for p, heads in (("q", config.n_head), ("k", config.n_query_groups)):
+            mine, their = f"{ours}.attn.norm_{p}", f"{theirs}.self_attn.{p}_norm"
+            if config.norm_qk_type == "per_head":  # StableLM
+                names = tuple(f"{theirs}.self_attn.{p}_layernorm.norms.{i}.weight" for i in range(heads))
+                maps.append(Map((f"{mine}.weight",), names, (split_rows(*[config.head_size] * heads),)))
+            else:
+                maps += linear(mine, their, norm_bias)
     maps += linear(f"{ours}.attn.proj", f"{theirs}.self_attn.o_proj", config.bias)
     return maps
 
