@@ -48,7 +48,8 @@ _PLAIN = {
     "attention_logit_softcapping": None, "final_logit_softcapping": None, "scale_embeddings": False,
     "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0, "lm_head_bias": False,
     "bias": False, "attn_bias": False, "attention_sinks": False, "latent_attention": None,
-    "routed_scaling_factor": 1.0, "router_scores": "softmax", "n_expert_groups": None, "shared_expert_gate": True, "swiglu_limit": None,
+    "routed_scaling_factor": 1.0, "router_scores": "softmax", "n_expert_groups": None, "shared_expert_gate": True,
+    "swiglu_limit": None,
 }  # fmt: skip
 
 
