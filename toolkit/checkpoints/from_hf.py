@@ -12,9 +12,10 @@ from torch import Tensor
 
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config, write_model_files
 from toolkit.checkpoints.hf import to_hf_names
-from toolkit.checkpoints.hf_files import Stored, close, find_weights, read_json
+from toolkit.checkpoints.hf_files import Weight, close, find_weights, read_json
 from toolkit.checkpoints.hf_tokenizer import converted, lone_sentencepiece
 from toolkit.checkpoints.merge import copy_files
+from toolkit.checkpoints.mxfp4 import METHOD, is_packed
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.checkpoints.weights import require_fit
@@ -120,8 +121,12 @@ def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
         ours = f"; it is a checkpoint folder already ({WEIGHTS} is there)" if (hf_dir / WEIGHTS).exists() else ""
         raise UserError(f"hf_dir {hf_dir}: holds no {CONFIG}{ours or '; give the folder of a Hugging Face model'}")
     values = read_json(hf_dir / CONFIG)
-    if values.get("quantization_config"):
-        raise UserError(f"{hf_dir / CONFIG}: quantization_config: quantised weights are not read; get the 16-bit model")
+    if (quantization := values.get("quantization_config")) and not is_packed(values):
+        method = quantization.get("quant_method", quantization) if isinstance(quantization, dict) else quantization
+        raise UserError(
+            f"{hf_dir / CONFIG}: quantization_config: weights quantised by {method!r} are not read, {METHOD!r} only; "
+            "get the 16-bit model, or write one with transformers: load it, dequantize(), save_pretrained()"
+        )
     try:
         config = config_from_hf(values)
     except UserError as error:
@@ -153,7 +158,7 @@ def _about_tokenizer(hf_dir: Path, tokenizer: Tokenizer | None, config: ModelCon
     return []
 
 
-def _with_prefix(found: dict[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+def _with_prefix(found: dict[str, Weight], config: ModelConfig) -> dict[str, Weight]:
     """Name weights that were saved without the head's module around them (openai-community/gpt2) as all others are."""
     wanted = {name for entry in family_of(config).weights(config) for name in entry.theirs}
     prefix = next(iter(_their_name(config, _EMBEDDING).split(".")))
@@ -164,7 +169,7 @@ def _with_prefix(found: dict[str, Stored], config: ModelConfig) -> dict[str, Sto
     return renamed
 
 
-def _without_unused(found: dict[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], list[str]]:
+def _without_unused(found: dict[str, Weight], config: ModelConfig) -> tuple[dict[str, Weight], list[str]]:
     is_unused = getattr(family_of(config), "is_unused", None)
     unused = [name for name in found if is_unused is not None and is_unused(name, config)]
     note = f"left out: {len(unused)} weights that are no part of the model, {unused[0]} ..." if unused else None
@@ -176,7 +181,7 @@ def _their_name(config: ModelConfig, ours: str) -> str:
     return next(entry.theirs[0] for entry in family_of(config).weights(config) if entry.ours == (ours,))
 
 
-def _settle_head(found: dict[str, Stored], config: ModelConfig) -> tuple[ModelConfig, list[str]]:
+def _settle_head(found: dict[str, Weight], config: ModelConfig) -> tuple[ModelConfig, list[str]]:
     """Keep one tensor of a tied head and embedding, whichever are there (law N10).
 
     Where both are there and differ, they stay two, as in transformers 5 (4 would drop the head).
@@ -194,18 +199,18 @@ def _settle_head(found: dict[str, Stored], config: ModelConfig) -> tuple[ModelCo
     return config, []
 
 
-def _equal(a: Stored, b: Stored) -> bool:
+def _equal(a: Weight, b: Weight) -> bool:
     return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(a.read(), b.read())
 
 
-def _require_fit(found: dict[str, Stored], config: ModelConfig, hf_dir: Path) -> None:
+def _require_fit(found: dict[str, Weight], config: ModelConfig, hf_dir: Path) -> None:
     wanted = dict(to_hf_names(family_of(config).weights(config), model_on_meta(config).state_dict()))
     stored = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in found.items()}
     require_fit(stored, wanted, hf_dir, CONFIG)
 
 
 def _settle_type(
-    found: dict[str, Stored], config: ModelConfig, dtype: torch.dtype | None
+    found: dict[str, Weight], config: ModelConfig, dtype: torch.dtype | None
 ) -> tuple[torch.dtype, list[str]]:
     """The type of all weights: the one asked for, else theirs; of several, the one that holds them all."""
     entries = family_of(config).weights(config)
@@ -220,7 +225,7 @@ def _settle_type(
     return widest, [f"the weights are of types {names}: all are written as {str(widest).removeprefix('torch.')}"]
 
 
-def _convert(found: dict[str, Stored], config: ModelConfig, dtype: torch.dtype, beside: Path) -> dict[str, Tensor]:
+def _convert(found: dict[str, Weight], config: ModelConfig, dtype: torch.dtype, beside: Path) -> dict[str, Tensor]:
     """The weights under our names, each in a file: theirs where nothing changes, else one without a name."""
     weights: dict[str, Tensor] = {}
     for entry in family_of(config).weights(config):
@@ -232,6 +237,7 @@ def _convert(found: dict[str, Stored], config: ModelConfig, dtype: torch.dtype, 
             weights[name] = tensor
             if tensor.numel() >= SMALL:
                 give_back_freed_memory()
+        del theirs  # what has been dequantised is in memory
     if config.tie_embeddings:
         weights[_HEAD] = weights[_EMBEDDING]
     return weights

@@ -13,12 +13,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from toolkit.checkpoints.hf import FORMAT_NAMES
+from toolkit.checkpoints.mxfp4 import Packed, joined
 from toolkit.checkpoints.weights import load_state
 from toolkit.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_TYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()}
+_TYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()} | {"U8": torch.uint8}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 # Causal masks and rotary tables that older versions of transformers saved with GPT-2, GPT-NeoX and Llama.
 _BUFFERS = re.compile(r"(.+\.)?(attn|attention)\.(masked_)?bias|(.+\.)?rotary_emb\.inv_freq")
 
@@ -36,8 +38,13 @@ class Stored(NamedTuple):
         return _open(self.file).get_tensor(self.name)
 
 
-def find_weights(hf_dir: Path) -> dict[str, Stored]:
+Weight = Stored | Packed
+
+
+def find_weights(hf_dir: Path) -> dict[str, Weight]:
     """Read what the files of a folder say of their tensors; safetensors win over pickles. Call :func:`close` later.
+
+    Blocks and scales of MXFP4 are one weight in 16 bits.
 
     Raises:
         UserError: there are none, an index points outside the folder (law S4), or a file is missing or damaged.
@@ -62,9 +69,17 @@ def find_weights(hf_dir: Path) -> dict[str, Stored]:
             part = opened.get_slice(name)
             kind = part.get_dtype()
             if kind not in _TYPES:
-                raise UserError(f"{hf_dir / file}: {name} is of type {kind}, no weight's; get the 16-bit model")
+                raise _no_weight(hf_dir / file, name, kind)
             found[name] = Stored(hf_dir / file, name, tuple(part.get_shape()), _TYPES[kind])
-    return found
+    weights = joined(found)
+    for name, stored in weights.items():
+        if stored.dtype == torch.uint8:
+            raise _no_weight(stored.file, name, "U8")
+    return weights
+
+
+def _no_weight(file: Path, name: str, kind: str) -> UserError:
+    return UserError(f"{file}: {name} is of type {kind}, no weight's; get the 16-bit model")
 
 
 def close() -> None:
@@ -146,4 +161,4 @@ class _Facts:
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
-        return FORMAT_NAMES.get(self._tensor.dtype, str(self._tensor.dtype))
+        return _NAMES.get(self._tensor.dtype, str(self._tensor.dtype))
