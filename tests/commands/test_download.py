@@ -254,6 +254,13 @@ def test_too_small_a_disk(hub, exported, capsys, monkeypatch):
     assert main(["download", "org/tiny", "--convert", "false"]) == 0
 
 
+def test_experts_in_4_bits_need_room_for_16(hub, exported, capsys, monkeypatch):
+    hub.add("org/tiny", changed_config(exported[0], quantization_config={"quant_method": "mxfp4"}))
+    weights = len(exported[0]["model.safetensors"])
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": weights * 4}))
+    assert "org/tiny needs" in refusal(capsys, "org/tiny")
+
+
 def test_s1_a_disk_that_fills_up_on_the_way(hub, exported, capsys, monkeypatch):
     hub.add("org/tiny", exported[0])
     real = huggingface_hub.snapshot_download
