@@ -40,13 +40,24 @@ CONFIGS = {
     "olmo": ModelConfig(**SMALL, norm_class_name="LayerNorm", norm_affine=False, clip_qkv=8.0),
     "phi": ModelConfig(**SMALL | {"n_layer": 8}, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP",
                        gelu_approximate="tanh", bias=True, lm_head_bias=True, parallel_residual=True,
-                       shared_attention_norm=True, rotary_percentage=0.5),
+                       shared_attention_norm=True, rotary_percentage=0.5, norm_qk=True),
+    "stablelm": ModelConfig(**SMALL, norm_class_name="LayerNorm", rotary_percentage=0.25, norm_qk=True,
+                            norm_qk_type="per_head"),
     "granite": ModelConfig(**SMALL, embedding_multiplier=12.0, attention_multiplier=0.1, residual_multiplier=0.2,
                            logits_scaling=8.0),
 }  # fmt: skip
 EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "moe_intermediate_size": 96}
 CONFIGS["experts"] = replace(CONFIGS["llama"], n_layer=3, norm_topk_prob=True, **EXPERTS)
 CONFIGS["shared expert"] = replace(CONFIGS["llama"], moe_indices=[0, 1], shared_expert_intermediate_size=64, **EXPERTS)
+DEEPSEEK = EXPERTS | {
+    "router_scores": "sigmoid", "n_expert_groups": 4, "n_topk_groups": 2, "shared_expert_intermediate_size": 96,
+    "shared_expert_gate": False, "moe_indices": [0, 1, 1], "n_layer": 3,
+}  # fmt: skip
+LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
+CONFIGS["deepseek"] = ModelConfig(**{**SMALL, "n_query_groups": 4} | DEEPSEEK, latent_attention=LATENT)
+CONFIGS["deepseek lite"] = replace(
+    CONFIGS["deepseek"], latent_attention=LATENT | {"q_lora_rank": None, "v_head_dim": 32}
+)
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true"]
 LORAS = {
     "full": None,

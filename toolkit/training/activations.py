@@ -28,7 +28,8 @@ def activation_bytes(job: Job) -> float:
     gates = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
     mlps = dense * (_norms(job, gates * _keeps_input(job, _MLP)) + _mlp(job))
     mlps += experts * (_norms(job, _expert_readers(job)) + _experts(job))
-    blocks = n * (config.n_layer * _attention(job) + mlps)
+    attention = _attention(job) if config.latent_attention is None else _latent_attention(job)
+    blocks = n * (config.n_layer * attention + mlps)
     last_norm = n * _norm(job)
     rotation = 2 * FP32 * job.seq_length * config.rope_n_elem * _rotations(job)
     mask = n * job.seq_length if job.packed else 0
@@ -63,11 +64,21 @@ def _norms(job: Job, mlp_readers: int) -> int:
     kept = (count + config.post_attention_norm + config.post_mlp_norm) * _norm(job)
     if config.parallel_residual and count == 2:
         kept -= config.n_embd * job.weight_bytes  # both read the same
-    readers = [int(_keeps_input(job, _QKV)), mlp_readers]
+    readers = [_attention_readers(job), mlp_readers]
     if config.shared_attention_norm:
         readers = [sum(readers)]
     copies = sum(readers) if job.is_mixed else sum(min(1, n) for n in readers)
     return kept + copies * config.n_embd * job.compute_bytes
+
+
+def _attention_readers(job: Job) -> int:
+    """The linear layers of attention that keep its input."""
+    latent = job.config.latent_attention
+    if latent is None:
+        return int(_keeps_input(job, _QKV))
+    if job.lora is None:
+        return 2  # for queries, and for keys and values
+    return int(_keeps_input(job, ("query",)) and latent["q_lora_rank"] is None)
 
 
 def _attention(job: Job) -> float:
@@ -81,6 +92,32 @@ def _attention(job: Job) -> float:
         kept += job.compute_bytes * (heads + 2 * groups)
     kept += _adapter(job, _QKV, config.n_embd, heads + 2 * groups, job.weight_bytes)
     return kept + _adapter(job, _PROJECTION, heads, config.n_embd, job.compute_bytes)
+
+
+def _latent_attention(job: Job) -> float:
+    """Latent attention with its projections, per token.
+
+    Queries, keys and values are new, each as wide as the widest; values are copied again where zeros are cut off.
+    """
+    config, c, sizes = job.config, job.compute_bytes, job.config.latent_attention
+    rank, kv_rank, shared = sizes["q_lora_rank"] or 0, sizes["kv_lora_rank"], sizes["qk_rope_head_dim"]
+    width, values = max(config.head_size, config.value_size), config.n_head * config.value_size
+    made = config.n_head * (sizes["qk_nope_head_dim"] + config.value_size)  # the values are a part of it, or padded
+    kept = c * config.n_head * 3 * width + c * (config.n_head * width if config.value_size < width else made)
+    kept += FP32 * config.n_head + c * _mask(job) + c * values * (config.value_size < width)
+    kept += _small_norm(job, kv_rank, kv_rank + shared) + (_small_norm(job, rank, rank) if rank else 0)
+    of_queries, of_keys = ("query",), ("key", "value")
+    kept += c * rank * _keeps_input(job, of_queries) + c * kv_rank * _keeps_input(job, of_keys)
+    kept += _adapter(job, of_queries, rank or config.n_embd, config.n_head * config.head_size, c)
+    return kept + _adapter(job, of_keys, kv_rank, made, c) + _adapter(job, _PROJECTION, values, config.n_embd, c)
+
+
+def _small_norm(job: Job, width: int, stored: int) -> int:
+    """A norm in latent attention, per token: its input, as a part of what is ``stored``, and its statistics."""
+    c = job.compute_bytes
+    if job.device == "cpu":
+        return (FP32 * width if c != FP32 else FP32 * stored) + FP32 * width * (job.lora is None) + FP32
+    return c * stored + FP32
 
 
 def _fused_kernel(job: Job) -> float:
@@ -128,6 +165,10 @@ def _norm_qk(job: Job) -> int:
     config, c = job.config, job.compute_bytes
     vectors = 2 if config.norm_qk_type == "olmo2" else config.n_head + config.n_query_groups
     width = (config.n_head + config.n_query_groups) * config.head_size
+    if config.norm_class_name == "LayerNorm":  # mean and deviation; those of all heads also what the weights multiply
+        own = config.norm_qk_type == "per_head"
+        copied = c != FP32 and (own or (job.is_mixed and job.device != "cpu"))
+        return FP32 * width * (copied + (own and job.lora is None)) + 2 * FP32 * vectors
     copied = c != FP32 and (job.device == "cpu" or config.norm_offset)
     return FP32 * width * (copied + (job.device == "cpu" and job.lora is None)) + FP32 * vectors
 
@@ -144,9 +185,16 @@ def _mlp(job: Job) -> float:
 
 def _expert_readers(job: Job) -> int:
     """The linear layers in an LLaMAMoE that keep its input: the router; the shared expert's two, and its gate."""
+    config = job.config
     if job.lora is not None:
         return 0
-    return 1 if job.config.shared_expert_intermediate_size is None else 4
+    router = 0 if _is_router_in_fp32(job) else 1
+    return router + (0 if config.shared_expert_intermediate_size is None else 2 + config.shared_expert_gate)
+
+
+def _is_router_in_fp32(job: Job) -> bool:
+    """Whether the router reads a copy of its own, in another type than the other layers do."""
+    return job.config.router_scores == "sigmoid" and job.compute_bytes != FP32
 
 
 def _experts(job: Job) -> float:
@@ -159,7 +207,12 @@ def _experts(job: Job) -> float:
     k, shared = config.n_expert_per_token, config.shared_expert_intermediate_size
     experts = k * c * ((3 + is_trained) * config.expert_size + (1 + is_trained) * config.n_embd)
     router = FP32 * config.n_expert + k * (3 * INT64 + c) + FP32 * (k + 1) * config.norm_topk_prob
-    one_more = 0 if shared is None else c * ((3 + is_trained) * shared + config.n_embd + 1)
+    if config.n_expert_groups is not None:  # the best experts of each group, the best groups, and the mask of these
+        best = 1 if config.router_scores == "softmax" else 2
+        router += INT64 * (best * config.n_expert_groups + config.n_topk_groups) + config.n_expert_groups
+    router += FP32 * config.n_embd * (is_trained and _is_router_in_fp32(job))
+    one_more = 0 if shared is None else c * (3 + is_trained) * shared
+    one_more += c * (config.n_embd + 1) * (shared is not None and config.shared_expert_gate)
     return experts + router + one_more
 
 
