@@ -52,6 +52,8 @@ def test_overrides_are_parsed_from_flags_and_derived_fields_follow():
         ("rotary_percentage", 2.0),
         ("rotary_percentage", -0.5),
         ("n_expert", 4),
+        ("swiglu_limit", 7.0),
+        ("swiglu_limit", -1.0),
     ],
 )
 def test_impossible_values_are_refused_with_the_flag_named(field, value):

@@ -39,7 +39,7 @@ _PER_LAYER = {"sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe
 
 _POSITIVE = (
     "block_size", "n_layer", "n_head", "n_embd", "vocab_size", "padded_vocab_size", "padding_multiple",
-    "intermediate_size", "head_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "intermediate_size", "head_size", "moe_intermediate_size", "shared_expert_intermediate_size", "swiglu_limit",
 )  # fmt: skip
 
 
@@ -261,14 +261,17 @@ class ModelConfig:
             raise UserError("--model_config.shared_attention_norm true: needs --model_config.parallel_residual true")
         if self.norm_qk_type == "per_head" and not (self.norm_class_name == "LayerNorm" and self.norm_affine):
             raise UserError("--model_config.norm_qk_type per_head: needs a LayerNorm with weights as norm_class_name")
+        if self.attention_sinks and self.attention_logit_softcapping is not None:
+            raise UserError("--model_config.attention_sinks True: does not go with attention_logit_softcapping")
         _ = self.rope_kind
 
     def _check_experts(self) -> None:
         """Refuse numbers of experts that no model has, and widths that the grouped matrix products do not take."""
         flag = "--model_config."
         if self.mlp_class_name != "LLaMAMoE":
-            if self.n_expert:
-                raise UserError(f"{flag}n_expert {self.n_expert}: needs {flag}mlp_class_name LLaMAMoE")
+            for name in ("n_expert", "swiglu_limit"):
+                if value := getattr(self, name):
+                    raise UserError(f"{flag}{name} {value}: needs {flag}mlp_class_name LLaMAMoE")
             return
         if not 1 <= self.n_expert_per_token <= self.n_expert:
             raise UserError(

@@ -184,7 +184,8 @@ class LLaMAMoE(nn.Module):
             probabilities = scores = choice = self.gate(x).float().softmax(-1)
         else:  # in fp32 all the way, as these models were trained: their scores lie close together
             with torch.autocast(x.device.type, enabled=False):
-                scores = F.linear(x.float(), self.gate.weight.float()).sigmoid()
+                bias = None if self.gate.bias is None else self.gate.bias.float()
+                scores = F.linear(x.float(), self.gate.weight.float(), bias).sigmoid()
             choice, probabilities = scores + self.correction, scores / scores.sum(-1, keepdim=True)
         chosen = self._within_groups(choice).topk(self.n_expert_per_token).indices
         weights = scores.gather(-1, chosen)

@@ -43,11 +43,15 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def spared_from_decay(model: nn.Module) -> frozenset[str]:
     """Return the canonical names of the parameters that do not decay (law N5): biases, norms and embeddings.
 
-    Tied heads are embeddings. To be asked before a strategy wraps the model: shards have one dimension, all of them.
+    Tied heads are embeddings; the biases of experts are matrices. To be asked before a strategy wraps the model: shards
+    have one dimension, all of them.
     """
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    spared = (name for name, p in model.named_parameters() if p.ndim < 2 or id(p) in embeddings)
-    return frozenset(map(canonical_name, spared))
+
+    def is_spared(name: str, parameter: nn.Parameter) -> bool:
+        return parameter.ndim < 2 or name.endswith(".bias") or id(parameter) in embeddings
+
+    return frozenset(canonical_name(name) for name, p in model.named_parameters() if is_spared(name, p))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, spared: frozenset[str]) -> list[dict[str, Any]]:

@@ -1,0 +1,101 @@
+"""Attention with sinks: equal to the plain formula and to transformers', gradients too, whatever the queries see."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from toolkit.errors import UserError
+from toolkit.models.attention import sink_attention
+from toolkit.models.config import ModelConfig
+from toolkit.models.visibility import Seen, Visibility
+
+DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5, [0] * 7 + [1] * 2])
+CASES = {
+    "causal": (0, 9, None, None),
+    "window": (0, 9, 4, None),
+    "cached": (5, 4, None, None),
+    "cached window": (5, 4, 3, None),
+    "one query": (5, 1, None, None),
+    "one query of a window": (5, 1, 3, None),
+    "documents": (0, 9, None, DOCUMENTS),
+    "documents in windows": (0, 9, 3, DOCUMENTS),
+}
+
+
+def inputs(new: int, keys: int, size: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """q, k, v and sinks: four heads in two groups, two rows."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 4, new, size), (2, 2, keys, size), (2, 2, keys, size), (4,)
+    return [torch.randn(shape, dtype=dtype, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def visible(held: int, new: int, window: int | None, documents: torch.Tensor | None) -> torch.Tensor:
+    """(B, 1, new, held + new), from the definition."""
+    queries, at = torch.arange(held, held + new)[:, None], torch.arange(held + new)
+    mask = (at <= queries) & (at > queries - (window or held + new))
+    same = documents[:, :, None] == documents[:, None, :] if documents is not None else torch.ones(2, 1, 1).bool()
+    return (mask & same)[:, None]
+
+
+def plain(q, k, v, mask, scale, sinks) -> torch.Tensor:
+    k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+    scores = (q @ k.mT * scale).masked_fill(~mask, float("-inf"))
+    with_sinks = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return with_sinks.softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize("size", [16, 20])
+@pytest.mark.parametrize("case", CASES)
+def test_sinks_and_their_gradients_are_the_plain_formulas(case, size):
+    held, new, window, documents = CASES[case]
+    q, k, v, sinks = given = inputs(new, held + new, size)
+    seen = Visibility(held, new, torch.device("cpu"), documents).through(window)
+    found = sink_attention(q, k[:, :, -seen.keys :], v[:, :, -seen.keys :], seen, 0.3, sinks)
+    expected = plain(q, k, v, visible(*CASES[case]), 0.3, sinks)
+    torch.testing.assert_close(found, expected)
+    direction = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad((y * direction).sum(), given) for y in (found, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_sink_takes_all_or_nothing_at_its_extremes():
+    q, k, v, sinks = inputs(6, 6, 16)
+    causal = Seen(6, is_causal=True)
+    assert sink_attention(q, k, v, causal, 0.3, sinks + 1e4).abs().max() == 0
+    without = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(sink_attention(q, k, v, causal, 0.3, sinks - 1e4), without)
+
+
+@torch.no_grad()
+def test_in_bf16_the_error_is_at_most_that_of_transformers():
+    theirs = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss").eager_attention_forward
+    q, k, v, sinks = inputs(64, 64, 24, torch.float32)
+    mask, scale = torch.ones(64, 64).bool().tril(), 24**-0.5
+    expected = plain(3 * q, k, v, mask, scale, sinks)
+    q, k, v, sinks = (tensor.bfloat16() for tensor in (3 * q, k, v, sinks))
+    module = SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
+    hidden = torch.zeros(64, 64, dtype=torch.bfloat16).masked_fill(~mask, float("-inf"))
+    there = theirs(module, q, k, v, hidden, scaling=scale)[0].transpose(1, 2)
+    ours = sink_attention(q, k, v, Seen(64, is_causal=True), scale, sinks)
+    error = lambda found: (found.float() - expected).pow(2).mean().sqrt()  # noqa: E731
+    assert ours.dtype == torch.bfloat16 and error(ours) <= error(there)
+
+
+def test_the_gradient_of_fp32_sinks_stays_fp32_beside_bf16_products():
+    q, k, v, sinks = inputs(64, 64, 24, torch.float32)
+    of = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        rounded = [tensor.to(dtype) for tensor in (q, k, v)]
+        y = sink_attention(*rounded, Seen(64, is_causal=True), 24**-0.5, sinks)
+        of[dtype] = torch.autograd.grad(y.float().pow(2).sum(), sinks)[0]
+    assert of[torch.bfloat16].dtype == torch.float32
+    assert (of[torch.bfloat16] - of[torch.float32]).norm() < 0.01 * of[torch.float32].norm()
+
+
+def test_sinks_with_capped_scores_are_refused():
+    with pytest.raises(UserError, match="--model_config.attention_sinks True"):
+        ModelConfig(attention_sinks=True, attention_logit_softcapping=30.0)
