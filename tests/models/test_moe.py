@@ -253,6 +253,10 @@ def test_n3_experts_are_drawn_like_dense_layers():
 def test_n5_experts_and_the_router_decay():
     spared = spared_from_decay(make("qwen2_moe"))
     assert not any(".mlp." in name for name in spared)
+    spared = spared_from_decay(make(bias=True))
+    assert {name for name in spared if ".h.0.mlp." in name} == {
+        f"transformer.h.0.mlp.{part}.bias" for part in ("gate", "experts.fc_1", "experts.fc_2", "experts.proj")
+    }
 
 
 def test_adapters_of_attention_work_and_those_of_experts_are_refused():
