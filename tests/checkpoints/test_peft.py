@@ -34,6 +34,7 @@ CONFIGS = {
     "mixtral": ModelConfig(
         **SMALL, family="mixtral", mlp_class_name="LLaMAMoE", n_expert=4, n_expert_per_token=2, norm_topk_prob=True
     ),
+    "phi3": ModelConfig(**SMALL, family="phi3", n_query_groups=2),
     "gpt_neox": ModelConfig(**OLDER, family="gpt_neox", rotary_percentage=0.25, parallel_residual=True),
     "gpt2": ModelConfig(
         **OLDER, family="gpt2", position_embedding="learned", gelu_approximate="tanh", tie_embeddings=True
@@ -158,6 +159,50 @@ def test_parts_that_share_their_columns_stay_together(tmp_path, family, patterns
     add_lora(again, back)
     again.load_state_dict(adapters, strict=False)
     assert differs(again(tokens()), in_peft(base_dir, tmp_path / "peft", tmp_path)(input_ids=tokens()).logits) < 1e-5
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@torch.no_grad()
+def test_what_is_one_layer_there_and_two_here_comes_from_peft(tmp_path, dora):
+    """Phi-3's gate_up_proj: of the rank of all other layers, both of ours get all of A."""
+    base_dir, _, _ = make(tmp_path, CONFIGS["phi3"], LoRAConfig())
+    export_hf(base_dir, tmp_path / "hf")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    targets = ["gate_up_proj", "down_proj"]
+    theirs = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, use_dora=dora)).eval()
+    g = torch.Generator().manual_seed(7)
+    for name, p in theirs.named_parameters():
+        if ".lora_" in name:
+            p.add_(torch.randn(p.shape, generator=g), alpha=0.1)
+    theirs.save_pretrained(tmp_path / "peft")
+    back, adapters = import_peft(tmp_path / "peft", CONFIGS["phi3"])
+    assert back == LoRAConfig(**{**NONE, "r": 4, "alpha": 8, "mlp": True, "dora": dora})
+    again = load_model(base_dir)
+    add_lora(again, back)
+    again.load_state_dict(adapters, strict=False)
+    assert differs(again(tokens()), theirs(input_ids=tokens()).logits) < 1e-5
+
+
+@pytest.mark.parametrize(("change", "is_read"), [(0.0, True), (0.1, False)])
+def test_two_layers_here_share_no_columns_of_a_greater_rank(tmp_path, change, is_read):
+    """Before the first step B is zero: each has its half of A still."""
+    _, folder, model = make(tmp_path, CONFIGS["phi3"], LoRAConfig(**BLOCK))
+    export_peft(folder, tmp_path / "peft")
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert settings["rank_pattern"] == {"qkv_proj": 24, "gate_up_proj": 16}
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    tensors = safetensors.load_file(path)
+    for name in tensors:
+        if name.endswith("gate_up_proj.lora_B.weight"):
+            tensors[name] = torch.full_like(tensors[name], change)
+    safetensors.save_file(tensors, path, {"format": "pt"})
+    if is_read:
+        _, adapters = import_peft(tmp_path / "peft", CONFIGS["phi3"])
+        name = "transformer.h.1.mlp.fc_2.lora.whole.A"
+        assert torch.equal(adapters[name], load_adapters(folder, model)[name])
+        return
+    with pytest.raises(UserError, match="rank_pattern .*gate_up_proj.*: not supported"):
+        import_peft(tmp_path / "peft", CONFIGS["phi3"])
 
 
 @pytest.mark.parametrize("family", ["llama", "tied", "gpt_neox"])

@@ -14,11 +14,11 @@ from torch import Tensor
 from toolkit.checkpoints.adapters import base_fingerprint
 from toolkit.checkpoints.folder import model_on_meta
 from toolkit.checkpoints.from_hf import is_import_of
-from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, Layer, linear_layers
+from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, Layer, Placed, linear_layers
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.lora import Adapter, LoRALinear, add_lora, attention_rows
+from toolkit.models.lora import Adapter, add_lora, attention_rows
 from toolkit.models.lora_config import PARTS, LoRAConfig
 
 # What peft can do and this program cannot, with the values that ask for nothing.
@@ -33,7 +33,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class _Fused:
-    """The adapters of the layers that hold queries, keys and values in the Hugging Face model, too.
+    """The adapters of layers of one kind that hold several parts in the Hugging Face model.
 
     Args:
         rank: Of each.
@@ -53,9 +53,9 @@ class _Fused:
 def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, dict[str, Tensor]]:
     """Read adapters that peft saved, for a base of this architecture.
 
-    An adapter of a layer that is fused in the Hugging Face model, too, becomes again what :func:`~.peft.export_peft`
-    put together; any other one for the queries, one for the keys and one for the values: the same function, of the
-    same rank each.
+    An adapter of a layer that is fused in the Hugging Face model becomes again what :func:`~.peft.export_peft` put
+    together; any other one for the queries, one for the keys and one for the values (or one of each of Phi-3's two
+    layers): the same function, of the same rank each.
 
     Returns:
         The options and the adapters in fp32, by their names here.
@@ -71,15 +71,14 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
         if any(old in layer.modules for layer in layers) and new in found:
             found[old] = found.pop(new)
     lora = _options(folder, settings, _selected(layers, found, config))
+    joined = _take_joined_apart(folder, settings, lora, layers, found)
     lora, fused = _take_apart(folder, settings, lora, layers, found, config)
     model = model_on_meta(replace(config, tie_embeddings=False))
     add_lora(model, lora)
     adapters: dict[str, Tensor] = {}
     for layer in layers:
-        part = model.get_submodule(layer.name)
-        if isinstance(part, LoRALinear):
-            layer.require_one(f"--from_peft {folder}")
-            adapters |= _imported(layer, part, found, folder, fused if _is_fused(layer) else _Fused(lora.r))
+        of_kind = joined if layer.is_joined else fused if _is_fused(layer) else _Fused(lora.r)
+        adapters |= _imported(layer, layer.adapters(model), found, folder, of_kind)
     used = {module for layer in layers for module in layer.modules}
     if unknown := sorted(module for module in found if module not in used):
         raise UserError(f"--from_peft {folder}: adapts {unknown[0]}, which this program cannot adapt in such a model")
@@ -178,10 +177,10 @@ def _selected(layers: list[Layer], found: dict[str, Any], config: ModelConfig) -
 
 def _parts(layer: Layer, config: ModelConfig) -> dict[str, range]:
     """The parts of LoRAConfig that a layer belongs to, and their rows."""
-    name = layer.name.rpartition(".")[2]
-    if ".attn." in layer.name and name != "proj":
+    name = layer.names[0].rpartition(".")[2]
+    if ".attn." in layer.names[0] and name != "proj":
         return attention_rows(config).get(name, {})
-    kind = "head" if layer.name == "lm_head" else "mlp" if ".mlp." in layer.name else "projection"
+    kind = "head" if name == "lm_head" else "mlp" if ".mlp." in layer.names[0] else "projection"
     return {kind: range(layer.out_features)}
 
 
@@ -205,7 +204,7 @@ def _options(folder: Path, settings: dict[str, Any], selected: set[str]) -> LoRA
 
 def _is_fused(layer: Layer) -> bool:
     """Whether queries, keys and values, or two of them, are one layer on either side."""
-    return layer.name.endswith((".attn.qkv", ".attn.kv_b")) and len(layer.modules) == 1
+    return layer.names[0].endswith((".attn.qkv", ".attn.kv_b")) and len(layer.modules) == 1
 
 
 def _take_apart(
@@ -227,74 +226,107 @@ def _take_apart(
     Raises:
         UserError: rank_pattern or alpha_pattern is another one than :func:`~.peft.export_peft` writes.
     """
-    rank = _fused_rank(settings, lora, layers)
-    parts = () if rank is None else _parts_in_blocks(list(filter(_is_fused, layers)), found, rank, config)
+    fused = list(filter(_is_fused, layers))
+    rank = _pattern_rank(settings, lora, layers, fused)
+    parts: tuple[str, ...] = ()
+    if fused and rank is not None:
+        columns = _used_columns(fused, _parts(fused[0], config), found, rank)
+        used = tuple(part for part in columns if columns[part].any())
+        parts = used if _are_in_blocks(columns, _Fused(rank, used)) else ()
     n = max(1, len(parts))
     if rank not in (lora.r, n * lora.r):
-        name = "rank_pattern" if settings.get("rank_pattern") else "alpha_pattern"
-        raise UserError(
-            f"{folder / SETTINGS}: {name} {settings[name]!r:.100}: not supported; only what toolkit convert_to_peft "
-            "writes is, for queries, keys and values in one layer"
-        )
+        raise _refused_pattern(folder, settings)
     if not parts or (rank != n * lora.r and (lora.projection or lora.mlp or lora.head)):
         return lora, _Fused(rank)
     if rank == lora.r:
         alpha = float(f"{lora.alpha / (math.sqrt(n) if lora.rslora else n):.12g}")  # without the digits of rounding
         lora = replace(lora, r=rank // n, alpha=alpha)
-    fused = {part for layer in layers if _is_fused(layer) for part in _parts(layer, config)}
-    return replace(lora, **{part: part in parts for part in fused}), _Fused(rank, parts)
+    all_parts = {part for layer in fused for part in _parts(layer, config)}
+    return replace(lora, **{part: part in parts for part in all_parts}), _Fused(rank, parts)
 
 
-def _fused_rank(settings: dict[str, Any], lora: LoRAConfig, layers: list[Layer]) -> int | None:
-    """The rank of the layers fused on both sides; None where a pattern is for others, or changes the scaling."""
+def _take_joined_apart(
+    folder: Path, settings: dict[str, Any], lora: LoRAConfig, layers: list[Layer], found: dict[str, dict[str, Tensor]]
+) -> _Fused:
+    """As :func:`_take_apart` for layers that are several here. All of these are adapted, beside others of an MLP."""
+    joined = [layer for layer in layers if layer.is_joined]
+    rank = _pattern_rank(settings, lora, layers, joined)
+    if rank == lora.r:
+        return _Fused(rank)
+    if rank is None or rank != lora.r * len(joined[0].names):
+        raise _refused_pattern(folder, settings)
+    columns = _used_columns(joined, joined[0].rows, found, rank)
+    fused = _Fused(rank, tuple(columns))
+    if not _are_in_blocks(columns, fused):
+        raise _refused_pattern(folder, settings)
+    return fused
+
+
+def _refused_pattern(folder: Path, settings: dict[str, Any]) -> UserError:
+    name = "rank_pattern" if settings.get("rank_pattern") else "alpha_pattern"
+    return UserError(
+        f"{folder / SETTINGS}: {name} {settings[name]!r:.100}: not supported; only what toolkit convert_to_peft "
+        "writes is, for what is one layer there and has several parts here"
+    )
+
+
+def _pattern_rank(settings: dict[str, Any], lora: LoRAConfig, layers: list[Layer], some: list[Layer]) -> int | None:
+    """The rank of some layers; None where a pattern is for others than fused ones, or changes the scaling."""
     ranks, alphas = (settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
-    if not ranks and not alphas:
-        return lora.r
+    found = set()
     try:
-        (rank,), (alpha,) = set(ranks.values()), set(alphas.values())
-        modules = {f".{module}": layer for layer in layers for module in layer.modules}
-        named = [layer for module, layer in modules.items() if module.endswith(tuple(f".{key}" for key in ranks))]
-        same = math.isclose(replace(lora, r=rank, alpha=alpha).scaling, lora.scaling) and ranks.keys() == alphas.keys()
+        if ranks.keys() != alphas.keys():
+            return None
+        for key, rank in ranks.items():
+            named = [layer for layer in layers if any(f".{module}".endswith(f".{key}") for module in layer.modules)]
+            same = math.isclose(replace(lora, r=rank, alpha=alphas[key]).scaling, lora.scaling) and type(rank) is int
+            if not same or not named or not all(layer.is_joined or _is_fused(layer) for layer in named):
+                return None
+            found |= {rank for layer in named if layer in some}
     except (AttributeError, TypeError, ValueError, UserError):
         return None
-    return rank if same and type(rank) is int and named and all(map(_is_fused, named)) else None
+    found = found or {lora.r}
+    return found.pop() if len(found) == 1 else None
 
 
-def _parts_in_blocks(
-    layers: list[Layer], found: dict[str, dict[str, Tensor]], rank: int, config: ModelConfig
-) -> tuple[str, ...]:
-    """The adapted parts of fused layers, if each has columns of lora_B to itself, in order; else none."""
-    used = torch.zeros(layers[0].out_features if layers else 0, rank, dtype=torch.bool)
+def _used_columns(
+    layers: list[Layer], parts: dict[str, range], found: dict[str, dict[str, Tensor]], rank: int
+) -> dict[str, Tensor]:
+    """{part: which columns of lora_B have anything in its rows, (rank,)}, over these layers."""
+    used = torch.zeros(layers[0].out_features, rank, dtype=torch.bool)
     for layer in layers:
         b = found.get(layer.modules[0], {}).get("lora_B")
         if b is not None and b.shape == used.shape:  # others are named later on
             used |= layer.to_ours([b]) != 0
-    rows_of = _parts(layers[0], config) if layers else {}
-    columns = {part: used[rows.start : rows.stop].any(0) for part, rows in rows_of.items()}
-    parts = tuple(part for part in columns if columns[part].any())
-    if not parts or rank % len(parts):
-        return ()
-    for part in parts:
-        columns[part][_Fused(rank, parts).columns(part)] = False
-    return () if any(columns[part].any() for part in parts) else parts
+    return {part: used[rows.start : rows.stop].any(0) for part, rows in parts.items()}
+
+
+def _are_in_blocks(columns: dict[str, Tensor], fused: _Fused) -> bool:
+    """Whether each part uses columns of its own, of equal number and in order."""
+    if fused.rank % max(1, len(fused.parts)):
+        return False
+    outside = {part: columns[part].clone() for part in fused.parts}
+    for part in outside:
+        outside[part][fused.columns(part)] = False
+    return not any(column.any() for column in outside.values())
 
 
 def _imported(
-    layer: Layer, part: LoRALinear, found: dict[str, dict[str, Tensor]], folder: Path, fused: _Fused
+    layer: Layer, placed: list[Placed], found: dict[str, dict[str, Tensor]], folder: Path, fused: _Fused
 ) -> dict[str, Tensor]:
     """The adapters of one layer, by their names here."""
     outs = [theirs.size(0) for theirs in layer.to_theirs(torch.empty(layer.out_features, 1))]
     adapters: dict[str, Tensor] = {}
-    for name, adapter in part.lora.items():
-        i = layer.covers(adapter.rows).index(True)
+    for name, part, at, adapter in placed:
+        i = layer.covers(at).index(True)
         given = found.get(layer.modules[i], {})
         _require_adapter(given, layer.modules[i], outs[i], adapter, fused.rank, folder)
-        rows, columns = slice(adapter.rows.start, adapter.rows.stop), fused.columns(name)
-        adapters[f"{layer.name}.lora.{name}.A"] = given["lora_A"][columns].clone()
-        adapters[f"{layer.name}.lora.{name}.B"] = _to_ours(layer, i, given["lora_B"], outs)[rows, columns].clone()
-        if part.dora:
+        rows, columns = slice(at.start, at.stop), fused.columns(part)
+        adapters[f"{name}.A"] = given["lora_A"][columns].clone()
+        adapters[f"{name}.B"] = _to_ours(layer, i, given["lora_B"], outs)[rows, columns].clone()
+        if hasattr(adapter, "magnitude"):
             magnitude = _to_ours(layer, i, given["lora_magnitude_vector"][:, None], outs)
-            adapters[f"{layer.name}.lora.{name}.magnitude"] = magnitude[rows, 0].clone()
+            adapters[f"{name}.magnitude"] = magnitude[rows, 0].clone()
     return adapters
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapter_info
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
 from toolkit.checkpoints.merge import copy_files
-from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, Layer, in_rows, linear_layers
+from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, Layer, Placed, in_rows, linear_layers
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
-from toolkit.models.lora import Adapter, LoRALinear, add_lora, magnitude_of
+from toolkit.models.lora import add_lora, magnitude_of
 from toolkit.models.lora_config import LoRAConfig
 
 
@@ -59,10 +59,7 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
 
     tensors: dict[str, Tensor] = {}
     for layer in linear_layers(config):
-        part = model.get_submodule(layer.name)
-        if isinstance(part, LoRALinear):
-            layer.require_one(f"checkpoint_dir {checkpoint_dir}")
-            tensors |= dict(_exported(layer, part, weight_of))
+        tensors |= dict(_exported(layer, layer.adapters(model), weight_of))
     base_name = _base_name(info.base)
     settings = _settings(info.lora, tensors, linear_layers(config), base_name)
 
@@ -77,12 +74,13 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
     return Exported(base_name, is_checked)
 
 
-def _exported(layer: Layer, part: LoRALinear, weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in peft, tensor) for the adapters of one layer."""
-    adapters: list[Adapter] = list(part.lora.values())
-    covers = [layer.covers(adapter.rows) for adapter in adapters]
-    factors = [layer.to_theirs(in_rows(adapter.B.detach(), adapter.rows, layer)) for adapter in adapters]
-    magnitudes = _magnitudes(layer, part, weight_of) if part.dora else None
+def _exported(layer: Layer, placed: list[Placed], weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in peft, tensor) for the adapters of one layer, if it has any."""
+    adapters = [one.adapter for one in placed]
+    covers = [layer.covers(one.rows) for one in placed]
+    factors = [layer.to_theirs(in_rows(one.adapter.B.detach(), one.rows, layer)) for one in placed]
+    dora = any(hasattr(adapter, "magnitude") for adapter in adapters)
+    magnitudes = _magnitudes(layer, placed, weight_of) if dora else None
     for i, module in enumerate(layer.modules):
         used = [k for k in range(len(adapters)) if covers[k][i]]
         for name in filter(None, (module, RENAMED.get(module))) if used else ():
@@ -92,15 +90,15 @@ def _exported(layer: Layer, part: LoRALinear, weight_of: Callable[[str], Tensor]
                 yield f"{PREFIX}{name}.lora_magnitude_vector", magnitudes[i].flatten().contiguous()
 
 
-def _magnitudes(layer: Layer, part: LoRALinear, weight_of: Callable[[str], Tensor]) -> list[Tensor]:
+def _magnitudes(layer: Layer, placed: list[Placed], weight_of: Callable[[str], Tensor]) -> list[Tensor]:
     """DoRA's magnitudes of each of their layers, (their out, 1); rows that are not adapted keep the norms they have."""
     full, adapted = torch.zeros(layer.out_features), torch.zeros(layer.out_features, 1)
-    for adapter in part.lora.values():
-        adapted[adapter.rows.start : adapter.rows.stop] = 1
+    for one in placed:
+        adapted[one.rows.start : one.rows.stop] = 1
     if any(theirs.any() and not theirs.all() for theirs in layer.to_theirs(adapted)):
-        full = magnitude_of(weight_of(f"{layer.name}.weight"))
-    for adapter in part.lora.values():
-        full[adapter.rows.start : adapter.rows.stop] = adapter.magnitude.detach()
+        full = torch.cat([magnitude_of(weight_of(f"{name}.weight")) for name in layer.names])
+    for one in placed:
+        full[one.rows.start : one.rows.stop] = one.adapter.magnitude.detach()
     return layer.to_theirs(full[:, None])
 
 

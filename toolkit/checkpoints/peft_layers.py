@@ -1,22 +1,26 @@
 """What adapters to and from peft's format have in common: names, and the linear layers on either side.
 
 Where Hugging Face keeps apart what is fused here (Llama's q_proj, k_proj, v_proj), each part's adapter becomes the one
-of its layer. Where both are fused (GPT-NeoX, GPT-2), the parts become one adapter: A one below the other, B in blocks;
-its rank is that of all parts together, and its alpha grows so that the scaling stays.
+of its layer. Where both are fused (GPT-NeoX, GPT-2), or only theirs is (Phi-3's gate_up_proj), the parts become one
+adapter: A one below the other, B in blocks; its rank is that of all parts together, and its alpha grows so that the
+scaling stays.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from toolkit.checkpoints.folder import model_on_meta
-from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import Map
+from toolkit.models.gpt import GPT
+from toolkit.models.lora import Adapter, LoRALinear
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -24,45 +28,73 @@ PREFIX = "base_model.model."
 RENAMED = {"embed_out": "lm_head"}
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A linear layer under its name here and the entry of the family's table that has its weight."""
+class Placed(NamedTuple):
+    """An adapter of a :class:`Layer`: its name, the part that it is of, the rows of the layer that are the part's."""
 
     name: str
-    out_features: int
+    part: str
+    rows: range
+    adapter: Adapter
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer, or those that are one at Hugging Face: names here, rows of each, the family's entry of weights.
+
+    Several count as one layer with the rows of the first, then those of the next.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
     entry: Map
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def rows(self) -> dict[str, range]:
+        """Those of each layer here, by the last part of its name."""
+        stops = accumulate(self.sizes)
+        return {
+            name.rpartition(".")[2]: range(stop - size, stop)
+            for name, size, stop in zip(self.names, self.sizes, stops, strict=True)
+        }
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it is several layers here."""
+        return len(self.names) > 1
 
     @property
     def modules(self) -> list[str]:
         """The Hugging Face layers that it is, by name."""
         return [name.removesuffix(".weight") for name in self.entry.theirs]
 
-    def require_one(self, flag: str) -> None:
-        """Refuse adapters of a layer that is one at Hugging Face and several here.
-
-        Raises:
-            UserError: It is Phi-3's gate_up_proj, or another such layer.
-        """
-        if len(self.entry.ours) > 1:
-            raise UserError(
-                f"{flag}: adapters of {self.modules[0]} are {len(self.entry.ours)} layers' here and one's in peft; "
-                "only merged weights go from one to the other (toolkit merge_lora; peft: merge_and_unload)"
-            )
+    def adapters(self, model: GPT) -> list[Placed]:
+        """Its adapters in a model, in the order of their rows; the parts of several layers are these."""
+        found = []
+        for name, (last, rows) in zip(self.names, self.rows.items(), strict=True):
+            layer = model.get_submodule(name)
+            for part, adapter in layer.lora.items() if isinstance(layer, LoRALinear) else ():
+                own = rows[adapter.rows.start : adapter.rows.stop]
+                found.append(Placed(f"{name}.lora.{part}", last if self.is_joined else part, own, adapter))
+        return found
 
     @property
     def is_turned(self) -> bool:
         """Whether theirs are (in, out)."""
         probe = torch.empty(self.out_features, self.out_features + 1, device="meta")
-        return self.entry.to_hf([probe])[0].size(0) == self.out_features + 1
+        return self.entry.to_hf(list(probe.split(self.sizes)))[0].size(0) == self.out_features + 1
 
     def to_theirs(self, rows: Tensor) -> list[Tensor]:
         """(out, k) -> what of it belongs to each of their layers, (their out, k)."""
-        parts = self.entry.to_hf([rows])
+        parts = self.entry.to_hf(list(rows.split(self.sizes)))
         return [part.t() if self.is_turned else part for part in parts]
 
     def to_ours(self, parts: list[Tensor]) -> Tensor:
         """The inverse."""
-        return self.entry.from_hf([part.t() if self.is_turned else part for part in parts])[0]
+        return torch.cat(self.entry.from_hf([part.t() if self.is_turned else part for part in parts]))
 
     def covers(self, rows: range) -> list[bool]:
         """Which of their layers hold some of these rows."""
@@ -74,10 +106,10 @@ def linear_layers(config: ModelConfig) -> list[Layer]:
     config = replace(config, tie_embeddings=False)  # a tied head has no entry of its own
     model, layers = model_on_meta(config), []
     for entry in family_of(config).weights(config):
-        name, _, kind = entry.ours[0].rpartition(".")
-        part = model.get_submodule(name)
-        if kind == "weight" and isinstance(part, torch.nn.Linear):
-            layers.append(Layer(name, part.out_features, entry))
+        names = tuple(name.rpartition(".")[0] for name in entry.ours)
+        parts = [model.get_submodule(name) for name in names]
+        if entry.ours[0].endswith(".weight") and all(isinstance(part, torch.nn.Linear) for part in parts):
+            layers.append(Layer(names, tuple(part.out_features for part in parts), entry))
     return layers
 
 
