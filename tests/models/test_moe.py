@@ -30,11 +30,23 @@ STYLES = {
     "mixtral": {"family": "mixtral", "norm_topk_prob": True},
     "qwen2_moe": {"family": "qwen2_moe", "attn_bias": True, "shared_expert_intermediate_size": 20},
     "qwen3_moe": {"family": "qwen3_moe", "norm_qk": True, "moe_indices": [0, 1]},
-}
+    "gpt_oss": {
+        "family": "gpt_oss", "bias": True, "attention_sinks": True, "norm_topk_prob": True, "swiglu_limit": 0.5,
+        "sliding_window_size": 7, "sliding_window_indices": [1, 0],
+    },
+}  # fmt: skip
+DEEPSEEK = {
+    "family": "deepseek_v3", "router_scores": "sigmoid", "n_expert_groups": 3, "n_topk_groups": 2,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "shared_expert_intermediate_size": 24,
+    "shared_expert_gate": False,
+    "latent_attention": {
+        "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10,
+    },
+}  # fmt: skip
 
 
 def make(style: str = "mixtral", **changes) -> GPT:
-    model = GPT(ModelConfig(**FACTS | STYLES[style] | changes))
+    model = GPT(ModelConfig(**FACTS | (STYLES | {"deepseek_v3": DEEPSEEK})[style] | changes))
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2, generator=generator)
@@ -60,11 +72,22 @@ def by_loops(moe: LLaMAMoE, x: torch.Tensor) -> torch.Tensor:
             weights, chosen = moe.gate(x[b, t]).softmax(-1).topk(moe.n_expert_per_token)
             weights = weights / weights.sum() if moe.norm_topk_prob else weights
             for weight, e in zip(weights, chosen, strict=True):
-                fc_1, fc_2, proj = (getattr(moe.experts, name).weight[e] for name in ("fc_1", "fc_2", "proj"))
-                y[b, t] += weight * (proj @ (F.silu(fc_1 @ x[b, t]) * (fc_2 @ x[b, t])))
+                y[b, t] += weight * one_expert(moe, e, x[b, t])
             if moe.shared_expert is not None:
                 y[b, t] += torch.sigmoid(moe.shared_expert_gate(x[b, t])) * moe.shared_expert(x[b, t])
     return y
+
+
+def one_expert(moe: LLaMAMoE, e: int, x: torch.Tensor) -> torch.Tensor:
+    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+        layer = getattr(moe.experts, name)
+        return F.linear(x, layer.weight[e], None if layer.bias is None else layer.bias[e])
+
+    gate, other, limit = linear("fc_1", x), linear("fc_2", x), moe.experts.limit
+    if limit is None:
+        return linear("proj", F.silu(gate) * other)
+    gate, other = gate.clamp(max=limit), other.clamp(-limit, limit)
+    return linear("proj", gate * torch.sigmoid(1.702 * gate) * (other + 1))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -120,7 +143,7 @@ def stacked_as_theirs(named: dict) -> dict:
     for name, pair in named.items():
         name = name.replace("block_sparse_moe", "mlp").replace(".w1.", ".gate_proj.").replace(".w3.", ".up_proj.")
         name = name.replace(".w2.", ".down_proj.")
-        if ".experts." not in name:
+        if ".experts." not in name or name.endswith(("_proj", "_bias")):  # gpt-oss's are stacked in the files, too
             found[name] = pair
             continue
         layer, _, rest = name.partition(".experts.")
@@ -133,6 +156,15 @@ def stacked_as_theirs(named: dict) -> dict:
         elif kind == "down_proj":
             found[f"{layer}.experts.down_proj"] = (stack(kind, 0), stack(kind, 1))
     return found
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_the_bias_of_the_router_counts(scores):
+    moe = make(bias=True, router_scores=scores).transformer.h[0].mlp
+    with torch.no_grad():
+        moe.gate.bias[3] = 50.0
+        chosen = moe._route(torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1)))[2]
+    assert (chosen == 3).any(-1).all()
 
 
 def random_routing(shape: tuple[int, ...], k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
