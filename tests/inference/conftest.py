@@ -43,6 +43,15 @@ STYLES = {
         "attention_sinks": True, "mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2,
         "norm_topk_prob": True, "swiglu_limit": 2.0, "sliding_window_size": 7, "sliding_window_indices": [1, 0],
     },
+    "deepseek_v3": {
+        "family": "deepseek_v3", "padded_vocab_size": 128, "mlp_class_name": "LLaMAMoE", "n_expert": 8,
+        "n_expert_per_token": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "shared_expert_gate": False, "router_scores": "sigmoid", "n_expert_groups": 4, "n_topk_groups": 2,
+        "moe_indices": [0, 1],
+        "latent_attention": {
+            "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        },
+    },
     "smollm3": {
         "family": "smollm3", "n_query_groups": 2, "padded_vocab_size": 128, "rope_indices": [0, -1],
         "sliding_window_size": 7, "sliding_window_indices": [0, 1],

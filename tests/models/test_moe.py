@@ -114,19 +114,20 @@ def test_experts_without_a_token_have_a_gradient_of_zero():
     assert touched.sum() == 2
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [*STYLES, "deepseek_v3"])
 def test_gradients_are_those_of_transformers(style):
     ours = make(style, router_aux_loss_coef=0.0)
     family = family_of(ours.config)
     hf = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**family.to_hf(ours.config)), attn_implementation="eager"
     )
-    values, gradients = dict(ours.named_parameters()), {}
+    values, gradients = ours.state_dict(keep_vars=True), {}
     ids, labels = batch([20, 20], 20)
     ours(ids, labels)[0].backward()
     for entry in family.weights(ours.config):
         theirs = entry.to_hf([values[name].detach() for name in entry.ours])
-        gradient = entry.to_hf([values[name].grad for name in entry.ours])
+        # what is not trained has no gradient, and its values stand for it
+        gradient = entry.to_hf([t.grad if (t := values[name]).requires_grad else t for name in entry.ours])
         gradients |= {name: (v, g) for name, v, g in zip(entry.theirs, theirs, gradient, strict=True)}
     named = stacked_as_theirs(gradients)
     hf.load_state_dict({name: value for name, (value, _) in named.items()})
@@ -204,7 +205,7 @@ def gradients_of(model: GPT, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> 
     return total.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", [*STYLES, "deepseek_v3"])
 def test_n2_loss_and_gradient_with_experts_do_not_depend_on_the_split(style):
     """(1 x 8) = (8 x 1), on ragged rows, each padded to the longest of its micro-batch, and with one of no label."""
     model = make(style, router_aux_loss_coef=0.5)
