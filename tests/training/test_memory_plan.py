@@ -49,6 +49,9 @@ CONFIGS = {
 EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "moe_intermediate_size": 96}
 CONFIGS["experts"] = replace(CONFIGS["llama"], n_layer=3, norm_topk_prob=True, **EXPERTS)
 CONFIGS["shared expert"] = replace(CONFIGS["llama"], moe_indices=[0, 1], shared_expert_intermediate_size=64, **EXPERTS)
+CONFIGS["gpt-oss"] = ModelConfig(**SMALL | {"n_layer": 3}, **EXPERTS, bias=True, attention_sinks=True, swiglu_limit=7.0,
+                                 norm_topk_prob=True, sliding_window_size=32,
+                                 sliding_window_indices=[1, 0, 1])  # fmt: skip
 DEEPSEEK = EXPERTS | {
     "router_scores": "sigmoid", "n_expert_groups": 4, "n_topk_groups": 2, "shared_expert_intermediate_size": 96,
     "shared_expert_gate": False, "moe_indices": [0, 1, 1], "n_layer": 3,

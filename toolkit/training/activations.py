@@ -85,7 +85,10 @@ def _attention(job: Job) -> float:
     """Attention with its projections, per token."""
     config = job.config
     heads, groups = config.n_head * config.head_size, config.n_query_groups * config.head_size
-    kept = _capped(job) if config.attention_logit_softcapping is not None else _fused_kernel(job)
+    if config.attention_sinks:
+        kept = _with_sinks(job)
+    else:
+        kept = _capped(job) if config.attention_logit_softcapping is not None else _fused_kernel(job)
     if config.norm_qk:
         kept += _norm_qk(job)
     if config.clip_qkv is not None:
@@ -137,6 +140,17 @@ def _fused_kernel(job: Job) -> float:
         # probabilities, in fp32 and twice, and the keys and values of all heads
         kept += 2 * FP32 * config.n_head * job.seq_length + 2 * FP32 * heads
     return kept
+
+
+def _with_sinks(job: Job) -> float:
+    """As :func:`_fused_kernel`, with a token more and heads wider by up to 8; the output is copied where they end."""
+    config, c, more = job.config, job.compute_bytes, 1 + 1 / job.seq_length
+    width = config.head_size + 8 - config.head_size % 8
+    kept = c * (2 * config.n_head + 2 * config.n_query_groups) * width + FP32 * config.n_head
+    kept = more * kept + c * config.n_head * config.head_size * _keeps_input(job, _PROJECTION)
+    if job.device == "cuda" and config.n_query_groups != config.n_head and (c == FP32 or _mask(job)):
+        kept += 2 * FP32 * config.n_head * job.seq_length + 2 * FP32 * config.n_head * width
+    return kept + more**2 * c * _mask(job)
 
 
 def _capped(job: Job) -> float:
@@ -205,7 +219,10 @@ def _experts(job: Job) -> float:
     """
     config, c, is_trained = job.config, job.compute_bytes, job.lora is None
     k, shared = config.n_expert_per_token, config.shared_expert_intermediate_size
-    experts = k * c * ((3 + is_trained) * config.expert_size + (1 + is_trained) * config.n_embd)
+    product = 3 if config.swiglu_limit is None else 6
+    experts = k * c * ((product + is_trained) * config.expert_size + (1 + is_trained) * config.n_embd)
+    if config.bias and is_trained:  # as a product with ones, 8 for each layer; and 8 rows for each bias
+        experts += k * c * 3 * 8 + c * 8 * config.n_expert * (2 * config.expert_size + config.n_embd) / job.tokens
     router = FP32 * config.n_expert + k * (3 * INT64 + c) + FP32 * (k + 1) * config.norm_topk_prob
     if config.n_expert_groups is not None:  # the best experts of each group, the best groups, and the mask of these
         best = 1 if config.router_scores == "softmax" else 2
