@@ -24,8 +24,13 @@ DEEPSEEK = {
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
     },
 }  # fmt: skip
-MODELS = {"gemma2": GEMMA2, "olmo3": OLMO3, "deepseek": DEEPSEEK}
-SHOWN_BY = {"gemma2": "post_mlp_norm", "olmo3": "norm_q", "deepseek": "mlp.correction"}
+GPT_OSS = {
+    "family": "gpt_oss", "bias": True, "attention_sinks": True, "mlp_class_name": "LLaMAMoE", "n_expert": 4,
+    "n_expert_per_token": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "swiglu_limit": 7.0,
+    "sliding_window_size": 12, "sliding_window_indices": [1, 0],
+}  # fmt: skip
+MODELS = {"gemma2": GEMMA2, "olmo3": OLMO3, "deepseek": DEEPSEEK, "gpt_oss": GPT_OSS}
+SHOWN_BY = {"gemma2": "post_mlp_norm", "olmo3": "norm_q", "deepseek": "mlp.correction", "gpt_oss": "attn.sinks"}
 
 
 def flags(facts: dict) -> list[str]:
