@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -103,3 +105,36 @@ def test_n10_a_tied_head_is_listed_once_and_never_exported(name):
             parameters = {n for n, _ in GPT(config).named_parameters(remove_duplicate=False)}
         assert set(ours) == parameters - ({"lm_head.weight"} if tied else set())
         assert family_of(config).to_hf(config)["tie_word_embeddings"] is tied
+
+
+GPT_OSS_20B = {  # openai/gpt-oss-20b
+    "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64,
+    "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02,
+    "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
+
+
+def test_gpt_oss_from_its_published_files_and_from_transformers_defaults():
+    transformers = pytest.importorskip("transformers")
+    assert dataclasses.replace(config_from_hf(GPT_OSS_20B), name="gpt-oss-20b") == get_config("gpt-oss-20b")
+    for written in ({"model_type": "gpt_oss"}, transformers.GptOssConfig().to_dict()):
+        assert dataclasses.replace(config_from_hf(written), name="gpt-oss-120b") == get_config("gpt-oss-120b")
+    balanced = GPT_OSS_20B | {"output_router_logits": True}
+    assert config_from_hf(balanced).router_aux_loss_coef == 0.9
+    with pytest.raises(UserError, match="swiglu_alpha 1.5: of a 'gpt_oss' model, this version computes only 1.702"):
+        config_from_hf(GPT_OSS_20B | {"swiglu_alpha": 1.5})
+
+
+def test_a_gpt_oss_that_transformers_cannot_be_is_refused():
+    for field, value in {"attention_sinks": False, "swiglu_limit": None, "norm_topk_prob": False}.items():
+        config = dataclasses.replace(get_config("gpt-oss-20b"), **{field: value})
+        with pytest.raises(UserError, match=f"--model_config.{field} {value}: the Hugging Face model type 'gpt_oss'"):
+            family_of(config).to_hf(config)

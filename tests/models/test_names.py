@@ -86,6 +86,8 @@ PARAMETERS = {
     "gemma-3-27b": 27_009_002_240,
     "Phi-3-mini-4k-instruct": 3_821_079_552,
     "DeepSeek-V2-Lite": 15_706_484_224,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 

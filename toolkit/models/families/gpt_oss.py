@@ -1,5 +1,9 @@
 """gpt-oss (OpenAI 2025, arXiv 2508.10925): experts with biases and a clamped product, attention with sinks, a window in
-every second layer."""
+every second layer.
+
+Facts of the named configurations: the ``config.json`` of openai/gpt-oss-20b, and transformers' defaults, which are
+openai/gpt-oss-120b's.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,19 @@ _FACTS = {
 # auxiliary loss of 0.9 times 4 and more would outweigh the loss itself.
 _UNUSED_COEF = 0.9
 
-CONFIGS: list[ModelConfig] = []
+_YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 4096, "truncate": False}
+
+
+def _gpt_oss(name: str, n_layer: int, n_expert: int) -> ModelConfig:
+    return ModelConfig(
+        name=name, family="gpt_oss", block_size=131072, vocab_size=201088, n_layer=n_layer, n_head=64, n_query_groups=8,
+        n_embd=2880, head_size=64, intermediate_size=2880, rope_base=150000.0, rope_adjustments=_YARN,
+        sliding_window_size=128, sliding_window_indices=[1, 0] * (n_layer // 2), n_expert=n_expert,
+        n_expert_per_token=4, swiglu_limit=7.0, **_FACTS,
+    )  # fmt: skip
+
+
+CONFIGS = [_gpt_oss("gpt-oss-20b", 24, 32), _gpt_oss("gpt-oss-120b", 36, 128)]
 ALIASES: dict[str, str] = {}
 
 
