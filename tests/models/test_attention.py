@@ -10,6 +10,7 @@ import torch
 from toolkit.errors import UserError
 from toolkit.models.attention import sink_attention
 from toolkit.models.config import ModelConfig
+from toolkit.models.init import draw
 from toolkit.models.visibility import Seen, Visibility
 
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5, [0] * 7 + [1] * 2])
@@ -94,6 +95,11 @@ def test_the_gradient_of_fp32_sinks_stays_fp32_beside_bf16_products():
         of[dtype] = torch.autograd.grad(y.float().pow(2).sum(), sinks)[0]
     assert of[torch.bfloat16].dtype == torch.float32
     assert (of[torch.bfloat16] - of[torch.float32]).norm() < 0.01 * of[torch.float32].norm()
+
+
+def test_sinks_are_drawn_as_transformers_draws_them():
+    sinks = draw("transformer.h.0.attn.sinks", (4096,), seed=0, config=ModelConfig(attention_sinks=True))
+    assert sinks.std().item() == pytest.approx(0.02, rel=0.1) and sinks.mean().abs() < 0.002
 
 
 def test_sinks_with_capped_scores_are_refused():
