@@ -1,5 +1,7 @@
 """A tiny model of each style, with weights large enough that its choices differ."""
 
+import math
+
 import pytest
 import torch
 
@@ -50,6 +52,13 @@ STYLES = {
         "moe_indices": [0, 1],
         "latent_attention": {
             "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        },
+    },
+    "phi3": {
+        "family": "phi3", "n_query_groups": 2, "padded_vocab_size": 128,
+        "rope_adjustments": {
+            "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
+            "original_max_seq_len": 16, "attention_factor": math.sqrt(1 + math.log(3) / math.log(16)),
         },
     },
     "smollm3": {

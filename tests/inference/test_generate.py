@@ -2,6 +2,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
+from tests.inference.conftest import make_model
 from toolkit.errors import GuardError, UserError
 from toolkit.inference import generate as module
 from toolkit.inference.generate import generate
@@ -40,7 +41,7 @@ def test_cached_logits_equal_uncached(model):
     with torch.no_grad():
         expected = model(ids)
         cache = KVCache(model.config, 2, 30)
-        pieces = [model(piece, kv_cache=cache) for piece in ids.split([1, 7, 1, 20, 1], dim=1)]
+        pieces = [model(piece, kv_cache=cache, sequence_length=30) for piece in ids.split([1, 7, 1, 20, 1], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -67,9 +68,9 @@ def test_goes_on_from_a_cache_of_the_prompts_beginning(model):
     model(PROMPT[None, :3], kv_cache=cache)
     seen = []
     model.register_forward_pre_hook(lambda module, args: seen.extend(args[0][0].tolist()))
-    found = greedy(model, cache=cache)
+    found = greedy(model, cache=cache, count=10)
     assert seen == [*PROMPT[3:].tolist(), *found[:-1]] and cache.length == len(PROMPT) + len(found) - 1
-    assert found == greedy(model, use_cache=False)
+    assert found == greedy(model, use_cache=False, count=10)
 
 
 def test_through_fabrics_wrapper(model):
@@ -140,3 +141,13 @@ def test_damaged_weights_give_no_text(llama):
         llama.lm_head.weight[3] = float("nan")
     with pytest.raises(GuardError, match="not finite"):
         greedy(llama, torch.tensor([1]))
+
+
+def test_a_cache_that_was_made_for_a_longer_sequence_is_made_anew():
+    """Longrope with a border of 16: the same prompt before and after one that is longer than it."""
+    model = make_model("phi3").eval()
+    cache = KVCache(model.config, 1, 0)
+    expected = greedy(model, PROMPT[:4], count=6)
+    greedy(model, torch.cat([PROMPT] * 4), count=1, cache=cache)
+    cache.truncate(3)
+    assert greedy(model, PROMPT[:4], count=6, cache=cache) == expected

@@ -168,3 +168,35 @@ def test_n9_documents_packed_together_do_not_see_each_other(style):
     torch.testing.assert_close(packed[:, 14:], model(b), rtol=1e-4, atol=1e-5)
     other = model(torch.cat((a.flip(1), b), dim=1), positions=positions, documents=documents)
     assert torch.equal(other[:, 14:], packed[:, 14:]) and not torch.equal(other[:, :14], packed[:, :14])
+
+
+def longrope() -> GPT:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}
+    adjustments = {**factors, "original_max_seq_len": 12, "attention_factor": 1.2}
+    torch.manual_seed(0)
+    model = GPT(ModelConfig(vocab_size=50, block_size=40, n_head=2, n_embd=32, rope_adjustments=adjustments))
+    torch.nn.init.normal_(model.transformer.h[0].attn.qkv.weight, std=0.5)
+    return model
+
+
+def test_n2_long_rows_do_not_change_how_short_ones_are_rotated():
+    """Longrope: rows of 8, 12, 13 and 30 tokens padded together have the losses that they have alone."""
+    model, lengths = longrope(), (8, 12, 13, 30)
+    ids = torch.randint(0, 50, (4, 30))
+    labels = torch.where(torch.arange(30) < torch.tensor(lengths)[:, None], ids, -100)
+    together = [model(ids[i : i + 1], labels[i : i + 1])[0] for i in range(4)]
+    alone = [model(ids[i : i + 1, :n], labels[i : i + 1, :n])[0] for i, n in enumerate(lengths)]
+    torch.testing.assert_close(together, alone)
+    torch.testing.assert_close(model(ids, labels)[0], sum(alone))
+    assert not torch.allclose(model(ids)[2, :12], model(ids[2:3, :12])[0])  # longer rows are other rows
+
+
+def test_n9_packed_documents_are_rotated_by_their_own_length():
+    model, ids = longrope(), torch.randint(0, 50, (1, 38))
+    lengths, labels = (10, 20, 8), ids.clone()
+    labels[:, 23:30] = -100  # of the second document 13 tokens count, of the third 8
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    parts = zip(ids.split(lengths, dim=1), labels.split(lengths, dim=1), strict=True)
+    alone = sum(model(a, b)[0] for a, b in parts)
+    torch.testing.assert_close(model(ids, labels, positions=positions, documents=documents)[0], alone)

@@ -71,29 +71,48 @@ def generate(
     return _generate(model, prompt_ids, count, max_new_tokens, settings, set(eos_ids), seed, use_cache, cache, notice)
 
 
+def prefill(model: GPT, ids: Tensor, cache: KVCache) -> Tensor:
+    """Bring sequences into a cache that holds their first tokens, but for the last piece, which is returned.
+
+    What the cache holds is computed anew where that is not what the model computes in sequences as long as these.
+
+    Args:
+        model: See :func:`generate`.
+        ids: (B, T), int64; longer than what the cache holds.
+        cache: Keys and values of the first tokens.
+
+    Returns:
+        (B, 1 to PREFILL): the tokens to run next. After a prompt that is its last one.
+    """
+    length, border = ids.size(1), model.config.rotation_border
+    if border is not None and (max(cache.made_for, cache.length) > border) != (length > border):
+        cache.truncate(0)
+    cache.made_for = length
+    for chunk in ids[:, cache.length : -1].split(PREFILL, dim=1):
+        if chunk.size(1):
+            model(chunk, kv_cache=cache, sequence_length=length)
+    return ids[:, -1:]
+
+
 # not inference_mode: autograd refuses its tensors, and what a model keeps from here may be used in training
 @torch.no_grad()
 def _generate(model, prompt_ids, count, wanted, settings, eos_ids, seed, use_cache, cache, notice) -> Iterator[int]:
     weight = model.transformer.wte.weight  # the head's may be quantised
     device = weight.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    inputs = prompt_ids.to(device).view(1, -1)
+    ids = prompt_ids.to(device).view(1, -1)
     if use_cache:
-        room = inputs.numel() + count
+        room = ids.numel() + count
         if cache is None:
             cache = KVCache(model.config, 1, room, device, weight.dtype)
         cache.reserve(room)
-        for chunk in inputs[:, cache.length : -1].split(PREFILL, dim=1):
-            if chunk.size(1):
-                model(chunk, kv_cache=cache)
-        inputs = inputs[:, -1:]
     for _ in range(count):
+        inputs = prefill(model, ids, cache) if use_cache else ids
         logits = model(inputs, kv_cache=cache)[:, -1]
         token = ranks.from_first(int(sample(logits, **settings, generator=generator)))
         if token in eos_ids:
             return
         yield token
-        newest = torch.tensor([[token]], device=device)
-        inputs = newest if use_cache else torch.cat([inputs, newest], dim=1)
+        ids = torch.cat([ids, torch.tensor([[token]], device=device)], dim=1)
     if count < wanted:
         notice(f"stopped after {count} new tokens: the model's context of {model.config.block_size} tokens is full")

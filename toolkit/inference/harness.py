@@ -19,7 +19,7 @@ from tqdm import tqdm
 from toolkit.data.chat_template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.inference.generate import PREFILL
+from toolkit.inference.generate import PREFILL, prefill
 from toolkit.inference.kv_cache import KVCache
 from toolkit.inference.sampling import sample
 from toolkit.inference.text import stop_tokens
@@ -35,7 +35,8 @@ class HarnessLM(TemplateLM):
     Args:
         model: In evaluation mode; Fabric's wrapper of it, too.
         tokenizer: Its own.
-        batch_size: Sequences per forward pass.
+        batch_size: Sequences per forward pass; one where the model rotates long ones otherwise, as padding would make
+            others long.
         template: For tasks that are asked as a chat.
         notice: Takes one line for people.
 
@@ -55,7 +56,8 @@ class HarnessLM(TemplateLM):
         super().__init__()
         if tokenizer.bos_id is None and tokenizer.eos_id is None:
             raise UserError(f"{tokenizer.name}: has neither bos nor eos, one of which must begin a text")
-        self._model, self._tokens, self._batch_size = model, tokenizer, batch_size
+        self._model, self._tokens = model, tokenizer
+        self._batch_size = batch_size if model.config.rotation_border is None else 1
         self._template, self._notice, self._noted = template, notice, False
         weight = model.transformer.wte.weight
         self._device, self._dtype = weight.device, weight.dtype
@@ -152,7 +154,7 @@ class HarnessLM(TemplateLM):
         cache = KVCache(self._model.config, len(inputs), width, self._device, self._dtype) if width > PREFILL else None
         totals, greedy = [0.0] * len(wanted), [True] * len(wanted)
         for start in range(0, width, PREFILL):
-            logits = self._model(ids[:, start : start + PREFILL], kv_cache=cache)
+            logits = self._model(ids[:, start : start + PREFILL], kv_cache=cache, sequence_length=width)
             for k, (row, continuation) in enumerate(wanted):
                 first = len(inputs[row]) - len(continuation)  # the position that predicts its first token
                 begin, end = max(first, start), min(len(inputs[row]), start + logits.size(1))
@@ -214,12 +216,9 @@ class HarnessLM(TemplateLM):
         config = self._model.config
         cache = KVCache(config, len(rows), max(begins) + limit, self._device, self._dtype)
         tail = 4 * max(map(len, stops), default=0) + 8  # tokens in which a stop text shows, however it is spelled
-        inputs = torch.tensor([row[: min(begins)] for row in rows], device=self._device)
+        ids = torch.tensor([row[: min(begins)] for row in rows], device=self._device)
         while not all(ended):
-            *before, last = inputs.split(PREFILL, dim=1)
-            for piece in before:
-                self._model(piece, kv_cache=cache)
-            logits = self._model(last, kv_cache=cache)[:, -1]
+            logits = self._model(prefill(self._model, ids, cache), kv_cache=cache)[:, -1]
             drawn = sample(logits, vocab_size=config.vocab_size, **sampling).tolist()
             for i, row in enumerate(rows):
                 if ended[i] or len(row) > cache.length:
@@ -230,7 +229,7 @@ class HarnessLM(TemplateLM):
                 full = len(row) - begins[i] >= limit
                 ended[i] = drawn[i] in self._eos_ids or full or any(stop in said for stop in stops)
             newest = [row[cache.length] if cache.length < len(row) else 0 for row in rows]
-            inputs = torch.tensor(newest, device=self._device)[:, None]
+            ids = torch.cat([ids, torch.tensor(newest, device=self._device)[:, None]], dim=1)
         return [_cut(self._tokens.decode(row[begin:]), stops) for row, begin in zip(rows, begins, strict=True)]
 
 

@@ -78,6 +78,7 @@ class KVCache:
         if (latent := config.latent_attention) is not None:
             groups, widths = 1, (latent["kv_lora_rank"], latent["qk_rope_head_dim"])
         shape = (batch_size, groups, max_length)
+        self.made_for = 0  # tokens of the sequence that what is held was computed for, see generate.prefill
         self.layers = [LayerCache(shape, widths, device, dtype) for _ in range(config.n_layer)]
 
     def __getitem__(self, layer: int) -> LayerCache:

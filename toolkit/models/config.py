@@ -315,6 +315,11 @@ class ModelConfig:
         raise UserError(f"--model_config.rope_adjustments {self.rope_adjustments}: the keys must be one of {known}")
 
     @property
+    def rotation_border(self) -> int | None:
+        """The length beyond which a sequence is rotated otherwise (longrope); None where all are rotated alike."""
+        return self.rope_adjustments["original_max_seq_len"] if self.rope_kind == "longrope" else None
+
+    @property
     def attention_scale(self) -> float:
         """What queries times keys are multiplied by."""
         if self.attention_multiplier is not None:

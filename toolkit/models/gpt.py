@@ -16,7 +16,7 @@ from toolkit.models.loss import head_loss
 from toolkit.models.mlp import make_mlp
 from toolkit.models.moe import LLaMAMoE, before_last_label
 from toolkit.models.norm import make_norm
-from toolkit.models.rope import Rotation, amplitude, inverse_frequencies
+from toolkit.models.rope import Rotation, amplitude, document_lengths, inverse_frequencies
 from toolkit.models.visibility import Visibility
 
 
@@ -105,6 +105,7 @@ class GPT(nn.Module):
         positions: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
         kv_cache: Sequence[LayerCache] | None = None,
+        sequence_length: int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute logits, or the loss.
 
@@ -116,6 +117,8 @@ class GPT(nn.Module):
             documents: (B, T), int64: which of the documents packed into a row each token belongs to; tokens see only
                 their own (law N9). ``positions`` should start at 0 in each. Not together with a cache.
             kv_cache: One cache per block; the new keys and values are appended to it.
+            sequence_length: Tokens of the whole sequence, where this pass and the cache hold its beginning only; one
+                kind of rotation (longrope) depends on it.
 
         Returns:
             Logits (B, T, padded_vocab_size); with labels ``(loss_sum, n_tokens)``: the sum of the negative
@@ -129,7 +132,10 @@ class GPT(nn.Module):
         """
         is_balanced = self.training and labels is not None and self.config.n_moe_layer > 0
         counted = before_last_label(labels) if is_balanced and self.config.router_aux_loss_coef else None
-        x, imbalances = self._embed_and_run_blocks(input_ids, positions, documents, kv_cache, counted)
+        lengths = sequence_length
+        if self.config.rotation_border is not None and input_ids.size(1) > self.config.rotation_border:
+            lengths = document_lengths(input_ids, documents, labels)
+        x, imbalances = self._embed_and_run_blocks(input_ids, positions, documents, kv_cache, counted, lengths)
         if self.config.logits_scaling != 1.0:
             x = x / self.config.logits_scaling
         head, cap = self.lm_head, self.config.final_logit_softcapping
@@ -151,6 +157,7 @@ class GPT(nn.Module):
         documents: torch.Tensor | None,
         kv_cache: Sequence[LayerCache] | None,
         counted: torch.Tensor | None,
+        lengths: torch.Tensor | int | None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         T, device = input_ids.size(1), input_ids.device
         held = 0 if kv_cache is None else kv_cache[0].length
@@ -160,7 +167,7 @@ class GPT(nn.Module):
             positions = torch.arange(held, held + T, device=device)
         x = self._embed(input_ids, positions)
         visibility = Visibility(held, T, device, documents)
-        rotations = self._rotations(positions, held + T)
+        rotations = self._rotations(positions, held + T if lengths is None else lengths)
         imbalances: list[torch.Tensor] = []
         for i, block in enumerate(self.transformer.h):
             x = block(x, visibility, rotations, None if kv_cache is None else kv_cache[i], counted)
@@ -177,7 +184,7 @@ class GPT(nn.Module):
             x = x * torch.full((), self.config.n_embd**0.5, dtype=x.dtype, device=x.device)
         return x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
 
-    def _rotations(self, positions: torch.Tensor, length: int) -> dict[int, Rotation]:
+    def _rotations(self, positions: torch.Tensor, lengths: torch.Tensor | int) -> dict[int, Rotation]:
         """By the rope index of the layers; layers of another index are not rotated."""
         if self.config.position_embedding == "learned":
             return {}
@@ -185,17 +192,25 @@ class GPT(nn.Module):
         return {
             index: Rotation(
                 positions,
-                self._frequencies_on(positions.device, length, local=index == 1),
+                self._frequencies_of(lengths, positions.device, local=index == 1),
                 amplitude(self.config, local=index == 1),
             )
             for index in used
         }
 
-    def _frequencies_on(self, device: torch.device, length: int, local: bool) -> torch.Tensor:
-        is_long = self.config.rope_kind == "longrope" and length > self.config.rope_adjustments["original_max_seq_len"]
+    def _frequencies_of(self, lengths: torch.Tensor | int, device: torch.device, local: bool) -> torch.Tensor:
+        """(rope_n_elem / 2,), or (B, T, rope_n_elem / 2) where each token has a length of its own."""
+        border = self.config.rotation_border
+        is_long = False if border is None else lengths > border
+        if isinstance(is_long, bool):
+            return self._frequencies_on(device, local, is_long)
+        short, long = (self._frequencies_on(device, local, which) for which in (False, True))
+        return torch.where(is_long.unsqueeze(-1), long, short)
+
+    def _frequencies_on(self, device: torch.device, local: bool, is_long: bool) -> torch.Tensor:
         key = (device, local, is_long)
         if key not in self._frequencies:
-            inverse = inverse_frequencies(self.config, length, local).to(device)
+            inverse = inverse_frequencies(self.config, is_long, local).to(device)
             if type(inverse) is not torch.Tensor:  # a FakeTensor must not outlive its mode
                 return inverse
             self._frequencies[key] = inverse

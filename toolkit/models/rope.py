@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from toolkit.models.config import ModelConfig
+from toolkit.models.labels import IGNORE_INDEX
 
 
-def inverse_frequencies(config: ModelConfig, length: int = 0, local: bool = False) -> torch.Tensor:
+def inverse_frequencies(config: ModelConfig, is_long: bool = False, local: bool = False) -> torch.Tensor:
     """Radians per position of each pair of elements: (rope_n_elem / 2,), fp32, on the CPU.
 
     Args:
         config: The architecture.
-        length: Tokens of the sequence, on which one kind of scaling (longrope) depends.
+        is_long: Those of longrope for sequences longer than the original context.
         local: Those of the layers with rope index 1, which are not scaled.
     """
     n, base = config.rope_n_elem, config.rope_local_base_freq if local else config.rope_base
@@ -31,9 +32,30 @@ def inverse_frequencies(config: ModelConfig, length: int = 0, local: bool = Fals
     if kind == "linear":
         return inverse / adjustments["factor"]
     if kind == "longrope":
-        which = "long_factor" if length > adjustments["original_max_seq_len"] else "short_factor"
-        return inverse / torch.tensor(adjustments[which], dtype=torch.float32, device="cpu")
+        factors = adjustments["long_factor" if is_long else "short_factor"]
+        return inverse / torch.tensor(factors, dtype=torch.float32, device="cpu")
     return _yarn_scaling(inverse, adjustments, base) if kind == "yarn" else _llama3_scaling(inverse, adjustments)
+
+
+def document_lengths(
+    input_ids: torch.Tensor, documents: torch.Tensor | None, labels: torch.Tensor | None
+) -> torch.Tensor:
+    """How many tokens the document of each token has, (B, T) int64.
+
+    With labels those up to the document's last supervised one: what comes after it changes no loss, and padding must
+    not make a row longer, or the loss would depend on which rows are computed together (law N2).
+
+    Args:
+        input_ids: (B, T).
+        documents: (B, T), which of the documents packed into a row each token belongs to; a row is one when not given.
+        labels: (B, T), with -100 where nothing is supervised.
+    """
+    at = torch.arange(input_ids.size(1), device=input_ids.device).expand_as(input_ids)
+    documents = torch.zeros_like(at) if documents is None else documents
+    ends = at + 1 if labels is None else (at + 1) * (labels != IGNORE_INDEX)
+    last = torch.zeros_like(at).scatter_reduce(1, documents, ends, "amax")
+    first = torch.full_like(at, input_ids.size(1)).scatter_reduce(1, documents, at, "amin")
+    return (last - first).clamp(min=0).gather(1, documents)
 
 
 def amplitude(config: ModelConfig, local: bool = False) -> float:
@@ -92,7 +114,7 @@ class Rotation:
 
     Args:
         positions: (T,) or (B, T), int64.
-        inverse: What :func:`inverse_frequencies` returns, on the device of the positions.
+        inverse: What :func:`inverse_frequencies` returns, on the device of the positions; or (B, T, rope_n_elem / 2).
         amplitude: What :func:`amplitude` returns.
     """
 
