@@ -52,10 +52,8 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
     """
     hf_dir, out_dir = Path(hf_dir).expanduser(), Path(out_dir)
     require_new_folder(out_dir)
-    config, notes = read_hf_config(hf_dir, name=out_dir.resolve().name), []
-    made, why = _converted_tokenizer(hf_dir)
-    tokenizer = Tokenizer.load(hf_dir, flag="hf_dir") if (hf_dir / "tokenizer.json").is_file() else None
-    notes += _about_tokenizer(hf_dir, tokenizer, config) if why is None else [why]
+    config, notes = read_hf_config(hf_dir, name=out_dir.resolve().name), _about_code(hf_dir)
+    made, notes_of_tokenizer = _look_at_tokenizer(hf_dir, config)
     try:
         found, notes_of_unused = _without_unused(_with_prefix(find_weights(hf_dir), config), config)
         config, notes_of_head = _settle_head(found, config)
@@ -72,7 +70,7 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
         write_folder(out_dir, write, flag="out_dir")
     finally:
         close()
-    return notes + notes_of_unused + notes_of_head + notes_of_type
+    return notes + notes_of_tokenizer + notes_of_unused + notes_of_head + notes_of_type
 
 
 def is_import_of(folder: Path, hf_dir: Path) -> bool:
@@ -134,28 +132,37 @@ def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
     return dataclasses.replace(config, name=config.name or name)
 
 
-def _converted_tokenizer(hf_dir: Path) -> tuple[bytes | None, str | None]:
+def _about_code(hf_dir: Path) -> list[str]:
+    values = read_json(hf_dir / CONFIG)
+    if not values.get("auto_map"):
+        return []
+    plain = f"the architecture is taken as plain {values.get('model_type')}"
+    return [f"warning: {CONFIG} names code of its own (auto_map), which is not run; {plain}"]
+
+
+def _look_at_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[bytes | None, list[str]]:
     """A tokenizer.json made of a SentencePiece model, where there is only that, and what the user should know of it."""
+    mend = "copy the tokenizer's files beside the weights; training and evaluate also take --tokenizer_dir"
+    if (hf_dir / "tokenizer.json").is_file():
+        return None, _about_size(Tokenizer.load(hf_dir, flag="hf_dir"), config)
     model = lone_sentencepiece(hf_dir)
     if model is None:
-        return None, None
+        return None, [f"warning: {hf_dir} holds no tokenizer.json: {mend}"]
     try:
-        return converted(model), f"tokenizer.json was made of {model.name}; the two encode alike what was tried"
+        made = converted(model)
+        about_size = _about_size(Tokenizer({"tokenizer.json": made}, model.name), config)
     except ValueError as error:
-        mend = "copy one, or give --tokenizer_dir later on"
-        return None, f"warning: {hf_dir} holds no tokenizer.json, and {model.name} was not made one: {error}; {mend}"
+        return None, [f"warning: {hf_dir} holds no tokenizer.json, and {model.name} was not made one: {error}; {mend}"]
+    return made, [f"tokenizer.json was made of {model.name}; the two encode alike what was tried", *about_size]
 
 
-def _about_tokenizer(hf_dir: Path, tokenizer: Tokenizer | None, config: ModelConfig) -> list[str]:
-    if tokenizer is None:
-        mend = "copy the tokenizer's files, or give --tokenizer_dir later on"
-        return [f"warning: {hf_dir} holds no tokenizer.json: {mend}"]
-    if tokenizer.vocab_size > config.padded_vocab_size:
-        return [
-            f"warning: the tokenizer has {tokenizer.vocab_size:,} tokens and the model embeds "
-            f"{config.padded_vocab_size:,}: texts with the others cannot be used"
-        ]
-    return []
+def _about_size(tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
+    if tokenizer.vocab_size <= config.padded_vocab_size:
+        return []
+    return [
+        f"warning: the tokenizer has {tokenizer.vocab_size:,} tokens and the model embeds "
+        f"{config.padded_vocab_size:,}: texts with the others cannot be used"
+    ]
 
 
 def _with_prefix(found: dict[str, Weight], config: ModelConfig) -> dict[str, Weight]:

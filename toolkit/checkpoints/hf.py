@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
-from toolkit.checkpoints.merge import MergedWeights
+from toolkit.checkpoints.hf_files import FORMAT_NAMES, read_json
+from toolkit.checkpoints.merge import MergedWeights, copy_files
 from toolkit.checkpoints.scratch import SMALL
 from toolkit.checkpoints.store import require_new_folder, write_folder
 from toolkit.data.chat_template import GENERATION_FILE, ChatTemplate
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import give_back_freed_memory
-from toolkit.errors import UserError
+from toolkit.errors import GuardError, UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import Map
 from toolkit.models.moe import type_of
 
 MAX_SHARD_BYTES = 5_000_000_000
-# What the safetensors format calls the types that a model's weights can have.
-FORMAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def export_hf(
@@ -36,6 +35,7 @@ def export_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     merge: bool = False,
     base_checkpoint_dir: str | Path | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a complete Hugging Face folder, whole or not at all, with about one weight in memory at a time.
 
@@ -46,6 +46,7 @@ def export_hf(
         max_shard_bytes: Weights are split into files of at most this size (a single one may be larger).
         merge: Merge adapters that have no merged weights beside them on the way.
         base_checkpoint_dir: Their base; where it was in training when not given.
+        check: Is given the folder when it is written, before it appears as out_dir; if it raises, none appears.
 
     Raises:
         UserError: the model cannot be read, out_dir is in use, the disk is full, there are adapters to merge and
@@ -55,16 +56,19 @@ def export_hf(
     require_adapters(checkpoint_dir, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
     require_new_folder(out_dir)
     config, weights = _read(checkpoint_dir, merge, base_checkpoint_dir)
+    base = weights.info.base if isinstance(weights, MergedWeights) else None
     tokenizer = None
     if (checkpoint_dir / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(checkpoint_dir, flag="checkpoint_dir")
 
     def write(folder: Path) -> None:
         _write_weights(folder, weights, config, dtype, max_shard_bytes)
-        if tokenizer is not None:
-            tokenizer.save(folder)
-        _write_settings(folder, config, tokenizer, dtype or weights["transformer.wte.weight"].dtype)
+        copy_files(checkpoint_dir, folder, FILE_PATTERNS)
+        ids = _token_ids(checkpoint_dir, base, config, tokenizer)
+        _write_settings(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
         _write_model_card(folder / "README.md", config, _count(config))
+        if check is not None:
+            check(folder)
 
     write_folder(out_dir, write, flag="out_dir")
 
@@ -79,11 +83,11 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
 
     Raises:
         UserError: transformers is not installed.
+        GuardError: it cannot load the folder.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError("--verify true: needs transformers; run: pip install 'transformers>=4.50'") from error
+    require_transformers()
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()
     exported = json.loads((Path(out_dir) / "config.json").read_text())["torch_dtype"]
     config, weights = _read(Path(checkpoint_dir), True, base_checkpoint_dir)
@@ -91,13 +95,37 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     exported = getattr(torch, exported)
     rounded = {name: tensor.to(type_of(name, exported)).float() for name, tensor in weights.items()}
     ours.load_state_dict(rounded, assign=True)
-    options = {"local_files_only": True, "torch_dtype": torch.float32}  # converted later, constants stay rounded
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(out_dir), **options)
+    theirs = _load_with_transformers(Path(out_dir))
     draw = torch.Generator().manual_seed(0)
     shape = (2, min(config.block_size, 64))
     tokens = torch.randint(config.vocab_size or config.padded_vocab_size, shape, generator=draw)
     a, b = ours.eval()(tokens), theirs.eval()(input_ids=tokens).logits
     return float((a - b).abs().max() / b.abs().max())
+
+
+def require_transformers() -> None:
+    """Make sure that transformers is there.
+
+    Raises:
+        UserError: it is not.
+    """
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise UserError("--verify true: needs transformers; run: pip install 'transformers>=4.50'") from error
+
+
+def _load_with_transformers(folder: Path) -> nn.Module:
+    import transformers
+
+    older = tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
+    # At once: of a model that is converted later, constants stay rounded.
+    options = {"torch_dtype" if older else "dtype": torch.float32, "local_files_only": True}
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
+    except Exception as error:  # an architecture that it does not know yet, and whatever else it finds
+        said = " ".join(str(error).split())[:300]
+        raise GuardError(f"transformers {transformers.__version__} cannot load what was written: {said}") from error
 
 
 def _read(
@@ -195,15 +223,33 @@ def _write_bytes(file: IO[bytes], tensor: Tensor) -> None:
     file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
 
 
-def _write_settings(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None, dtype: torch.dtype) -> None:
+def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Which tokens begin, end and pad a text: what the tokenizer says, and of the rest what the model came with."""
+    came = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if base is not None and not came and (base / CONFIG).is_file():
+        came = read_json(base / CONFIG)
+    came = came.get("text_config") or {} | {name: value for name, value in came.items() if value is not None}
+    if tokenizer is not None:
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": _end_tokens(tokenizer)}
+    else:
+        said = came | (read_json(folder / GENERATION_FILE) if (folder / GENERATION_FILE).is_file() else {})
+        ids = {name: said.get(name) for name in ("bos_token_id", "eos_token_id")}
+    pad = came.get("pad_token_id")
+    if not came and tokenizer is not None:
+        pad = tokenizer.added_tokens.get(tokenizer.special_tokens.get("pad_token", ""))
+    # It is written even where there is none: some classes' default lies beyond a small vocabulary, which they refuse.
+    return {**ids, "pad_token_id": pad if isinstance(pad, int) and 0 <= pad < config.padded_vocab_size else None}
+
+
+def _write_settings(folder: Path, config: ModelConfig, ids: dict[str, Any], dtype: torch.dtype) -> None:
     """Write config.json, and generation_config.json where the tokenizer's files brought none that says the end."""
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": _end_tokens(tokenizer)} if tokenizer is not None else {}
-    values = family_of(config).to_hf(config, **ids)
-    _write_json(folder / "config.json", {**values, "torch_dtype": str(dtype).removeprefix("torch.")})
-    generation = tokenizer.settings(GENERATION_FILE) if tokenizer is not None else {}
+    values = family_of(config).to_hf(config, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"])
+    _write_json(folder / CONFIG, {**values, **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
+    file = folder / GENERATION_FILE
+    generation = read_json(file) if file.is_file() else {}
     if generation.get("eos_token_id") is None:
         known = {name: value for name, value in ids.items() if value is not None}
-        _write_json(folder / GENERATION_FILE, generation | known)
+        _write_json(file, generation | known)
 
 
 def _end_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
@@ -229,7 +275,7 @@ pipeline_tag: text-generation
 # {name}
 
 A causal language model with {parameters:,} parameters ({config.n_layer} layers, width {config.n_embd}, context
-{config.block_size:,} tokens), trained and exported with `toolkit`.
+{config.block_size:,} tokens), exported with `toolkit`.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

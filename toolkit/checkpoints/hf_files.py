@@ -12,13 +12,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from toolkit.checkpoints.hf import FORMAT_NAMES
 from toolkit.checkpoints.mxfp4 import Packed, joined
 from toolkit.checkpoints.weights import load_state
 from toolkit.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# What the safetensors format calls the types that a model's weights can have.
+FORMAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _TYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()} | {"U8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 # Causal masks and rotary tables that older versions of transformers saved with GPT-2, GPT-NeoX and Llama.
@@ -142,6 +143,8 @@ class _Pickled:
         for name, value in self._tensors.items():
             if not isinstance(value, Tensor):
                 raise UserError(f"{path}: {name} is a {type(value).__name__}, no tensor")
+            if not (isinstance(name, str) and value.layout == torch.strided and value.device.type == "cpu"):
+                raise UserError(f"{path}: {name!r} is not a plain tensor; the file must hold weights only")
 
     def keys(self) -> list[str]:
         return list(self._tensors)

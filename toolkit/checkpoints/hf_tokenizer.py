@@ -6,6 +6,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
+# The names that transformers' classes look for; all of them must be among what downloads fetch (FILE_PATTERNS).
+SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 # What the two must encode alike: spaces, other scripts, what no vocabulary has, line ends, digits. No space in front:
 # there transformers, and so everybody who uses the model with it, differs from SentencePiece.
 _PROBES = ("Hello world", "two  spaces ", "Grüße, 你好, مرحبا 🎉", "a\nb\n\n\tc", "1234567.89 + x_i == y", "")
@@ -15,7 +17,7 @@ def lone_sentencepiece(hf_dir: Path) -> Path | None:
     """The SentencePiece model of a folder without a tokenizer.json; None where there is none, or no need."""
     if (hf_dir / "tokenizer.json").is_file():
         return None
-    return next((path for path in sorted(hf_dir.glob("*.model")) if path.is_file()), None)
+    return next((hf_dir / name for name in SENTENCEPIECE if (hf_dir / name).is_file()), None)
 
 
 def converted(model: Path) -> bytes:

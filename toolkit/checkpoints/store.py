@@ -78,9 +78,13 @@ def require_new_folder(out_dir: Path) -> None:
     """Refuse to write where something lies already.
 
     Raises:
-        UserError: out_dir is a file, or a folder that is not empty.
+        UserError: out_dir is a file, a folder that is not empty, or out of reach.
     """
-    if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+    try:
+        is_used = out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir()))
+    except OSError as error:  # no permission to look, a name that is too long
+        raise UserError(f"out_dir {out_dir}: {error.strerror}; choose another folder") from error
+    if is_used:
         raise UserError(f"out_dir {out_dir}: already there and not empty; give a new folder")
 
 
@@ -336,9 +340,14 @@ def _explain(error: BaseException, tmp: Path, folder: Path) -> str | None:
             + (f"; {before.name} with its {_size(before):,} bytes is kept" if before else "")
             + "; free some space or choose another folder"
         )
-    if isinstance(error, OSError) and error.errno in _OUT_OF_REACH and not tmp.exists():
+    if isinstance(error, OSError) and not os.path.exists(tmp) and (error.errno in _OUT_OF_REACH or _is_of(error, tmp)):
         return f"{error.strerror}; choose another folder"
     return None
+
+
+def _is_of(error: OSError, tmp: Path) -> bool:
+    """Whether it came of making ``tmp`` or a folder that it lies in: /proc says ENOENT, others what they like."""
+    return error.filename is not None and Path(os.fsdecode(error.filename)) in (tmp, *tmp.parents)
 
 
 def full_disk(error: BaseException | None) -> str | None:
