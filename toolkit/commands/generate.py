@@ -41,7 +41,7 @@ def setup(
     from toolkit.errors import UserError
     from toolkit.inference.generate import generate
     from toolkit.inference.load import load_checkpoint
-    from toolkit.inference.text import TextStream, stop_tokens
+    from toolkit.inference.text import TextStream, require_embedded, stop_tokens
 
     if num_samples <= 0:
         raise UserError(f"--num_samples {num_samples}: must be greater than zero")
@@ -57,6 +57,7 @@ def setup(
     ids = tokenizer.encode(text)
     if not ids:  # the beginning of a document
         ids = [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None][:1]
+    require_embedded(ids, loaded.model.config, tokenizer.name)
     eos_ids = stop_tokens(tokenizer)
 
     notes: list[str] = []

@@ -14,7 +14,7 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.inference.generate import generate
 from toolkit.inference.kv_cache import KVCache
-from toolkit.inference.text import TextStream, stop_tokens
+from toolkit.inference.text import TextStream, require_embedded, stop_tokens
 
 if TYPE_CHECKING:
     from toolkit.models.gpt import GPT
@@ -81,11 +81,13 @@ class Conversation:
         An answer that is closed or interrupted counts as far as it came; with none at all the question is forgotten.
 
         Raises:
-            UserError: at the call: the context has no room for the answer; the conversation is as it was before.
+            UserError: at the call: the context has no room for the answer, or the model does not know a token; the
+                conversation is as it was before.
             GuardError: the logits are not finite.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         ids, limit = self._template.encode_prompt(messages), self._model.config.block_size
+        require_embedded(ids, self._model.config, self._tokenizer.name)
         if len(ids) >= limit:
             raise UserError(
                 f"the conversation has {len(ids)} tokens with this question; the model's context of {limit} leaves no "

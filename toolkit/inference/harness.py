@@ -22,7 +22,7 @@ from toolkit.errors import UserError
 from toolkit.inference.generate import PREFILL, prefill
 from toolkit.inference.kv_cache import KVCache
 from toolkit.inference.sampling import sample
-from toolkit.inference.text import stop_tokens
+from toolkit.inference.text import require_embedded, stop_tokens
 
 T = TypeVar("T")
 DEFAULT_NEW_TOKENS = 256  # lm-eval's, where a task does not say
@@ -41,7 +41,7 @@ class HarnessLM(TemplateLM):
         notice: Takes one line for people.
 
     Raises:
-        UserError: the tokenizer has neither bos nor eos.
+        UserError: the tokenizer has neither bos nor eos, or the model does not know the one that begins a text.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class HarnessLM(TemplateLM):
         weight = model.transformer.wte.weight
         self._device, self._dtype = weight.device, weight.dtype
         self._eos_ids = {*stop_tokens(tokenizer), self.eot_token_id}
+        require_embedded([self.prefix_token_id], model.config, tokenizer.name)
 
     # ---- text and tokens
 
@@ -78,8 +79,13 @@ class HarnessLM(TemplateLM):
         return self._model.config.block_size
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text; one that begins with bos, as a chat template's does, gets no second one."""
+        """Encode a text; one that begins with bos, as a chat template's does, gets no second one.
+
+        Raises:
+            UserError: the model does not know a token.
+        """
         ids = self._tokens.encode(string, bos=False)
+        require_embedded(ids, self._model.config, self._tokens.name)
         adds = self._tokens.adds_bos if add_special_tokens is None else add_special_tokens
         if not adds or self._tokens.bos_id is None or ids[:1] == [self._tokens.bos_id]:
             return ids

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
 
 
 class TextStream:
@@ -52,3 +55,22 @@ def stop_tokens(tokenizer: Tokenizer) -> list[int]:
             f"{tokenizer.name}: generation_config.json: eos_token_id {found}: must be an id or a list of ids"
         )
     return ids
+
+
+def require_embedded(ids: Iterable[int], config: ModelConfig, source: str) -> None:
+    """Refuse tokens that the model does not know, which a tokenizer can give that is larger than the model.
+
+    Args:
+        ids: To be read by the model.
+        config: The model's.
+        source: What they come from, for people.
+
+    Raises:
+        UserError: naming ``source``: the model has no embedding for one of them.
+    """
+    largest, known = max(ids, default=0), config.padded_vocab_size
+    if largest >= known:
+        raise UserError(
+            f"{source}: makes the token {largest} of this text, and the model embeds only 0 to {known - 1}; "
+            "use the model's own tokenizer"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +17,13 @@ from toolkit.args import Accelerator, Precision
 from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_checkpoint_dir, load_model
 from toolkit.data import DataModule, PythonStdlib
-from toolkit.data.loader import val_batches
+from toolkit.data.loader import Batch, val_batches
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.fabric import single_device_fabric
 from toolkit.errors import UserError
 from toolkit.inference.chat import find_template
+from toolkit.inference.text import require_embedded
+from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.training.options import read_group
 from toolkit.training.validate import validate
@@ -86,7 +89,7 @@ def evaluate(
         max_seq_length: Tokens per sequence; those of the run with its data, else the model's context.
 
     Raises:
-        UserError: an option does not fit, or the split is empty.
+        UserError: an option does not fit, the split is empty, or the model does not know a token of it.
     """
     length = max_seq_length
     if data is None:
@@ -105,6 +108,8 @@ def evaluate(
         )
     n_rows = len(rows) if max_iters is None else min(len(rows), max_iters * micro_batch_size)
     batches = val_batches(rows, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_rows=n_rows)
+    source = "--data" if prepared.tokenizer is None else prepared.tokenizer.name
+    batches = _embedded(batches, checkpoint.model.config, source)
     token_bytes = prepared.tokenizer.token_bytes() if prepared.tokenizer is not None else None
     model = checkpoint.fabric.setup(checkpoint.model)
     metrics = validate(checkpoint.fabric, model, batches, token_bytes)
@@ -113,6 +118,13 @@ def evaluate(
     lengths = getattr(rows, "lengths", None)
     tokens = n_rows * length if lengths is None else int(lengths[:n_rows].sum())
     return result | {"sequences": n_rows, "tokens": tokens}
+
+
+def _embedded(batches: Iterable[Batch], config: ModelConfig, source: str) -> Iterator[Batch]:
+    """The batches, as long as the model knows their tokens: not all files of tokens say how many there are."""
+    for batch in batches:
+        require_embedded([int(batch.input_ids.max()), int(batch.labels.max())], config, source)
+        yield batch
 
 
 def data_of_run(folder: Path) -> tuple[DataModule, int | None]:

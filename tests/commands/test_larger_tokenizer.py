@@ -1,0 +1,85 @@
+"""A tokenizer with more tokens than the model embeds: what the model knows works, the rest is one line and exit 2."""
+
+import io
+import sys
+
+import pytest
+import torch
+
+from toolkit.checkpoints.folder import load_model, write_model_files
+from toolkit.cli import main
+from toolkit.data.tokenizer import BYTES, Tokenizer, train_bpe
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+
+KNOWN, UNKNOWN = "x", "word word"  # a byte is known, the model's tokens are one and all bytes
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    config = ModelConfig(
+        name="small", block_size=64, vocab_size=BYTES + 1, padded_vocab_size=BYTES + 1, n_layer=1, n_embd=32, n_head=2
+    )
+    tokenizer = train_bpe([UNKNOWN * 20], vocab_size=BYTES + 10).with_files({"chat_template.jinja": TEMPLATE.encode()})
+    assert max(tokenizer.encode(UNKNOWN)) >= config.padded_vocab_size > max(tokenizer.encode(KNOWN))
+    folder = tmp_path_factory.mktemp("models") / "m"
+    folder.mkdir()
+    state = GPT(config).state_dict()
+    write_model_files(folder, state_dict=state, config=config, hyperparameters=None, tokenizer=tokenizer)
+    return folder
+
+
+def run(monkeypatch, capsys, *argv: str) -> tuple[int, str]:
+    """Exit code, and what is said but for statistics and notes."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    code = main([*argv, "--accelerator", "cpu"])
+    return code, "".join(line for line in capsys.readouterr().err.splitlines() if line.startswith("toolkit "))
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_prompts(folder, monkeypatch, capsys, command):
+    options = [command, str(folder), "--max_new_tokens", "3", "--prompt"]
+    assert run(monkeypatch, capsys, *options, KNOWN) == (0, "")
+    code, said = run(monkeypatch, capsys, *options, UNKNOWN)
+    assert code == 2 and said.startswith(f"toolkit {command}: checkpoint_dir {folder}: makes the token 2")
+    assert said.endswith(f"the model embeds only 0 to {BYTES}; use the model's own tokenizer")
+
+
+@pytest.mark.parametrize("tokenizer_dir", [False, True])
+def test_text_to_evaluate(folder, monkeypatch, capsys, tmp_path, tokenizer_dir):
+    command = [
+        "evaluate",
+        str(folder),
+        "--max_seq_length",
+        "16",
+        "--data",
+        "TextFiles",
+        "--split",
+        "train",
+        "--data.val_fraction",
+        "0",
+    ]
+    command += ["--tokenizer_dir", str(folder)] if tokenizer_dir else []
+    for text, expected in ((KNOWN, 0), (UNKNOWN, 2)):
+        (tmp_path / f"{text}.txt").write_text(text * 40)
+        code, said = run(monkeypatch, capsys, *command, "--data.train_data_path", str(tmp_path / f"{text}.txt"))
+        assert code == expected, said
+    flag = "--tokenizer_dir" if tokenizer_dir else "checkpoint_dir"
+    assert said.startswith(f"toolkit evaluate: {flag} {folder}: makes the token 2")
+
+
+def test_tasks(folder):
+    pytest.importorskip("lm_eval")
+    from toolkit.inference.harness import HarnessLM
+
+    tokenizer, model = Tokenizer.load(folder), load_model(folder)
+    lm = HarnessLM(model, tokenizer, batch_size=1)
+    assert lm.tok_encode(KNOWN) == tokenizer.encode(KNOWN, bos=False)
+    with pytest.raises(UserError, match="makes the token 2.. of this text"):
+        lm.tok_encode(UNKNOWN)
+    tokenizer.bos_id = tokenizer.vocab_size - 1
+    with pytest.raises(UserError, match=f"makes the token {tokenizer.bos_id} of this text"):
+        HarnessLM(model, tokenizer, batch_size=1)
