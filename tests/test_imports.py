@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ ROOMS = [
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 LIGHT = [
     "toolkit", "toolkit.cli", "toolkit.cli_parser", "toolkit.args", "toolkit.errors", "toolkit.models.config",
+    "toolkit.models.config_checks",
     "toolkit.models.families", "toolkit.data", "toolkit.ui", *(module for module, *_ in COMMANDS.values()),
 ]  # fmt: skip
 HEAVY = {"torch", "lightning", "litdata", "transformers", "tokenizers", "numpy", "rich"}
@@ -45,7 +47,8 @@ def module_name(file: Path) -> str:
 def level(module: str) -> int | None:
     """The level of a module below ``toolkit``; None for the package itself, which belongs to everybody."""
     rest = module.removeprefix("toolkit.")
-    return LEVEL["models.config"] if (rest + ".").startswith("models.config.") else LEVEL.get(rest.partition(".")[0])
+    is_config = re.match(r"models\.config(_checks)?(\.|$)", rest)
+    return LEVEL["models.config"] if is_config else LEVEL.get(rest.partition(".")[0])
 
 
 def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:

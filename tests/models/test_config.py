@@ -127,3 +127,47 @@ def test_impossible_groups_of_experts_are_refused_with_the_flag_named(field, fac
     experts = {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 3, "moe_intermediate_size": 24}
     with pytest.raises(UserError, match=f"model_config.{field}"):
         ModelConfig(**experts | facts)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("n_layer", 2.0, "a whole number"),
+        ("n_layer", True, "a whole number"),
+        ("n_embd", "64", "a whole number"),
+        ("block_size", None, "a whole number"),
+        ("norm_eps", "1e-5", "a number"),
+        ("norm_eps", None, "a number"),
+        ("rope_base", float("inf"), "a number"),
+        ("rope_base", 0, "greater than zero"),
+        ("norm_eps", -1e-5, "not be negative"),
+        ("bias", "false", "true or false"),
+        ("tie_embeddings", 1, "true or false"),
+        ("sliding_window_size", 0, "greater than zero"),
+        ("sliding_window_size", -1, "greater than zero"),
+        ("attention_logit_softcapping", 0.0, "greater than zero"),
+        ("logits_scaling", 0.0, "greater than zero"),
+        ("moe_indices", 1, "a list of whole numbers"),
+        ("moe_indices", [1.0, 1.0], "a list of whole numbers"),
+        ("family", None, "a word"),
+        ("rope_adjustments", [1], "names with values"),
+        ("rope_adjustments", {"factor": "4"}, "factor '4': must be a number greater than zero"),
+        ("rope_adjustments", {"factor": 0}, "factor 0: must be a number greater than zero"),
+        ("latent_attention", {"kv_lora_rank": 8}, "must have q_lora_rank, kv_lora_rank"),
+    ],
+)
+def test_values_of_another_kind_are_refused_with_the_flag_named(field, value, wanted):
+    with pytest.raises(UserError, match=f"^--model_config.{field}.*{wanted}"):
+        ModelConfig(**{"vocab_size": 100, field: value})
+
+
+def test_whole_numbers_are_numbers():
+    assert ModelConfig(rope_base=10000, rope_adjustments={"factor": 4}).rope_kind == "linear"
+
+
+@pytest.mark.parametrize("name", ["short_factor", "long_factor"])
+def test_longrope_needs_a_factor_for_each_pair(name):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_seq_len": 16, "attention_factor": 1.1}
+    ModelConfig(rope_adjustments=factors)  # heads of 16 elements
+    with pytest.raises(UserError, match=f"rope_adjustments: {name} has 6 factors; heads with 16 rotated .* need 8"):
+        ModelConfig(rope_adjustments=factors | {name: [1.0] * 6})

@@ -6,41 +6,11 @@ Field names follow LitGPT's ``model_config.yaml``, so that its checkpoints can b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from typing import Any, Literal, get_type_hints
 
 from toolkit.errors import UserError
-
-# The kinds of rope_adjustments: the keys that each must have and those that it may have, as LitGPT names them.
-ROPE_ADJUSTMENTS = {
-    "linear": ({"factor"}, set()),
-    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}, set()),
-    "yarn": (
-        {"factor", "beta_fast", "beta_slow", "original_max_seq_len"},
-        {"mscale", "mscale_all_dim", "attention_factor", "truncate"},
-    ),
-    "longrope": ({"short_factor", "long_factor", "original_max_seq_len", "attention_factor"}, set()),
-}
-
-_CHOICES = {
-    "position_embedding": ("rope", "learned"),
-    "norm_class_name": ("RMSNorm", "LayerNorm"),
-    "mlp_class_name": ("LLaMAMLP", "GemmaMLP", "GptNeoxMLP", "LLaMAMoE"),
-    "norm_qk_type": ("default", "olmo2", "per_head"),
-    "gelu_approximate": ("none", "tanh"),
-    "router_scores": ("softmax", "sigmoid"),
-}
-
-# Of latent_attention: its keys, as Hugging Face's config.json has them; q_lora_rank may be left out.
-LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-
-_PER_LAYER = {"sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1)}
-
-_POSITIVE = (
-    "block_size", "n_layer", "n_head", "n_embd", "vocab_size", "padded_vocab_size", "padding_multiple",
-    "intermediate_size", "head_size", "moe_intermediate_size", "shared_expert_intermediate_size", "swiglu_limit",
-)  # fmt: skip
+from toolkit.models.config_checks import check_together, check_values, rope_kind
 
 
 @dataclass(frozen=True)
@@ -62,7 +32,8 @@ class ModelConfig:
         intermediate_size: Width of the MLP; 4 x n_embd when not given.
         rotary_percentage: Share of each head that is rotated.
         rope_base: Base of the rotary frequencies (theta).
-        rope_adjustments: How the frequencies are scaled; the keys tell the kind, see :data:`ROPE_ADJUSTMENTS`.
+        rope_adjustments: How the frequencies are scaled; the keys tell the kind (linear, llama3, yarn or longrope), see
+            ROPE_ADJUSTMENTS in models/config_checks.py.
         rope_local_base_freq: Base of the unscaled frequencies of the layers with rope index 1.
         rope_indices: Of each layer: 0 rotates by rope_base and rope_adjustments, 1 by rope_local_base_freq, -1 not at
             all; all 0 when not given.
@@ -79,8 +50,9 @@ class ModelConfig:
         attention_sinks: Each head has one learned score more, of a key without a value, which takes its share of the
             softmax (gpt-oss).
         latent_attention: Keys and values are made from a small vector per token, and so may queries be (DeepSeek's
-            multi-head latent attention): the sizes :data:`LATENT_ATTENTION`. head_size is then qk_nope_head_dim +
-            qk_rope_head_dim, of which the latter are rotated.
+            multi-head latent attention): the sizes q_lora_rank (may be left out), kv_lora_rank, qk_nope_head_dim,
+            qk_rope_head_dim and v_head_dim. head_size is then qk_nope_head_dim + qk_rope_head_dim, of which the latter
+            are rotated.
         clip_qkv: Queries, keys and values are clamped to plus and minus this.
         scale_embeddings: The embedding is multiplied by the root of n_embd.
         embedding_multiplier: The embedding is multiplied by this (Granite).
@@ -185,134 +157,31 @@ class ModelConfig:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        self._check_choices()
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserError(f"--model_config.{name} {value}: must be greater than zero")
-        if not 0 <= self.rotary_percentage <= 1:
-            raise UserError(f"--model_config.rotary_percentage {self.rotary_percentage}: must be between 0 and 1")
-        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
+        check_values(self)
+        settle = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
         if self.latent_attention is not None:
-            self._settle_latent_attention(set_field)
+            settle("latent_attention", {"q_lora_rank": None} | self.latent_attention)
+            parts = (self.latent_attention.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+            settle("head_size", sum(n for n in parts if type(n) is int))
         if self.n_query_groups is None:
-            set_field("n_query_groups", self.n_head)
-        if self.n_query_groups <= 0 or self.n_head % self.n_query_groups:
-            raise UserError(f"--model_config.n_query_groups {self.n_query_groups}: must divide n_head {self.n_head}")
+            settle("n_query_groups", self.n_head)
         if self.head_size is None:
             if self.n_embd % self.n_head:
                 raise UserError(f"--model_config.n_embd {self.n_embd}: must be a multiple of n_head {self.n_head}")
-            set_field("head_size", self.n_embd // self.n_head)
+            settle("head_size", self.n_embd // self.n_head)
         if self.intermediate_size is None:
-            set_field("intermediate_size", 4 * self.n_embd)
-        if self.position_embedding == "rope" and self.rope_n_elem % 2:
-            raise UserError(f"--model_config.head_size {self.head_size}: an odd number of elements cannot be rotated")
-        self._settle_layers(set_field)
-        self._check_experts()
-        if self.vocab_size is not None:
-            if self.padded_vocab_size is None:
-                multiple = self.padding_multiple
-                set_field("padded_vocab_size", -(-self.vocab_size // multiple) * multiple)
-            if self.padded_vocab_size < self.vocab_size:
-                raise UserError(
-                    f"--model_config.padded_vocab_size {self.padded_vocab_size}: "
-                    f"smaller than vocab_size {self.vocab_size}"
-                )
-
-    def _settle_latent_attention(self, set_field: Callable[[str, Any], None]) -> None:
-        """Take the width of a head from its parts, and refuse what such attention has not."""
-        flag, given = "--model_config.", {"q_lora_rank": None} | self.latent_attention
-        if given.keys() != set(LATENT_ATTENTION) or any(n is not None and n <= 0 for n in given.values()):
-            raise UserError(
-                f"{flag}latent_attention {self.latent_attention}: must have {', '.join(LATENT_ATTENTION)}, all greater "
-                "than zero"
-            )
-        plain = {"position_embedding": "rope", "norm_qk": False, "clip_qkv": None, "attention_sinks": False}
-        plain |= {"attention_logit_softcapping": None, "bias": False, "attn_bias": False}
-        for name, value in plain.items():
-            if getattr(self, name) != value:
-                raise UserError(f"{flag}{name} {getattr(self, name)}: must be {value} with latent_attention")
-        if self.n_query_groups not in (None, self.n_head):
-            raise UserError(f"{flag}n_query_groups {self.n_query_groups}: must be n_head with latent_attention")
-        set_field("latent_attention", {name: given[name] for name in LATENT_ATTENTION})
-        set_field("head_size", given["qk_nope_head_dim"] + given["qk_rope_head_dim"])
-
-    def _settle_layers(self, set_field: Callable[[str, Any], None]) -> None:
-        """Bring lists of values per layer to one value per layer; LitGPT's may be longer."""
-        for name, allowed in _PER_LAYER.items():
-            values = getattr(self, name)
-            if values is None:
-                continue
-            if len(values) < self.n_layer or set(values) - set(allowed):
-                raise UserError(
-                    f"--model_config.{name} {values}: must hold {' or '.join(map(str, allowed))} for each of the "
-                    f"{self.n_layer} layers"
-                )
-            set_field(name, list(values[: self.n_layer]))
-        if self.rope_indices is not None and 1 in self.rope_indices and self.rope_local_base_freq is None:
-            raise UserError("--model_config.rope_indices: layers of index 1 need --model_config.rope_local_base_freq")
-
-    def _check_choices(self) -> None:
-        """Refuse words that are none of a field's choices, and combinations that no model has."""
-        for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                raise UserError(f"--model_config.{name} {value}: must be one of {', '.join(choices)}")
-        if self.shared_attention_norm and not self.parallel_residual:
-            raise UserError("--model_config.shared_attention_norm true: needs --model_config.parallel_residual true")
-        if self.norm_qk_type == "per_head" and not (self.norm_class_name == "LayerNorm" and self.norm_affine):
-            raise UserError("--model_config.norm_qk_type per_head: needs a LayerNorm with weights as norm_class_name")
-        if self.attention_sinks and self.attention_logit_softcapping is not None:
-            raise UserError("--model_config.attention_sinks True: does not go with attention_logit_softcapping")
-        _ = self.rope_kind
-
-    def _check_experts(self) -> None:
-        """Refuse numbers of experts that no model has, and widths that the grouped matrix products do not take."""
-        flag = "--model_config."
-        if self.mlp_class_name != "LLaMAMoE":
-            for name in ("n_expert", "swiglu_limit"):
-                if value := getattr(self, name):
-                    raise UserError(f"{flag}{name} {value}: needs {flag}mlp_class_name LLaMAMoE")
-            return
-        if not 1 <= self.n_expert_per_token <= self.n_expert:
-            raise UserError(
-                f"{flag}n_expert_per_token {self.n_expert_per_token}: must be between 1 and n_expert {self.n_expert}"
-            )
-        width = "intermediate_size" if self.moe_intermediate_size is None else "moe_intermediate_size"
-        for name in ("n_embd", width):
-            if (value := getattr(self, name)) % 8:
-                raise UserError(f"{flag}{name} {value}: must be a multiple of 8 in a model with experts")
-        if self.parallel_residual:
-            raise UserError(f"{flag}parallel_residual True: must be False in a model with experts")
-        self._check_expert_groups()
-        if self.router_aux_loss_coef < 0:
-            raise UserError(f"{flag}router_aux_loss_coef {self.router_aux_loss_coef}: must not be negative")
-
-    def _check_expert_groups(self) -> None:
-        flag, groups, chosen = "--model_config.", self.n_expert_groups, self.n_topk_groups
-        if groups is None:
-            return
-        least = 2 if self.router_scores == "sigmoid" else 1  # experts of a group whose scores are added up
-        if groups < 1 or self.n_expert % groups or self.n_expert // groups < least:
-            raise UserError(
-                f"{flag}n_expert_groups {groups}: must divide n_expert {self.n_expert} into groups of {least} or more"
-            )
-        if chosen is None or not 1 <= chosen <= groups or self.n_expert_per_token > chosen * self.n_expert // groups:
-            raise UserError(
-                f"{flag}n_topk_groups {chosen}: must be between 1 and n_expert_groups {groups}, and its experts at "
-                f"least n_expert_per_token {self.n_expert_per_token}"
-            )
+            settle("intermediate_size", 4 * self.n_embd)
+        if self.vocab_size is not None and self.padded_vocab_size is None:
+            settle("padded_vocab_size", -(-self.vocab_size // self.padding_multiple) * self.padding_multiple)
+        for name in ("sliding_window_indices", "rope_indices", "moe_indices"):  # LitGPT's may be longer
+            if (values := getattr(self, name)) is not None:
+                settle(name, list(values[: self.n_layer]))
+        check_together(self)
 
     @property
     def rope_kind(self) -> str | None:
-        """Which of :data:`ROPE_ADJUSTMENTS` scales the frequencies; None where nothing does."""
-        if self.rope_adjustments is None:
-            return None
-        keys = self.rope_adjustments.keys()
-        for kind, (required, optional) in ROPE_ADJUSTMENTS.items():
-            if required <= keys <= required | optional:
-                return kind
-        known = "; ".join(f"{kind}: {', '.join(sorted(required))}" for kind, (required, _) in ROPE_ADJUSTMENTS.items())
-        raise UserError(f"--model_config.rope_adjustments {self.rope_adjustments}: the keys must be one of {known}")
+        """Which of :data:`~toolkit.models.config_checks.ROPE_ADJUSTMENTS` scales the frequencies; None for nothing."""
+        return rope_kind(self.rope_adjustments)
 
     @property
     def rotation_border(self) -> int | None:

@@ -10,7 +10,8 @@ import re
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.models.config import LATENT_ATTENTION, ModelConfig
+from toolkit.models.config import ModelConfig
+from toolkit.models.config_checks import LATENT_ATTENTION
 from toolkit.models.families import hf_config, tables
 
 _SHARED = {
