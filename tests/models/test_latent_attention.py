@@ -33,8 +33,9 @@ def make(**changes) -> GPT:
 
 
 @torch.no_grad()
-def test_a_cache_holds_the_small_vectors_only():
-    model, ids = make().eval(), token_ids()
+@pytest.mark.parametrize("window", [None, 10])
+def test_a_cache_holds_the_small_vectors_only(window):
+    model, ids = make(sliding_window_size=window).eval(), token_ids()
     cache = KVCache(model.config, batch_size=2, max_length=48)
     assert [t.shape[1:] for t in (cache[0].keys, cache[0].values)] == [(1, 48, 16), (1, 48, 4)]
     steps = [model(ids[:, start:end], kv_cache=cache) for start, end in ((0, 20), (20, 21), (21, 30), (30, 48))]
@@ -62,6 +63,7 @@ def test_the_correction_decides_who_is_chosen_and_not_how_much_they_count():
     moe, x = make().transformer.h[1].mlp, torch.randn(1, 5, 64)
     moe.correction.zero_()
     probabilities, weights, chosen = moe._route(x)
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(1, 5))  # as the balance loss has them
     out = next(e for e in range(8) if e not in chosen)
     moe.correction[out] = 9.0
     again, other_weights, others = moe._route(x)
