@@ -114,7 +114,7 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
         "num_experts_per_tok": config.n_expert_per_token,
         "routed_scaling_factor": config.routed_scaling_factor,
         "scoring_func": config.router_scores,
-        "topk_group": config.n_topk_groups or 1,
+        "topk_group": config.n_topk_groups if groups else 1,
         "topk_method": method,
     }
     if third:
@@ -171,10 +171,13 @@ def _dense_layers(config: ModelConfig) -> int:
 def _check(config: ModelConfig) -> None:
     """Refuse what the family's Hugging Face class cannot be."""
     third = config.family == "deepseek_v3"
-    other = {} if third else {"norm_topk_prob": False}
+    free = (
+        "latent_attention", "routed_scaling_factor", "n_expert_groups", "n_topk_groups", "moe_indices",
+        "shared_expert_intermediate_size", *(("norm_topk_prob",) if third else ()),
+    )  # fmt: skip
     hf_config.require_llama(
-        config, free=("latent_attention", "routed_scaling_factor", "n_expert_groups"), mlp_class_name="LLaMAMoE",
-        shared_expert_gate=False, router_scores="sigmoid" if third else "softmax", **other,
+        config, free=free, mlp_class_name="LLaMAMoE", shared_expert_gate=False,
+        router_scores="sigmoid" if third else "softmax",
     )  # fmt: skip
     if config.latent_attention is None:
         hf_config.require(config, latent_attention="the sizes of latent attention")

@@ -127,4 +127,5 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a FalconForCausalLM cannot be."""
-    hf_config.require_llama(config, head_size=config.n_embd // config.n_head, **_FACTS)
+    own = {"head_size": config.n_embd // config.n_head}
+    hf_config.require_llama(config, free=("shared_attention_norm",), **own, **_FACTS)

@@ -138,7 +138,7 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
             "final_logit_softcapping": _float(config.final_logit_softcapping),
             "layer_types": hf_config.write_layer_types(config),
             "query_pre_attn_scalar": int(config.attention_scores_scalar or config.head_size),
-            "sliding_window": config.sliding_window_size,
+            "sliding_window": config.sliding_window_size or config.block_size,  # theirs want one, used or not
         }
     if config.family == "gemma3_text":
         other |= hf_config.write_rope_by_layer(config)
@@ -158,13 +158,13 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what none of these classes can be."""
-    later = config.family != "gemma"
-    free = ("sliding_window_size", "attention_logit_softcapping", "final_logit_softcapping", "attention_scores_scalar")
-    third = config.family == "gemma3_text"
+    later, third = config.family != "gemma", config.family == "gemma3_text"
+    free = (*hf_config.LAYERED_WINDOWS, "final_logit_softcapping", "attention_scores_scalar") if later else ()
+    # transformers' Gemma 3 reads a cap of the scores and does not apply it
+    own = ("rope_indices", "rope_local_base_freq") if third else ("attention_logit_softcapping",) if later else ()
     hf_config.require_llama(
-        config, free=(*(free if later else ()), *(("rope_indices",) if third else ())),
-        norm_offset=True, scale_embeddings=True, mlp_class_name="GemmaMLP", gelu_approximate="tanh",
-        post_attention_norm=later, post_mlp_norm=later, norm_qk=third, norm_qk_type="default",
+        config, free=(*free, *own), norm_offset=True, scale_embeddings=True, mlp_class_name="GemmaMLP",
+        gelu_approximate="tanh", post_attention_norm=later, post_mlp_norm=later, norm_qk=third,
     )  # fmt: skip
     if (scalar := config.attention_scores_scalar) is not None and scalar != int(scalar):
         hf_config.require(config, attention_scores_scalar=int(scalar))

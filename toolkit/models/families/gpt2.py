@@ -111,8 +111,7 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a GPT2LMHeadModel cannot be."""
-    hf_config.require(
-        config, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP", bias=True, position_embedding="learned",
-        parallel_residual=False, lm_head_bias=False, n_query_groups=config.n_head,
-        head_size=config.n_embd // config.n_head,
+    hf_config.require_llama(
+        config, free=("gelu_approximate",), position_embedding="learned", norm_class_name="LayerNorm",
+        mlp_class_name="GptNeoxMLP", bias=True, n_query_groups=config.n_head, head_size=config.n_embd // config.n_head,
     )  # fmt: skip

@@ -144,8 +144,7 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a GPTNeoXForCausalLM cannot be."""
-    hf_config.require(
-        config, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP", bias=True, position_embedding="rope",
-        shared_attention_norm=False, lm_head_bias=False, n_query_groups=config.n_head,
-        head_size=config.n_embd // config.n_head,
+    hf_config.require_llama(
+        config, free=("parallel_residual", "rotary_percentage", "gelu_approximate"), norm_class_name="LayerNorm",
+        mlp_class_name="GptNeoxMLP", bias=True, n_query_groups=config.n_head, head_size=config.n_embd // config.n_head,
     )  # fmt: skip

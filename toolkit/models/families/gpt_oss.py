@@ -113,6 +113,6 @@ def _experts(config: ModelConfig, ours: str, theirs: str) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a GptOssForCausalLM cannot be."""
-    hf_config.require_llama(config, free=("sliding_window_size", "attn_bias", "swiglu_limit"), **_FACTS)
+    hf_config.require_llama(config, free=(*hf_config.LAYERED_WINDOWS, "swiglu_limit"), **_FACTS)
     if config.swiglu_limit is None:
         hf_config.require(config, swiglu_limit="a number")

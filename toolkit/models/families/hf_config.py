@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -39,18 +40,39 @@ def model_name(config_json: dict[str, Any]) -> str:
     return str(config_json.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
 
 
-# What ModelConfig adds to a Llama, each with the value that a Llama has.
-_PLAIN = {
-    "norm_class_name": "RMSNorm", "norm_offset": False, "norm_affine": True, "norm_1": True, "norm_2": True,
-    "post_attention_norm": False, "post_mlp_norm": False, "norm_qk": False, "norm_qk_type": "default",
-    "mlp_class_name": "LLaMAMLP", "parallel_residual": False, "position_embedding": "rope", "rotary_percentage": 1.0,
-    "rope_indices": None, "sliding_window_size": None, "attention_multiplier": None, "clip_qkv": None,
-    "attention_logit_softcapping": None, "final_logit_softcapping": None, "scale_embeddings": False,
-    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0, "lm_head_bias": False,
-    "bias": False, "attn_bias": False, "attention_sinks": False, "latent_attention": None,
-    "routed_scaling_factor": 1.0, "router_scores": "softmax", "n_expert_groups": None, "shared_expert_gate": True,
-    "swiglu_limit": None,
-}  # fmt: skip
+# Fields that all families have in any value, or that say nothing of what is computed.
+_SIZES = (
+    "name", "family", "block_size", "vocab_size", "padded_vocab_size", "padding_multiple", "n_layer", "n_head",
+    "n_query_groups", "n_embd", "head_size", "intermediate_size", "norm_eps", "rope_base", "rope_adjustments",
+    "tie_embeddings", "n_expert", "n_expert_per_token", "moe_intermediate_size", "router_aux_loss_coef",
+)  # fmt: skip
+
+# All others, later ones too, each with the value that a Llama has: the default.
+_PLAIN = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name not in _SIZES}
+
+# When a field makes no difference, so that any value of it can be exported.
+_IDLE: dict[str, Callable[[ModelConfig], bool]] = {
+    "attention_scores_scalar": lambda c: c.attention_scores_scalar is None or c.attention_multiplier is not None,
+    "attn_bias": lambda c: c.bias,
+    "gelu_approximate": lambda c: c.mlp_class_name not in ("GemmaMLP", "GptNeoxMLP"),
+    "moe_indices": lambda c: all(c.has_experts(i) for i in range(c.n_layer)),
+    "n_topk_groups": lambda c: c.n_expert_groups is None,
+    "norm_qk_type": lambda c: not c.norm_qk,
+    "rope_indices": lambda c: not any(c.rope_index(i) for i in range(c.n_layer)),
+    "rope_local_base_freq": lambda c: not any(c.rope_index(i) == 1 for i in range(c.n_layer)),
+    "shared_expert_gate": lambda c: c.shared_expert_intermediate_size is None,
+    "sliding_window_indices": lambda c: c.sliding_window_size is None or all(c.sliding_window_indices or ()),
+}
+_OF_EXPERTS = (
+    "norm_topk_prob", "routed_scaling_factor", "router_scores", "n_expert_groups", "n_topk_groups",
+    "shared_expert_intermediate_size", "shared_expert_gate", "moe_indices",
+)  # fmt: skip
+
+
+def _is_idle(config: ModelConfig, name: str) -> bool:
+    if name in _OF_EXPERTS and config.mlp_class_name != "LLaMAMoE":
+        return True
+    return name in _IDLE and _IDLE[name](config)
 
 
 def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), **other: Any) -> None:
@@ -64,10 +86,13 @@ def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), **other: A
     Raises:
         UserError: Names the field, its value and the value that the family has.
     """
-    expected = {name: value for name, value in _PLAIN.items() if name not in free} | other
-    if "attention_scores_scalar" not in free and config.attention_scores_scalar is not None:
-        expected["attention_scores_scalar"] = config.head_size
-    require(config, **expected)
+    expected = {**_PLAIN, "attention_scores_scalar": config.head_size} | other
+    require(config, **{n: v for n, v in expected.items() if n not in free and not _is_idle(config, n)})
+
+
+# With these a family's class has windows in all layers, or in those that it lists.
+WINDOWS = ("sliding_window_size",)
+LAYERED_WINDOWS = (*WINDOWS, "sliding_window_indices")
 
 
 def read_decoder(
@@ -172,7 +197,8 @@ def write_rope_by_layer(config: ModelConfig) -> dict[str, Any]:
 
 
 def require_rope_by_window(config: ModelConfig) -> None:
-    """Refuse a model whose layers with a window are not those with rope index 1.
+    """Refuse a model whose layers with a window are not those with rope index 1, and what transformers does not read
+    of the others' scaling.
 
     Raises:
         UserError: Names the field.
@@ -183,6 +209,8 @@ def require_rope_by_window(config: ModelConfig) -> None:
                 f"--model_config.rope_indices {config.rope_indices}: the Hugging Face model type {config.family!r} has "
                 "index 1 in the layers with a window and 0 in the others; such a model cannot be exported"
             )
+    if (adjustments := config.rope_adjustments) and not adjustments.get("truncate", True):
+        require(config, rope_adjustments="YaRN with truncate true")  # transformers looks for it outside the layers'
 
 
 def read_rope(
@@ -241,12 +269,21 @@ def _read_longrope(scaling: dict[str, Any], config_json: dict[str, Any]) -> dict
     longest = config_json["max_position_embeddings"]
     original = config_json.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
     original = original or longest
-    factor, given = longest / original, scaling.get("attention_factor")
-    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    given = scaling.get("attention_factor")
     return {
         "short_factor": scaling["short_factor"], "long_factor": scaling["long_factor"],
-        "original_max_seq_len": original, "attention_factor": usual if given is None else given,
+        "original_max_seq_len": original,
+        "attention_factor": longrope_attention_factor(longest, original) if given is None else given,
     }  # fmt: skip
+
+
+def longrope_attention_factor(longest: int, original: int) -> float:
+    """The factor of attention where a file does not say it: of a model of ``original`` positions made longer.
+
+    Source: Ding et al. 2024 (LongRoPE), as Phi-3's own code and transformers have it.
+    """
+    factor = longest / original
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 _ROPE_READERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {

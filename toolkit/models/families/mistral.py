@@ -66,4 +66,4 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a MistralForCausalLM cannot be."""
-    hf_config.require_llama(config, free=("sliding_window_size",), sliding_window_indices=None)
+    hf_config.require_llama(config, free=hf_config.WINDOWS)

@@ -78,7 +78,4 @@ def _experts(config: ModelConfig, ours: str, theirs: str) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a MixtralForCausalLM cannot be."""
-    hf_config.require_llama(
-        config, free=("sliding_window_size",), sliding_window_indices=None, mlp_class_name="LLaMAMoE",
-        norm_topk_prob=True, shared_expert_intermediate_size=None, moe_indices=None,
-    )  # fmt: skip
+    hf_config.require_llama(config, free=hf_config.WINDOWS, mlp_class_name="LLaMAMoE", norm_topk_prob=True)

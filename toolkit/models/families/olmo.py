@@ -84,7 +84,10 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
         other = {"clip_qkv": None if clip is None else float(clip)}  # transformers 5 refuses 8 where it wants 8.0
     if config.family == "olmo3":
         other = hf_config.write_rope_by_layer(config)
-        other |= {"layer_types": hf_config.write_layer_types(config), "sliding_window": config.sliding_window_size}
+        other |= {
+            "layer_types": hf_config.write_layer_types(config),
+            "sliding_window": config.sliding_window_size or config.block_size,  # theirs wants one, used or not
+        }
     return hf_config.write_decoder(config, _ARCHITECTURES[config.family], bos_token_id, eos_token_id, **other)
 
 
@@ -101,6 +104,7 @@ def _check(config: ModelConfig) -> None:
         hf_config.require_llama(config, free=("clip_qkv",), **own, **_FIRST)
         return
     third = config.family == "olmo3"
-    hf_config.require_llama(config, free=("rope_indices", "sliding_window_size") if third else (), **own, **_LATER)
+    free = ("rope_indices", "rope_local_base_freq", *hf_config.LAYERED_WINDOWS) if third else ()
+    hf_config.require_llama(config, free=free, **own, **_LATER)
     if third:
         hf_config.require_rope_by_window(config)

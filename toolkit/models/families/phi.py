@@ -73,4 +73,4 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 def _check(config: ModelConfig) -> None:
     """Refuse what a PhiForCausalLM cannot be."""
     own = {"head_size": config.n_embd // config.n_head, "tie_embeddings": False}
-    hf_config.require_llama(config, free=("rotary_percentage", "attn_bias", "norm_qk"), **own, **_FACTS)
+    hf_config.require_llama(config, free=("rotary_percentage", "norm_qk"), **own, **_FACTS)

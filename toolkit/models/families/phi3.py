@@ -35,7 +35,7 @@ def _longrope(short_factor: list[float], long_factor: list[float]) -> dict[str, 
     """Of a model whose 4,096 positions became 131,072; the factor of attention is the one that follows from those."""
     return {
         "short_factor": short_factor, "long_factor": long_factor, "original_max_seq_len": 4096,
-        "attention_factor": math.sqrt(1 + math.log(32) / math.log(4096)),
+        "attention_factor": hf_config.longrope_attention_factor(131072, 4096),
     }  # fmt: skip
 
 
@@ -86,11 +86,19 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
         partial_rotary_factor=config.rotary_percentage, embd_pdrop=0.0, resid_pdrop=0.0,
         original_max_position_embeddings=(config.rope_adjustments or {}).get("original_max_seq_len", config.block_size),
     )  # fmt: skip
-    if config.rope_kind == "longrope":  # these three keys, or transformers refuses the file
-        values["rope_scaling"] = {
-            "type": "longrope", **{name: config.rope_adjustments[name] for name in ("short_factor", "long_factor")},
-        }  # fmt: skip
+    if config.rope_kind == "longrope":
+        values["rope_scaling"] = _write_longrope(config, config.rope_adjustments)
     return values
+
+
+def _write_longrope(config: ModelConfig, adjustments: dict[str, Any]) -> dict[str, Any]:
+    """Three keys, with which transformers 4 opens the file, too; a fourth where it would take another factor."""
+    given = adjustments["attention_factor"]
+    usual = hf_config.longrope_attention_factor(config.block_size, adjustments["original_max_seq_len"])
+    return {
+        "type": "longrope", **{name: adjustments[name] for name in ("short_factor", "long_factor")},
+        **({} if math.isclose(given, usual) else {"attention_factor": given}),
+    }  # fmt: skip
 
 
 def weights(config: ModelConfig) -> list[tables.Map]:
@@ -101,5 +109,7 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a Phi3ForCausalLM cannot be."""
-    own = {"head_size": config.n_embd // config.n_head, "sliding_window_indices": None}
-    hf_config.require_llama(config, free=("rotary_percentage", "sliding_window_size"), **own)
+    own = {"head_size": config.n_embd // config.n_head}
+    hf_config.require_llama(config, free=("rotary_percentage", *hf_config.WINDOWS), **own)
+    if config.rope_kind not in (None, "longrope"):
+        hf_config.require(config, rope_adjustments="longrope's or None")

@@ -115,4 +115,4 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a Qwen2ForCausalLM cannot be."""
-    hf_config.require_llama(config, free=("sliding_window_size",), attn_bias=True)
+    hf_config.require_llama(config, free=hf_config.LAYERED_WINDOWS, attn_bias=True)

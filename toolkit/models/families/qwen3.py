@@ -65,4 +65,4 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a Qwen3ForCausalLM cannot be."""
-    hf_config.require_llama(config, free=("sliding_window_size",), norm_qk=True, norm_qk_type="default")
+    hf_config.require_llama(config, free=hf_config.LAYERED_WINDOWS, norm_qk=True)

@@ -153,9 +153,9 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what the family's Hugging Face class cannot be."""
-    free = ("sliding_window_size", "attn_bias") if config.family == "qwen2_moe" else ("sliding_window_size",)
     second = config.family == "qwen2_moe"
-    other = {} if second else {"shared_expert_intermediate_size": None, "sliding_window_indices": None}
-    hf_config.require_llama(config, free=free, mlp_class_name="LLaMAMoE", norm_qk=not second, **other)
+    own = (*hf_config.LAYERED_WINDOWS, "attn_bias", "shared_expert_intermediate_size") if second else hf_config.WINDOWS
+    free = ("norm_topk_prob", "moe_indices", *own)
+    hf_config.require_llama(config, free=free, mlp_class_name="LLaMAMoE", norm_qk=not second)
     if second and config.shared_expert_intermediate_size is None:
         hf_config.require(config, shared_expert_intermediate_size="a width")

@@ -57,4 +57,4 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 
 def _check(config: ModelConfig) -> None:
     """Refuse what a SmolLM3ForCausalLM cannot be."""
-    hf_config.require_llama(config, free=("rope_indices", "sliding_window_size"), rope_local_base_freq=None)
+    hf_config.require_llama(config, free=("rope_indices", *hf_config.LAYERED_WINDOWS))

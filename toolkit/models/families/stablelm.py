@@ -75,5 +75,5 @@ def _check(config: ModelConfig) -> None:
     hf_config.require_llama(
         config, free=("rotary_percentage", "attn_bias", "parallel_residual", "norm_qk"), norm_class_name="LayerNorm",
         shared_attention_norm=config.parallel_residual, head_size=config.n_embd // config.n_head,
-        norm_qk_type="per_head" if config.norm_qk else "default",
+        norm_qk_type="per_head",
     )  # fmt: skip

@@ -69,6 +69,5 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 def _check(config: ModelConfig) -> None:
     """Refuse what a Starcoder2ForCausalLM cannot be."""
     hf_config.require_llama(
-        config, free=("sliding_window_size",), sliding_window_indices=None, bias=config.bias,
-        attn_bias=config.attn_bias and config.bias, head_size=config.n_embd // config.n_head, **_FACTS,
+        config, free=("bias", *hf_config.WINDOWS), head_size=config.n_embd // config.n_head, **_FACTS,
     )  # fmt: skip
