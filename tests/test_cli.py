@@ -67,6 +67,12 @@ def test_only_the_chosen_command_is_imported():
     assert ast.literal_eval(done.stderr) == ["toolkit.commands.prepare_data"]
 
 
+def test_the_file_can_be_run_too():
+    """`python -m toolkit.cli`, which is not the documented way, must not end well without doing anything."""
+    done = subprocess.run([sys.executable, "-m", "toolkit.cli", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, ["toolkit", "0.1.0"])
+
+
 def test_version():
     assert toolkit("--version").stdout.split() == ["toolkit", "0.1.0"]
 

@@ -70,3 +70,7 @@ def _end(program: str, message: object, code: int) -> int:
     if text := " ".join(str(message).split()):
         print(f"{program}: {text}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

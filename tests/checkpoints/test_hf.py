@@ -14,7 +14,7 @@ from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.checkpoints.hf import export_hf, verify_hf
 from toolkit.checkpoints.store import write_checkpoint
 from toolkit.data.tokenizer import Tokenizer, train_bpe
-from toolkit.errors import UserError
+from toolkit.errors import GuardError, UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 
@@ -140,6 +140,71 @@ def test_the_folder_is_complete(tmp_path):
     assert "# small" in (tmp_path / "hf" / "README.md").read_text()
 
 
+def came(folder, config=None, generation=None):
+    """Files that an import leaves beside the weights."""
+    for name, values in (("config.json", config), ("generation_config.json", generation)):
+        if values is not None:
+            (folder / name).write_text(json.dumps(values))
+
+
+def exported_ids(folder):
+    values = json.loads((folder / "config.json").read_text())
+    return {name.removesuffix("_token_id"): i for name, i in values.items() if name.endswith("_token_id")}
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        (None, None, {"bos": None, "eos": None, "pad": None}),
+        ({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}, None, {"bos": 1, "eos": 2, "pad": 3}),
+        (None, {"bos_token_id": 1, "eos_token_id": [2, 4]}, {"bos": 1, "eos": [2, 4], "pad": None}),
+        ({"eos_token_id": 2, "pad_token_id": 0}, {"eos_token_id": [2, 4]}, {"bos": None, "eos": [2, 4], "pad": 0}),
+        ({"bos_token_id": 1, "pad_token_id": 320}, None, {"bos": 1, "eos": None, "pad": None}),
+        ({"bos_token_id": 1, "pad_token_id": -1}, None, {"bos": 1, "eos": None, "pad": None}),
+        ({"text_config": {"eos_token_id": 5, "pad_token_id": 6}}, None, {"bos": None, "eos": 5, "pad": 6}),
+    ],
+)
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+def test_without_a_tokenizer_the_ids_are_those_that_the_model_came_with(tmp_path, style, config, generation, expected):
+    save(tmp_path / "m", STYLES[style])
+    came(tmp_path / "m", config, generation)
+    (tmp_path / "m" / "tokenizer.model").write_bytes(b"sentences")
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    assert exported_ids(tmp_path / "hf") == expected
+    known = {f"{name}_token_id": i for name, i in expected.items() if i is not None}
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()) == (generation or known)
+    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == b"sentences"
+    assert load_theirs(tmp_path / "hf").generation_config.eos_token_id == expected["eos"]
+
+
+@pytest.mark.parametrize(
+    ("config", "pad", "expected"),
+    [
+        (None, None, {"bos": 0, "eos": 0, "pad": None}),
+        (None, "<|endoftext|>", {"bos": 0, "eos": 0, "pad": 0}),
+        ({"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": 9}, "<|endoftext|>", {"bos": 0, "eos": 0, "pad": 9}),
+        ({"pad_token_id": None, "eos_token_id": 8}, "<|endoftext|>", {"bos": 0, "eos": 0, "pad": None}),
+    ],
+)
+def test_padding_is_what_the_model_came_with_or_the_tokenizers(tmp_path, config, pad, expected):
+    tokenizer = train_bpe(["the text of the tokenizer"], 280)
+    settings = tokenizer.settings("tokenizer_config.json") | ({"pad_token": pad} if pad else {})
+    tokenizer = tokenizer.with_files({"tokenizer_config.json": json.dumps(settings).encode()})
+    save(tmp_path / "m", LLAMA, tokenizer=tokenizer)
+    came(tmp_path / "m", config)
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    assert exported_ids(tmp_path / "hf") == expected
+    assert load_theirs(tmp_path / "hf").config.pad_token_id == expected["pad"]
+
+
+def test_a_broken_config_that_the_model_came_with_is_one_line(tmp_path):
+    save(tmp_path / "m", LLAMA)
+    (tmp_path / "m" / "config.json").write_text("{")
+    with pytest.raises(UserError, match="m/config.json: not JSON"):
+        export_hf(tmp_path / "m", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
 END = 259  # the first id after the vocabulary
 TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<|end|>' }}{% endfor %}"
 
@@ -194,6 +259,31 @@ def test_out_dir_in_use_is_refused_and_an_empty_one_is_taken(tmp_path):
         export_hf(tmp_path / "m", tmp_path / "used")
     export_hf(tmp_path / "m", tmp_path / "empty")
     assert verify_hf(tmp_path / "m", tmp_path / "empty") < 1e-5
+
+
+def test_verify_says_what_transformers_cannot_load(tmp_path):
+    save(tmp_path / "m", LLAMA)
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "of_tomorrow"}))
+    with pytest.raises(
+        GuardError, match=f"^transformers {transformers.__version__} cannot load what was written: .*of_t"
+    ):
+        verify_hf(tmp_path / "m", tmp_path / "hf")
+
+
+@pytest.mark.parametrize(("version", "name"), [(None, "dtype"), ("4.56.0", "dtype"), ("4.55.4", "torch_dtype")])
+def test_verify_gives_the_type_by_the_name_that_transformers_wants(tmp_path, monkeypatch, version, name):
+    """By the other one, the library prints that it is deprecated, or refuses it."""
+    save(tmp_path / "m", LLAMA)
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    theirs, given = load_theirs(tmp_path / "hf"), []
+    load = lambda folder, **options: given.append(options) or theirs  # noqa: E731
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    if version:
+        monkeypatch.setattr(transformers, "__version__", version)
+    assert verify_hf(tmp_path / "m", tmp_path / "hf") < 1e-5
+    assert given == [{name: torch.float32, "local_files_only": True}]
 
 
 def test_s1_an_export_that_fails_leaves_nothing(tmp_path):

@@ -2,22 +2,27 @@
 
 import builtins
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 from toolkit.checkpoints.from_hf import import_hf
-from toolkit.data.tokenizer import Tokenizer
+from toolkit.checkpoints.hf_tokenizer import SENTENCEPIECE
+from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 
 spm, transformers = pytest.importorskip("sentencepiece"), pytest.importorskip("transformers")
+
+
+def small(vocab_size: int) -> "transformers.LlamaConfig":
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return transformers.LlamaConfig(**sizes, vocab_size=vocab_size)
 
 
 @pytest.fixture
 def folder(tmp_path, corpus) -> Path:
     """A random Llama with a tokenizer.model, as the first Llamas were published."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, vocab_size=400)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    transformers.AutoModelForCausalLM.from_config(small(vocab_size=400)).save_pretrained(tmp_path / "hf")
     text = tmp_path / "text.txt"
     text.write_text(
         "\n".join([file.read_text() for file in sorted(corpus.iterdir())] + [f"{i} × {i}" for i in range(99)])
@@ -44,6 +49,17 @@ def test_it_is_converted_and_encodes_alike(folder, tmp_path):
     assert (ours.bos_id, ours.eos_id) == (1, 2)
     assert (tmp_path / "ours" / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
     assert not (folder / "tokenizer.json").exists()
+
+
+def test_a_download_fetches_what_a_conversion_reads():
+    assert all(any(fnmatch(name, pattern) for pattern in FILE_PATTERNS) for name in SENTENCEPIECE)
+
+
+def test_more_tokens_than_the_model_embeds_are_said(folder, tmp_path):
+    transformers.AutoModelForCausalLM.from_config(small(vocab_size=260)).save_pretrained(folder)
+    made, larger = import_hf(folder, tmp_path / "ours")
+    assert "was made of tokenizer.model" in made
+    assert larger.startswith("warning: the tokenizer has 300 tokens and the model embeds 260: ")
 
 
 def test_a_broken_one_is_said_and_the_weights_come_all_the_same(folder, tmp_path):

@@ -19,6 +19,7 @@ from toolkit.checkpoints.store import (
     is_complete,
     newest,
     prune,
+    require_new_folder,
     resolve_resume,
     step_folders,
     write_checkpoint,
@@ -214,6 +215,16 @@ def test_out_dir_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--out_dir .*file/run: Not a directory; choose another"):
         make(tmp_path / "file" / "run" / "step-1")
+
+
+@pytest.mark.parametrize("name", ["/proc/x", "/proc/x/y", "/dev/null/x", "n" * 250, "n" * 300, "n" * 300 + "/x"])
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_where_no_folder_can_be_made_there(tmp_path, name):
+    folder = tmp_path / name
+    with pytest.raises(UserError, match="^out_dir .*; choose another folder"):
+        require_new_folder(folder)
+        write_folder(folder, lambda tmp: None, flag="out_dir")
+    assert not list(tmp_path.iterdir())
 
 
 def test_s1_prune_keeps_the_last_and_touches_nothing_else(tmp_path, monkeypatch):

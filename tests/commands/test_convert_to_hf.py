@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,16 +55,29 @@ def test_a_missing_or_damaged_checkpoint_is_one_line(checkpoint, tmp_path, capsy
 
 @pytest.mark.parametrize("difference", [1e-3, float("nan")])
 def test_other_logits_end_it_with_a_guards_error(checkpoint, tmp_path, monkeypatch, difference):
-    monkeypatch.setattr("toolkit.checkpoints.hf.verify_hf", lambda *_: difference)
-    with pytest.raises(GuardError, match="transformers computes other logits"):
+    seen = []
+    monkeypatch.setattr("toolkit.checkpoints.hf.verify_hf", lambda _, out, *__: seen.append(Path(out)) or difference)
+    with pytest.raises(GuardError, match=f"transformers computes other logits: .* so {tmp_path / 'hf'} is not written"):
         convert_to_hf.setup(str(checkpoint), str(tmp_path / "hf"), verify=True)
+    assert seen and [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_without_transformers_nothing_is_written(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["convert_to_hf", str(checkpoint), str(tmp_path / "hf"), "--verify", "true"]) == 2
+    assert "needs transformers; run: pip install 'transformers>=4.50'" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_a_model_without_a_tokenizer_says_so(checkpoint, tmp_path, capsys):
     for file in checkpoint.glob("tokenizer*"):
         file.unlink()
     convert_to_hf.setup(str(checkpoint), str(tmp_path / "hf"))
-    assert "holds no tokenizer.json" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert shown.err == (
+        f"warning: {checkpoint} holds no tokenizer.json: copy the tokenizer's files into {tmp_path / 'hf'}\n"
+    )
+    assert shown.out == f"wrote {tmp_path / 'hf'}\n"
 
 
 @torch.no_grad()

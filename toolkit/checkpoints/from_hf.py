@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config, write_model_files
 from toolkit.checkpoints.hf import to_hf_names
-from toolkit.checkpoints.hf_files import Weight, close, find_weights, read_json
+from toolkit.checkpoints.hf_files import CONFIG, Weight, close, find_weights, read_json
 from toolkit.checkpoints.hf_tokenizer import converted, lone_sentencepiece
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.mxfp4 import METHOD, is_packed
@@ -26,7 +26,6 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
 from toolkit.models.moe import type_of
 
-CONFIG = "config.json"
 RECORD = "download.yaml"  # where `toolkit download` had the model from
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
-from toolkit.checkpoints.hf_files import FORMAT_NAMES, read_json
+from toolkit.checkpoints.hf_files import CONFIG, FORMAT_NAMES, read_json
 from toolkit.checkpoints.merge import MergedWeights, copy_files
 from toolkit.checkpoints.scratch import SMALL
 from toolkit.checkpoints.store import require_new_folder, write_folder
@@ -89,7 +89,7 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    exported = json.loads((Path(out_dir) / "config.json").read_text())["torch_dtype"]
+    exported = json.loads((Path(out_dir) / CONFIG).read_text())["torch_dtype"]
     config, weights = _read(Path(checkpoint_dir), True, base_checkpoint_dir)
     ours = model_on_meta(config)
     exported = getattr(torch, exported)
@@ -224,32 +224,40 @@ def _write_bytes(file: IO[bytes], tensor: Tensor) -> None:
 
 
 def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Which tokens begin, end and pad a text: what the tokenizer says, and of the rest what the model came with."""
-    came = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    if base is not None and not came and (base / CONFIG).is_file():
-        came = read_json(base / CONFIG)
-    came = came.get("text_config") or {} | {name: value for name, value in came.items() if value is not None}
+    """Which tokens begin, end and pad a text: as the tokenizer says, and where it does not as the model came."""
+    came, generation, own = _came_with(folder, base), _read_json(folder / GENERATION_FILE), {}
     if tokenizer is not None:
-        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": _end_tokens(tokenizer)}
-    else:
-        said = came | (read_json(folder / GENERATION_FILE) if (folder / GENERATION_FILE).is_file() else {})
-        ids = {name: said.get(name) for name in ("bos_token_id", "eos_token_id")}
-    pad = came.get("pad_token_id")
-    if not came and tokenizer is not None:
         pad = tokenizer.added_tokens.get(tokenizer.special_tokens.get("pad_token", ""))
-    # It is written even where there is none: some classes' default lies beyond a small vocabulary, which they refuse.
+        own = {"bos_token_id": tokenizer.bos_id, "eos_token_id": _end_tokens(tokenizer), "pad_token_id": pad}
+    ids = {name: _first(name, own, generation, came) for name in ("bos_token_id", "eos_token_id")}
+    pad = _first("pad_token_id", *([came] if came else [own, generation]))
+    # Written even where there is none: some classes' default lies beyond a small vocabulary, which they refuse.
     return {**ids, "pad_token_id": pad if isinstance(pad, int) and 0 <= pad < config.padded_vocab_size else None}
+
+
+def _came_with(folder: Path, base: Path | None) -> dict[str, Any]:
+    """The config.json that an imported model, or the base of adapters, keeps; nothing where there is none."""
+    values = _read_json(folder / CONFIG) or (_read_json(base / CONFIG) if base is not None else {})
+    text = values.get("text_config")  # of a model that sees, too
+    return (text if isinstance(text, dict) else {}) | {k: v for k, v in values.items() if v is not None}
+
+
+def _first(name: str, *files: dict[str, Any]) -> Any:
+    return next((values[name] for values in files if values.get(name) is not None), None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
 
 
 def _write_settings(folder: Path, config: ModelConfig, ids: dict[str, Any], dtype: torch.dtype) -> None:
     """Write config.json, and generation_config.json where the tokenizer's files brought none that says the end."""
     values = family_of(config).to_hf(config, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"])
     _write_json(folder / CONFIG, {**values, **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
-    file = folder / GENERATION_FILE
-    generation = read_json(file) if file.is_file() else {}
+    generation = _read_json(folder / GENERATION_FILE)
     if generation.get("eos_token_id") is None:
         known = {name: value for name, value in ids.items() if value is not None}
-        _write_json(file, generation | known)
+        _write_json(folder / GENERATION_FILE, generation | known)
 
 
 def _end_tokens(tokenizer: Tokenizer) -> int | list[int] | None:

@@ -16,6 +16,7 @@ from toolkit.checkpoints.mxfp4 import Packed, joined
 from toolkit.checkpoints.weights import load_state
 from toolkit.errors import UserError
 
+CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # What the safetensors format calls the types that a model's weights can have.

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from toolkit.checkpoints.from_hf import CONFIG, RECORD, import_hf, read_hf_config
-from toolkit.checkpoints.hf_files import INDEX, SINGLE
+from toolkit.checkpoints.from_hf import RECORD, import_hf, read_hf_config
+from toolkit.checkpoints.hf_files import CONFIG, INDEX, SINGLE
 from toolkit.checkpoints.mxfp4 import BITS, is_packed
 from toolkit.checkpoints.store import exclusive, full_disk, require_new_folder
 from toolkit.data.tokenizer import FILE_PATTERNS

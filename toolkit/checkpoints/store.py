@@ -347,7 +347,7 @@ def _explain(error: BaseException, tmp: Path, folder: Path) -> str | None:
 
 def _is_of(error: OSError, tmp: Path) -> bool:
     """Whether it came of making ``tmp`` or a folder that it lies in: /proc says ENOENT, others what they like."""
-    return error.filename is not None and Path(os.fsdecode(error.filename)) in (tmp, *tmp.parents)
+    return error.filename is not None and Path(str(error.filename)) in (tmp, *tmp.parents)
 
 
 def full_disk(error: BaseException | None) -> str | None:

@@ -18,30 +18,42 @@ def setup(
 ) -> None:
     """Write a folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
 
+    It appears whole or not at all; with --verify true, only if transformers computes the same.
+
     Args:
         checkpoint_dir: The model: a checkpoint folder, or a name below checkpoints/.
         out_dir: The new folder.
         dtype: Type of the weights; as they are when not given.
-        verify: Load the result with transformers and compare its logits with this program's.
+        verify: Load the result with transformers and compare its logits with this program's, on the CPU in float32.
         merge: Merge LoRA adapters that have no merged weights beside them on the way.
         base_checkpoint_dir: The base of such adapters; where it was in training when not given.
     """
+    import sys
     from pathlib import Path
 
     import torch
 
     from toolkit.checkpoints.folder import find_checkpoint_dir
-    from toolkit.checkpoints.hf import export_hf, verify_hf
+    from toolkit.checkpoints.hf import export_hf, require_transformers, verify_hf
     from toolkit.errors import GuardError
 
     folder = find_checkpoint_dir(checkpoint_dir)
     wanted = None if dtype is None else getattr(torch, dtype)
-    export_hf(folder, out_dir, wanted, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
-    print(f"wrote {out_dir}")
-    if not (Path(out_dir) / "tokenizer.json").exists():
-        print(f"{folder} holds no tokenizer.json: copy the tokenizer's files into {out_dir} yourself")
     if verify:
-        difference = verify_hf(folder, out_dir, base_checkpoint_dir)
-        print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")
+        require_transformers()
+
+    def compare(written: Path) -> None:
+        difference = verify_hf(folder, written, base_checkpoint_dir)
         if not difference <= MAX_DIFFERENCE:  # nan included
-            raise GuardError(f"{out_dir}: transformers computes other logits (allowed {MAX_DIFFERENCE}); do not use it")
+            raise GuardError(
+                f"transformers computes other logits: they differ by {difference:.1e} of the largest ({MAX_DIFFERENCE} "
+                f"is allowed), so {out_dir} is not written; without --verify it is, to look into it"
+            )
+        print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")
+
+    options = {"merge": merge, "base_checkpoint_dir": base_checkpoint_dir, "check": compare if verify else None}
+    export_hf(folder, out_dir, wanted, **options)
+    if not (Path(out_dir) / "tokenizer.json").exists():
+        mend = f"copy the tokenizer's files into {out_dir}"
+        print(f"warning: {folder} holds no tokenizer.json: {mend}", file=sys.stderr)
+    print(f"wrote {out_dir}")
