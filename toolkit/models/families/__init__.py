@@ -20,6 +20,8 @@ from toolkit.models.families import (
     gpt_neox,
     gpt_oss,
     granite,
+    hf_config,
+    hf_keys,
     llama,
     mistral,
     mixtral,
@@ -107,13 +109,29 @@ def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """
     model_type = config_json.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UserError(
-            f"config.json: model_type {model_type!r} is not supported; only {', '.join(FAMILIES)}"
-            + did_you_mean(str(model_type), FAMILIES, count=1)
-        )
+        raise UserError(_why_not(config_json))
+    family = FAMILIES[model_type]
     try:
-        return FAMILIES[model_type].from_hf(config_json)
+        hf_keys.require_kinds(config_json)
+        hf_config.require_hf(config_json, is_causal=(True,), per_layer_config=(None,))
+        config = family.from_hf(config_json)
+        family.to_hf(config)  # refuses what the weights' names would be refused for later
+    except UserError as error:
+        raise UserError(hf_keys.in_words_of(config_json, str(error))) from error
     except KeyError as error:
         raise UserError(f"config.json: {error.args[0]} is missing; a {model_type!r} model needs it") from error
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ValueError, ArithmeticError, IndexError) as error:
         raise UserError(f"config.json: not a {model_type!r} model's: {error}") from error
+    return config
+
+
+def _why_not(config_json: dict[str, Any]) -> str:
+    """What to say of a ``config.json`` of none of the families."""
+    model_type = config_json.get("model_type")
+    near = did_you_mean(str(model_type), FAMILIES, count=1)
+    if isinstance(config_json.get("text_config"), dict):
+        return (
+            f"config.json: model_type {model_type!r} is not supported: it does not see text alone; save its text model "
+            f"by itself{near}"
+        )
+    return f"config.json: model_type {model_type!r} is not supported; only {', '.join(FAMILIES)}{near}"

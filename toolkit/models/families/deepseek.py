@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.config_checks import LATENT_ATTENTION
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 _SHARED = {
     "block_size": 163840, "norm_eps": 1e-6, "mlp_class_name": "LLaMAMoE", "shared_expert_gate": False,
@@ -64,7 +64,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     third = config_json["model_type"] == "deepseek_v3"
     config_json = _DEFAULTS[config_json["model_type"]] | config_json
     hf_config.require_hf(
-        config_json, hidden_act=("silu",), attention_bias=(False,), attention_dropout=(0.0, None), mlp_bias=(False,),
+        config_json, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,),
         moe_layer_freq=(1,), rope_interleave=(True, None), scoring_func=("sigmoid" if third else "softmax",),
         topk_method=("noaux_tc",) if third else ("greedy", "group_limited_greedy"),
         norm_topk_prob=(True, False) if third else (False, None),
@@ -76,7 +76,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     dense = config_json["first_k_dense_replace"]
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=129280 if third else 102400, block_size=4096),
-        **hf_config.read_rope(config_json),
+        **hf_rope.read_rope(config_json),
         latent_attention={name: config_json[name] for name in LATENT_ATTENTION},
         mlp_class_name="LLaMAMoE",
         n_expert=config_json["n_routed_experts"],

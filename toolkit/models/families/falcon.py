@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 _FACTS = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
           "parallel_residual": True}  # fmt: skip
@@ -57,11 +57,12 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         n_head=n_head,
         n_query_groups=groups,
         n_embd=width,
+        head_size=config_json.get("head_dim"),
         intermediate_size=config_json.get("ffn_hidden_size") or 4 * width,
         norm_eps=config_json.get("layer_norm_epsilon", 1e-5),
         shared_attention_norm=not (new and norms == 2),
         tie_embeddings=config_json.get("tie_word_embeddings", True),
-        **hf_config.read_rope(config_json),
+        **hf_rope.read_rope(config_json),
         **_FACTS,
     )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 _ALL = {
     "norm_eps": 1e-6, "norm_offset": True, "scale_embeddings": True, "mlp_class_name": "GemmaMLP",
@@ -82,6 +82,13 @@ ALIASES = {
 }
 
 _ARCHITECTURES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+# What transformers' class takes where the file does not say: the published files leave some of these out.
+_DEFAULTS = {
+    "gemma3_text": {
+        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
 _ACTS = ("gelu", "gelu_pytorch_tanh")  # the files of Gemma 1 say gelu and mean its approximation by tanh
 
 
@@ -93,16 +100,14 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         config_json, hidden_activation=(*allowed, None), attention_bias=(False,),
         use_bidirectional_attention=(False, None), **({"hidden_act": allowed} if kind == "gemma" else {}),
     )  # fmt: skip
+    config_json = {"head_dim": 256} | _DEFAULTS.get(kind, {}) | config_json
     fields = hf_config.read_decoder(config_json, vocab_size=256000, block_size=8192)
     if kind != "gemma":
         fields |= _behind_the_first(config_json)
+    if kind != "gemma3_text":
+        fields |= hf_rope.read_rope(config_json)
     return ModelConfig(
-        **{"head_size": 256} | {name: value for name, value in fields.items() if value is not None},
-        **hf_config.read_rope(
-            config_json, default_theta=1000000.0 if kind == "gemma3_text" else 10000.0,
-            of_layers=hf_config.FULL if kind == "gemma3_text" else None,
-        ),
-        norm_offset=True, scale_embeddings=True, mlp_class_name="GemmaMLP", gelu_approximate="tanh",
+        **fields, norm_offset=True, scale_embeddings=True, mlp_class_name="GemmaMLP", gelu_approximate="tanh",
         tie_embeddings=config_json.get("tie_word_embeddings", True),
     )  # fmt: skip
 
@@ -110,22 +115,24 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
 def _behind_the_first(config_json: dict[str, Any]) -> dict[str, Any]:
     """What Gemma 2 and 3 have and Gemma has not."""
     third, n_layer = config_json["model_type"] == "gemma3_text", config_json["num_hidden_layers"]
-    every = config_json.get("sliding_window_pattern") or 6 if third else 2
+    every = config_json.get("sliding_window_pattern", 6) if third else 2
     types = [hf_config.SLIDING if (i + 1) % every else hf_config.FULL for i in range(n_layer)]
-    caps = (None, None) if third else (50.0, 30.0)
+    # transformers' Gemma 3 reads a cap of the scores and does not apply it
+    of_scores = None if third else config_json.get("attn_logit_softcapping", 50.0)
     fields = {
         "post_attention_norm": True, "post_mlp_norm": True,
         "attention_scores_scalar": float(config_json.get("query_pre_attn_scalar", 256)),
-        "attention_logit_softcapping": config_json.get("attn_logit_softcapping", caps[0]),
-        "final_logit_softcapping": config_json.get("final_logit_softcapping", caps[1]),
+        "attention_logit_softcapping": of_scores,
+        "final_logit_softcapping": config_json.get("final_logit_softcapping", None if third else 30.0),
         **hf_config.read_windows(config_json, types, default=4096),
     }  # fmt: skip
     if not third:
         return fields
-    local = (config_json.get("rope_parameters") or {}).get(hf_config.SLIDING) or {}
-    theta = local.get("rope_theta") or config_json.get("rope_local_base_freq") or 10000.0
-    of_layers = [int(kind == hf_config.SLIDING) for kind in config_json.get("layer_types") or types]
-    return fields | {"norm_qk": True, "rope_local_base_freq": float(theta), "rope_indices": of_layers}
+    fields |= hf_rope.read_rope_by_layer(
+        config_json, local="rope_local_base_freq", default_theta=1000000.0, default_local=10000.0
+    )
+    types = types if config_json.get("layer_types") is None else config_json["layer_types"]
+    return fields | {"norm_qk": True, "rope_indices": [int(kind == hf_config.SLIDING) for kind in types]}
 
 
 def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:

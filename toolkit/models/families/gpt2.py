@@ -37,6 +37,10 @@ ALIASES = {
     "gpt2-1.5b": "gpt2-xl",
 }
 
+_OTHER_NAMES = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}  # fmt: skip
 _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 
@@ -46,6 +50,8 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         config_json, activation_function=tuple(_GELU), scale_attn_weights=(True,),
         scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,),
     )  # fmt: skip
+    # transformers gives the names that other models have precedence
+    config_json = config_json | {ours: config_json[name] for ours, name in _OTHER_NAMES.items() if name in config_json}
     vocab_size = config_json.get("vocab_size", 50257)
     return ModelConfig(
         name=hf_config.model_name(config_json),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 
 def _neox(name: str, n_layer: int, n_embd: int, n_head: int, vocab_size: int, **other: Any) -> ModelConfig:
@@ -84,6 +84,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         n_layer=config_json["num_hidden_layers"],
         n_head=config_json["num_attention_heads"],
         n_embd=config_json["hidden_size"],
+        head_size=config_json.get("head_dim"),
         intermediate_size=config_json["intermediate_size"],
         parallel_residual=config_json.get("use_parallel_residual", True),
         bias=True,
@@ -92,7 +93,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         mlp_class_name="GptNeoxMLP",
         gelu_approximate=_GELU[config_json.get("hidden_act", "gelu")],
         tie_embeddings=config_json.get("tie_word_embeddings", False),
-        **hf_config.read_rope(config_json, theta="rotary_emb_base", share="rotary_pct", default_share=0.25),
+        **hf_rope.read_rope(config_json, theta="rotary_emb_base", share="rotary_pct", default_share=0.25),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 # What transformers' class takes where the file does not say.
 _DEFAULTS = {
@@ -48,11 +48,9 @@ ALIASES: dict[str, str] = {}
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt_oss"."""
-    hf_config.require_hf(
-        config_json, hidden_act=("silu",), attention_bias=(True,), attention_dropout=(0.0,), swiglu_alpha=(1.702,)
-    )
+    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(True,), swiglu_alpha=(1.702,))
     config_json = _DEFAULTS | config_json
-    if not config_json.get("rope_parameters") and not config_json.get("rope_scaling"):
+    if config_json.get("rope_parameters") is None and not config_json.get("rope_scaling"):
         config_json["rope_parameters"] = _ROPE
     alternating = [(hf_config.SLIDING, hf_config.FULL)[i % 2] for i in range(config_json["num_hidden_layers"])]
     coef = config_json["router_aux_loss_coef"]
@@ -60,7 +58,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=201088, block_size=131072),
         **hf_config.read_windows(config_json, alternating, default=128),
-        **hf_config.read_rope(config_json, default_theta=150000.0),
+        **hf_rope.read_rope(config_json, default_theta=150000.0),
         n_expert=config_json["num_local_experts"],
         n_expert_per_token=config_json["num_experts_per_tok"],
         swiglu_limit=config_json["swiglu_limit"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 CONFIGS = [
     # padding_multiple 1: exactly the published vocabulary, so that published weights fit
@@ -26,13 +26,12 @@ _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multip
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "granite"."""
-    bias = bool(config_json.get("attention_bias", False))
-    hf_config.require_hf({"mlp_bias": False} | config_json, hidden_act=("silu",), mlp_bias=(bias,))
+    hf_config.require_hf(config_json, hidden_act=("silu",))
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048),
-        **hf_config.read_rope(config_json),
+        **hf_rope.read_rope(config_json),
         **{name: float(config_json.get(name, 1.0)) for name in _MULTIPLIERS},
-        bias=bias,
+        bias=hf_config.read_bias(config_json),
         tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 

@@ -95,6 +95,21 @@ WINDOWS = ("sliding_window_size",)
 LAYERED_WINDOWS = (*WINDOWS, "sliding_window_indices")
 
 
+def read_bias(config_json: dict[str, Any]) -> bool:
+    """Return whether linear layers have biases, of a family that switches those of attention and of the MLP apart.
+
+    Raises:
+        UserError: one has them and the other has not.
+    """
+    attention, mlp = (config_json.get(key, False) for key in ("attention_bias", "mlp_bias"))
+    if attention != mlp:
+        raise UserError(
+            f"config.json: attention_bias {attention!r} with mlp_bias {mlp!r}: of a {config_json['model_type']!r} "
+            "model, this version computes only both with biases or both without"
+        )
+    return attention
+
+
 def read_decoder(
     config_json: dict[str, Any], *, vocab_size: int, block_size: int, norm_eps: str = "rms_norm_eps"
 ) -> dict:
@@ -168,14 +183,19 @@ def read_windows(
         default: The window where the file does not say.
 
     Raises:
-        UserError: a layer is neither of full nor of sliding attention.
+        UserError: a layer is neither of full nor of sliding attention; there are not as many of them as layers; layers
+            have a window, and there is none.
     """
-    size = config_json.get("sliding_window", default)
-    types = config_json.get("layer_types") or layer_types
+    size, types = config_json.get("sliding_window", default), config_json.get("layer_types")
+    types, n_layer = layer_types if types is None else types, config_json["num_hidden_layers"]
     if unknown := set(types or ()) - {FULL, SLIDING}:
         raise UserError(f"config.json: layer_types: {sorted(unknown)[0]!r} is not supported; only {FULL} and {SLIDING}")
-    if size is None or types is not None and SLIDING not in types:
+    if types is not None and len(types) != n_layer:
+        raise UserError(f"config.json: layer_types names {len(types)} layers: must be num_hidden_layers {n_layer}")
+    if types is not None and SLIDING not in types or types is None and size is None:
         return {}
+    if not size:
+        raise UserError(f"config.json: sliding_window {size!r}: must be greater than zero in a model with windows")
     indices = None if types is None or FULL not in types else [int(kind == SLIDING) for kind in types]
     return {"sliding_window_size": size, "sliding_window_indices": indices}
 
@@ -213,85 +233,13 @@ def require_rope_by_window(config: ModelConfig) -> None:
         require(config, rope_adjustments="YaRN with truncate true")  # transformers looks for it outside the layers'
 
 
-def read_rope(
-    config_json: dict[str, Any],
-    *,
-    theta: str = "rope_theta",
-    share: str = "partial_rotary_factor",
-    default_share: float = 1.0,
-    default_theta: float = 10000.0,
-    of_layers: str | None = None,
-) -> dict:
-    """Return the rotary fields of a ModelConfig, from the old form or transformers 5's ``rope_parameters``.
-
-    Args:
-        config_json: The content of ``config.json``.
-        theta: The old form's key of the base.
-        share: The old form's key of the rotated share of a head.
-        default_share: The rotated share where none is given.
-        default_theta: The base where none is given.
-        of_layers: Where the new form has parameters for each kind of layer, the kind to read.
-
-    Raises:
-        UserError: A rotary scaling that is not supported.
-    """
-    rope = config_json.get("rope_parameters") or {}
-    if of_layers is not None:
-        rope = rope.get(of_layers, rope)
-    scaling = rope or config_json.get("rope_scaling") or {}
-    fields = {
-        "rope_base": float(rope.get("rope_theta") or config_json.get(theta) or default_theta),
-        "rotary_percentage": float(rope.get("partial_rotary_factor") or config_json.get(share) or default_share),
-    }
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return fields
-    if kind not in _ROPE_READERS:
-        raise UserError(f"config.json: rope_type {kind!r} is not supported; only default, {', '.join(_ROPE_READERS)}")
-    return {**fields, "rope_adjustments": _ROPE_READERS[kind](scaling, config_json)}
-
-
-def _read_llama3(scaling: dict[str, Any], config_json: dict[str, Any]) -> dict[str, Any]:
-    return {ours: scaling[theirs] for ours, theirs in _LLAMA3_NAMES.items()}
-
-
-def _read_yarn(scaling: dict[str, Any], config_json: dict[str, Any]) -> dict[str, Any]:
-    known = {"beta_fast": 32.0, "beta_slow": 1.0} | {
-        name: scaling[name]
-        for name in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
-        if scaling.get(name) is not None
-    }
-    original = scaling.get("original_max_position_embeddings") or config_json["max_position_embeddings"]
-    return {**known, "original_max_seq_len": original}
-
-
-def _read_longrope(scaling: dict[str, Any], config_json: dict[str, Any]) -> dict[str, Any]:
-    longest = config_json["max_position_embeddings"]
-    original = config_json.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
-    original = original or longest
-    given = scaling.get("attention_factor")
-    return {
-        "short_factor": scaling["short_factor"], "long_factor": scaling["long_factor"],
-        "original_max_seq_len": original,
-        "attention_factor": longrope_attention_factor(longest, original) if given is None else given,
-    }  # fmt: skip
-
-
-def longrope_attention_factor(longest: int, original: int) -> float:
+def longrope_attention_factor(longest: float, original: int) -> float:
     """The factor of attention where a file does not say it: of a model of ``original`` positions made longer.
 
     Source: Ding et al. 2024 (LongRoPE), as Phi-3's own code and transformers have it.
     """
     factor = longest / original
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-
-
-_ROPE_READERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
-    "linear": lambda scaling, config_json: {"factor": scaling["factor"]},
-    "llama3": _read_llama3,
-    "yarn": _read_yarn,
-    "longrope": _read_longrope,
-}
 
 
 def write_rope_scaling(config: ModelConfig) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 _SCALED_8X = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
 _SCALED_32X = {**_SCALED_8X, "factor": 32.0}
@@ -163,12 +163,11 @@ ALIASES = {
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "llama"."""
-    bias = bool(config_json.get("attention_bias", False))
-    hf_config.require_hf({"mlp_bias": False} | config_json, hidden_act=("silu",), mlp_bias=(bias,))
+    hf_config.require_hf(config_json, hidden_act=("silu",))
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048),
-        **hf_config.read_rope(config_json),
-        bias=bias,
+        **hf_rope.read_rope(config_json),
+        bias=hf_config.read_bias(config_json),
         tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 
 def _mistral(
@@ -42,11 +42,11 @@ ALIASES = {
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "mistral"."""
-    hf_config.require_hf(config_json, hidden_act=("silu",))
+    hf_config.require_hf(config_json, hidden_act=("silu",), layer_types=(None,))
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=32000, block_size=131072),
         **hf_config.read_windows(config_json, default=4096),
-        **hf_config.read_rope(config_json),
+        **hf_rope.read_rope(config_json),
         tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 
 def _mixtral(
@@ -36,11 +36,11 @@ ALIASES = {"Mixtral-8x7B-Instruct-v0.1": "Mixtral-8x7B-v0.1"}
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "mixtral"."""
-    hf_config.require_hf(config_json, hidden_act=("silu",), router_jitter_noise=(0, None))
+    hf_config.require_hf(config_json, hidden_act=("silu",), router_jitter_noise=(0, None), layer_types=(None,))
     return ModelConfig(
         **hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=32000, block_size=131072),
         **hf_config.read_windows(config_json),
-        **hf_config.read_rope(config_json, default_theta=1000000.0),
+        **hf_rope.read_rope(config_json, default_theta=1000000.0),
         mlp_class_name="LLaMAMoE",
         n_expert=config_json.get("num_local_experts", 8),
         n_expert_per_token=config_json.get("num_experts_per_tok", 2),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
 _FIRST = {"norm_class_name": "LayerNorm", "norm_affine": False, "norm_eps": 1e-5}
@@ -58,20 +58,15 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
     kind, n_layer = config_json["model_type"], config_json["num_hidden_layers"]
     fields = hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=50304, block_size=2048)
-    fields |= hf_config.read_rope(
-        config_json, default_theta=500000.0 if kind == "olmo3" else 10000.0,
-        of_layers=hf_config.FULL if kind == "olmo3" else None,
-    )  # fmt: skip
+    if kind != "olmo3":
+        fields |= hf_rope.read_rope(config_json)
     fields |= {**_FIRST, "clip_qkv": config_json.get("clip_qkv")} if kind == "olmo" else _LATER
     if kind == "olmo3":
-        types = config_json.get("layer_types")
-        types = types or [hf_config.SLIDING if (i + 1) % 4 else hf_config.FULL for i in range(n_layer)]
+        if (types := config_json.get("layer_types")) is None:
+            types = [hf_config.SLIDING if (i + 1) % 4 else hf_config.FULL for i in range(n_layer)]
         fields |= hf_config.read_windows(config_json, types, default=4096)
-        local = (config_json.get("rope_parameters") or {}).get(hf_config.SLIDING) or {}
-        fields |= {
-            "rope_local_base_freq": float(local.get("rope_theta") or fields["rope_base"]),
-            "rope_indices": [int(t == hf_config.SLIDING) for t in types],
-        }
+        fields |= hf_rope.read_rope_by_layer(config_json, local=None, default_theta=5e5, default_local=5e5)
+        fields["rope_indices"] = [int(t == hf_config.SLIDING) for t in types]
     return ModelConfig(**fields, tie_embeddings=config_json.get("tie_word_embeddings", False))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 _GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # one function
 _FACTS = {
@@ -35,8 +35,8 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=_GELU, tie_word_embeddings=(False,))
     fields = hf_config.read_decoder({"layer_norm_eps": 1e-5} | config_json, vocab_size=51200, block_size=2048,
                                     norm_eps="layer_norm_eps")  # fmt: skip
-    rope, norm_qk = hf_config.read_rope(config_json, default_share=0.5), config_json.get("qk_layernorm", False)
-    return ModelConfig(**fields, **rope, norm_qk=norm_qk, **_FACTS)
+    rope = hf_rope.read_rope(config_json, share="partial_rotary_factor", default_share=0.5)
+    return ModelConfig(**fields, **rope, norm_qk=config_json.get("qk_layernorm", False), **_FACTS)
 
 
 def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 _PHI_3_5_SHORT = [
     1.0, 1.02, 1.03, 1.03, 1.05, 1.05, 1.05, 1.05, 1.05, 1.07, 1.1, 1.11, 1.16, 1.16, 1.17, 1.29, 1.34, 1.68, 1.79,
@@ -67,13 +67,16 @@ CONFIGS = [
 ALIASES = {"Phi-4-mini-reasoning": "Phi-4-mini-instruct", "Phi-4-reasoning-plus": "Phi-4-reasoning"}
 
 
+_OLD_NAMES = {"su": "longrope", "yarn": "longrope"}  # as the first files call it
+
+
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "phi3"."""
-    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
+    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), layer_types=(None,))
     return ModelConfig(
         **hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=32064, block_size=4096),
         **hf_config.read_windows(config_json),
-        **hf_config.read_rope(config_json),
+        **hf_rope.read_rope(config_json, share="partial_rotary_factor", also=_OLD_NAMES),
         tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 

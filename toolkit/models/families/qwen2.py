@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 
 def _qwen(
@@ -73,7 +74,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=151936, block_size=32768),
         **read_windows(config_json),
-        **hf_config.read_rope(config_json),
+        **hf_rope.read_rope(config_json),
         attn_bias=True,
         tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
@@ -81,11 +82,27 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
 
 def read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
     """The window fields of a ModelConfig; where the file does not say, the layers from max_window_layers on slide."""
-    if not config_json.get("use_sliding_window", False):
+    if not use_windows(config_json):
         return {}
-    first = config_json.get("max_window_layers", 28)
+    has_window = config_json.get("sliding_window", 4096) is not None
+    first = config_json.get("max_window_layers", 28) if has_window else config_json["num_hidden_layers"]
     types = [hf_config.FULL if i < first else hf_config.SLIDING for i in range(config_json["num_hidden_layers"])]
     return hf_config.read_windows(config_json, types, default=4096)
+
+
+def use_windows(config_json: dict[str, Any]) -> bool:
+    """Whether the file switches windows on.
+
+    Raises:
+        UserError: it does not, and says which layers have them.
+    """
+    use = config_json.get("use_sliding_window", False)
+    if not use and hf_config.SLIDING in (config_json.get("layer_types") or ()):
+        raise UserError(
+            f"config.json: use_sliding_window {use!r}: layer_types names layers with a window; make it true, or them "
+            f"{hf_config.FULL}"
+        )
+    return use
 
 
 def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, qwen2, tables
+from toolkit.models.families import hf_config, hf_rope, qwen2, tables
 
 
 def _qwen3(
@@ -44,7 +44,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     return ModelConfig(
         **hf_config.read_decoder({"head_dim": 128} | config_json, vocab_size=151936, block_size=32768),
         **qwen2.read_windows(config_json),
-        **hf_config.read_rope(config_json),
+        **hf_rope.read_rope(config_json),
         norm_qk=True,
         tie_embeddings=config_json.get("tie_word_embeddings", False),
     )

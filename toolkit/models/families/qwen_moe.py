@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, qwen2, tables
+from toolkit.models.families import hf_config, hf_rope, qwen2, tables
 
 
 def _qwen2_moe(
@@ -81,14 +81,14 @@ _DEFAULTS = {
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a ``config.json`` with ``model_type`` "qwen2_moe" or "qwen3_moe"."""
     second = config_json["model_type"] == "qwen2_moe"
-    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), attention_dropout=(0.0,))
+    hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
     # transformers 5 writes the other name of the same number
     found = {"num_experts": n} if (n := config_json.get("num_local_experts")) is not None else {}
     config_json = _DEFAULTS[config_json["model_type"]] | found | config_json
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=151936, block_size=32768),
         **_read_windows(config_json),
-        **hf_config.read_rope(config_json),
+        **hf_rope.read_rope(config_json),
         attn_bias=second and config_json.get("qkv_bias", True),
         norm_qk=not second,
         mlp_class_name="LLaMAMoE",
@@ -112,7 +112,7 @@ def _read_layers(config_json: dict[str, Any]) -> list[int] | None:
 
 def _read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
     """The window fields of a ModelConfig; Qwen2's every second layer below ``max_window_layers``, all of Qwen3's."""
-    if not config_json.get("use_sliding_window", False):
+    if not qwen2.use_windows(config_json):
         return {}
     if config_json["model_type"] == "qwen3_moe":
         return hf_config.read_windows({**config_json, "layer_types": None}, default=4096)

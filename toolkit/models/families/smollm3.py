@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 CONFIGS = [
     ModelConfig(
@@ -25,14 +26,17 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "smollm3"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,))
     n_layer, every = config_json["num_hidden_layers"], config_json.get("no_rope_layer_interval", 4)
-    rotated = config_json.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(n_layer)]  # 1: it rotates
-    types = config_json.get("layer_types") or [hf_config.FULL] * n_layer
-    if config_json.get("use_sliding_window") and not config_json.get("layer_types"):
-        types = [hf_config.FULL if rotates else hf_config.SLIDING for rotates in rotated]
+    rotated = config_json.get("no_rope_layers")  # 1: it rotates
+    if rotated is None:
+        rotated = [int((i + 1) % every != 0) for i in range(n_layer)]
+    if len(rotated) < n_layer:
+        raise UserError(f"config.json: no_rope_layers {rotated!r}: must hold 0 or 1 for each of the {n_layer} layers")
+    has_windows = config_json.get("use_sliding_window", False) and config_json.get("sliding_window") is not None
+    types = [hf_config.SLIDING if has_windows and not rotates else hf_config.FULL for rotates in rotated[:n_layer]]
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=128256, block_size=32768),
         **hf_config.read_windows(config_json, types),
-        **hf_config.read_rope(config_json, default_theta=2000000.0),
+        **hf_rope.read_rope(config_json, default_theta=2000000.0),
         rope_indices=None if all(rotated) else [0 if rotates else -1 for rotates in rotated],
         tie_embeddings=config_json.get("tie_word_embeddings", True),
     )

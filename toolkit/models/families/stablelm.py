@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 
 def _stablelm(
@@ -43,7 +43,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
                                     norm_eps="layer_norm_eps")  # fmt: skip
     return ModelConfig(
         **fields,
-        **hf_config.read_rope(config_json, default_share=0.25),
+        **hf_rope.read_rope(config_json, share="partial_rotary_factor", default_share=0.25),
         norm_class_name="LayerNorm",
         attn_bias=config_json.get("use_qkv_bias", False),
         norm_qk=norm_qk,

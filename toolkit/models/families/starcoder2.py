@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import hf_config, tables
+from toolkit.models.families import hf_config, hf_rope, tables
 
 _FACTS = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh"}
 
@@ -25,12 +25,12 @@ ALIASES: dict[str, str] = {}
 
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "starcoder2"."""
-    hf_config.require_hf(config_json, hidden_act=("gelu_pytorch_tanh", "gelu_new"))
+    hf_config.require_hf(config_json, hidden_act=("gelu_pytorch_tanh", "gelu_new"), layer_types=(None,))
     fields = hf_config.read_decoder({"norm_epsilon": 1e-5} | config_json, vocab_size=49152, block_size=4096,
                                     norm_eps="norm_epsilon")  # fmt: skip
     return ModelConfig(
         **fields,
-        **hf_config.read_rope(config_json),
+        **hf_rope.read_rope(config_json),
         **hf_config.read_windows(config_json),
         bias=config_json.get("use_bias", True),
         tie_embeddings=config_json.get("tie_word_embeddings", True),

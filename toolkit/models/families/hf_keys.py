@@ -1,0 +1,141 @@
+"""The keys of Hugging Face's ``config.json``: the kinds of their values, and what they become in a ModelConfig."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from toolkit.errors import UserError
+
+# Keys of whole numbers by the least value; those that may be null as well, for "as usual" or "none", are in _NULLABLE.
+_WHOLE = {
+    1: (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+        "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "num_key_value_heads",
+        "head_dim", "num_kv_heads", "ffn_hidden_size", "query_pre_attn_scalar", "original_max_position_embeddings",
+        "sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step", "num_local_experts", "num_experts",
+        "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "n_routed_experts",
+        "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
+    ),
+    0: (
+        "sliding_window", "max_window_layers", "num_ln_in_parallel_attn", "first_k_dense_replace", "n_shared_experts",
+    ),
+}  # fmt: skip
+_ABOVE_ZERO = (
+    "rope_theta", "rope_local_base_freq", "rotary_emb_base", "attn_logit_softcapping", "final_logit_softcapping",
+    "logits_scaling", "swiglu_limit",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "partial_rotary_factor", "rotary_pct",
+    "clip_qkv", "router_aux_loss_coef", "aux_loss_alpha",
+)  # fmt: skip
+_NUMBERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "routed_scaling_factor")
+_SWITCHES = (
+    "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "use_bias", "bias", "alibi",
+    "use_sliding_window", "use_parallel_residual", "parallel_attn", "new_decoder_architecture", "multi_query",
+    "qk_layernorm", "norm_topk_prob", "is_causal", "use_bidirectional_attention", "rope_interleave",
+    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "output_router_logits",
+)  # fmt: skip
+_GROUPS = ("rope_scaling", "rope_parameters")
+_LISTS: dict[str, tuple[type, str]] = {
+    "layer_types": (str, "words"), "no_rope_layers": (int, "whole numbers"), "mlp_only_layers": (int, "whole numbers"),
+}  # fmt: skip
+_NULLABLE = {
+    "n_inner", "num_key_value_heads", "head_dim", "num_kv_heads", "ffn_hidden_size", "sliding_window",
+    "num_ln_in_parallel_attn", "q_lora_rank", "n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob",
+    "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "rope_theta", "use_bidirectional_attention",
+    "rope_interleave", "original_max_position_embeddings", *_GROUPS, *_LISTS,
+}  # fmt: skip
+
+
+def is_number(value: Any, least: float = -math.inf) -> bool:
+    """Whether a value of a JSON file is a finite number, not less than ``least``."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= least
+
+
+def is_above_zero(value: Any) -> bool:
+    """Whether a value of a JSON file is a finite number greater than zero."""
+    return is_number(value) and value > 0
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Whether a value of a JSON file is a whole number, written as one, not less than ``least``."""
+    return isinstance(value, int) and is_number(value, least)
+
+
+def require_kinds(config_json: dict[str, Any]) -> None:
+    """Refuse a ``config.json`` with a value of a kind that its key cannot have.
+
+    Raises:
+        UserError: Names the key, its value and what it must be.
+    """
+    for least, keys in _WHOLE.items():
+        _require(config_json, keys, lambda v, least=least: is_whole(v, least), f"a whole number, {least} or greater")
+    _require(config_json, _ABOVE_ZERO, is_above_zero, "a number greater than zero")
+    _require(config_json, _NOT_NEGATIVE, lambda v: is_number(v, 0), "a number, not less than zero")
+    _require(config_json, _NUMBERS, is_number, "a number")
+    _require(config_json, _SWITCHES, lambda v: isinstance(v, bool), "true or false")
+    _require(config_json, _GROUPS, lambda v: isinstance(v, dict), "an object of keys and values")
+    for key, (kind, words) in _LISTS.items():
+        _require(config_json, (key,), lambda v, k=kind: isinstance(v, list) and all(type(e) is k for e in v),
+                 f"a list of {words}")  # fmt: skip
+
+
+def _require(config_json: dict[str, Any], keys: tuple[str, ...], is_right: Any, what: str) -> None:
+    for key in keys:
+        value = config_json.get(key)
+        if key in config_json and not (is_right(value) or value is None and key in _NULLABLE):
+            raise UserError(f"config.json: {key} {value!r}: must be {what}")
+
+
+# Fields of a ModelConfig, and the keys that they are read from: the first that a file has.
+_KEYS = {
+    "block_size": ("max_position_embeddings", "n_positions"),
+    "vocab_size": ("vocab_size",),
+    "padded_vocab_size": ("vocab_size",),
+    "n_layer": ("num_hidden_layers", "n_layer"),
+    "n_head": ("num_attention_heads", "n_head"),
+    "n_query_groups": ("num_key_value_heads", "num_kv_heads"),
+    "n_embd": ("hidden_size", "n_embd"),
+    "head_size": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "ffn_hidden_size", "n_inner"),
+    "rotary_percentage": ("rotary_pct", "partial_rotary_factor"),
+    "rope_base": ("rotary_emb_base", "rope_theta"),
+    "rope_adjustments": ("rope_scaling", "rope_parameters"),
+    "rope_local_base_freq": ("rope_local_base_freq",),
+    "rope_indices": ("no_rope_layers", "layer_types"),
+    "sliding_window_size": ("sliding_window",),
+    "sliding_window_indices": ("layer_types",),
+    "attention_scores_scalar": ("query_pre_attn_scalar",),
+    "attention_multiplier": ("attention_multiplier",),
+    "attention_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "clip_qkv": ("clip_qkv",),
+    "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "norm_topk_prob": ("norm_topk_prob",),
+    "n_expert": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "n_expert_per_token": ("num_experts_per_tok",),
+    "n_expert_groups": ("n_group",),
+    "n_topk_groups": ("topk_group",),
+    "moe_indices": ("mlp_only_layers", "first_k_dense_replace"),
+    "shared_expert_intermediate_size": ("shared_expert_intermediate_size", "n_shared_experts"),
+    "latent_attention": ("kv_lora_rank",),
+    "tie_embeddings": ("tie_word_embeddings",),
+}
+_FIELD = re.compile(rf"--model_config\.(\w+)|\b({'|'.join(_KEYS)})\b")
+
+
+def in_words_of(config_json: dict[str, Any], message: str) -> str:
+    """A message about fields of a ModelConfig as one about the keys of the ``config.json`` they were read from."""
+
+    def key_of(match: re.Match[str]) -> str:
+        field = match[1] or match[2]
+        keys = _KEYS.get(field, (field,))
+        return next((key for key in keys if key in config_json), keys[0])
+
+    of_file, flag = "config.json: ", "--model_config."
+    if message.startswith(of_file) or flag not in message:
+        return message if message.startswith(of_file) else of_file + message
+    message = message.replace("; such a model cannot be exported", "; this version computes no other")
+    return of_file + _FIELD.sub(key_of, message)
