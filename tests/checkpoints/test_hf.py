@@ -281,7 +281,7 @@ def test_verify_gives_the_type_by_the_name_that_transformers_wants(tmp_path, mon
     load = lambda folder, **options: given.append(options) or theirs  # noqa: E731
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
     if version:
-        monkeypatch.setattr(transformers, "__version__", version)
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     assert verify_hf(tmp_path / "m", tmp_path / "hf") < 1e-5
     assert given == [{name: torch.float32, "local_files_only": True}]
 

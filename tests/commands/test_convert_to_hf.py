@@ -62,8 +62,9 @@ def test_other_logits_end_it_with_a_guards_error(checkpoint, tmp_path, monkeypat
     assert seen and [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_without_transformers_nothing_is_written(checkpoint, tmp_path, capsys, monkeypatch):
+def test_without_transformers_it_ends_before_anything_is_written(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr("toolkit.checkpoints.hf.export_hf", lambda *_, **__: pytest.fail("too late: this takes long"))
     assert main(["convert_to_hf", str(checkpoint), str(tmp_path / "hf"), "--verify", "true"]) == 2
     assert "needs transformers; run: pip install 'transformers>=4.50'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
