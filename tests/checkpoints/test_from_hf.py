@@ -307,7 +307,7 @@ BAD = {
         "config.json: model_type 'qwen' is not supported; only llama, .*; did you mean 'qwen3'",
     ),
     "size": (lambda f: change_json(f / "config.json", hidden_size="wide"), "config.json"),
-    "negative": (lambda f: change_json(f / "config.json", num_hidden_layers=-1), "n_layer -1"),
+    "negative": (lambda f: change_json(f / "config.json", num_hidden_layers=-1), "num_hidden_layers -1"),
     "quantised": (
         lambda f: change_json(f / "config.json", quantization_config={"quant_method": "gptq"}), "quantization_config"
     ),

@@ -116,8 +116,8 @@ BAD = {
         rf"{re.escape(EXPERTS)}down_proj is \(4, 32, 64\), not \(8, 32, 64\)",
     ),
     "other": (
-        lambda f: change_json(f / "config.json", quantization_config={"quant_method": "fp8"}),
-        "quantization_config: weights quantised by 'fp8' are not read, 'mxfp4' only; get the 16-bit model, or",
+        lambda f: change_json(f / "config.json", quantization_config={"quant_method": "awq"}),
+        "quantization_config: weights quantised by 'awq' are not read, only 'mxfp4', and 'fp8' with .*; get the 16-bit",
     ),
 }
 

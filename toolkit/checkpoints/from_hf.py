@@ -12,10 +12,9 @@ from torch import Tensor
 
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config, write_model_files
 from toolkit.checkpoints.hf import to_hf_names
-from toolkit.checkpoints.hf_files import CONFIG, Weight, close, find_weights, read_json
+from toolkit.checkpoints.hf_files import CONFIG, Weight, close, find_weights, quantised_bits, read_json
 from toolkit.checkpoints.hf_tokenizer import converted, lone_sentencepiece
 from toolkit.checkpoints.merge import copy_files
-from toolkit.checkpoints.mxfp4 import METHOD, is_packed
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.checkpoints.weights import require_fit
@@ -118,11 +117,12 @@ def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
         ours = f"; it is a checkpoint folder already ({WEIGHTS} is there)" if (hf_dir / WEIGHTS).exists() else ""
         raise UserError(f"hf_dir {hf_dir}: holds no {CONFIG}{ours or '; give the folder of a Hugging Face model'}")
     values = read_json(hf_dir / CONFIG)
-    if (quantization := values.get("quantization_config")) and not is_packed(values):
+    if (quantization := values.get("quantization_config")) and quantised_bits(values) is None:
         method = quantization.get("quant_method", quantization) if isinstance(quantization, dict) else quantization
         raise UserError(
-            f"{hf_dir / CONFIG}: quantization_config: weights quantised by {method!r} are not read, {METHOD!r} only; "
-            "get the 16-bit model, or write one with transformers: load it, dequantize(), save_pretrained()"
+            f"{hf_dir / CONFIG}: quantization_config: weights quantised by {method!r} are not read, only 'mxfp4', and "
+            "'fp8' with a weight_block_size; get the 16-bit model, or write one with transformers: load it, "
+            "dequantize(), save_pretrained()"
         )
     try:
         config = config_from_hf(values)

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from toolkit.checkpoints.mxfp4 import Packed, joined
+from toolkit.checkpoints import fp8, mxfp4
 from toolkit.checkpoints.weights import load_state
 from toolkit.errors import UserError
 
@@ -21,7 +21,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # What the safetensors format calls the types that a model's weights can have.
 FORMAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_TYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()} | {"U8": torch.uint8}
+_QUANTISED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+_TYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()} | _QUANTISED
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 # Causal masks and rotary tables that older versions of transformers saved with GPT-2, GPT-NeoX and Llama.
 _BUFFERS = re.compile(r"(.+\.)?(attn|attention)\.(masked_)?bias|(.+\.)?rotary_emb\.inv_freq")
@@ -40,13 +41,13 @@ class Stored(NamedTuple):
         return _open(self.file).get_tensor(self.name)
 
 
-Weight = Stored | Packed
+Weight = Stored | mxfp4.Packed | fp8.Scaled
 
 
 def find_weights(hf_dir: Path) -> dict[str, Weight]:
     """Read what the files of a folder say of their tensors; safetensors win over pickles. Call :func:`close` later.
 
-    Blocks and scales of MXFP4 are one weight in 16 bits.
+    A quantised weight and its scales are one weight in 16 bits.
 
     Raises:
         UserError: there are none, an index points outside the folder (law S4), or a file is missing or damaged.
@@ -73,15 +74,24 @@ def find_weights(hf_dir: Path) -> dict[str, Weight]:
             if kind not in _TYPES:
                 raise _no_weight(hf_dir / file, name, kind)
             found[name] = Stored(hf_dir / file, name, tuple(part.get_shape()), _TYPES[kind])
-    weights = joined(found)
+    weights = mxfp4.joined(found)
+    if (block := fp8.block_size(read_json(hf_dir / CONFIG))) is not None:
+        weights = fp8.joined(weights, block)
     for name, stored in weights.items():
-        if stored.dtype == torch.uint8:
-            raise _no_weight(stored.file, name, "U8")
+        if stored.dtype in _QUANTISED.values():
+            raise _no_weight(stored.file, name, _NAMES[stored.dtype])
     return weights
 
 
 def _no_weight(file: Path, name: str, kind: str) -> UserError:
     return UserError(f"{file}: {name} is of type {kind}, no weight's; get the 16-bit model")
+
+
+def quantised_bits(config_json: dict[str, Any]) -> float | None:
+    """The bits of each weight, by what a ``config.json`` says; None where they are not quantised, or cannot be read."""
+    if mxfp4.is_packed(config_json):
+        return mxfp4.BITS
+    return None if fp8.block_size(config_json) is None else fp8.BITS
 
 
 def close() -> None:

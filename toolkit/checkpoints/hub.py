@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from toolkit.checkpoints.from_hf import RECORD, import_hf, read_hf_config
-from toolkit.checkpoints.hf_files import CONFIG, INDEX, SINGLE
-from toolkit.checkpoints.mxfp4 import BITS, is_packed
+from toolkit.checkpoints.hf_files import CONFIG, INDEX, SINGLE, quantised_bits
 from toolkit.checkpoints.store import exclusive, full_disk, require_new_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
@@ -158,8 +157,8 @@ def _instead_of_safetensors(snapshot: Snapshot) -> str:
 def _growth(folder: Path, dtype: torch.dtype | None) -> float:
     """By how much the converted weights are larger than those of the hub, by what config.json says of their type."""
     values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if is_packed(values):
-        return (2 if dtype is None else dtype.itemsize) * 8 / BITS
+    if (bits := quantised_bits(values)) is not None:
+        return (2 if dtype is None else dtype.itemsize) * 8 / bits
     stored = _ITEMSIZE.get(str(values.get("dtype") or values.get("torch_dtype")))
     return dtype.itemsize / stored if dtype is not None and stored else 1.0
 
