@@ -68,15 +68,25 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         moe_layer_freq=(1,), rope_interleave=(True, None), scoring_func=("sigmoid" if third else "softmax",),
         topk_method=("noaux_tc",) if third else ("greedy", "group_limited_greedy"),
         norm_topk_prob=(True, False) if third else (False, None),
+        head_dim=(None, config_json["qk_rope_head_dim"]),  # theirs rotates so many elements
     )  # fmt: skip
+    rope = hf_rope.read_rope(config_json)
+    written, read = (
+        config_json.get("rope_scaling") or config_json.get("rope_parameters") or {},
+        rope["rope_adjustments"],
+    )
+    if (share := written.get("mscale_all_dim")) and read is not None and "mscale_all_dim" not in read:
+        raise UserError(f"config.json: mscale_all_dim {share!r}: this version computes it with rope_type 'yarn' only")
     shared, k = config_json["n_shared_experts"], config_json["num_experts_per_tok"]
     if not shared:
         raise UserError(f"config.json: n_shared_experts {shared!r}: this version computes only models with some")
     groups = config_json.get("n_group") if config_json["topk_method"] != "greedy" else None
     dense = config_json["first_k_dense_replace"]
     return ModelConfig(
-        **hf_config.read_decoder(config_json, vocab_size=129280 if third else 102400, block_size=4096),
-        **hf_rope.read_rope(config_json),
+        **hf_config.read_decoder(
+            config_json, vocab_size=129280 if third else 102400, block_size=4096 if third else 2048
+        ),
+        **rope,
         latent_attention={name: config_json[name] for name in LATENT_ATTENTION},
         mlp_class_name="LLaMAMoE",
         n_expert=config_json["n_routed_experts"],

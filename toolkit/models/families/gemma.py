@@ -84,6 +84,8 @@ ALIASES = {
 _ARCHITECTURES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
 # What transformers' class takes where the file does not say: the published files leave some of these out.
 _DEFAULTS = {
+    "gemma": {"num_key_value_heads": 16},
+    "gemma2": {"num_key_value_heads": 4},
     "gemma3_text": {
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
@@ -100,7 +102,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         config_json, hidden_activation=(*allowed, None), attention_bias=(False,),
         use_bidirectional_attention=(False, None), **({"hidden_act": allowed} if kind == "gemma" else {}),
     )  # fmt: skip
-    config_json = {"head_dim": 256} | _DEFAULTS.get(kind, {}) | config_json
+    config_json = {"head_dim": 256} | _DEFAULTS[kind] | config_json
     fields = hf_config.read_decoder(config_json, vocab_size=256000, block_size=8192)
     if kind != "gemma":
         fields |= _behind_the_first(config_json)

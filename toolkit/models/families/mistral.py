@@ -44,7 +44,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "mistral"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), layer_types=(None,))
     return ModelConfig(
-        **hf_config.read_decoder(config_json, vocab_size=32000, block_size=131072),
+        **hf_config.read_decoder({"num_key_value_heads": 8} | config_json, vocab_size=32000, block_size=131072),
         **hf_config.read_windows(config_json, default=4096),
         **hf_rope.read_rope(config_json),
         tie_embeddings=config_json.get("tie_word_embeddings", False),

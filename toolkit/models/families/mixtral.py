@@ -37,8 +37,9 @@ ALIASES = {"Mixtral-8x7B-Instruct-v0.1": "Mixtral-8x7B-v0.1"}
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "mixtral"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), router_jitter_noise=(0, None), layer_types=(None,))
+    config_json = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8} | config_json
     return ModelConfig(
-        **hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=32000, block_size=131072),
+        **hf_config.read_decoder(config_json, vocab_size=32000, block_size=131072),
         **hf_config.read_windows(config_json),
         **hf_rope.read_rope(config_json, default_theta=1000000.0),
         mlp_class_name="LLaMAMoE",

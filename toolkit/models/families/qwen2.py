@@ -72,7 +72,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "qwen2"."""
     hf_config.require_hf(config_json, hidden_act=("silu",))
     return ModelConfig(
-        **hf_config.read_decoder(config_json, vocab_size=151936, block_size=32768),
+        **hf_config.read_decoder({"num_key_value_heads": 32} | config_json, vocab_size=151936, block_size=32768),
         **read_windows(config_json),
         **hf_rope.read_rope(config_json),
         attn_bias=True,

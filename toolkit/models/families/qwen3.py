@@ -41,8 +41,9 @@ ALIASES = {
 def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "qwen3"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
+    config_json = {"head_dim": 128, "num_key_value_heads": 32} | config_json
     return ModelConfig(
-        **hf_config.read_decoder({"head_dim": 128} | config_json, vocab_size=151936, block_size=32768),
+        **hf_config.read_decoder(config_json, vocab_size=151936, block_size=32768),
         **qwen2.read_windows(config_json),
         **hf_rope.read_rope(config_json),
         norm_qk=True,

@@ -70,10 +70,11 @@ ALIASES = {
 _DEFAULTS = {
     "qwen2_moe": {
         "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "intermediate_size": 5632,
-        "shared_expert_intermediate_size": 5632,
+        "shared_expert_intermediate_size": 5632, "num_key_value_heads": 16,
     },
     "qwen3_moe": {
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
+        "num_key_value_heads": 4,
     },
 }  # fmt: skip
 

@@ -1,6 +1,8 @@
 """SmolLM3 (Hugging Face 2025): Llama in which every fourth layer does not rotate (NoPE).
 
-Facts of the named configuration: the defaults of transformers' ``SmolLM3Config``, which stand for this model.
+Facts of the named configuration: the defaults of transformers' ``SmolLM3Config``, which stand for this model before its
+context was made longer; the longest sequence and the rotary base after that: Hugging Face's report (its blog, July
+2025).
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from toolkit.models.families import hf_config, hf_rope, tables
 
 CONFIGS = [
     ModelConfig(
-        name="SmolLM3-3B", family="smollm3", block_size=32768, vocab_size=128256, n_layer=36, n_embd=2048, n_head=16,
-        n_query_groups=4, intermediate_size=11008, rope_base=2000000.0, norm_eps=1e-6, tie_embeddings=True,
+        name="SmolLM3-3B", family="smollm3", block_size=65536, vocab_size=128256, n_layer=36, n_embd=2048, n_head=16,
+        n_query_groups=4, intermediate_size=11008, rope_base=5000000.0, norm_eps=1e-6, tie_embeddings=True,
         rope_indices=[0, 0, 0, -1] * 9,
     ),
 ]  # fmt: skip

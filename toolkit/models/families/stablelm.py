@@ -39,8 +39,10 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "stablelm"."""
     hf_config.require_hf(config_json, hidden_act=("silu",))
     parallel, norm_qk = config_json.get("use_parallel_residual", False), config_json.get("qk_layernorm", False)
-    fields = hf_config.read_decoder({"layer_norm_eps": 1e-5} | config_json, vocab_size=50304, block_size=4096,
-                                    norm_eps="layer_norm_eps")  # fmt: skip
+    fields = hf_config.read_decoder(
+        {"layer_norm_eps": 1e-5, "num_key_value_heads": 32} | config_json, vocab_size=50304, block_size=4096,
+        norm_eps="layer_norm_eps",
+    )  # fmt: skip
     return ModelConfig(
         **fields,
         **hf_rope.read_rope(config_json, share="partial_rotary_factor", default_share=0.25),

@@ -1,0 +1,206 @@
+"""A ``config.json`` is computed as transformers computes it, or refused in one line that names the key."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.test_parity import HF_CONFIGS, LLAMA, from_folder, randomize, relative_error, token_ids
+from toolkit.errors import UserError
+from toolkit.models.families import FAMILIES, config_from_hf, family_of
+from toolkit.models.gpt import GPT
+
+transformers = pytest.importorskip("transformers")
+
+GROUPED = {**LLAMA, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"short_factor": [1.1] * 8, "long_factor": [2.0] * 8}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+GEMMA3 = {
+    **GROUPED, "num_hidden_layers": 7, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20,
+    "hidden_activation": "gelu_pytorch_tanh", "rope_local_base_freq": 50.0,
+}  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+NEOX = {**LLAMA, "hidden_act": "gelu"}
+GPT2 = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 64}  # fmt: skip
+MISTRAL = {**GROUPED, "sliding_window": 16}
+
+COMPUTED = {
+    "rope_scaling beside rope_parameters": ("qwen2", GROUPED | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_scaling": {"type": "yarn"} | YARN}),
+    "the base beside them": ("llama", GROUPED | {"rope_theta": 500.0, "rope_scaling": LINEAR}),
+    "yarn, the context beside it": ("llama", GROUPED | {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16}),
+    "yarn, the context twice": ("mistral", MISTRAL | {
+        "rope_scaling": {"rope_type": "yarn"} | YARN, "original_max_position_embeddings": 8}),
+    "yarn with nulls": ("llama", GROUPED | {
+        "rope_scaling": {"rope_type": "yarn", "beta_fast": None, "attention_factor": None, "finetuned": True} | YARN}),
+    "llama3, the context nowhere": ("llama", GROUPED | {"rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
+    "longrope with a factor": ("llama", GROUPED | {
+        "rope_scaling": {"rope_type": "longrope", "factor": 7.0, "original_max_position_embeddings": 32} | LONG}),
+    "phi3, longrope with a factor": ("phi3", GROUPED | {
+        "rope_scaling": {"type": "longrope", "factor": 7.0} | LONG, "original_max_position_embeddings": 32}),
+    "phi3, longrope with a factor of attention": ("phi3", GROUPED | {
+        "rope_scaling": {"type": "longrope", "attention_factor": 2.0} | LONG, "original_max_position_embeddings": 32}),
+    "phi3, longrope called yarn": ("phi3", GROUPED | {
+        "rope_scaling": {"type": "yarn"} | LONG, "original_max_position_embeddings": 32}),
+    "phi, the share in rope_scaling": ("phi", LLAMA | {
+        "hidden_act": "gelu_new", "rope_scaling": {"partial_rotary_factor": 0.25} | LINEAR}),
+    "gemma3, a cap of the scores": ("gemma3_text", GEMMA3 | {
+        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3, rope_scaling over rope_parameters": ("gemma3_text", GEMMA3 | {
+        "rope_parameters": {FULL: {"rope_theta": 500.0}, SLIDING: {}}, "rope_scaling": LINEAR}),
+    "gpt_neox without rotation": ("gpt_neox", NEOX | {"rotary_pct": 0.0}),
+    "gpt2 in the words of others": ("gpt2", GPT2),
+    "gpt2 with heads twice": ("gpt2", GPT2 | {"n_head": 8}),
+    "attention_dropout": ("qwen2", GROUPED | {"attention_dropout": 0.1}),
+    "qwen2, windows without a width": ("qwen2", GROUPED | {
+        "use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMPUTED)
+def test_what_transformers_computes_of_a_config_json_is_computed(case, tmp_path):
+    kind, values = COMPUTED[case]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | values))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    randomize(theirs, seed=0)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | values))
+    with torch.no_grad():
+        assert relative_error(from_folder(tmp_path)(token_ids()), theirs(token_ids()).logits) < 1e-5
+
+
+def nested(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_parameters": {FULL: {"rope_type": "default"}, SLIDING: {}} | {kind: scaling}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        ("qwen2", {"is_causal": False}, "is_causal False: of a 'qwen2' model"),
+        ("gpt2", {"is_causal": False}, "is_causal False"),
+        ("llama", {"per_layer_config": {"0": {}}}, "per_layer_config"),
+        (
+            "qwen2", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "yarn"} | YARN},
+            r"rope_parameters.rope_theta 1000000.0: does not count beside rope_scaling",
+        ),
+        ("qwen2", {"rope_parameters": {FULL: {"rope_theta": 1e6}}}, "full_attention .*: a 'qwen2' model has one rot"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: a 'llama' model rotates whole heads"),
+        ("llama", {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ("llama", {"rope_scaling": {"rope_type": None, "factor": 2.0}}, "rope_type None is not supported"),
+        ("llama", {"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type \['yarn'\] is not supported"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": None}}, "factor is missing; rope_type 'linear'"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor '4': must be a number"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope"} | LONG | {"short_factor": [1.0] * 5}}, ".*has 5"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope"} | LONG | {"short_factor": "1"}}, ".*short_factor '1'"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "high_freq_factor 4.0: must be greater than low_freq_factor",
+        ),
+        ("llama", {"rope_theta": None}, "rope_theta None: must be a number greater than zero"),
+        ("gpt_neox", {"rope_theta": 77.0}, "rope_theta 77.0: a 'gpt_neox' model has rotary_emb_base, here 10000.0"),
+        ("gpt_neox", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: a 'gpt_neox' model has rotary_pct"),
+        ("gpt_neox", {"head_dim": 32}, "head_dim 32: .* 'gpt_neox' only has 16; this version computes no other"),
+        ("falcon", {"head_dim": 32}, "head_dim 32: .* only has 16"),
+        ("phi", {"head_dim": 32}, "head_dim 32: .* only has 16"),
+        ("gemma3_text", nested(SLIDING, LINEAR), "rope_type 'linear' of sliding_attention: .* only 'default' there"),
+        ("olmo3", nested(SLIDING, {"rope_type": "yarn"} | YARN), "rope_type 'yarn' of sliding_attention"),
+        ("olmo3", nested(FULL, {"rope_type": "yarn", "truncate": False} | YARN), "truncate False"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 77.0}}, "rope_parameters.rope_theta 77.0: .* must hold"),
+        ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling.type 'linear': .* name it"),
+        ("olmo3", {"rope_theta": 77.0}, "rope_theta 77.0: transformers 4 takes it for all layers"),
+        ("deepseek_v3", {"num_key_value_heads": 4, "rope_scaling": LINEAR | {"mscale_all_dim": 1.0}}, "mscale_al"),
+        ("deepseek_v2", {"num_key_value_heads": 4, "head_dim": 32}, "head_dim 32"),
+        ("llama", {"attention_bias": True}, "attention_bias True with mlp_bias False"),
+        ("granite", {"mlp_bias": True}, "attention_bias False with mlp_bias True"),
+        ("mistral", {"layer_types": [FULL] * 2}, "layer_types"),
+        ("mistral", {"sliding_window": 0}, "sliding_window 0: must be greater than zero"),
+        ("gemma2", {"sliding_window": None}, "sliding_window None: must be greater than zero"),
+        ("gemma2", {"query_pre_attn_scalar": 20.5}, "query_pre_attn_scalar 20.5: must be a whole number"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping 0.0: must be a number greater than zero"),
+        ("qwen2", {"use_sliding_window": True, "layer_types": [SLIDING]}, "layer_types names 1 layers: must be"),
+        ("qwen2", {"sliding_window": 8, "layer_types": [SLIDING] * 2}, "use_sliding_window False: layer_types names"),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers \[1\]: must hold 0 or 1 for each of the 2 layers"),
+        ("qwen2", {"num_hidden_layers": "2"}, "num_hidden_layers '2': must be a whole number, 1 or greater"),
+        ("qwen2", {"hidden_size": 65}, "hidden_size 65: must be a multiple of num_attention_heads 4"),
+        ("qwen2", {"tie_word_embeddings": "false"}, "tie_word_embeddings 'false': must be true or false"),
+        ("qwen2", {"rms_norm_eps": None}, "rms_norm_eps None: must be a number"),
+        ("qwen2", {"max_position_embeddings": None}, "max_position_embeddings None: must be a whole number"),
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_is_refused_in_the_words_of_the_file(kind, change, said):
+    head_dim = {"head_dim": 16} if kind.startswith("gemma") else {}
+    with pytest.raises(UserError, match=f"^config.json: {said}"):
+        config_from_hf({"model_type": kind} | GROUPED | head_dim | {"hidden_act": acts(kind)} | change)
+
+
+def acts(kind: str) -> str:
+    return {"phi": "gelu_new", "gpt_neox": "gelu"}.get(kind, "silu")
+
+
+def files() -> dict[str, dict[str, Any]]:
+    """A ``config.json`` of each family, with all keys that transformers or this project writes."""
+    found: dict[str, dict[str, Any]] = {}
+    for make in HF_CONFIGS.values():
+        theirs = json.loads(make().to_json_string(use_diff=False))
+        kind = theirs["model_type"]
+        if kind not in found:
+            found[kind] = family_of(config := config_from_hf(theirs)).to_hf(config) | theirs
+    return found
+
+
+def test_no_value_of_any_key_is_our_own_fault():
+    found, tried = files(), 0
+    assert found.keys() == FAMILIES.keys()
+    for kind, values in found.items():
+        plain = config_from_hf(values)
+        for key in values.keys() - {"model_type", "transformers_version"}:
+            for value in (None, "64", "x", 2.5, 0, -1, [], [1], {}, {"x": 1}, True, False, float("nan"), float("inf")):
+                tried += 1
+                try:
+                    config = config_from_hf(values | {key: value})
+                except UserError as error:
+                    assert str(error).startswith("config.json: ") and "\n" not in str(error), (kind, key, value)
+                    assert "--model_config" not in str(error), error
+                    continue
+                if config != plain:
+                    with torch.device("meta"):
+                        GPT(config)
+    assert tried > 10000
+
+
+# Where a key that is left out makes ours refuse what transformers would read otherwise than it was written.
+TOLD = {("gpt_oss", "rope_theta"), ("deepseek_v3", "rope_theta"), ("olmo3", "rope_parameters"),
+        ("deepseek_v2", "qk_rope_head_dim")}  # fmt: skip
+
+
+def test_a_key_that_is_left_out_means_what_it_means_to_transformers(tmp_path):
+    different = set()
+    for kind, values in files().items():
+        for key in values.keys() - {"model_type", "architectures", "transformers_version"}:
+            fewer = {k: v for k, v in values.items() if k != key}
+            (tmp_path / "config.json").write_text(json.dumps(fewer))
+            try:
+                theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+            except Exception:  # whatever it says: their class does not read the file
+                continue
+            try:
+                theirs = replace(config_from_hf(theirs), name="")
+            except UserError:  # their default does not go with the rest
+                continue
+            try:
+                same = config_from_hf(fewer) == theirs
+            except UserError as error:
+                same = "is missing; a" in str(error)
+            if not same:
+                different.add((kind, key))
+    assert different == TOLD
