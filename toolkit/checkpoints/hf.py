@@ -150,7 +150,7 @@ def _count(config: ModelConfig) -> int:
 def _write_weights(
     folder: Path, weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None, max_shard_bytes: int
 ) -> None:
-    maps = family_of(config).weights(config)
+    maps = _whole_table(config, weights)
     # The header of a file comes before its tensors: run the conversion on the meta device to learn what they will be.
     meta = {name: torch.empty_like(t, device="meta", dtype=dtype) for name, t in weights.items()}
     shards = list(_split(to_hf_names(maps, meta), max_shard_bytes))
@@ -168,6 +168,24 @@ def _write_weights(
             folder / "model.safetensors.index.json",
             {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))},
         )
+
+
+def _whole_table(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[Map]:
+    """Return the family's table of names.
+
+    Raises:
+        UserError: it has not all weights of the model, or others: none is left out in silence.
+    """
+    maps = family_of(config).weights(config)
+    listed = {name for entry in maps for name in entry.ours}
+    there = weights.keys() - ({"lm_head.weight"} if config.tie_embeddings else set())
+    if wrong := sorted(listed ^ there):
+        has = "has no" if wrong[0] in there else "cannot be without"
+        raise UserError(
+            f"{wrong[0]}: the Hugging Face model type {config.family!r} {has} such a weight; such a model cannot be "
+            "exported"
+        )
+    return maps
 
 
 def to_hf_names(
