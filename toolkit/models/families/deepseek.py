@@ -189,6 +189,8 @@ def _check(config: ModelConfig) -> None:
         config, free=free, mlp_class_name="LLaMAMoE", shared_expert_gate=False,
         router_scores="sigmoid" if third else "softmax",
     )  # fmt: skip
+    if not third:
+        hf_config.require_whole_heads(config)
     if config.latent_attention is None:
         hf_config.require(config, latent_attention="the sizes of latent attention")
     shared, width = config.shared_expert_intermediate_size, config.expert_size

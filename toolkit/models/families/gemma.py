@@ -143,8 +143,8 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     other: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if config.family != "gemma":
         other |= {
-            "attn_logit_softcapping": _float(config.attention_logit_softcapping),
-            "final_logit_softcapping": _float(config.final_logit_softcapping),
+            "attn_logit_softcapping": config.attention_logit_softcapping,
+            "final_logit_softcapping": config.final_logit_softcapping,
             "layer_types": hf_config.write_layer_types(config),
             "query_pre_attn_scalar": int(config.attention_scores_scalar or config.head_size),
             "sliding_window": config.sliding_window_size or config.block_size,  # theirs want one, used or not
@@ -152,11 +152,6 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     if config.family == "gemma3_text":
         other |= hf_config.write_rope_by_layer(config)
     return hf_config.write_decoder(config, _ARCHITECTURES[config.family], bos_token_id, eos_token_id, **other)
-
-
-def _float(value: float | None) -> float | None:
-    """transformers 5 refuses 50 where it wants 50.0."""
-    return None if value is None else float(value)
 
 
 def weights(config: ModelConfig) -> list[tables.Map]:
@@ -177,5 +172,7 @@ def _check(config: ModelConfig) -> None:
     )  # fmt: skip
     if (scalar := config.attention_scores_scalar) is not None and scalar != int(scalar):
         hf_config.require(config, attention_scores_scalar=int(scalar))
+    if later:
+        hf_config.require_whole_heads(config)
     if third:
         hf_config.require_rope_by_window(config)

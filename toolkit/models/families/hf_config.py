@@ -90,6 +90,16 @@ def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), **other: A
     require(config, **{n: v for n, v in expected.items() if n not in free and not _is_idle(config, n)})
 
 
+def require_whole_heads(config: ModelConfig) -> None:
+    """Refuse a width that is no multiple of the heads, whatever theirs is: some classes want it.
+
+    Raises:
+        UserError: Names the field.
+    """
+    if config.n_embd % config.n_head:
+        require(config, n_embd=f"multiples of n_head {config.n_head}")
+
+
 # With these a family's class has windows in all layers, or in those that it lists.
 WINDOWS = ("sliding_window_size",)
 LAYERED_WINDOWS = (*WINDOWS, "sliding_window_indices")
@@ -143,7 +153,7 @@ def write_decoder(config: ModelConfig, architecture: str, bos: Any, eos: Any, **
 
     Its vocabulary is the padded one, which the weights have.
     """
-    return {
+    values = {
         "architectures": [architecture],
         "attention_bias": config.bias or config.attn_bias,
         "attention_dropout": 0.0,
@@ -167,6 +177,14 @@ def write_decoder(config: ModelConfig, architecture: str, bos: Any, eos: Any, **
         "use_cache": True,
         "vocab_size": config.padded_vocab_size,
     } | other
+    return values | {name: float(values[name]) for name in _REAL if values.get(name) is not None}
+
+
+# transformers 5 refuses 50 where it wants 50.0.
+_REAL = (
+    "attn_logit_softcapping", "aux_loss_alpha", "clip_qkv", "final_logit_softcapping", "rms_norm_eps",
+    "routed_scaling_factor", "router_aux_loss_coef", "swiglu_limit",
+)  # fmt: skip
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -188,3 +188,4 @@ def weights(config: ModelConfig) -> list[tables.Map]:
 def _check(config: ModelConfig) -> None:
     """Refuse what a LlamaForCausalLM cannot be."""
     hf_config.require_llama(config, free=("bias",))
+    hf_config.require_whole_heads(config)

@@ -75,8 +75,7 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     _check(config)
     other: dict[str, Any] = {}
     if config.family == "olmo":
-        clip = config.clip_qkv
-        other = {"clip_qkv": None if clip is None else float(clip)}  # transformers 5 refuses 8 where it wants 8.0
+        other = {"clip_qkv": config.clip_qkv}
     if config.family == "olmo3":
         other = hf_config.write_rope_by_layer(config)
         other |= {

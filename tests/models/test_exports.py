@@ -1,0 +1,227 @@
+"""What a family's class in transformers cannot be is refused; all else opens there with equal logits.
+
+Every field of ModelConfig is varied in every family, one at a time and with what belongs to it: later fields, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+from tests.models.test_parity import HF_CONFIGS, OUR_CONFIGS, randomize, relative_error, to_folder
+from toolkit.checkpoints.folder import model_on_meta
+from toolkit.checkpoints.hf import to_hf_names
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import FAMILIES, config_from_hf, family_of, llama, tables
+from toolkit.models.gpt import GPT
+
+transformers = pytest.importorskip("transformers")
+
+HINTS = get_type_hints(ModelConfig)
+# What a field needs beside it: of any other value than the default, or of one value.
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "shared_attention_norm": {"parallel_residual": True},
+    "norm_qk_type": {"norm_qk": True},
+}  # fmt: skip
+EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+NO_WINDOW: dict[str, Any] = {"sliding_window_size": None, "sliding_window_indices": None}
+YARN = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16}
+
+
+def changes(config: ModelConfig) -> dict[str, list[dict[str, Any]]]:
+    """By the field: what to change, the field itself and what belongs to it."""
+    first, last = ([int(i == layer) for i in range(config.n_layer)] for layer in (0, config.n_layer - 1))
+    longrope = {
+        "short_factor": [1.0 + i / 20 for i in range(config.rope_n_elem // 2)],
+        "long_factor": [1.0 + i for i in range(config.rope_n_elem // 2)],
+    }  # fmt: skip
+    found = {
+        "name": ["a name"],
+        "family": list(FAMILIES),
+        "block_size": [4096],
+        "vocab_size": [70],
+        "padded_vocab_size": [104],
+        "padding_multiple": [8],
+        "n_layer": [1],
+        "n_head": [
+            {"n_head": 2, "n_query_groups": None, "head_size": None}, {"n_head": 3, "n_query_groups": 3},
+        ],
+        "n_query_groups": [1, 4],
+        "n_embd": [{"n_embd": 128, "head_size": None}],
+        "head_size": [40],
+        "intermediate_size": [72],
+        "rotary_percentage": [0, 0.25, 0.5, 1],
+        "rope_base": [300],
+        "rope_adjustments": [
+            None,
+            {"rope_adjustments": {"factor": 4}},
+            {"rope_adjustments": {
+                "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 32,
+            }},
+            {"rope_adjustments": YARN},
+            {"rope_adjustments": YARN | {"truncate": False, "attention_factor": 1.5}},
+            {"rope_adjustments": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
+            *({"rope_adjustments": {**longrope, "original_max_seq_len": n, "attention_factor": a}}
+              for n, a in ((16, 1.3), (60, 1.0))),
+        ],
+        "rope_local_base_freq": [None, 77],
+        "rope_indices": [
+            None, [-i for i in first], [-1] * config.n_layer,
+            *({"rope_indices": i, "rope_local_base_freq": 77.0} for i in (first, last, [1] * config.n_layer)),
+        ],
+        "sliding_window_size": [None, 20, NO_WINDOW, NO_WINDOW | {"rope_indices": None}],
+        "sliding_window_indices": [
+            part | {"sliding_window_size": 20, "sliding_window_indices": i}
+            for i in (None, first, last, [0] * config.n_layer, [1] * config.n_layer)
+            for part in ({}, {"rope_indices": i or [1] * config.n_layer, "rope_local_base_freq": 77.0})
+        ],
+        "attention_scores_scalar": [None, 24, 24.5],
+        "attention_multiplier": [None, 1],
+        "attention_logit_softcapping": [None, 2],
+        "final_logit_softcapping": [None, 2],
+        "latent_attention": [
+            {"latent_attention": None, "head_size": 16},
+            *({"latent_attention": LATENT | {"q_lora_rank": n}, "n_query_groups": 4} for n in (None, 24)),
+        ],
+        "clip_qkv": [None, 1],
+        "embedding_multiplier": [1, 3],
+        "residual_multiplier": [1, 2],
+        "logits_scaling": [1, 3],
+        "norm_eps": [1e-2],
+        "n_expert": [6],
+        "n_expert_per_token": [1],
+        "moe_intermediate_size": [None, 40],
+        "routed_scaling_factor": [1, 2],
+        "n_expert_groups": [None, {"n_expert_groups": 2, "n_topk_groups": 1}],
+        "n_topk_groups": [{"n_expert_groups": 2, "n_topk_groups": 2}],
+        "shared_expert_intermediate_size": [None, 24, 40, 64, config.expert_size],
+        "swiglu_limit": [None, 1],
+        "moe_indices": [None, first, last, [0] * config.n_layer],
+        "router_aux_loss_coef": [0],
+    }  # fmt: skip
+    for name, hint in HINTS.items():
+        if hint is bool or get_origin(hint) is Literal:
+            found[name] = [False, True] if hint is bool else list(get_args(hint))
+    found["mlp_class_name"].append(EXPERTS)
+    found["norm_qk_type"].append({"norm_qk": True, "norm_qk_type": "per_head", "norm_class_name": "LayerNorm"})
+    whole = {name: [v if isinstance(v, dict) else {name: v} for v in values] for name, values in found.items()}
+    return {name: [COMPANIONS.get(name, {}) | change for change in values] for name, values in whole.items()}
+
+
+def variants(config: ModelConfig) -> Iterator[tuple[dict[str, Any], ModelConfig]]:
+    """The model itself and all that ModelConfig makes of it, each with what was changed."""
+    seen = set()
+    for change in [{}, *(change for values in changes(config).values() for change in values)]:
+        try:
+            changed = replace(config, **change)
+        except UserError:
+            continue
+        if (facts := repr(changed)) not in seen:
+            seen.add(facts)
+            yield change, changed
+
+
+def test_every_field_is_varied():
+    """A new field of another type than these needs an entry in ``changes``."""
+    assert changes(ModelConfig()).keys() == {f.name for f in fields(ModelConfig)}
+
+
+def shapes() -> dict[str, ModelConfig]:
+    ours = {"block_size": 64, "n_layer": 2, "n_head": 4, "n_embd": 64}
+    found = {name: config_from_hf(make().to_dict()) for name, make in HF_CONFIGS.items()}
+    return found | {f"{name}-ours": ModelConfig(**ours | facts) for name, facts in OUR_CONFIGS.items()}
+
+
+SHAPES = shapes()
+FIRST = list({config.family: name for name, config in SHAPES.items()}.values())  # the last, which are small
+
+
+def exported(config: ModelConfig) -> tuple[dict[str, Any], list] | None:
+    """``config.json`` and the table of names; None where both are refused, in one line that names a field."""
+    found = []
+    for export in (family_of(config).to_hf, family_of(config).weights):
+        try:
+            found.append(export(config))
+        except UserError as error:
+            said = re.match(r"--model_config\.(\w+) (.*)", str(error))
+            assert said and said[2].startswith(f"{getattr(config, said[1])}: "), error
+            assert "\n" not in str(error)
+    assert len(found) != 1
+    return (found[0], found[1]) if found else None
+
+
+IDS = torch.randint(0, 70, (2, 48), generator=torch.Generator().manual_seed(1))
+
+
+def logits_of_transformers(values: dict[str, Any], weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What the class that ``config.json`` names computes with the weights, all of which it must take."""
+    config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(json.loads(json.dumps(values)))
+    model, info = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=weights, output_loading_info=True
+    )
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model.eval()(IDS).logits
+
+
+@torch.no_grad()
+def require_equal(config: ModelConfig, values: dict[str, Any], table: list, known: dict[str, torch.Tensor]) -> None:
+    """Demand that the export opens in transformers and computes the same, and that we read our own file so.
+
+    ``known`` holds what transformers computed before, for changes that make no difference to the export.
+    """
+    ours = model_on_meta(config).to_empty(device="cpu").eval()
+    ours.tie_weights()
+    randomize(ours, seed=2)
+    weights = dict(to_hf_names(table, ours.state_dict()))
+    key = json.dumps([values, {name: tensor.sum().item() for name, tensor in weights.items()}])
+    if key not in known:
+        known[key] = logits_of_transformers(values, weights)
+        again = model_on_meta(config_from_hf(values)).eval()
+        again.load_state_dict(ours.state_dict(), assign=True)
+        assert (error := relative_error(again(IDS), known[key])) < 1e-5, f"read again, differs by {error}"
+    assert (error := relative_error(ours(IDS), known[key])) < 1e-5, f"differs by {error}"
+
+
+def require_refused_or_equal(name: str) -> None:
+    wrong, known = {}, {}
+    for change, config in variants(SHAPES[name]):
+        try:
+            if (export := exported(config)) is not None:
+                require_equal(config, *export, known)
+            elif not change:
+                raise AssertionError("the shape itself is refused")
+        except Exception as error:
+            wrong[str(change)] = f"{type(error).__name__}: {str(error)[:300]}"
+    assert not wrong, "\n".join(f"{change}: {error}" for change, error in wrong.items())
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_model_is_refused_or_opens_in_transformers_with_equal_logits(name):
+    require_refused_or_equal(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in FIRST])
+def test_other_shapes_are_refused_or_open_in_transformers_with_equal_logits(name):
+    require_refused_or_equal(name)
+
+
+def test_a_weight_that_a_family_does_not_list_is_not_left_out_in_silence(tmp_path, monkeypatch):
+    model = GPT(ModelConfig(vocab_size=96))
+    to_folder(model, tmp_path / "whole")
+    table = llama.weights(model.config)
+    for wrong, said in ((table[:-1], "has no"), ([*table, tables.same("extra", "extra")], "cannot be without")):
+        monkeypatch.setattr(llama, "weights", lambda config, wrong=wrong: wrong)
+        with pytest.raises(UserError, match=f"^(transformer.ln_f.weight|extra): .* 'llama' {said} such a weight"):
+            to_folder(model, tmp_path / "wrong")
+        shutil.rmtree(tmp_path / "wrong-checkpoint")
+        assert not (tmp_path / "wrong").exists()
