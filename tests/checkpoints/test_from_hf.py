@@ -68,7 +68,7 @@ def test_several_files_with_an_index(tmp_path, family):
     theirs = save(tmp_path / "hf", family, max_shard_size="100KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     (note,) = import_hf(tmp_path / "hf", tmp_path / "m")
-    assert note.startswith(f"warning: {tmp_path / 'hf'} holds no tokenizer.json: copy the tokenizer's files beside")
+    assert note.startswith(f"warning: {tmp_path / 'hf'} holds no tokenizer.json: copy one with what")
     assert same_logits(tmp_path / "m", theirs)
 
 
@@ -295,6 +295,7 @@ BAD = {
     "number": (lambda f: pickled(f, numbered=True), "pytorch_model.bin: 3 is not a plain tensor"),
     "no tensor": (lambda f: pickled(f, epoch=3), "pytorch_model.bin: epoch is a int, no tensor"),
     "old pickle": (old_pickle, "pytorch_model.bin: "),
+    "checkpoint": (lambda f: (f / "model.safetensors").rename(f / "lit_model.pth"), "is a checkpoint folder already"),
     "adapter": (adapter, "holds an adapter"),
     "git-lfs": (lfs, "model.safetensors: only stands for the weights; run `git lfs pull`"),
     "cut short": (cut, "model.safetensors: the file is damaged or cut short"),

@@ -137,7 +137,12 @@ def test_the_folder_is_complete(tmp_path):
     assert config["eos_token_id"] == theirs.eos_token_id == tokenizer.eos_id
     generation = transformers.GenerationConfig.from_pretrained(str(tmp_path / "hf"))
     assert generation.eos_token_id == tokenizer.eos_id
-    assert "# small" in (tmp_path / "hf" / "README.md").read_text()
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "# small" in card and "import AutoModelForCausalLM, AutoTokenizer\n" in card
+    (tmp_path / "m" / "tokenizer.json").unlink()
+    export_hf(tmp_path / "m", tmp_path / "without")
+    card = (tmp_path / "without" / "README.md").read_text()
+    assert "import AutoModelForCausalLM\n" in card and "okenizer" not in card
 
 
 def came(folder, config=None, generation=None):

@@ -217,6 +217,15 @@ def test_out_dir_that_cannot_be_made_is_one_line(tmp_path):
         make(tmp_path / "file" / "run" / "step-1")
 
 
+def test_a_new_folder_is_no_file_and_holds_nothing(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    require_new_folder(tmp_path / "empty")
+    for out_dir, message in ((tmp_path / "file", "is a file"), (tmp_path, "already there and not empty")):
+        with pytest.raises(UserError, match=f"^out_dir {out_dir}: {message}; give a new folder$"):
+            require_new_folder(out_dir)
+
+
 @pytest.mark.parametrize("name", ["/proc/x", "/proc/x/y", "/dev/null/x", "n" * 250, "n" * 300, "n" * 300 + "/x"])
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_where_no_folder_can_be_made_there(tmp_path, name):

@@ -66,7 +66,7 @@ def export_hf(
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
         _write_settings(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
-        _write_model_card(folder / "README.md", config, _count(config))
+        _write_model_card(folder / "README.md", config, _count(config), tokenizer is not None)
         if check is not None:
             check(folder)
 
@@ -290,8 +290,10 @@ def _end_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
     return ends if len(ends) > 1 else ends[0]
 
 
-def _write_model_card(path: Path, config: ModelConfig, parameters: int) -> None:
+def _write_model_card(path: Path, config: ModelConfig, parameters: int, has_tokenizer: bool) -> None:
     name = config.name or "A language model"
+    classes = ["AutoModelForCausalLM", *(["AutoTokenizer"] if has_tokenizer else [])]
+    tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")' if has_tokenizer else ""
     path.write_text(
         f"""---
 library_name: transformers
@@ -304,10 +306,9 @@ A causal language model with {parameters:,} parameters ({config.n_layer} layers,
 {config.block_size:,} tokens), exported with `toolkit`.
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {", ".join(classes)}
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"){tokenizer}
 ```
 """,
         encoding="utf-8",

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from toolkit.checkpoints import fp8, mxfp4
+from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_state
 from toolkit.errors import UserError
 
@@ -128,6 +129,8 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _instead_of_weights(hf_dir: Path) -> str:
+    if (hf_dir / WEIGHTS).exists():
+        return f"is a checkpoint folder already ({WEIGHTS} is there): every command takes it"
     if (hf_dir / "adapter_model.safetensors").exists():
         return "holds an adapter, not a whole model; give the folder of its base model"
     return f"holds neither {SINGLE} nor {INDEX}; give the folder of a Hugging Face model"

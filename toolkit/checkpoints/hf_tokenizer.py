@@ -42,7 +42,7 @@ def converted(model: Path) -> bytes:
             content = (Path(folder) / "tokenizer.json").read_bytes()
         original = sentencepiece.SentencePieceProcessor(model_file=str(model))
     except Exception as error:  # transformers and a broken file can make anything of it
-        raise ValueError(" ".join(str(error).split())[:200]) from error
+        raise ValueError(" ".join(str(error).split())[:200].rstrip(".")) from error
     for text in _PROBES:
         if fast.encode(text, add_special_tokens=False) != original.encode(text):
             raise ValueError(f"what transformers makes of it encodes {text!r} in another way")

@@ -81,11 +81,13 @@ def require_new_folder(out_dir: Path) -> None:
         UserError: out_dir is a file, a folder that is not empty, or out of reach.
     """
     try:
-        is_used = out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir()))
+        is_file = out_dir.exists() and not out_dir.is_dir()
+        is_used = is_file or out_dir.exists() and any(out_dir.iterdir())
     except OSError as error:  # no permission to look, a name that is too long
         raise UserError(f"out_dir {out_dir}: {error.strerror}; choose another folder") from error
     if is_used:
-        raise UserError(f"out_dir {out_dir}: already there and not empty; give a new folder")
+        what = "is a file" if is_file else "already there and not empty"
+        raise UserError(f"out_dir {out_dir}: {what}; give a new folder")
 
 
 def write_file(path: Path, write: Callable[[Path], None], flag: str) -> None:

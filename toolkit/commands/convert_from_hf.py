@@ -12,11 +12,13 @@ def setup(
 ) -> None:
     """Write a checkpoint folder from a Hugging Face folder of any supported architecture, as its config.json says.
 
-    All files of the tokenizer, the chat template and generation_config.json come along.
+    All files of the tokenizer, the chat template and generation_config.json come along; where SentencePiece's
+    tokenizer.model stands alone, a tokenizer.json is made of it.
 
     Args:
-        hf_dir: The folder that holds config.json and the weights, in one file or in several with an index.
-        out_dir: The new folder.
+        hf_dir: The folder that holds config.json and the weights: safetensors, or pickles (.bin) that run no code, in
+            one file or in several with an index.
+        out_dir: The new folder; one that is there must be empty. Below checkpoints/, commands find it by its name.
         dtype: Type of the weights; as they are when not given.
     """
     import sys

@@ -18,11 +18,11 @@ def setup(
 ) -> None:
     """Write a folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
 
-    It appears whole or not at all; with --verify true, only if transformers computes the same.
+    The folder appears whole or not at all; with --verify true, only if transformers computes the same.
 
     Args:
         checkpoint_dir: The model: a checkpoint folder, or a name below checkpoints/.
-        out_dir: The new folder.
+        out_dir: The new folder; one that is there must be empty.
         dtype: Type of the weights; as they are when not given.
         verify: Load the result with transformers and compare its logits with this program's, on the CPU in float32.
         merge: Merge LoRA adapters that have no merged weights beside them on the way.
@@ -54,6 +54,5 @@ def setup(
     options = {"merge": merge, "base_checkpoint_dir": base_checkpoint_dir, "check": compare if verify else None}
     export_hf(folder, out_dir, wanted, **options)
     if not (Path(out_dir) / "tokenizer.json").exists():
-        mend = f"copy the tokenizer's files into {out_dir}"
-        print(f"warning: {folder} holds no tokenizer.json: {mend}", file=sys.stderr)
+        print(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}", file=sys.stderr)
     print(f"wrote {out_dir}")

@@ -20,7 +20,8 @@ def setup(
 
     Args:
         repo_id: The model's name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct.
-        out_dir: The new folder; checkpoints/<repo_id> when not given, where commands find it by repo_id.
+        out_dir: The new folder; one that is there must be empty. checkpoints/<repo_id> when not given, where commands
+            find it by repo_id.
         revision: A branch, a tag or a commit; which commit it was is kept in download.yaml.
         dtype: Type of the weights; as they are when not given.
         convert: Write a checkpoint folder; false leaves the files as they are on the hub.
