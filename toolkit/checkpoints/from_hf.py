@@ -141,7 +141,7 @@ def _about_code(hf_dir: Path) -> list[str]:
 
 def _look_at_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[bytes | None, list[str]]:
     """A tokenizer.json made of a SentencePiece model, where there is only that, and what the user should know of it."""
-    mend = "copy the tokenizer's files beside the weights; training and evaluate also take --tokenizer_dir"
+    mend = "copy one with what belongs to it beside the weights; training and evaluate also take --tokenizer_dir"
     if (hf_dir / "tokenizer.json").is_file():
         return None, _about_size(Tokenizer.load(hf_dir, flag="hf_dir"), config)
     model = lone_sentencepiece(hf_dir)
