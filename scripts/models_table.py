@@ -19,14 +19,15 @@ PAGE = ROOT / "tutorials" / "models.md"
 sys.path.insert(0, str(ROOT))
 
 from toolkit.models.config import ModelConfig  # noqa: E402
-from toolkit.models.families import FAMILIES, config_from_hf, get_config, list_names  # noqa: E402
+from toolkit.models.families import FAMILIES, config_from_hf, get_config, list_aliases, list_names  # noqa: E402
 
 HEAD = """\
 # Models
 
 Which models come in from Hugging Face and go back. The architecture is read from `config.json`, so that a folder of any
 name works; the names at the end of this page are for training from scratch (`toolkit pretrain NAME`) and for plans
-(`toolkit plan NAME`). To add a family: [extend.md](extend.md).
+(`toolkit plan NAME`). Of a Gemma 3 that sees images, too, (`model_type` gemma3) the text model comes in. To add a
+family: [extend.md](extend.md).
 
 Every model type below is tested on random weights in both directions: logits equal to transformers' in fp32 and bf16,
 weights back bit for bit, a step of full finetuning and one of adapters with the export after each. The second column
@@ -46,6 +47,12 @@ This page is written by `python scripts/models_table.py`; errors measured with t
 {transformers} on the CPU.
 
 ## Names
+
+"""
+FURTHER = """\
+## Further names
+
+Models of the same architecture as one of those, behind its name: each works wherever that does.
 
 """
 
@@ -164,6 +171,14 @@ def render(errors: dict[str, str], versions: dict[str, str]) -> str:
     for kind in filter(names.get, FAMILIES):
         listed = ", ".join(f"`{name}`" for name in names[kind])
         page += textwrap.fill(f"**{kind}**: {listed}", 120, break_on_hyphens=False, break_long_words=False) + "\n\n"
+    page += FURTHER
+    for kind in filter(names.get, FAMILIES):
+        same = {name: [a for a in list_aliases() if get_config(a).name == name] for name in names[kind]}
+        listed = "; ".join(
+            f"`{name}`: " + ", ".join(f"`{alias}`" for alias in aliases) for name, aliases in same.items() if aliases
+        )
+        if listed:
+            page += textwrap.fill(f"**{kind}** {listed}", 120, break_on_hyphens=False, break_long_words=False) + "\n\n"
     return page.rstrip("\n") + "\n"
 
 

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.models.test_parity import HF_CONFIGS, LLAMA, from_folder, randomize, relative_error, token_ids
+from toolkit.checkpoints.folder import load_model
+from toolkit.checkpoints.from_hf import import_hf
+from toolkit.checkpoints.hf import export_hf
 from toolkit.errors import UserError
-from toolkit.models.families import FAMILIES, config_from_hf, family_of
+from toolkit.models.families import FAMILIES, config_from_hf, family_of, get_config
 from toolkit.models.gpt import GPT
 
 transformers = pytest.importorskip("transformers")
@@ -204,3 +208,52 @@ def test_a_key_that_is_left_out_means_what_it_means_to_transformers(tmp_path):
             if not same:
                 different.add((kind, key))
     assert different == TOLD
+
+
+GEMMA_3_12B = {  # google/gemma-3-12b-it, without its image part's numbers
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+    "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "model_type": "gemma3", "torch_dtype": "bfloat16", "vision_config": {"model_type": "siglip_vision_model"},
+    "text_config": {
+        "hidden_size": 3840, "intermediate_size": 15360, "model_type": "gemma3_text", "num_attention_heads": 16,
+        "num_hidden_layers": 48, "num_key_value_heads": 8, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}  # fmt: skip
+
+
+def test_the_text_model_of_one_that_sees_images_is_read():
+    read, named = config_from_hf(GEMMA_3_12B), get_config("gemma-3-12b")
+    vocabulary = {"name": "", "vocab_size": 262208, "padded_vocab_size": 262208}  # with the rows of images
+    assert read == replace(named, **vocabulary)
+    with pytest.raises(UserError, match="'mistral3' is not supported: it takes more than text; save .* 'mistral'"):
+        config_from_hf({"model_type": "mistral3", "text_config": {"model_type": "mistral"}})
+    with pytest.raises(UserError, match="'qwen2_vl' is not supported: it takes more than text; get a model of text"):
+        config_from_hf({"model_type": "qwen2_vl", "vision_config": {}})
+    with pytest.raises(UserError, match="^config.json: is_causal False: of a 'gemma3_text' model"):
+        config_from_hf(GEMMA_3_12B | {"is_causal": False})
+
+
+@pytest.mark.parametrize("named", ["as files are", "as in memory"])
+def test_a_model_that_sees_images_gives_its_text_model_with_equal_logits(named, tmp_path):
+    images = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 16, "patch_size": 8}  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config={key: value for key, value in GEMMA3.items() if not key.startswith("rope")}, vision_config=images,
+        mm_tokens_per_image=4, image_token_index=95, boi_token_index=94, eoi_token_index=93,
+    )  # fmt: skip
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    randomize(theirs, seed=0)
+    theirs.save_pretrained(tmp_path / "hf")
+    if named == "as in memory":
+        weights = {name: tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
+        save_file(weights, tmp_path / "hf" / "model.safetensors")
+    notes, ids = import_hf(tmp_path / "hf", tmp_path / "ours"), token_ids() % 90
+    assert any("weights that are no part of the model" in note for note in notes)
+    ours = load_model(tmp_path / "ours").eval()
+    export_hf(tmp_path / "ours", tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        logits = theirs(ids).logits
+        assert relative_error(ours(ids), logits) < 1e-5
+        assert relative_error(back(ids).logits, logits) < 1e-5

@@ -165,13 +165,14 @@ def _about_size(tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
 
 
 def _with_prefix(found: dict[str, Weight], config: ModelConfig) -> dict[str, Weight]:
-    """Name weights that were saved without the head's module around them (openai-community/gpt2) as all others are."""
+    """Name weights as all others are that were saved without the head's module around them (openai-community/gpt2), or
+    with a model around theirs that sees images, too (google/gemma-3-4b-it)."""
     wanted = {name for entry in family_of(config).weights(config) for name in entry.theirs}
     prefix = next(iter(_their_name(config, _EMBEDDING).split(".")))
     renamed = {}
     for name, stored in found.items():
-        longer = f"{prefix}.{name}"
-        renamed[longer if longer in wanted and longer not in found else name] = stored
+        others = f"{prefix}.{name}", name.removeprefix("language_model."), name.replace("language_model.", "", 1)
+        renamed[next((other for other in others if other in wanted and other not in found), name)] = stored
     return renamed
 
 

@@ -47,6 +47,9 @@ FAMILIES: dict[str, ModuleType] = {
     "starcoder2": starcoder2, "gpt_oss": gpt_oss, "deepseek_v2": deepseek, "deepseek_v3": deepseek,
 }  # fmt: skip
 
+# of models that see images, too, and the type of their text model, which is read from text_config
+WITH_IMAGES = {"gemma3": "gemma3_text"}
+
 
 def _modules() -> list[ModuleType]:
     """Each module once: one may serve several model types."""
@@ -104,9 +107,12 @@ def family_of(config: ModelConfig) -> ModuleType:
 def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a configuration from the content of any supported Hugging Face ``config.json``.
 
+    Of a model that sees images, too, it is that of its text model.
+
     Raises:
         UserError: The architecture is not supported, or a part of it is not.
     """
+    config_json = _of_text(config_json)
     model_type = config_json.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(_why_not(config_json))
@@ -125,13 +131,23 @@ def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
     return config
 
 
+def _of_text(config_json: dict[str, Any]) -> dict[str, Any]:
+    """What a file of :data:`WITH_IMAGES` says of the text model; any other file as it is."""
+    kind, text = config_json.get("model_type"), config_json.get("text_config")
+    if not isinstance(kind, str) or kind not in WITH_IMAGES or not isinstance(text, dict):
+        return config_json
+    around = {key: config_json[key] for key in ("tie_word_embeddings", "is_causal") if key in config_json}
+    return text | around | {"model_type": WITH_IMAGES[kind]}
+
+
 def _why_not(config_json: dict[str, Any]) -> str:
     """What to say of a ``config.json`` of none of the families."""
     model_type = config_json.get("model_type")
     near = did_you_mean(str(model_type), FAMILIES, count=1)
-    if isinstance(config_json.get("text_config"), dict):
-        return (
-            f"config.json: model_type {model_type!r} is not supported: it does not see text alone; save its text model "
-            f"by itself{near}"
-        )
-    return f"config.json: model_type {model_type!r} is not supported; only {', '.join(FAMILIES)}{near}"
+    said = f"config.json: model_type {model_type!r} is not supported"
+    text = config_json.get("text_config")
+    if isinstance(text, dict) or "vision_config" in config_json:
+        inner = str(text.get("model_type")) if isinstance(text, dict) else ""
+        alone = f"save its text model, of model_type {inner!r}, by itself"
+        return f"{said}: it takes more than text; {alone if inner in FAMILIES else 'get a model of text'}"
+    return f"{said}; only {', '.join([*FAMILIES, *WITH_IMAGES])}{near}"

@@ -137,6 +137,12 @@ def _behind_the_first(config_json: dict[str, Any]) -> dict[str, Any]:
     return fields | {"norm_qk": True, "rope_indices": [int(kind == hf_config.SLIDING) for kind in types]}
 
 
+def is_unused(name: str, config: ModelConfig) -> bool:
+    """Whether a weight of theirs is of the part of Gemma 3 that sees images."""
+    parts = ("vision_tower.", "multi_modal_projector.")
+    return config.family == "gemma3_text" and name.removeprefix("model.").startswith(parts)
+
+
 def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)

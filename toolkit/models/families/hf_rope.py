@@ -49,6 +49,19 @@ def read_rope(
         for key, default in ((_THETA, default_theta), (_SHARE, default_share))
     }
     _require_numbers(read)
+    _require_agreement(config_json, read, beside)
+    if share is None and read[_SHARE] != 1:
+        raise UserError(
+            f"config.json: {_SHARE} {read[_SHARE]!r}: a {_kind(config_json)} rotates whole heads; leave it out"
+        )
+    original = config_json.get(_ORIGINAL, rope.get(_ORIGINAL, config_json.get("max_position_embeddings")))
+    adjustments = _read_scaling(rope | {_ORIGINAL: original}, config_json, also or {})
+    return {"rope_base": float(read[_THETA]), "rotary_percentage": float(read[_SHARE]), "rope_adjustments": adjustments}
+
+
+def _require_agreement(config_json: dict[str, Any], read: dict[str, float], beside: dict[str, str]) -> None:
+    """Refuse a value of base or share that transformers passes over in silence, where it is not the one that counts."""
+    new, old = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     for key, value in read.items():
         if old and key not in old and new.get(key, value) != value:
             raise UserError(
@@ -59,13 +72,6 @@ def read_rope(
                 f"config.json: {key} {config_json[key]!r}: a {_kind(config_json)} has {beside[key]}, here {value!r}; "
                 "leave one of them out"
             )
-    if share is None and read[_SHARE] != 1:
-        raise UserError(
-            f"config.json: {_SHARE} {read[_SHARE]!r}: a {_kind(config_json)} rotates whole heads; leave it out"
-        )
-    original = config_json.get(_ORIGINAL, rope.get(_ORIGINAL, config_json.get("max_position_embeddings")))
-    adjustments = _read_scaling(rope | {_ORIGINAL: original}, config_json, also or {})
-    return {"rope_base": float(read[_THETA]), "rotary_percentage": float(read[_SHARE]), "rope_adjustments": adjustments}
 
 
 def read_rope_by_layer(
@@ -84,6 +90,27 @@ def read_rope_by_layer(
     Raises:
         UserError: A rotary scaling that is not supported, or keys that contradict each other.
     """
+    full, sliding = _full_and_sliding(config_json)
+    _require_plain_windows(config_json, full, sliding)
+    beside = config_json.get(_THETA, default_theta)
+    if local is None and beside != default_local and _THETA not in sliding:
+        raise UserError(
+            f"config.json: rope_theta {beside!r}: transformers 4 takes it for all layers, 5 for those without a window "
+            "only; write rope_parameters, with rope_theta in full_attention and in sliding_attention"
+        )
+    base = full.get(_THETA, beside)
+    of_window = sliding.get(_THETA, config_json.get(local, default_local) if local else default_local)
+    _require_numbers({_THETA: base})
+    _require_numbers({local or _THETA: of_window})
+    original = full.get(_ORIGINAL, config_json.get("max_position_embeddings"))
+    return {
+        "rope_base": float(base), "rope_local_base_freq": float(of_window),
+        "rope_adjustments": _read_scaling(full | {_ORIGINAL: original}, config_json, {}),
+    }  # fmt: skip
+
+
+def _full_and_sliding(config_json: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rotary keys of the layers without a window, with those of ``rope_scaling``, and of the layers with one."""
     by_layer, scaling = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     for key, value in by_layer.items():
         if key not in (FULL, SLIDING) or not isinstance(value, dict | None):
@@ -97,7 +124,11 @@ def read_rope_by_layer(
             f"config.json: rope_scaling.type {scaling['type']!r}: transformers 5 ignores it in a {_kind(config_json)}, "
             "4 does not; name it rope_type"
         )
-    full = full | scaling
+    return full | scaling, sliding
+
+
+def _require_plain_windows(config_json: dict[str, Any], full: dict[str, Any], sliding: dict[str, Any]) -> None:
+    """Refuse what transformers would compute in one of the two and a ModelConfig cannot say, or the other way round."""
     if (kind := _type_of(sliding)) != "default":
         raise UserError(f"config.json: rope_type {kind!r} of {SLIDING}: this version computes only 'default' there")
     for values in (full, sliding, config_json):
@@ -107,21 +138,6 @@ def read_rope_by_layer(
         raise UserError(
             f"config.json: truncate {full['truncate']!r}: transformers ignores it in a {_kind(config_json)}"
         )
-    beside = config_json.get(_THETA, default_theta)
-    if local is None and beside != default_local and _THETA not in sliding:
-        raise UserError(
-            f"config.json: rope_theta {beside!r}: transformers 4 takes it for all layers, 5 for those without a window "
-            "only; write rope_parameters, with rope_theta in full_attention and in sliding_attention"
-        )
-    of_window = sliding.get(_THETA, config_json.get(local, default_local) if local else default_local)
-    base = full.get(_THETA, beside)
-    _require_numbers({_THETA: base})
-    _require_numbers({local or _THETA: of_window})
-    original = full.get(_ORIGINAL, config_json.get("max_position_embeddings"))
-    return {
-        "rope_base": float(base), "rope_local_base_freq": float(of_window),
-        "rope_adjustments": _read_scaling(full | {_ORIGINAL: original}, config_json, {}),
-    }  # fmt: skip
 
 
 def _kind(config_json: dict[str, Any]) -> str:
