@@ -1,5 +1,7 @@
 """Write lit_model.pth and model_config.yaml into a Hugging Face folder, as LitGPT's script of this name does.
 
+A tokenizer.json is made, too, where SentencePiece's tokenizer.model stands alone.
+
     python scripts/convert_hf_checkpoint.py --checkpoint_dir checkpoints/org/model
 
 The same as `toolkit convert_from_hf`, which writes a new folder instead; its further options (--dtype) work here too.
@@ -9,6 +11,8 @@ The architecture comes from config.json, not from a name.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import shutil
 import sys
@@ -26,12 +30,19 @@ def main() -> int:
         parser.error(f"--checkpoint_dir {folder}: lit_model.pth is there already; move it away first")
     new = folder / ".converted" / folder.resolve().name  # whose name a model without one takes
     shutil.rmtree(new.parent, ignore_errors=True)  # of a run that was killed
-    if code := toolkit(["convert_from_hf", str(folder), str(new), *rest]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = toolkit(["convert_from_hf", str(folder), str(new), *rest])
+    if not (new / "model_config.yaml").exists():  # a mistake, or --print_config
+        print(said.getvalue(), end="")
         return code
-    for name in ("lit_model.pth", "model_config.yaml"):  # in this order: the second makes the folder a model
+    # In this order: the last makes the folder a model. A tokenizer.json may have been made of a tokenizer.model.
+    names = ["tokenizer.json", "lit_model.pth", "model_config.yaml"]
+    names = [name for name in names if (new / name).exists() and not (folder / name).exists()]
+    for name in names:
         os.replace(new / name, folder / name)
     shutil.rmtree(new.parent)
-    print(f"moved its files to {folder}")
+    print(f"wrote {', '.join(names)} into {folder}")
     return 0
 
 

@@ -2,6 +2,8 @@
 
 import builtins
 import json
+import runpy
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -60,6 +62,19 @@ def test_more_tokens_than_the_model_embeds_are_said(folder, tmp_path):
     made, larger = import_hf(folder, tmp_path / "ours")
     assert "was made of tokenizer.model" in made
     assert larger.startswith("warning: the tokenizer has 300 tokens and the model embeds 260: ")
+
+
+def test_the_script_that_writes_into_the_folder_keeps_it(folder, monkeypatch, capsys):
+    script = Path(__file__).parents[2] / "scripts" / "convert_hf_checkpoint.py"
+    for options, written in (["--print_config"], set()), ([], {"tokenizer.json", "lit_model.pth", "model_config.yaml"}):
+        before = {path.name for path in folder.iterdir()}
+        monkeypatch.setattr(sys, "argv", [str(script), "--checkpoint_dir", str(folder), *options])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(script), run_name="__main__")
+        assert end.value.code == 0 and {path.name for path in folder.iterdir()} == before | written
+        shown = capsys.readouterr().out
+        assert "dtype: null" in shown if options else shown.endswith(f"model_config.yaml into {folder}\n")
+    assert Tokenizer.load(folder).vocab_size == 300
 
 
 def test_a_broken_one_is_said_and_the_weights_come_all_the_same(folder, tmp_path):
