@@ -102,4 +102,4 @@ def test_without_sentencepiece_it_says_what_to_install(folder, tmp_path, monkeyp
 
     monkeypatch.setattr(builtins, "__import__", without)
     (note,) = import_hf(folder, tmp_path / "ours")
-    assert "sentencepiece is not installed; run: pip install transformers sentencepiece" in note
+    assert "sentencepiece is not installed; run: pip install transformers sentencepiece protobuf" in note
