@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from toolkit.models import attention
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block
@@ -200,3 +201,29 @@ def test_n9_packed_documents_are_rotated_by_their_own_length():
     parts = zip(ids.split(lengths, dim=1), labels.split(lengths, dim=1), strict=True)
     alone = sum(model(a, b)[0] for a, b in parts)
     torch.testing.assert_close(model(ids, labels, positions=positions, documents=documents)[0], alone)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@torch.no_grad()
+def test_repeated_keys_and_values_are_what_groups_compute(masked, monkeypatch):
+    """What is done where no fused kernel takes grouped queries."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 9, 16, generator=generator) for n in (6, 2, 2))
+    mask = torch.rand(2, 1, 9, 9, generator=generator) > 0.3 if masked else None
+    expected = attention.fused_attention(q, k, v, mask, not masked, 0.3)
+    monkeypatch.setattr(attention, "takes_groups", lambda q, mask: False)
+    torch.testing.assert_close(attention.fused_attention(q, k, v, mask, not masked, 0.3), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_queries_never_hold_all_scores(masked, dtype):
+    """4,096 tokens of 8 heads: all scores of one batch of 2 would be a gigabyte in fp32."""
+    q, k, v = (torch.randn(2, n, 4096, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (8, 2, 2))
+    mask = torch.ones(4096, 4096, dtype=torch.bool, device="cuda").tril() if masked else None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention.fused_attention(q, k, v, mask, not masked, 0.125).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 0.4e9

@@ -66,10 +66,7 @@ class CausalSelfAttention(nn.Module):
         elif self.sinks is not None:
             y = sink_attention(q, k, v, seen, self.scale, self.sinks)
         else:
-            y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen.mask, is_causal=seen.is_causal, scale=self.scale,
-                enable_gqa=self.n_groups != self.n_head,
-            )  # fmt: skip
+            y = fused_attention(q, k, v, seen.mask, seen.is_causal, self.scale)
         return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
 
     def _normalized(self, qk: torch.Tensor) -> torch.Tensor:
@@ -80,6 +77,36 @@ class CausalSelfAttention(nn.Module):
         if width == self.head_size:
             return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=2)
         return torch.cat([norm(part.flatten(2)).view_as(part) for norm, part in zip(norms, parts, strict=True)], dim=2)
+
+
+def fused_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float
+) -> torch.Tensor:
+    """``scaled_dot_product_attention``, by a kernel that never holds all scores.
+
+    Args:
+        q: (B, n_head, T, width).
+        k: (B, n_query_groups, keys, width); v the same.
+        mask, is_causal, scale: As torch's function takes them.
+
+    Returns:
+        (B, n_head, T, width), in the dtype of q.
+    """
+    repeats = q.size(1) // k.size(1)
+    if repeats > 1 and not takes_groups(q, mask):
+        k, v, repeats = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), 1
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=repeats > 1
+    )
+
+
+def takes_groups(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether a fused kernel takes grouped queries.
+
+    On CUDA that is FlashAttention alone, which takes neither masks nor fp32; with grouped queries torch would choose
+    the plain way instead, without a word, and hold the scores of all queries and keys.
+    """
+    return not q.is_cuda or mask is None and q.dtype != torch.float32 and q.size(-1) <= 256
 
 
 def capped_attention(
@@ -134,8 +161,5 @@ def sink_attention(
     q, k, v = (F.pad(x, (0, 8 - size % 8, 1, 0)) for x in (q, k, v))  # kernels take rows of multiples of 8 elements
     q[..., size] = (sinks / scale)[:, None]
     k[:, :, 0, size] = 1
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=None if seen.mask is None else F.pad(seen.mask, (1, 0, 1, 0), value=True),
-        is_causal=seen.is_causal, scale=scale, enable_gqa=k.size(1) != q.size(1),
-    )  # fmt: skip
-    return y[:, :, 1:, :size]
+    mask = None if seen.mask is None else F.pad(seen.mask, (1, 0, 1, 0), value=True)
+    return fused_attention(q, k, v, mask, seen.is_causal, scale)[:, :, 1:, :size]

@@ -131,25 +131,30 @@ def _fused_kernel(job: Job) -> float:
     """
     config, c = job.config, job.compute_bytes
     heads, groups = config.n_head * config.head_size, config.n_query_groups * config.head_size
-    kept = c * (heads + 2 * groups) + c * heads + FP32 * config.n_head
-    if config.position_embedding == "rope" or config.norm_qk:
-        kept += c * (heads + groups)
-    kept += c * _mask(job)
-    if job.device == "cuda" and config.n_query_groups != config.n_head and (c == FP32 or _mask(job)):
-        # CUDA's fused kernels for fp32 or with a mask take no grouped queries, and the plain way keeps the
-        # probabilities, in fp32 and twice, and the keys and values of all heads
-        kept += 2 * FP32 * config.n_head * job.seq_length + 2 * FP32 * heads
-    return kept
+    projection, is_new = heads + 2 * groups, config.position_embedding == "rope" or config.norm_qk
+    grouped = projection + (heads + groups) * is_new
+    is_normed = config.norm_qk and not _copies_for_norms(job)  # then the norms keep the projection's output
+    repeated = (heads + groups) * is_new + projection * (is_normed or not is_new) + 2 * heads
+    share = _repeated(job)
+    kept = c * (share * repeated + (1 - share) * grouped) + c * heads + FP32 * config.n_head
+    return kept + c * _mask(job)
+
+
+def _repeated(job: Job) -> float:
+    """The share of layers where keys and values are repeated for all heads, see attention.takes_groups."""
+    config = job.config
+    if job.device != "cuda" or config.n_query_groups == config.n_head:
+        return 0
+    return 1 if job.compute_bytes == FP32 or config.head_size > 256 else _masked(job)
 
 
 def _with_sinks(job: Job) -> float:
     """As :func:`_fused_kernel`, with a token more and heads wider by up to 8; the output is copied where they end."""
     config, c, more = job.config, job.compute_bytes, 1 + 1 / job.seq_length
     width = config.head_size + 8 - config.head_size % 8
-    kept = c * (2 * config.n_head + 2 * config.n_query_groups) * width + FP32 * config.n_head
+    groups = config.n_query_groups + _repeated(job) * (config.n_head - config.n_query_groups)
+    kept = c * (2 * config.n_head + 2 * groups) * width + FP32 * config.n_head
     kept = more * kept + c * config.n_head * config.head_size * _keeps_input(job, _PROJECTION)
-    if job.device == "cuda" and config.n_query_groups != config.n_head and (c == FP32 or _mask(job)):
-        kept += 2 * FP32 * config.n_head * job.seq_length + 2 * FP32 * config.n_head * width
     return kept + more**2 * c * _mask(job)
 
 
@@ -167,11 +172,15 @@ def _rows(job: Job) -> int:
 
 def _mask(job: Job) -> float:
     """Elements of masks, per token and layer: one for each row of packed documents, else one for all in a window."""
+    return job.seq_length * _masked(job) / (1 if job.packed else _rows(job))
+
+
+def _masked(job: Job) -> float:
+    """The share of layers with a mask."""
     config = job.config
     if job.packed:
-        return job.seq_length
-    masked = sum((config.window(i) or job.seq_length) < job.seq_length for i in range(config.n_layer))
-    return job.seq_length / _rows(job) * masked / config.n_layer
+        return 1
+    return sum((config.window(i) or job.seq_length) < job.seq_length for i in range(config.n_layer)) / config.n_layer
 
 
 def _norm_qk(job: Job) -> int:
@@ -183,8 +192,12 @@ def _norm_qk(job: Job) -> int:
         own = config.norm_qk_type == "per_head"
         copied = c != FP32 and (own or (job.is_mixed and job.device != "cpu"))
         return FP32 * width * (copied + (own and job.lora is None)) + 2 * FP32 * vectors
-    copied = c != FP32 and (job.device == "cpu" or config.norm_offset)
-    return FP32 * width * (copied + (job.device == "cpu" and job.lora is None)) + FP32 * vectors
+    return FP32 * width * (_copies_for_norms(job) + (job.device == "cpu" and job.lora is None)) + FP32 * vectors
+
+
+def _copies_for_norms(job: Job) -> bool:
+    """Whether the norms of queries and keys keep an fp32 copy of their input."""
+    return job.compute_bytes != FP32 and (job.device == "cpu" or job.config.norm_offset)
 
 
 def _mlp(job: Job) -> float:
