@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from typing import Any
@@ -151,6 +152,7 @@ def acts(kind: str) -> str:
     return {"phi": "gelu_new", "gpt_neox": "gelu"}.get(kind, "silu")
 
 
+@functools.cache
 def files() -> dict[str, dict[str, Any]]:
     """A ``config.json`` of each family, with all keys that transformers or this project writes."""
     found: dict[str, dict[str, Any]] = {}
@@ -208,6 +210,15 @@ def test_a_key_that_is_left_out_means_what_it_means_to_transformers(tmp_path):
             if not same:
                 different.add((kind, key))
     assert different == TOLD
+
+
+@pytest.mark.parametrize("kind", [k for k in FAMILIES if not k.startswith(("gpt2", "gpt_neox", "falcon", "deepseek"))])
+def test_heads_of_keys_and_values_that_are_left_out_are_as_many_as_transformers_has(kind, tmp_path):
+    values = {key: value for key, value in files()[kind].items() if key not in ("num_key_value_heads", "head_dim")}
+    values |= {"model_type": kind, "num_attention_heads": 32, "hidden_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert config_from_hf(values).n_query_groups == theirs.num_key_value_heads
 
 
 GEMMA_3_12B = {  # google/gemma-3-12b-it, without its image part's numbers

@@ -171,7 +171,7 @@ def _with_prefix(found: dict[str, Weight], config: ModelConfig) -> dict[str, Wei
     prefix = next(iter(_their_name(config, _EMBEDDING).split(".")))
     renamed = {}
     for name, stored in found.items():
-        others = f"{prefix}.{name}", name.removeprefix("language_model."), name.replace("language_model.", "", 1)
+        others = f"{prefix}.{name}", name.replace("language_model.", "", 1)
         renamed[next((other for other in others if other in wanted and other not in found), name)] = stored
     return renamed
 

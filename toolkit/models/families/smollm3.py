@@ -36,7 +36,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     has_windows = config_json.get("use_sliding_window", False) and config_json.get("sliding_window") is not None
     types = [hf_config.SLIDING if has_windows and not rotates else hf_config.FULL for rotates in rotated[:n_layer]]
     return ModelConfig(
-        **hf_config.read_decoder(config_json, vocab_size=128256, block_size=32768),
+        **hf_config.read_decoder({"num_key_value_heads": 4} | config_json, vocab_size=128256, block_size=32768),
         **hf_config.read_windows(config_json, types),
         **hf_rope.read_rope(config_json, default_theta=2000000.0),
         rope_indices=None if all(rotated) else [0 if rotates else -1 for rotates in rotated],
