@@ -27,7 +27,7 @@ HEAD = """\
 Which models come in from Hugging Face and go back. The architecture is read from `config.json`, so that a folder of any
 name works; the names at the end of this page are for training from scratch (`toolkit pretrain NAME`) and for plans
 (`toolkit plan NAME`). Of a Gemma 3 that sees images, too, (`model_type` gemma3) the text model comes in. To add a
-family: [extend.md](extend.md).
+family: [extend.md](extend.md). Variants of them that are refused: [convert.md](convert.md#from-a-folder).
 
 Every model type below is tested on random weights in both directions: logits equal to transformers' in fp32 and bf16,
 weights back bit for bit, a step of full finetuning and one of adapters with the export after each. The second column
