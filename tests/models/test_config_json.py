@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from toolkit.checkpoints.hf import export_hf
 from toolkit.errors import UserError
 from toolkit.models.families import FAMILIES, config_from_hf, family_of, get_config
 from toolkit.models.gpt import GPT
+from toolkit.models.rope import amplitude, inverse_frequencies
 
 transformers = pytest.importorskip("transformers")
 
@@ -182,6 +184,31 @@ def test_no_value_of_any_key_is_our_own_fault():
                     with torch.device("meta"):
                         GPT(config)
     assert tried > 10000
+
+
+SCALINGS = [
+    {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **YARN},
+    {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0, "mscale": 1.0,
+     "mscale_all_dim": 1.0, "truncate": True, **YARN},
+    {"rope_type": "longrope", "attention_factor": 1.0, **LONG, **YARN},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3", "gpt_neox", "gemma3_text", "olmo3", "deepseek_v3", "gpt_oss"])
+def test_no_rotary_value_is_our_own_fault(kind):
+    plain = {key: value for key, value in files()[kind].items() if not key.startswith("rope")}
+    for scaling in SCALINGS:
+        for key in scaling:
+            for value in (None, "64", "x", 0, -1, 1, 2.5, [], [1], {}, {"x": 1}, True, float("nan"), float("inf")):
+                changed = scaling | {key: value}
+                for rotary in ({"rope_scaling": changed}, {"rope_parameters": changed}, nested(FULL, changed)):
+                    try:
+                        config = config_from_hf(plain | rotary)
+                    except UserError as error:
+                        assert str(error).startswith("config.json: ") and "--model_config" not in str(error)
+                        continue
+                    assert inverse_frequencies(config).isfinite().all() and math.isfinite(amplitude(config))
 
 
 # Where a key that is left out makes ours refuse what transformers would read otherwise than it was written.
