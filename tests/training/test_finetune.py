@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from toolkit.args import FINETUNE_FULL, FINETUNE_LORA, EvalArgs, FSDPArgs, TrainArgs
 from toolkit.checkpoints.adapters import ADAPTERS, read_adapter
-from toolkit.checkpoints.folder import load_model, write_model_files
+from toolkit.checkpoints.folder import load_model, read_model_config, write_model_files
 from toolkit.checkpoints.merge import merge_beside
 from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main
@@ -173,8 +173,27 @@ def test_all_files_of_the_tokenizer_go_all_the_way(base, questions, tmp_path):
 def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(base, questions, tmp_path):
     train_bpe([Path(torch.__file__).read_text()], 500).save(tmp_path / "larger")
     flags = ["--tokenizer_dir", str(tmp_path / "larger")]
-    with pytest.raises(UserError, match=r"--tokenizer_dir: 500 different tokens, and the model embeds"):
+    with pytest.raises(UserError, match=r"--tokenizer_dir: gives 500 different tokens, \d\d\d among .* embeds 0 to"):
         run_training(arguments(finetune_lora, base, questions, tmp_path / "run", *flags))
+
+
+def test_a_tokenizer_may_have_a_token_that_is_not_in_the_data(base, questions, tmp_path):
+    """As Gemma 3's has one for images."""
+    shutil.copytree(base, tmp_path / "base")
+    file = tmp_path / "base" / "tokenizer.json"
+    content, embedded = json.loads(file.read_text()), read_model_config(base).padded_vocab_size
+    first, names = Tokenizer.load(base).vocab_size, {embedded: "<image_soft_token>"}
+    content["added_tokens"] += [
+        content["added_tokens"][0] | {"id": i, "content": names.get(i, f"<unused{i}>")}
+        for i in range(first, embedded + 1)
+    ]
+    file.write_text(json.dumps(content))
+    run_training(arguments(finetune_lora, tmp_path / "base", questions, tmp_path / "run"))
+    with_one = tmp_path / "with_one.jsonl"
+    row = json.dumps({"prompt": "What is in <image_soft_token>?", "completion": "A cat."}) + "\n"
+    with_one.write_text(questions.read_text() + row)
+    with pytest.raises(UserError, match=rf"{embedded} among those of this data, and the model embeds 0 to"):
+        run_training(arguments(finetune_lora, tmp_path / "base", with_one, tmp_path / "other"))
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"])

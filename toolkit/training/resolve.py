@@ -26,6 +26,7 @@ from toolkit.args import (
 )
 from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
 from toolkit.data.base import DataModule, Prepared, Rows
+from toolkit.data.chunks import TokenRows
 from toolkit.data.ready import ReadyData
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
@@ -171,8 +172,11 @@ def _sequences(rows: Rows, seq_length: int | None) -> str:
 def with_vocabulary(config: ModelConfig | None, data: Prepared) -> ModelConfig | None:
     """The config with the vocabulary of the tokenizer, or of data that comes as tokens, where it has none of its own.
 
+    A tokenizer may have tokens that the model does not embed (Gemma 3's has one for images), if the data has none of
+    them; it is read through for that.
+
     Raises:
-        UserError: there is no vocabulary to take, or a larger one than the model's.
+        UserError: there is no vocabulary to take, or the data has tokens that the model does not embed.
     """
     if config is None:
         return None
@@ -184,12 +188,20 @@ def with_vocabulary(config: ModelConfig | None, data: Prepared) -> ModelConfig |
             "give one, or --model_config.vocab_size"
         )
     config = config.with_vocab_size(max(known)) if known else config
-    if known and max(known) > config.padded_vocab_size:
+    embedded = config.padded_vocab_size
+    if known and max(known) > embedded <= (largest := max(map(_largest_token, filter(None, (data.train, data.val))))):
         raise UserError(
-            f"--tokenizer_dir: {max(known)} different tokens, and the model embeds {config.padded_vocab_size}; give "
-            f"the model's own tokenizer, or pretrain a model with --model_config.vocab_size {max(known)}"
+            f"--tokenizer_dir: gives {max(known)} different tokens, {largest} among those of this data, and the model "
+            f"embeds 0 to {embedded - 1}; give the model's own tokenizer, or pretrain a model with "
+            f"--model_config.vocab_size {max(known)}"
         )
     return config
+
+
+def _largest_token(rows: Rows) -> int:
+    if isinstance(rows, TokenRows):
+        return rows.survey()[1]
+    return max(int(torch.as_tensor(row[name]).max()) for row in rows for name in ("input_ids", "labels"))
 
 
 def is_repeatable(args: RunArgs) -> bool:
