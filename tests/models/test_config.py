@@ -161,6 +161,12 @@ def test_values_of_another_kind_are_refused_with_the_flag_named(field, value, wa
         ModelConfig(**{"vocab_size": 100, field: value})
 
 
+def test_yarn_needs_a_base_that_has_a_logarithm():
+    yarn = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16}
+    with pytest.raises(UserError, match="rope_base 1.0: must be greater than 1 with YaRN"):
+        ModelConfig(rope_base=1.0, rope_adjustments=yarn)
+
+
 def test_whole_numbers_are_numbers():
     assert ModelConfig(rope_base=10000, rope_adjustments={"factor": 4}).rope_kind == "linear"
 

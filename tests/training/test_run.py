@@ -463,3 +463,15 @@ def test_nodes_that_were_started_with_other_options_are_refused(corpus, tmp_path
     run.require_same_everywhere(mine, identity)
     with pytest.raises(UserError, match=f"{flag}: on rank 1"):
         run.require_same_everywhere(replace(mine, **change), identity)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"), [({}, None), ({"norm_qk": True}, "note: --model_config.norm_qk True: the")]
+)
+def test_a_model_that_cannot_go_out_to_hugging_face_is_said_before_it_is_trained(
+    corpus, tmp_path, capsys, changes, note
+):
+    options = {"train": {"max_steps": 1}, "model_config": ModelOverrides(**changes)}
+    run_training(arguments(corpus, tmp_path / "run", **options))
+    notes = [line for line in "".join(capsys.readouterr()).splitlines() if "note: " in line]
+    assert len(notes) == (note is not None) and all(note in line for line in notes)

@@ -52,6 +52,10 @@ def check_values(config: ModelConfig) -> None:
             raise UserError(f"{FLAG}{name} {value}: {least}")
     if not 0 <= config.rotary_percentage <= 1:
         raise UserError(f"{FLAG}rotary_percentage {config.rotary_percentage}: must be between 0 and 1")
+    if config.rope_base <= 1 and rope_kind(config.rope_adjustments) == "yarn":
+        raise UserError(
+            f"{FLAG}rope_base {config.rope_base}: must be greater than 1 with YaRN, which takes its logarithm"
+        )
     rope_kind(config.rope_adjustments)
 
 

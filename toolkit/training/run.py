@@ -24,6 +24,7 @@ from toolkit.distributed.launch import RunGroup, Timeouts, launched
 from toolkit.distributed.layout import Layout, read_layout
 from toolkit.distributed.memory import keep_freed_memory
 from toolkit.errors import UserError
+from toolkit.models.families import why_not_exported
 from toolkit.models.gpt import Block
 from toolkit.training import adapters, best
 from toolkit.training.checkpointer import Checkpointer, seed_from
@@ -86,6 +87,8 @@ def run_training(args: RunArgs) -> None:
             f"peak learning rate {start.schedule.peak:.3g}"
         )
         display.message(f"Strategy: {decided.strategy}")
+        if start.model.config is not None and (why := why_not_exported(start.model.config)) is not None:
+            display.message(f"note: {why}")
         run = build_run(fabric, decided, data, start, display, stack)
         run.launched = launch_time
         run.after_first_step = lambda: after_first_step(run, start.model, decided.strategy.shards, group)

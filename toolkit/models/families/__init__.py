@@ -104,6 +104,16 @@ def family_of(config: ModelConfig) -> ModuleType:
     return FAMILIES[config.family]
 
 
+def why_not_exported(config: ModelConfig) -> str | None:
+    """Return why such a model cannot go out to Hugging Face; None where it can."""
+    try:
+        family_of(config).to_hf(config)
+        family_of(config).weights(config)
+    except UserError as error:
+        return str(error)
+    return None
+
+
 def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a configuration from the content of any supported Hugging Face ``config.json``.
 
