@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 from test_tutorials import ROOT
 
-from toolkit.models.families import FAMILIES, list_names
+from toolkit.models.families import FAMILIES, list_aliases, list_names
 
 pytest.importorskip("transformers")
 
@@ -29,3 +29,8 @@ def test_each_family_has_a_measured_error(script):
     errors, versions = script.written(script.PAGE.read_text())
     assert errors.keys() == FAMILIES.keys() and all(float(error) < 1e-5 for error in errors.values())
     assert all(versions.values())
+
+
+def test_the_readme_and_the_changelog_count_right():
+    assert f"[{len(FAMILIES)} model types](tutorials/models.md)" in (ROOT / "README.md").read_text()
+    assert f"{len(list_names()) + len(list_aliases())} names to train" in (ROOT / "CHANGELOG.md").read_text()
