@@ -93,7 +93,7 @@ def test_a_model_in_8_bits_is_the_one_in_16_that_it_stands_for(folder, tmp_path)
     ("changed", "message"),
     [
         ({"weight_block_size": None}, "quantised by 'fp8' .* weight_block_size"),
-        ({"weight_block_size": [16, 16]}, "is of type F8_E4M3"),
+        ({"weight_block_size": [16, 16]}, r"_proj.weight_scale_inv is \(.*\) in float32; it must be \(.*\) in float32"),
         ({"fmt": "e5m2"}, "quantised by 'fp8'"),
     ],
 )
@@ -104,3 +104,21 @@ def test_other_forms_are_refused(folder, tmp_path, changed, message):
     with pytest.raises(UserError, match=message):
         import_hf(folder, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda scales: None, "weight_scale_inv .* is missing; copy or download it again"),
+        (lambda scales: scales.bfloat16(), "weight_scale_inv is .* in bfloat16; it must be .* in float32"),
+        (lambda scales: scales[:1], r"weight_scale_inv is \(1, .* it must be"),
+    ],
+)
+def test_damaged_scales_are_named(folder, tmp_path, change, message):
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    changed = change(weights.pop(name))
+    weights |= {} if changed is None else {name: changed.contiguous()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"model.safetensors: model.layers.0.self_attn.o_proj.{message}"):
+        import_hf(folder, tmp_path / "ours")

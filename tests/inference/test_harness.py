@@ -175,3 +175,23 @@ def test_a_continuation_that_is_no_token_or_too_long(wrappers):
     for continuation in ("", text(200, 1)):
         with pytest.raises(UserError, match=r"--tasks: a continuation of \d+ tokens; the model takes 1 to 96"):
             wrappers[0]._loglikelihood_tokens([(None, [1], wrappers[0].tok_encode(continuation, False))])
+
+
+def test_a_long_text_does_not_change_how_a_short_one_is_rotated(corpus):
+    """Longrope, with a border of 24 tokens: scores and continuations are those of each text alone."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)], "original_max_seq_len": 24}
+    tokenizer = bpe(corpus)
+    model = GPT(
+        ModelConfig(
+            block_size=CONTEXT, vocab_size=tokenizer.vocab_size, n_embd=64, n_head=4,
+            rope_adjustments=factors | {"attention_factor": 1.1},
+        )
+    ).eval()  # fmt: skip
+    torch.nn.init.normal_(model.transformer.h[0].attn.qkv.weight, std=0.5)
+    ours = harness.HarnessLM(model, tokenizer, batch_size=3, notice=lambda line: None)
+    pairs = [(text(30, 1), " token"), (text(2, 2), " token"), (text(3, 3), " model")]
+    alone = [ours.loglikelihood(requests(pair))[0] for pair in pairs]
+    assert_same(ours.loglikelihood(requests(*pairs)), alone)
+    asked = [(context, {"until": [], "max_gen_toks": 24}) for context, _ in pairs]
+    alone = [ours.generate_until(requests(one))[0] for one in asked]
+    assert ours.generate_until(requests(*asked)) == alone

@@ -107,6 +107,8 @@ def test_latent_attention_settles_the_width_of_heads():
         ("latent_attention", {"latent_attention": LATENT | {"head_dim": 8}}),
         ("norm_qk", {"norm_qk": True}),
         ("n_query_groups", {"n_query_groups": 2}),
+        ("head_size", {"head_size": 40}),
+        ("rotary_percentage", {"rotary_percentage": 0.5}),
     ],
 )
 def test_impossible_latent_attention_is_refused_with_the_flag_named(field, facts):
@@ -114,9 +116,38 @@ def test_impossible_latent_attention_is_refused_with_the_flag_named(field, facts
         ModelConfig(**{"latent_attention": LATENT} | facts)
 
 
+def test_a_change_of_latent_attention_changes_the_width_of_heads():
+    named = ModelConfig(vocab_size=100, n_embd=30, n_head=4, latent_attention=LATENT)
+    assert named.override(ModelOverrides(latent_attention=LATENT | {"qk_nope_head_dim": 10})).head_size == 14
+    assert named.override(ModelOverrides(n_embd=64)).head_size == 12
+    with pytest.raises(UserError, match="head_size 40: must be 12 with latent_attention"):
+        named.override(ModelOverrides(head_size=40))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n_expert_per_token", 2),
+        ("moe_intermediate_size", 64),
+        ("norm_topk_prob", True),
+        ("routed_scaling_factor", 3.0),
+        ("router_scores", "sigmoid"),
+        ("n_expert_groups", 2),
+        ("n_topk_groups", 2),
+        ("shared_expert_intermediate_size", 64),
+        ("shared_expert_gate", False),
+        ("moe_indices", [0, 1]),
+    ],
+)
+def test_what_only_experts_have_is_refused_without_them(field, value):
+    with pytest.raises(UserError, match=f"model_config.{field} .*: needs --model_config.mlp_class_name LLaMAMoE"):
+        ModelConfig(**{field: value})
+
+
 @pytest.mark.parametrize(
     ("field", "facts"),
     [
+        ("n_topk_groups", {"n_topk_groups": 3}),
         ("n_expert_groups", {"n_expert_groups": 8, "n_topk_groups": 4, "router_scores": "sigmoid"}),
         ("n_topk_groups", {"n_expert_groups": 4}),
         ("n_topk_groups", {"n_expert_groups": 4, "n_topk_groups": 5}),

@@ -272,8 +272,8 @@ def test_the_text_model_of_one_that_sees_images_is_read():
         config_from_hf(GEMMA_3_12B | {"is_causal": False})
 
 
-@pytest.mark.parametrize("named", ["as files are", "as in memory"])
-def test_a_model_that_sees_images_gives_its_text_model_with_equal_logits(named, tmp_path):
+def save_model_with_images(folder):
+    """A random Gemma 3 that sees images, as transformers writes it."""
     images = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
               "image_size": 16, "patch_size": 8}  # fmt: skip
     config = transformers.Gemma3Config(
@@ -282,7 +282,13 @@ def test_a_model_that_sees_images_gives_its_text_model_with_equal_logits(named, 
     )  # fmt: skip
     theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
     randomize(theirs, seed=0)
-    theirs.save_pretrained(tmp_path / "hf")
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.mark.parametrize("named", ["as files are", "as in memory"])
+def test_a_model_that_sees_images_gives_its_text_model_with_equal_logits(named, tmp_path):
+    theirs = save_model_with_images(tmp_path / "hf")
     if named == "as in memory":
         weights = {name: tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
         save_file(weights, tmp_path / "hf" / "model.safetensors")

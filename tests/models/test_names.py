@@ -132,7 +132,10 @@ def count_untied(name: str) -> int:
     config = dataclasses.replace(get_config(name), tie_embeddings=False)
     kinds, layers = Counter(int(config.has_experts(i)) for i in range(config.n_layer)), 0
     for kind, number in kinds.items():
-        one, two = (count(dataclasses.replace(config, n_layer=n, moe_indices=[kind] * n)) for n in (1, 2))
+        one, two = (
+            count(dataclasses.replace(config, n_layer=n, moe_indices=[kind] * n if config.n_expert else None))
+            for n in (1, 2)
+        )
         layers += number * (two - one)
     return 2 * one - two + layers
 

@@ -54,11 +54,25 @@ def joined(found: dict[str, Weight], block: tuple[int, int]) -> dict[str, Weight
     weights = dict(found)
     for name in [name for name in found if f"{name}{_SCALES}" in found]:
         weight, scales = found[name], found[f"{name}{_SCALES}"]
-        fits = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=False)) == scales.shape
+        fits = _blocks(weight, block) == scales.shape
         if weight.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32 and len(weight.shape) == 2 and fits:
             del weights[f"{name}{_SCALES}"]
             weights[name] = Scaled(weight, scales, block)
     return weights
+
+
+def _blocks(weight: Weight, block: tuple[int, int]) -> tuple[int, ...]:
+    """How many blocks a weight has along each of its first two axes."""
+    return tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=False))
+
+
+def what_is_wrong(name: str, found: dict[str, Weight], block: tuple[int, int]) -> str:
+    """Why an 8-bit weight was not joined with its scales."""
+    scales, shape = found.get(f"{name}{_SCALES}"), _blocks(found[name], block)
+    if scales is None:
+        return f"{name}{_SCALES} {shape}, the scales of its blocks, is missing"
+    kind = str(scales.dtype).removeprefix("torch.")
+    return f"{name}{_SCALES} is {scales.shape} in {kind}; it must be {shape} in float32"
 
 
 def dequantized(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -168,7 +168,7 @@ def _with_prefix(found: dict[str, Weight], config: ModelConfig) -> dict[str, Wei
     """Name weights as all others are that were saved without the head's module around them (openai-community/gpt2), or
     with a model around theirs that sees images, too (google/gemma-3-4b-it)."""
     wanted = {name for entry in family_of(config).weights(config) for name in entry.theirs}
-    prefix = next(iter(_their_name(config, _EMBEDDING).split(".")))
+    prefix = _their_name(config, _EMBEDDING).split(".")[0]
     renamed = {}
     for name, stored in found.items():
         others = f"{prefix}.{name}", name.replace("language_model.", "", 1)
@@ -180,7 +180,8 @@ def _without_unused(found: dict[str, Weight], config: ModelConfig) -> tuple[dict
     is_unused = getattr(family_of(config), "is_unused", None)
     unused = [name for name in found if is_unused is not None and is_unused(name, config)]
     note = f"left out: {len(unused)} weights that are no part of the model, {unused[0]} ..." if unused else None
-    return {name: stored for name, stored in found.items() if name not in unused}, [note] if note else []
+    left = set(unused)
+    return {name: stored for name, stored in found.items() if name not in left}, [note] if note else []
 
 
 def _their_name(config: ModelConfig, ours: str) -> str:

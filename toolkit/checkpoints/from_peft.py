@@ -14,7 +14,7 @@ from torch import Tensor
 from toolkit.checkpoints.adapters import base_fingerprint
 from toolkit.checkpoints.folder import model_on_meta
 from toolkit.checkpoints.from_hf import is_import_of
-from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, Layer, Placed, linear_layers
+from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, TEXT_MODEL, Layer, Placed, linear_layers
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -161,7 +161,7 @@ def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, dict[str, Tens
             continue  # of the base: peft adds them where the head is adapted, in case they were resized
         if kind not in ("lora_A", "lora_B", "lora_magnitude_vector"):
             raise UserError(f"{path}: holds {name}, which is no adapter of a linear layer")
-        found.setdefault(module, {})[kind] = tensor.float()
+        found.setdefault(module.replace(TEXT_MODEL, "", 1), {})[kind] = tensor.float()
     return found
 
 

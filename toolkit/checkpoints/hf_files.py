@@ -79,6 +79,8 @@ def find_weights(hf_dir: Path) -> dict[str, Weight]:
     if (block := fp8.block_size(read_json(hf_dir / CONFIG))) is not None:
         weights = fp8.joined(weights, block)
     for name, stored in weights.items():
+        if stored.dtype == torch.float8_e4m3fn and block is not None:
+            raise UserError(f"{stored.file}: {fp8.what_is_wrong(name, weights, block)}; copy or download it again")
         if stored.dtype in _QUANTISED.values():
             raise _no_weight(stored.file, name, _NAMES[stored.dtype])
     return weights

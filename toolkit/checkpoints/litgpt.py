@@ -63,9 +63,8 @@ def _left_to_its_code(values: dict[str, Any]) -> dict[str, Any]:
     """What LitGPT's code takes from the name alone (``norm_class`` in its config.py), or from other fields."""
     name, is_rms = str(values.get("name")), values.get("norm_class_name") == "RMSNorm"
     found = {"norm_offset": is_rms and "Gemma" in name, "norm_affine": is_rms or "OLMo" not in name}
-    windows = (values.get("sliding_window_indices") or [])[
-        : values["n_layer"]
-    ]  # it lists what holds for all layers, too
+    listed = values.get("sliding_window_indices") or []  # also where all layers are alike
+    windows = listed[: values.get("n_layer")]
     if values.get("sliding_window_size") is None or windows and not any(windows):
         found |= {"sliding_window_size": None, "sliding_window_indices": None}
     elif windows and all(windows):

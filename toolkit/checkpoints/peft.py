@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,26 @@ from torch import Tensor
 
 from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapter_info
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
+from toolkit.checkpoints.hf_files import read_json
 from toolkit.checkpoints.merge import copy_files
-from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, Layer, Placed, in_rows, linear_layers
+from toolkit.checkpoints.peft_layers import (
+    PREFIX,
+    RENAMED,
+    SETTINGS,
+    TENSORS,
+    TEXT_MODEL,
+    Layer,
+    Placed,
+    in_rows,
+    linear_layers,
+)
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
+from toolkit.models.families import WITH_IMAGES
 from toolkit.models.lora import add_lora, magnitude_of
 from toolkit.models.lora_config import LoRAConfig
+
+_HEAD = "lm_head"
 
 
 class Exported(NamedTuple):
@@ -27,6 +42,8 @@ class Exported(NamedTuple):
     """What the new folder names as its base."""
     is_checked: bool
     """Whether the base is there, and the one that the adapters were trained on."""
+    around: str | None
+    """The type of the model that sees images, too, whose text model the base is; the names are that one's."""
 
 
 def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | Path | None = None) -> Exported:
@@ -62,6 +79,9 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
         tensors |= dict(_exported(layer, layer.adapters(model), weight_of))
     base_name = _base_name(info.base)
     settings = _settings(info.lora, tensors, linear_layers(config), base_name)
+    if (around := _model_around(info.base)) is not None:
+        tensors = {name.replace(".layers.", f".{TEXT_MODEL}layers.", 1): tensor for name, tensor in tensors.items()}
+        settings["target_modules"] = _within_text_model(settings["target_modules"])
 
     def write(folder: Path) -> None:
         from safetensors.torch import save_file
@@ -71,7 +91,7 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
 
     write_folder(out_dir, write, flag="out_dir")
-    return Exported(base_name, is_checked)
+    return Exported(base_name, is_checked, around)
 
 
 def _exported(layer: Layer, placed: list[Placed], weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -147,6 +167,20 @@ def _targets(ranks: dict[str, int], modules: list[str]) -> dict[str, int]:
                 break
         targets[target] = rank
     return targets
+
+
+def _within_text_model(targets: list[str]) -> str:
+    """A pattern for peft instead of names, which other parts of such a model have as well."""
+    inner = "|".join(re.escape(target) for target in targets if target != _HEAD)
+    patterns = [rf".*\.{re.escape(TEXT_MODEL)}.*\.({inner})"] if inner else []
+    return "|".join(patterns + [_HEAD] * (_HEAD in targets))
+
+
+def _model_around(base: Path) -> str | None:
+    """The type of the model that the base's config.json is of, where that is more than the text model."""
+    file = base / "config.json"
+    kind = read_json(file).get("model_type") if file.is_file() else None
+    return kind if isinstance(kind, str) and kind in WITH_IMAGES else None
 
 
 def _base_name(base: Path) -> str:

@@ -24,6 +24,8 @@ from toolkit.models.lora import Adapter, LoRALinear
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+# Where a model that sees images, too, has its text model: in "model.language_model.layers" instead of "model.layers".
+TEXT_MODEL = "language_model."
 # transformers 5 has renamed GPT-NeoX's head: an adapter of it is written under both names, and read under either.
 RENAMED = {"embed_out": "lm_head"}
 

@@ -19,5 +19,9 @@ def setup(checkpoint_dir: str, out_dir: str, base_checkpoint_dir: str | None = N
     exported = export_peft(find_checkpoint_dir(checkpoint_dir), Path(out_dir), base_checkpoint_dir)
     print(f"wrote {out_dir}")
     print(f"its base is {exported.base}; another place goes into base_model_name_or_path of adapter_config.json")
+    if exported.around is not None:
+        print(
+            f"for the {exported.around} model with images; for the text model alone, merge (convert_to_hf --merge true)"
+        )
     if not exported.is_checked:
         print("that base is unchecked: its folder is not there any more; --base_checkpoint_dir says where it is now")

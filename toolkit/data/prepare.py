@@ -225,7 +225,7 @@ def _require_block(tokens: np.ndarray, option: str, what: str, max_seq_length: i
     if len(tokens) <= max_seq_length:
         raise UserError(
             f"{option}: {len(tokens):,} {what}, but one row needs {max_seq_length + 1:,} (--train.max_seq_length + 1);"
-            " give more text, another held-out share or shorter rows"
+            " give shorter rows, more text or another held-out share"
         )
 
 

@@ -161,8 +161,9 @@ class ModelConfig:
         settle = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
         if self.latent_attention is not None:
             settle("latent_attention", {"q_lora_rank": None} | self.latent_attention)
-            parts = (self.latent_attention.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
-            settle("head_size", sum(n for n in parts if type(n) is int))
+            parts = [self.latent_attention.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+            if self.head_size is None and all(type(n) is int for n in parts):
+                settle("head_size", sum(parts))
         if self.n_query_groups is None:
             settle("n_query_groups", self.n_head)
         if self.head_size is None:
@@ -259,7 +260,8 @@ class ModelConfig:
         """Return the config with the fields that the user set; what is derived from them is derived again."""
         given = {f.name: v for f in fields(overrides) if (v := getattr(overrides, f.name)) is not None}
         derived = {
-            "n_query_groups": {"n_head"}, "head_size": {"n_head", "n_embd"}, "intermediate_size": {"n_embd"},
+            "n_query_groups": {"n_head"}, "head_size": {"n_head", "n_embd", "latent_attention"},
+            "intermediate_size": {"n_embd"},
             "padded_vocab_size": {"vocab_size", "padding_multiple"},
         }  # fmt: skip
         again = {k: None for k, sources in derived.items() if k not in given and sources & given.keys()}

@@ -30,6 +30,12 @@ LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_
 _PER_LAYER = {"sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1)}
 _MAY_BE_ZERO = {"n_expert", "n_expert_per_token", "norm_eps", "router_aux_loss_coef"}
 _MAY_BE_ANY_NUMBER = {"rotary_percentage", "attention_multiplier", "embedding_multiplier", "residual_multiplier"}
+# Fields that only models with experts have, and their values in all others.
+_OF_EXPERTS = {
+    "n_expert": 0, "n_expert_per_token": 0, "moe_intermediate_size": None, "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0, "router_scores": "softmax", "n_expert_groups": None, "n_topk_groups": None,
+    "shared_expert_intermediate_size": None, "shared_expert_gate": True, "swiglu_limit": None, "moe_indices": None,
+}  # fmt: skip
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", dict: "names with values"}
 
 
@@ -56,7 +62,8 @@ def check_values(config: ModelConfig) -> None:
         raise UserError(
             f"{FLAG}rope_base {config.rope_base}: must be greater than 1 with YaRN, which takes its logarithm"
         )
-    rope_kind(config.rope_adjustments)
+    for name, value in (config.rope_adjustments or {}).items() if rope_kind(config.rope_adjustments) else ():
+        _check_adjustment(name, value)
 
 
 @functools.cache
@@ -89,14 +96,12 @@ def rope_kind(adjustments: dict[str, Any] | None) -> str | None:
     """Which of :data:`ROPE_ADJUSTMENTS` these are; None where there are none.
 
     Raises:
-        UserError: none of them, or a value is out of its range.
+        UserError: none of them.
     """
     if adjustments is None:
         return None
     for kind, (required, optional) in ROPE_ADJUSTMENTS.items():
         if required <= adjustments.keys() <= required | optional:
-            for name, value in adjustments.items():
-                _check_adjustment(name, value)
             return kind
     known = "; ".join(f"{kind}: {', '.join(sorted(required))}" for kind, (required, _) in ROPE_ADJUSTMENTS.items())
     raise UserError(f"{FLAG}rope_adjustments {adjustments}: the keys must be one of {known}")
@@ -171,7 +176,7 @@ def _check_latent_attention(config: ModelConfig) -> None:
         )
     plain = {"position_embedding": "rope", "norm_qk": False, "clip_qkv": None, "attention_sinks": False}
     plain |= {"attention_logit_softcapping": None, "bias": False, "attn_bias": False, "n_query_groups": config.n_head}
-    plain |= {"head_size": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]}
+    plain |= {"head_size": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"], "rotary_percentage": 1.0}
     for name, value in plain.items():
         if getattr(config, name) != value:
             raise UserError(f"{FLAG}{name} {getattr(config, name)}: must be {value} with latent_attention")
@@ -180,8 +185,8 @@ def _check_latent_attention(config: ModelConfig) -> None:
 def _check_experts(config: ModelConfig) -> None:
     """Refuse numbers of experts that no model has, and widths that the grouped matrix products do not take."""
     if config.mlp_class_name != "LLaMAMoE":
-        for name in ("n_expert", "swiglu_limit"):
-            if value := getattr(config, name):
+        for name, default in _OF_EXPERTS.items():
+            if (value := getattr(config, name)) != default:
                 raise UserError(f"{FLAG}{name} {value}: needs {FLAG}mlp_class_name LLaMAMoE")
         return
     if not 1 <= config.n_expert_per_token <= config.n_expert:
@@ -200,6 +205,8 @@ def _check_experts(config: ModelConfig) -> None:
 def _check_expert_groups(config: ModelConfig) -> None:
     groups, chosen, n = config.n_expert_groups, config.n_topk_groups, config.n_expert
     if groups is None:
+        if chosen is not None:
+            raise UserError(f"{FLAG}n_topk_groups {chosen}: needs {FLAG}n_expert_groups")
         return
     least = 2 if config.router_scores == "sigmoid" else 1  # experts of a group whose scores are added up
     if n % groups or n // groups < least:

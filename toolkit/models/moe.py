@@ -182,7 +182,7 @@ class LLaMAMoE(nn.Module):
         """
         if self.correction is None:
             probabilities = scores = choice = self.gate(x).float().softmax(-1)
-        else:  # in fp32 all the way, as these models were trained: their scores lie close together
+        else:  # fp32 all the way, as these models were trained: unlike a softmax's, these scores all lie close together
             with torch.autocast(x.device.type, enabled=False):
                 bias = None if self.gate.bias is None else self.gate.bias.float()
                 scores = F.linear(x.float(), self.gate.weight.float(), bias).sigmoid()

@@ -80,12 +80,13 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     shared, k = config_json["n_shared_experts"], config_json["num_experts_per_tok"]
     if not shared:
         raise UserError(f"config.json: n_shared_experts {shared!r}: this version computes only models with some")
-    groups = config_json.get("n_group") if config_json["topk_method"] != "greedy" else None
+    decoder = hf_config.read_decoder(
+        config_json, vocab_size=129280 if third else 102400, block_size=4096 if third else 2048
+    )
+    groups = None if config_json["topk_method"] == "greedy" else config_json["n_group"]
     dense = config_json["first_k_dense_replace"]
     return ModelConfig(
-        **hf_config.read_decoder(
-            config_json, vocab_size=129280 if third else 102400, block_size=4096 if third else 2048
-        ),
+        **decoder | {"head_size": None},  # theirs is what is rotated of a head
         **rope,
         latent_attention={name: config_json[name] for name in LATENT_ATTENTION},
         mlp_class_name="LLaMAMoE",

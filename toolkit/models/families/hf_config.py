@@ -56,22 +56,15 @@ _IDLE: dict[str, Callable[[ModelConfig], bool]] = {
     "attn_bias": lambda c: c.bias,
     "gelu_approximate": lambda c: c.mlp_class_name not in ("GemmaMLP", "GptNeoxMLP"),
     "moe_indices": lambda c: all(c.has_experts(i) for i in range(c.n_layer)),
-    "n_topk_groups": lambda c: c.n_expert_groups is None,
     "norm_qk_type": lambda c: not c.norm_qk,
     "rope_indices": lambda c: not any(c.rope_index(i) for i in range(c.n_layer)),
     "rope_local_base_freq": lambda c: not any(c.rope_index(i) == 1 for i in range(c.n_layer)),
     "shared_expert_gate": lambda c: c.shared_expert_intermediate_size is None,
     "sliding_window_indices": lambda c: c.sliding_window_size is None or all(c.sliding_window_indices or ()),
 }
-_OF_EXPERTS = (
-    "norm_topk_prob", "routed_scaling_factor", "router_scores", "n_expert_groups", "n_topk_groups",
-    "shared_expert_intermediate_size", "shared_expert_gate", "moe_indices",
-)  # fmt: skip
 
 
 def _is_idle(config: ModelConfig, name: str) -> bool:
-    if name in _OF_EXPERTS and config.mlp_class_name != "LLaMAMoE":
-        return True
     return name in _IDLE and _IDLE[name](config)
 
 

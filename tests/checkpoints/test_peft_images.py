@@ -1,0 +1,53 @@
+"""Adapters of the text model of a Gemma 3 that sees images, to peft and back."""
+
+import pytest
+import torch
+
+from tests.checkpoints.test_adapters import write_adapted
+from tests.models.test_config_json import save_model_with_images
+from tests.models.test_lora import stir
+from tests.models.test_parity import relative_error, token_ids
+from toolkit.checkpoints.folder import load_model
+from toolkit.checkpoints.from_hf import import_hf
+from toolkit.checkpoints.from_peft import import_peft
+from toolkit.checkpoints.peft import export_peft
+from toolkit.models.lora import add_lora
+from toolkit.models.lora_config import LoRAConfig
+
+transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("parts", [{}, {"key": True, "projection": True, "mlp": True, "head": True}])
+def test_they_act_on_the_whole_model_in_peft_and_come_back(parts, tmp_path, recwarn):
+    theirs, ids = save_model_with_images(tmp_path / "hf"), token_ids() % 90
+    import_hf(tmp_path / "hf", tmp_path / "base")
+    lora, ours = LoRAConfig(r=4, **parts), load_model(tmp_path / "base").eval()
+    before = ours(ids)
+    add_lora(ours, lora)
+    stir(ours)
+    expected = ours(ids)
+    assert relative_error(before, expected) > 0.01
+    write_adapted(tmp_path / "run", tmp_path / "base", ours, lora)
+    assert export_peft(tmp_path / "run", tmp_path / "peft").around == "gemma3"
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(whole) is type(theirs)
+    adapted = peft.PeftModel.from_pretrained(whole, tmp_path / "peft").eval()
+    assert relative_error(adapted(ids).logits, expected) < 2e-5
+    assert not [w for w in recwarn if "adapter keys" in str(w.message)]
+    assert not any("vision" in name for name, _ in adapted.named_parameters() if "lora" in name)
+
+    options, adapters = import_peft(tmp_path / "peft", ours.config)
+    named = dict(ours.named_parameters())
+    assert options == lora and all(torch.equal(tensor, named[name]) for name, tensor in adapters.items())
+
+
+def test_of_a_text_model_alone_they_keep_their_names(tmp_path):
+    save_model_with_images(tmp_path / "hf")
+    import_hf(tmp_path / "hf", tmp_path / "base")
+    (tmp_path / "base" / "config.json").unlink()
+    lora, ours = LoRAConfig(r=4), load_model(tmp_path / "base")
+    add_lora(ours, lora)
+    write_adapted(tmp_path / "run", tmp_path / "base", ours, lora)
+    assert export_peft(tmp_path / "run", tmp_path / "peft").around is None
