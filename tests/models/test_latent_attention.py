@@ -11,6 +11,7 @@ from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.from_hf import import_hf
 from toolkit.checkpoints.hf import export_hf
 from toolkit.checkpoints.weights import load_weights
+from toolkit.errors import UserError
 from toolkit.inference.kv_cache import KVCache
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of, get_config
@@ -143,3 +144,12 @@ def test_the_config_json_of_deepseek_v3_itself():
     said = values.keys() & written.keys() - {"num_nextn_predict_layers", "rope_scaling"}
     assert {key: written[key] for key in said} == {key: values[key] for key in said}
     assert config_from_hf(written) == config
+
+
+@pytest.mark.parametrize(("groups", "said"), [({}, "n_group is missing"), ({"n_group": None}, "n_group null")])
+def test_routing_within_groups_without_groups_is_refused(groups, said):
+    values = family_of(get_config("DeepSeek-V2-Lite")).to_hf(get_config("DeepSeek-V2-Lite"))
+    assert config_from_hf(values).n_expert_groups is None
+    del values["n_group"]
+    with pytest.raises(UserError, match=said):
+        config_from_hf(values | groups | {"topk_method": "group_limited_greedy"})

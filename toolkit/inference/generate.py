@@ -72,7 +72,7 @@ def generate(
 
 
 def prefill(model: GPT, ids: Tensor, cache: KVCache) -> Tensor:
-    """Bring sequences into a cache that holds their first tokens, but for the last piece, which is returned.
+    """Bring sequences into a cache that holds their first tokens, but for the last token of each, which is returned.
 
     What the cache holds is computed anew where that is not what the model computes in sequences as long as these.
 
@@ -82,7 +82,7 @@ def prefill(model: GPT, ids: Tensor, cache: KVCache) -> Tensor:
         cache: Keys and values of the first tokens.
 
     Returns:
-        (B, 1 to PREFILL): the tokens to run next. After a prompt that is its last one.
+        (B, 1): the tokens to run next.
     """
     length, border = ids.size(1), model.config.rotation_border
     if border is not None and (max(cache.made_for, cache.length) > border) != (length > border):

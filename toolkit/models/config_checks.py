@@ -62,8 +62,9 @@ def check_values(config: ModelConfig) -> None:
         raise UserError(
             f"{FLAG}rope_base {config.rope_base}: must be greater than 1 with YaRN, which takes its logarithm"
         )
-    for name, value in (config.rope_adjustments or {}).items() if rope_kind(config.rope_adjustments) else ():
-        _check_adjustment(name, value)
+    if rope_kind(config.rope_adjustments) is not None:
+        for name, value in config.rope_adjustments.items():
+            _check_adjustment(name, value)
 
 
 @functools.cache

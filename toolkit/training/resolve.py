@@ -173,7 +173,7 @@ def with_vocabulary(config: ModelConfig | None, data: Prepared) -> ModelConfig |
     """The config with the vocabulary of the tokenizer, or of data that comes as tokens, where it has none of its own.
 
     A tokenizer may have tokens that the model does not embed (Gemma 3's has one for images), if the data has none of
-    them; it is read through for that.
+    them; only then is the data read through.
 
     Raises:
         UserError: there is no vocabulary to take, or the data has tokens that the model does not embed.
@@ -189,7 +189,13 @@ def with_vocabulary(config: ModelConfig | None, data: Prepared) -> ModelConfig |
         )
     config = config.with_vocab_size(max(known)) if known else config
     embedded = config.padded_vocab_size
-    if known and max(known) > embedded <= (largest := max(map(_largest_token, filter(None, (data.train, data.val))))):
+    if not known or max(known) <= embedded:
+        return config
+    if data.vocab_size is not None:  # data that came as tokens says it
+        largest = data.vocab_size - 1
+    else:
+        largest = max(_largest_token(rows) for rows in (data.train, data.val) if rows is not None)
+    if largest >= embedded:
         raise UserError(
             f"--tokenizer_dir: gives {max(known)} different tokens, {largest} among those of this data, and the model "
             f"embeds 0 to {embedded - 1}; give the model's own tokenizer, or pretrain a model with "

@@ -84,6 +84,10 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         config_json, vocab_size=129280 if third else 102400, block_size=4096 if third else 2048
     )
     groups = None if config_json["topk_method"] == "greedy" else config_json["n_group"]
+    if groups is None and config_json["topk_method"] != "greedy":
+        raise UserError(
+            f"config.json: n_group null: topk_method {config_json['topk_method']!r} needs a number of groups"
+        )
     dense = config_json["first_k_dense_replace"]
     return ModelConfig(
         **decoder | {"head_size": None},  # theirs is what is rotated of a head
