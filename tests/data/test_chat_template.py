@@ -538,6 +538,78 @@ def test_tool_calls_that_the_template_does_not_show_are_refused(five, content):
         five["chatml"][0].encode(messages, "answers")
 
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": 'Größe <b> & "rain"',
+            "parameters": {"type": "object", "properties": {"city": {"type": "string", "default": None}}},
+        },
+    },
+    {"type": "function", "function": {"name": "clock", "parameters": {}}},
+]
+
+
+def test_tools_are_rendered_and_masked_as_transformers_does(five):
+    """Of the published templates only Qwen3's shows tools; the second one is written in the way of Llama 3.1's."""
+    ours, theirs, source = five["qwen3"]
+    in_first_question = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if loop.first and tools is not none %}{{ tools | tojson(indent=4) }}{% endif %}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    other = ChatTemplate(ours._tokenizer, in_first_question, "other")
+    cases = [(ours, marked("qwen3", source), m) for m in (CALLS, SAID, [system("Be brief."), *CALLS], TWO)]
+    cases += [(other, in_first_question, m) for m in (TWO, [system("Be brief."), *TWO])]
+    for template, marks, messages in cases:
+        for tools in (TOOLS, TOOLS[1:], None):
+            encoded = template.encode(messages, "answers", tools)
+            expected = theirs.apply_chat_template(
+                messages, tools, chat_template=marks, return_dict=True, return_assistant_tokens_mask=True
+            )
+            assert encoded.ids == expected["input_ids"]
+            assert encoded.trained == [bool(m) for m in expected["assistant_masks"]] and any(encoded.trained)
+            assert ("clock" in template._tokenizer.decode(encoded.ids)) == (tools is not None or messages is SAID)
+
+
+def test_tools_that_the_template_does_not_show_are_refused(five, make):
+    with pytest.raises(UserError, match="does not show the row's tools; .* --data.chat_template"):
+        five["chatml"][0].encode(TWO, "answers", TOOLS)
+    assert five["chatml"][0].encode(TWO, "answers", []) == five["chatml"][0].encode(TWO, "answers")
+    named = [{"name": "tool_use", "template": CHATML}, {"name": "default", "template": "{{ tools }}" + CHATML}]
+    for files, settings in (({"additional_chat_templates/tool_use.jinja": CHATML}, CHATML), ({}, named)):
+        tokenizer = Tokenizer.load(make(chat_template=settings))
+        template = ChatTemplate.of(tokenizer.with_files({name: text.encode() for name, text in files.items()}), None)
+        with pytest.raises(UserError, match="tool_use.* --data.chat_template"):
+            template.encode(TWO, "answers", TOOLS)
+
+
+def test_a_weight_of_0_masks_an_answer(five):
+    for ours, _, _ in five.values():
+        plain, masked = TWO, [TWO[0], {**TWO[1], "weight": 0}, {**TWO[2], "weight": 0}, {**TWO[3], "weight": 1.0}]
+        assert ours.encode(masked, "answers") == ours.encode(plain, "last_answer")
+        assert not any(ours.encode([*TWO[:3], {**TWO[3], "weight": 0}], "last_answer").trained)
+        first, both = ours.encode([*TWO[:3], {**TWO[3], "weight": 0}], "answers"), ours.encode(plain, "answers")
+        second = ours.encode(plain, "last_answer").trained
+        assert first.ids == both.ids
+        assert first.trained == [a and not b for a, b in zip(both.trained, second, strict=True)] and any(first.trained)
+        everything = ours.encode([*TWO[:3], {**TWO[3], "weight": 0}], "all")
+        assert everything.ids == both.ids and everything.trained == [not trained for trained in second]
+
+
+def test_other_weights_are_refused(five):
+    cases = [(3, weight, "answers", "message 4: weight .*: must be 0") for weight in (0.5, 2, -1, True, "0", [0])]
+    cases += [(2, 1, "answers", r"message 3 \(user\): weight 1: "), (2, 0, "all", r"message 3 \(user\): weight 0: ")]
+    for index, weight, train_on, expected in cases:
+        messages = [dict(message) for message in TWO]
+        messages[index]["weight"] = weight
+        with pytest.raises(UserError, match=expected):
+            five["chatml"][0].encode(messages, train_on)
+
+
 def test_what_follows_must_not_depend_on_the_answer(make):
     source = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{{ messages[-1].content | length }}"
     template = ChatTemplate.of(Tokenizer.load(make(source)), None)
@@ -578,6 +650,22 @@ def test_an_overridden_template_is_exported(make, tmp_path):
         said = exported.settings("tokenizer_config.json").get("chat_template")
         assert said == (template.source if "chat_template" in settings else None)
         assert exported.fingerprint == tokenizer.fingerprint
+
+
+def test_a_template_file_is_used_and_exported(make, tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_bytes(b"\xef\xbb\xbfMine.\r\n" + CHATML.encode())
+    for settings in ({"chat_template": "x"}, {"template": "x"}, {}):
+        tokenizer = Tokenizer.load(make(**settings))
+        template = ChatTemplate.of(tokenizer, None, str(file))
+        assert template.render(TWO).startswith("Mine.\n<|im_start|>user")
+        assert any("instead of the checkpoint's own" in note for note in template.notes) == bool(settings)
+        again = ChatTemplate.of(template.export_tokenizer(), None)
+        assert again.source == template.source == "Mine.\n" + CHATML
+    (tmp_path / "binary").write_bytes(b"\xff")
+    for name, message in (("none", "no such file"), (".", "not a regular file"), ("binary", "not UTF-8")):
+        with pytest.raises(UserError, match=f"--data.chat_template .*{name}: .*{message}"):
+            ChatTemplate.of(tokenizer, None, str(tmp_path / name))
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,44 @@ def test_plain_text_needs_no_template(prepare, plain):
         prepare([{"text": "some text"}], prompt_style="alpaka")
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+SHOWS_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+
+
+def test_tools_and_weights_of_a_row(prepare, tokenizer, tmp_path):
+    shows = tokenizer.with_files({"chat_template.jinja": SHOWS_TOOLS.encode()})
+    masked = {"messages": [TWO["messages"][0], {**TWO["messages"][1], "weight": 0}, *TWO["messages"][2:]]}
+    rows = [{**masked, "tools": [TOOL]}, {**masked, "tools": json.dumps([TOOL])}, {**TWO, "tools": None}]
+    data, said = prepare(rows, tokenizer=shows)
+    assert labelled(shows, data.train) == ["d<|im_end|>", "d<|im_end|>", "b<|im_end|>d<|im_end|>"]
+    inputs = [shows.decode(ids, False) for ids, _ in documents(data.train)]
+    assert inputs[0] == inputs[1] == json.dumps([TOOL]) + inputs[2]
+    renamed, _ = prepare([{**masked, "functions": [TOOL]}], tokenizer=shows, columns={"tools": "functions"})
+    assert next(documents(renamed.train)) == next(documents(data.train))
+    nothing = [*TWO["messages"][:1], {"role": "assistant", "content": "b", "weight": 0}]
+    assert "without a trained token" in prepare([TWO, {"messages": nothing}])[1]
+    half = {"messages": [*TWO["messages"][:3], {**TWO["messages"][3], "weight": 0.5}]}
+    for row, message in (({**TWO, "tools": [TOOL]}, "does not show the row's tools"), (half, "weight 0.5: must be 0")):
+        with pytest.raises(UserError, match=f"rows.jsonl line 2: .*{message}"):
+            prepare([TWO, row])
+
+
+def test_a_template_file_makes_the_rows_and_their_key_and_is_saved(prepare, tokenizer, tmp_path):
+    file = tmp_path / "mine.jinja"
+    first, _ = prepare([TWO])
+    keys = [first.content_key]
+    for source in ("Mine. " + CHATML, "Other. " + CHATML):
+        file.write_text(source)
+        data, said = prepare([TWO], chat_template=str(file))
+        assert "MISS" in said and "HIT" in prepare([TWO], chat_template=str(file))[1]
+        assert tokenizer.decode(data.train[0]["input_ids"].tolist(), False).startswith(source[:5])
+        assert data.tokenizer.files["chat_template.jinja"] == source.encode()
+        keys.append(data.content_key)
+    assert len(set(keys)) == 3
+    with pytest.raises(UserError, match="--data.chat_template .*: give either this or --data.prompt_style"):
+        JSON("x", chat_template=str(file), prompt_style="alpaca")
+
+
 # ---- lengths
 
 

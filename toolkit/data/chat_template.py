@@ -10,8 +10,16 @@ from datetime import datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.records import EmptyAnswer
-from toolkit.data.template_files import CONFIG_FILE, TEMPLATE_FILE, own_template, prompt_styles, read_style
+from toolkit.data.records import EmptyAnswer, answer_weights
+from toolkit.data.template_files import (
+    CONFIG_FILE,
+    TEMPLATE_FILE,
+    has_tool_template,
+    own_template,
+    prompt_styles,
+    read_style,
+    read_template,
+)  # fmt: skip
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
 
 Message = dict[str, Any]
+Tools = Sequence[dict[str, Any]] | None
 
 GENERATION_FILE = "generation_config.json"
 # What a template that shows the date sees during training: a repeated or resumed run must read the same tokens.
@@ -76,6 +85,7 @@ class ChatTemplate:
         self.name = name
         self.notes = list(notes)
         self._tokenizer = tokenizer
+        self._has_tool_template = False  # and this is not it
         self._named_tokens = tokenizer.special_tokens
         self._set_source(source)
         self._appends_eos = False  # after the last answer, where the template puts eos only between turns
@@ -89,30 +99,34 @@ class ChatTemplate:
             self.notes.append(f"{name}: shows the date; in training always {TRAINING_DATE:%d %b %Y}, in a chat today's")
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, prompt_style: str | None) -> ChatTemplate:
-        """Take the prompt style of that name, or without one the template among the tokenizer's files.
+    def of(cls, tokenizer: Tokenizer, prompt_style: str | None, file: str | None = None) -> ChatTemplate:
+        """Take the prompt style of that name or the template in ``file``; without them the tokenizer's own template.
 
         Raises:
-            UserError: if there is neither, no such style, or the template is broken.
+            UserError: if there is none, no such style or file, or the template is broken.
         """
         if prompt_style is not None:
             return cls(tokenizer, *read_style(tokenizer, prompt_style))
+        if file is not None:
+            return cls(tokenizer, *read_template(tokenizer, file))
         found = own_template(tokenizer)
         if found is None:
             raise UserError(
                 f"--data.prompt_style: {tokenizer.name} has no chat template, so this must be given: "
-                f"one of {', '.join(prompt_styles())}"
+                f"one of {', '.join(prompt_styles())}; or a --data.chat_template FILE"
             )
-        file, source = found
-        return cls(tokenizer, source, name=f"{tokenizer.name}: {file}")
+        own, source = found
+        template = cls(tokenizer, source, name=f"{tokenizer.name}: {own}")
+        template._has_tool_template = has_tool_template(tokenizer)
+        return template
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Tools = None) -> str:
         """Return the text of a conversation as training sees it.
 
         Raises:
             UserError: if the template refuses the messages (such as the order of their roles) or breaks.
         """
-        return self._render(messages, add_generation_prompt, TRAINING_DATE)
+        return self._render(messages, add_generation_prompt, TRAINING_DATE, tools)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation up to where the model is to answer.
@@ -123,33 +137,37 @@ class ChatTemplate:
         now = datetime.now()
         return self._tokenize(messages, self._render(messages, True, now), now)[0]
 
-    def encode(self, messages: Sequence[Message], train_on: TrainOn) -> Encoded:
+    def encode(self, messages: Sequence[Message], train_on: TrainOn, tools: Tools = None) -> Encoded:
         """Return the tokens of a whole conversation, and which of them are to be predicted.
 
         An answer reaches from the end of the prompt for it to its end-of-turn token. Tokens that lie on its border
         belong to it, and its tool calls are a part of it. A conversation without an answer has nothing to predict,
-        unless ``train_on`` is "all".
+        unless ``train_on`` is "all". An answer with a ``weight`` of 0 is never predicted.
 
         Args:
             messages: Objects with ``role`` and ``content``.
             train_on: The messages of the assistant, the last of them, or every token.
+            tools: JSON schemas of the tools that the assistant may call, for the template.
 
         Raises:
             EmptyAnswer: if an answer is empty.
-            UserError: if the template refuses the messages, or an answer cannot be told from the rest of the text.
+            UserError: if the template refuses the messages or does not show the tools, an answer cannot be told from
+                the rest of the text, or a weight is not one.
         """
-        text, spans = self._locate_answers(messages)
-        ids, offsets = self._tokenize(messages, text, TRAINING_DATE)
+        weights = answer_weights(messages, train_on)
+        text, spans = self._locate_answers(messages, tools)
+        ids, offsets = self._tokenize(messages, text, TRAINING_DATE, tools)
         starts = [start for start, _ in offsets]
         for number, (_, end) in enumerate(spans, 1):
             if ids[bisect_right(starts, end - 1) - 1] not in self._ends:
                 raise self._error(f"answer {number} does not end with the token {self.end_of_turn}")
-        if train_on == "all":
-            return Encoded(ids, [True] * len(ids))
-        wanted = bytearray(len(text) + 1)
-        for start, end in spans[-1:] if train_on == "last_answer" else spans:
-            wanted[start:end] = b"\1" * (end - start)
-        return Encoded(ids, [1 in wanted[start:end] for start, end in offsets])
+        answers = list(zip(spans, weights, strict=True))
+        chosen = answers[-1:] if train_on == "last_answer" else answers
+        marked = bytearray(len(text) + 1)  # what is trained, or of "all" what is not
+        for (start, end), weight in chosen:
+            if weight == (train_on != "all"):
+                marked[start:end] = b"\1" * (end - start)
+        return Encoded(ids, [(1 in marked[start:end]) == (train_on != "all") for start, end in offsets])
 
     def export_tokenizer(self) -> Tokenizer:
         """The tokenizer with this template, and with a generation_config.json that stops at the end of an answer."""
@@ -186,17 +204,22 @@ class ChatTemplate:
             where = "" if line is None else f" in line {line}"
             raise self._error(f"the template is broken{where}: {error.message}") from error
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime) -> str:
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime, tools: Tools = None
+    ) -> str:
         from toolkit.data.template_sandbox import RefusedError
 
-        # Templates handle a missing key, but show None as text.
-        shown = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        # Templates handle a missing key, but show None as text. A weight is for training, not for the model.
+        shown = [
+            {key: value for key, value in message.items() if value is not None and key != "weight"}
+            for message in messages
+        ]
         try:
             return self._template.render(
                 **self._named_tokens,
                 messages=shown,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=tools,
                 documents=None,
                 strftime_now=now.strftime,
             )
@@ -206,13 +229,13 @@ class ChatTemplate:
             raise self._error(f"the template cannot show the messages: {type(error).__name__}: {error}") from error
 
     def _tokenize(
-        self, messages: Sequence[Message], text: str, now: datetime
+        self, messages: Sequence[Message], text: str, now: datetime, tools: Tools = None
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids and offsets of a text, cut in front of each answer where that is needed."""
         borders = {0, len(text)}
         if self._cuts_at_answers:
             answers = (i for i, message in enumerate(messages) if message.get("role") == "assistant")
-            borders |= {self._prompt_end(messages[:i], text, now) or 0 for i in answers}
+            borders |= {self._prompt_end(messages[:i], text, tools, now) or 0 for i in answers}
         ids, offsets = [], []
         for start, end in pairwise(sorted(borders)):
             more, places = self._tokenizer.encode_with_offsets(text[start:end])
@@ -220,42 +243,53 @@ class ChatTemplate:
             offsets += [(start + first, start + last) for first, last in places]
         return ids, offsets
 
-    def _prompt_end(self, earlier: Sequence[Message], text: str, now: datetime = TRAINING_DATE) -> int | None:
+    def _prompt_end(
+        self, earlier: Sequence[Message], text: str, tools: Tools = None, now: datetime = TRAINING_DATE
+    ) -> int | None:
         """Where the prompt for the next answer ends in ``text``, if the text begins with that prompt."""
         try:
-            prompt = self._render(earlier, True, now)
+            prompt = self._render(earlier, True, now, tools)
         except UserError:  # such as no message at all before the answer
             return None
         return len(prompt) if text.startswith(prompt) else None
 
-    def _locate_answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+    def _locate_answers(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """The whole text, and [start, end) of every answer with its end-of-turn token."""
         answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         for i in answers:
             content = messages[i].get("content")
             if not messages[i].get("tool_calls") and (not isinstance(content, str) or not content.strip()):
                 raise EmptyAnswer(f"empty answer (message {i + 1} of {len(messages)}): give it text or remove it")
-        text = self.render(messages)
+        text = self.render(messages, tools=tools)
+        if tools:
+            self._require_tools_shown(shown=text != self.render(messages))
         eos = ""
         if self._appends_eos and answers[-1:] == [len(messages) - 1]:
             eos = self.end_of_turn
             text += eos
-        return text, [self._locate(messages, i, text, eos) for i in answers]
+        return text, [self._locate(messages, i, text, eos, tools) for i in answers]
 
-    def _locate(self, messages: Sequence[Message], i: int, text: str, eos: str) -> tuple[int, int]:
+    def _locate(self, messages: Sequence[Message], i: int, text: str, eos: str, tools: Tools) -> tuple[int, int]:
         """[start, end) of answer ``i`` in the whole ``text``, told by rendering it with another answer in its place."""
-        before, after = self._around(messages, i, text)
+        before, after = self._around(messages, i, text, tools)
         after += eos
         if not text.endswith(after):
             raise self._error(f"what follows message {i + 1} depends on its text, so that its end cannot be told")
         end_of_content = len(text) - len(after)
-        start = self._start(messages[:i], text[:end_of_content], before)
+        start = self._start(messages[:i], text[:end_of_content], before, tools)
         self._require_tool_calls(messages, i, text[start:end_of_content])
         if (messages[i].get("content") or "").strip() not in text[start:end_of_content]:
             self._note(
                 "changes answers (such as those that think, in earlier turns); they are trained as it shows them"
             )
         return start, end_of_content + self._length_of_end(after, i)
+
+    def _require_tools_shown(self, shown: bool) -> None:
+        mend = "choose one that does by --data.chat_template FILE, or remove the tools"
+        if self._has_tool_template:
+            raise self._error(f"another template, tool_use, is for rows with tools; {mend}")
+        if not shown:
+            raise self._error(f"the template does not show the row's tools; {mend}")
 
     def _require_tool_calls(self, messages: Sequence[Message], i: int, shown: str) -> None:
         """Raise UserError unless the text of answer ``i`` names all tools that it calls."""
@@ -268,20 +302,20 @@ class ChatTemplate:
                     "be trained; choose a template that does, or take them out"
                 )
 
-    def _around(self, messages: Sequence[Message], i: int, text: str = "") -> tuple[str, str]:
+    def _around(self, messages: Sequence[Message], i: int, text: str = "", tools: Tools = None) -> tuple[str, str]:
         """The text before and after message ``i``: its content and tool calls."""
         number = 0
         while (mark := f"answer{number}placeholder") in text:
             number += 1
         other = [*messages[:i], {**messages[i], "content": mark, "tool_calls": None}, *messages[i + 1 :]]
-        before, found, after = self.render(other).partition(mark)
+        before, found, after = self.render(other, tools=tools).partition(mark)
         if not found or mark in after:
             raise self._error(f"the template shows message {i + 1} {'more than once' if found else 'not at all'}")
         return before, after
 
-    def _start(self, earlier: Sequence[Message], text: str, before: str) -> int:
+    def _start(self, earlier: Sequence[Message], text: str, before: str, tools: Tools) -> int:
         """Where an answer begins: at the end of the prompt for it, if the conversation contains that."""
-        end = self._prompt_end(earlier, text)
+        end = self._prompt_end(earlier, text, tools)
         if end is not None:
             return end
         # Templates whose prompt is not part of the whole, because they drop thoughts, or move the system message.

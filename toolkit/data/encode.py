@@ -211,7 +211,7 @@ def encode_record(record: Record, job: Job) -> Encoded:
     if job.template is None:
         raise job.no_template or UserError("--data.prompt_style: conversations need a chat template")
     try:
-        return job.template.encode(record.messages, job.train_on)
+        return job.template.encode(record.messages, job.train_on, record.tools)
     except UserError as error:
         raise UserError(f"{record.where}: {error}") from error
 

@@ -29,6 +29,7 @@ class InstructionData(DataModule):
         val_split_fraction: Share of the samples to hold out; 0.05 when not given and there is no held-out file, 0 for
             none.
         prompt_style: The chat template: alpaca, chatml, llama2, llama3, ...; the checkpoint's own when not given.
+        chat_template: A file with the chat template (jinja) to use instead; it is saved with the model.
         mask_prompt: Learn the answers only; false also learns the prompts.
         train_on: Which tokens are learned: those of all answers, of the last answer, or all; "answers" when not given.
         on_long: What becomes of samples longer than a row: cut off the end, drop the sample, split it into several
@@ -41,6 +42,7 @@ class InstructionData(DataModule):
 
     val_split_fraction: float | None = None
     prompt_style: str | None = None
+    chat_template: str | None = None
     mask_prompt: bool = True
     train_on: TrainOn | None = None
     on_long: OnLong = "truncate"
@@ -56,6 +58,9 @@ class InstructionData(DataModule):
         fraction = self.val_split_fraction
         mend = "must be at least 0 and less than 1"
         require(fraction is None or 0 <= fraction < 1, "val_split_fraction", fraction, mend)
+        both = self.chat_template is not None and self.prompt_style is not None
+        mend = f"give either this or --data.prompt_style {self.prompt_style}, not both"
+        require(not both, "chat_template", self.chat_template, mend)
         if not self.mask_prompt and self.train_on not in (None, "all"):
             raise UserError(f"--data.mask_prompt false: trains on everything, but --data.train_on is {self.train_on}")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
@@ -88,9 +93,9 @@ class InstructionData(DataModule):
             raise UserError(f"--data.val_split_fraction {fraction}: leave it out: {option} has held-out rows")
         template, no_template = None, None
         try:
-            template = ChatTemplate.of(tokenizer, self.prompt_style)
+            template = ChatTemplate.of(tokenizer, self.prompt_style, self.chat_template)
         except UserError as error:
-            if self.prompt_style is not None:
+            if self.prompt_style is not None or self.chat_template is not None:
                 raise
             no_template = error  # plain text needs none
         job = Job(

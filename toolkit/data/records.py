@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ INPUT = ("input", "context")
 ANSWER = ("output", "completion", "response", "answer")
 TEXT = ("text",)
 SYSTEM = ("system",)
-GROUPS = (CONVERSATION, QUESTION, INPUT, ANSWER, TEXT, SYSTEM)
+TOOLS = ("tools",)
+GROUPS = (CONVERSATION, QUESTION, INPUT, ANSWER, TEXT, SYSTEM, TOOLS)
 KNOWN = tuple(name for group in GROUPS for name in group)
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 _FORMS = "messages, conversations, instruction with output, prompt with completion, or text"
@@ -30,11 +32,13 @@ class Record:
             instruction also carries "instruction" and "input", for templates that tell them apart.
         text: Plain text.
         where: The file and the line or row, for people.
+        tools: The tools that the assistant may call, for the template; None where the row has no such column.
     """
 
     messages: tuple[dict[str, Any], ...] | None
     text: str | None
     where: str
+    tools: list[dict[str, Any]] | None = None
 
 
 class EmptyAnswer(UserError):
@@ -79,7 +83,42 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
         raise UserError(f"{where}: has no column that is known; {_has(row)}; needs {_FORMS}, or --data.columns")
     if messages and values.get("system"):
         messages = _with_system(messages, _text(values["system"], f"{where}: system"), where)
-    return Record(messages, text, where)
+    tools = _tools(values.get("tools"), f"{where}: tools")
+    if tools and messages is None:
+        raise UserError(f"{where}: tools: belong to a conversation, and this row is plain text; remove one of the two")
+    return Record(messages, text, where, tools)
+
+
+def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """A list of objects; JSON text is read, for CSV files and for tables whose rows have tools of unlike shapes."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        value = _parse(value, where, "a list of tools")
+    if not isinstance(value, list):
+        raise UserError(f"{where}: is {_kind(value)}; it must be a list of objects")
+    for i, tool in enumerate(value, 1):
+        if not isinstance(tool, dict):
+            raise UserError(f"{where}: tool {i} is {_kind(tool)}; it must be an object")
+    return value
+
+
+def answer_weights(messages: Sequence[dict[str, Any]], train_on: str) -> list[int]:
+    """The weight of each answer: 0 masks it, 1 (and none) trains it. Elsewhere a weight may only confirm what holds.
+
+    Raises:
+        UserError: a weight is another one, or asks of another message what ``train_on`` does not do.
+    """
+    for number, message in enumerate(messages, 1):
+        weight, role = message.get("weight"), message.get("role")
+        if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+            raise UserError(f"message {number}: weight {weight!r:.40}: must be 0 (masked) or 1 (trained)")
+        if weight is not None and role != "assistant" and weight != (train_on == "all"):
+            trained = "every message" if train_on == "all" else "answers only"
+            mend = f"--data.train_on {train_on} trains {trained}; remove the weight"
+            raise UserError(f"message {number} ({role}): weight {weight}: {mend}")
+    weights = [message.get("weight") for message in messages if message.get("role") == "assistant"]
+    return [1 if weight is None else int(weight) for weight in weights]
 
 
 def _with_system(messages: tuple[dict[str, Any], ...], system: str, where: str) -> tuple[dict[str, Any], ...]:
@@ -158,11 +197,7 @@ def _asked(values: dict[str, Any], question: str, where: str) -> tuple[dict[str,
 def _conversation(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     """A list of messages, or of texts that take turns (as LIMA has it); JSON text is read, for CSV files."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise UserError(f"{where}: is a text, not a list of messages") from None
-        _require_unicode(value, where)
+        value = _parse(value, where, "a list of messages")
     if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
         value = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(value)]
     return _messages(value, where)
@@ -192,6 +227,16 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if role == "assistant" and not content.strip() and not given.get("tool_calls"):
         raise EmptyAnswer(f"{where}: is an empty answer; give it a content or take the row out")
     return {"role": role, "content": content, **given}
+
+
+def _parse(text: str, where: str, what: str) -> Any:
+    """Read JSON text that stands in a cell."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(f"{where}: is a text, not {what}") from None
+    _require_unicode(value, where)
+    return value
 
 
 def _joined(parts: list[Any], where: str) -> str:

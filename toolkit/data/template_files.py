@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError, did_you_mean
@@ -18,6 +19,7 @@ _BEGIN = "{%- set begin = bos_token %}"
 _NO_BEGIN = "{%- set begin = '' %}"
 _END = re.compile(r"\{%- set end_of_turn = '(.*)' %\}")
 _END_WITH_EOS = "{%- set end_of_turn = eos_token %}"
+_INSTEAD = ": is used, and saved with the model, instead of the checkpoint's own chat template"
 _MARKUP = re.compile(r"<\|?[a-z_]+\|?>")
 
 
@@ -35,7 +37,7 @@ def read_style(tokenizer: Tokenizer, style: str) -> tuple[str, str, list[str]]:
     source = (files("toolkit.data") / "prompt_styles" / f"{style}.jinja").read_text(encoding="utf-8")
     name, notes = f"--data.prompt_style {style}", []
     if own_template(tokenizer, strict=False) is not None:
-        notes.append(f"{name}: is used, and saved with the model, instead of the checkpoint's own chat template")
+        notes.append(name + _INSTEAD)
     if not tokenizer.adds_bos:
         source = source.replace(_BEGIN, _NO_BEGIN)
     end = _END.search(source)
@@ -47,6 +49,34 @@ def read_style(tokenizer: Tokenizer, style: str) -> tuple[str, str, list[str]]:
     if plain:
         notes.append(f"{name}: {', '.join(plain)}: no token of this vocabulary, encoded as ordinary text")
     return source, name, notes
+
+
+def read_template(tokenizer: Tokenizer, path: str) -> tuple[str, str, list[str]]:
+    """Source, name and notes of ``--data.chat_template``.
+
+    Raises:
+        UserError: if there is no such file, or it cannot be read.
+    """
+    name, file = f"--data.chat_template {path}", Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"{name}: {'not a regular file' if file.exists() else 'no such file'}; give a jinja template")
+    try:
+        source = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: is not UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read: {error.strerror or error}") from error
+    own = own_template(tokenizer, strict=False)
+    return source, name, [name + _INSTEAD] if own is not None and own[1] != source else []
+
+
+def has_tool_template(tokenizer: Tokenizer) -> bool:
+    """Whether a template named ``tool_use``, beside the default one, is for conversations with tools."""
+    said = tokenizer.settings(CONFIG_FILE).get("chat_template")
+    named = said if isinstance(said, list) else []
+    return "additional_chat_templates/tool_use.jinja" in tokenizer.files or any(
+        isinstance(entry, dict) and entry.get("name") == "tool_use" for entry in named
+    )
 
 
 def own_template(tokenizer: Tokenizer, strict: bool = True) -> tuple[str, str] | None:
