@@ -10,18 +10,18 @@ import torch
 import yaml
 
 from tests.models.test_lora import ALL, LLAMA, NO_HEAD, adapted, base, tokens
-from toolkit.checkpoints import adapters as adapters_module
+from toolkit.checkpoints import fingerprint as fingerprint_module
 from toolkit.checkpoints.adapters import (
     ADAPTER_CONFIG,
     ADAPTERS,
     AdapterInfo,
-    base_fingerprint,
     has_adapters_only,
     is_adapter_dir,
     load_adapters,
     read_adapter,
     write_adapter_files,
 )
+from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import fitting_weights, load_model, read_model_config, write_model_files
 from toolkit.checkpoints.hf import export_hf
 from toolkit.checkpoints.merge import MergedWeights, merge_beside
@@ -241,7 +241,7 @@ def test_the_fingerprint_is_of_the_weights_and_of_nothing_else(tmp_path, monkeyp
                                      "read": staticmethod(file_read), "__enter__": lambda s: s,
                                      "__exit__": lambda s, *a: file.close()})()  # fmt: skip
 
-    monkeypatch.setattr(adapters_module, "open", counting, raising=False)
+    monkeypatch.setattr(fingerprint_module, "open", counting, raising=False)
     assert base_fingerprint(tmp_path / "a") == first
     assert read and max(read) < (tmp_path / "a" / "lit_model.pth").stat().st_size / 4
 

@@ -6,25 +6,21 @@ rest of the folder is that of any model. Merged weights, once they lie beside th
 
 from __future__ import annotations
 
-import hashlib
-import io
-import os
-import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 from torch import Tensor, nn
 
+from toolkit.checkpoints.fingerprint import ADAPTERS, base_fingerprint
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import load_state, load_weights, require_fit, save_weights
+from toolkit.checkpoints.weights import load_state, require_fit, save_weights
 from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
 
-ADAPTERS, ADAPTER_CONFIG = "lit_model.pth.lora", "adapter.yaml"
+ADAPTER_CONFIG = "adapter.yaml"
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class AdapterInfo:
     Args:
         lora: Their options.
         base: The checkpoint folder that they were trained on.
-        base_hash: Its :func:`base_fingerprint`.
+        base_hash: Its :func:`~toolkit.checkpoints.fingerprint.base_fingerprint`.
         quantize: How the base was quantised in training; None where it was not. Merging takes the plain one.
     """
 
@@ -64,21 +60,6 @@ def require_adapters(folder: str | Path, **flags: Any) -> None:
     if given is not None and not has_adapters_only(folder):
         value = str(flags[given]).lower() if flags[given] is True else flags[given]
         raise UserError(f"--{given} {value}: would have no effect, {folder} holds a whole model; leave it out")
-
-
-def base_fingerprint(folder: str | Path) -> str:
-    """Return SHA-256 in hex over names, shapes and types of the weights, and the checksums of their bytes.
-
-    The checksums (CRC-32) stand in the files' zip directories, so that the weights themselves are not read. Where the
-    weights came from does not matter, how they are laid out does: in one file or in shards.
-
-    Raises:
-        UserError: the weights are missing or damaged.
-    """
-    path, digest = Path(folder) / WEIGHTS, hashlib.sha256()
-    for line in _shard_lines(path) if path.is_dir() else _file_lines(path):
-        digest.update(f"{line}\n".encode())
-    return digest.hexdigest()
 
 
 def write_adapter_files(folder: Path, adapters: dict[str, Tensor], info: AdapterInfo) -> None:
@@ -172,53 +153,3 @@ def load_adapters(folder: str | Path, model: nn.Module) -> dict[str, Tensor]:
     wanted = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     require_fit(adapters, wanted, path, ADAPTER_CONFIG)
     return {name: adapters[name].float() for name in wanted}
-
-
-def _file_lines(path: Path) -> Iterator[str]:
-    for name, tensor in load_weights(path.parent).items():  # mapped, not read
-        yield f"{name} {tuple(tensor.shape)} {tensor.dtype}"
-    with open(path, "rb") as file:
-        yield from _checksums(file, path)
-
-
-def _shard_lines(path: Path) -> Iterator[str]:
-    from toolkit.checkpoints.shard_metadata import read_metadata  # it takes a second to import
-
-    metadata = read_metadata(path)
-    for name, tensor in metadata.state_dict_metadata.items():
-        yield f"{name} {tuple(tensor.size)} {tensor.properties.dtype}"
-    for index, place in sorted(metadata.storage_data.items(), key=lambda item: (item[0].fqn, item[0].offset or ())):
-        with open(path / place.relative_path, "rb") as file:
-            sums = _checksums(_Slice(file, place.offset, place.length), path)
-            yield f"{index.fqn} {tuple(index.offset or ())} {' '.join(sums)}"
-
-
-class _Slice(io.RawIOBase):
-    """A part of a file, to read (torch's own view of one goes astray when it seeks from the end)."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        self._file.seek(self._start + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
-        self._at += len(data)
-        return data
-
-
-def _checksums(file: IO[bytes], path: Path) -> list[str]:
-    """A line for the bytes of every tensor in a file of torch's zip format."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            entries = [(info.filename.partition("/")[2], info) for info in archive.infolist()]
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: the file is damaged or cut short; copy or download it again") from error
-    return [f"{name} {info.file_size} {info.CRC:08x}" for name, info in entries if name.startswith("data/")]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints.adapters import base_fingerprint
+from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import model_on_meta
 from toolkit.checkpoints.from_hf import is_import_of
 from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, TEXT_MODEL, Layer, Placed, linear_layers

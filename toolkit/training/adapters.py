@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoints.adapters import AdapterInfo, base_fingerprint, load_adapters
+from toolkit.checkpoints.adapters import AdapterInfo, load_adapters
+from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.from_peft import check_base, import_peft
 from toolkit.training.model import Plan

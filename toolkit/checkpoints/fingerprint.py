@@ -1,0 +1,137 @@
+"""Which weights a folder holds, in a few bytes: what adapters remember of their base, and what ranks compare."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+from toolkit.checkpoints.store import WEIGHTS
+from toolkit.checkpoints.weights import load_weights
+from toolkit.errors import UserError
+
+ADAPTERS = "lit_model.pth.lora"
+
+
+def base_fingerprint(folder: str | Path) -> str:
+    """Return SHA-256 in hex over names, shapes and types of the weights, and the checksums of their bytes.
+
+    The checksums (CRC-32) stand in the files' zip directories, so that the weights themselves are not read. Where the
+    weights came from does not matter, how they are laid out does: in one file or in shards.
+
+    Raises:
+        UserError: the weights are missing or damaged.
+    """
+    path = Path(folder) / WEIGHTS
+    return _hash(_shard_lines(path) if path.is_dir() else _file_lines(path))
+
+
+def resume_fingerprint(folder: str | Path) -> str:
+    """Return SHA-256 in hex over what a run that is resumed reads of a checkpoint: weights and trainer state.
+
+    Of the tensors only checksums are read, as in :func:`base_fingerprint`.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    return _hash(_resume_lines(Path(folder)))
+
+
+def peft_fingerprint(folder: str | Path) -> str:
+    """Return SHA-256 in hex over the files of adapters in peft's format, which have no checksums and are small.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    return _hash(_bytes_line(path) for path in sorted(Path(folder).glob("adapter_*")))
+
+
+def _hash(lines: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(f"{line}\n".encode())
+    return digest.hexdigest()
+
+
+def _resume_lines(folder: Path) -> Iterator[str]:
+    adapters, trainer = folder / ADAPTERS, folder / "trainer"
+    if adapters.is_file():
+        yield from _zip_lines(adapters, "")
+    else:
+        yield base_fingerprint(folder)
+    yield _bytes_line(trainer / "meta.json")
+    yield from _zip_lines(trainer / "state.pth", "")  # its numbers are beside the tensors
+    if (trainer / "optimizer").is_dir():
+        yield from _shard_lines(trainer / "optimizer")
+
+
+def _bytes_line(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    return f"{path.name} {digest.hexdigest()}"
+
+
+def _zip_lines(path: Path, below: str) -> list[str]:
+    try:
+        with open(path, "rb") as file:
+            return _checksums(file, path, below)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+
+
+def _file_lines(path: Path) -> Iterator[str]:
+    for name, tensor in load_weights(path.parent).items():  # mapped, not read
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+    yield from _zip_lines(path, "data/")
+
+
+def _shard_lines(path: Path) -> Iterator[str]:
+    from toolkit.checkpoints.shard_metadata import read_metadata  # it takes a second to import
+
+    metadata = read_metadata(path)
+    for name, tensor in metadata.state_dict_metadata.items():
+        yield f"{name} {tuple(tensor.size)} {tensor.properties.dtype}"
+    for index, place in sorted(metadata.storage_data.items(), key=lambda item: (item[0].fqn, item[0].offset or ())):
+        with open(path / place.relative_path, "rb") as file:
+            sums = _checksums(_Slice(file, place.offset, place.length), path)
+            yield f"{index.fqn} {tuple(index.offset or ())} {' '.join(sums)}"
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, to read (torch's own view of one goes astray when it seeks from the end)."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+def _checksums(file: IO[bytes], path: Path, below: str = "data/") -> list[str]:
+    """A line for every entry of a file of torch's zip format; ``data/`` holds the bytes of the tensors."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = [(info.filename.partition("/")[2], info) for info in archive.infolist()]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: the file is damaged or cut short; copy or download it again") from error
+    return [f"{name} {info.file_size} {info.CRC:08x}" for name, info in entries if name.startswith(below)]
