@@ -25,6 +25,7 @@ from toolkit.data.ready import ReadyData
 from toolkit.distributed import ranks
 from toolkit.distributed.device import DTYPES, count_devices, pick_accelerator
 from toolkit.distributed.layout import read_layout
+from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import EndedTogether, UserError, did_you_mean
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
@@ -120,7 +121,8 @@ def train(
     _require_script(arguments)
     run = RunArgs(defaults=PRETRAIN, optimizer_class=cls, **arguments)
     try:
-        run_training(run)
+        with handlers_restored():
+            run_training(run)
         return ranks.from_first(ranks.on_first(lambda: _result(Path(run.out_dir))))
     except EndedTogether as error:
         raise SystemExit(error.exit_code) from None  # rank 0 says why; here a traceback would only hide that

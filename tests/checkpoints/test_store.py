@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 
 from toolkit.checkpoints import store
 from toolkit.checkpoints.store import (
+    exclusive,
     is_complete,
     newest,
     prune,
@@ -350,3 +352,30 @@ def test_unfinished_folders_are_nowhere_listed(tmp_path):
     assert is_complete(tmp_path / "step-1")
     make(tmp_path / "step-3")
     assert names(tmp_path) == ["step-1", "step-3"]
+
+
+def test_a_forked_process_does_not_hold_the_lock_of_its_parent(tmp_path):
+    with exclusive(tmp_path):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:  # as a data worker, which may outlive the run
+            os.write(writing, b"here")
+            signal.pause()
+        assert os.read(reading, 4) == b"here"
+    try:
+        with exclusive(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_folder_in_which_another_run_has_begun_is_not_written(tmp_path):
+    out = tmp_path / "run"
+    with exclusive(out):
+        shutil.rmtree(out)
+        out.mkdir()
+        (out / ".lock").write_text("1\n")
+        with pytest.raises(UserError, match=f"--out_dir {out}: was removed, and another run has begun there"):
+            make(out / "step-1")
+    assert names(out) == [".lock"]

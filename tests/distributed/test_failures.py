@@ -1,12 +1,10 @@
 """Starting and ending across ranks, through the real command line: what one rank suffers ends all, with one line."""
 
-import csv
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -14,7 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from groups import free_port, read_until
+from groups import free_port, losses, read_until
+from processes import PRETRAIN, child_of, ended, failing, finish, flags_for, folders, group_members, pretrain, start
 from torch import distributed as dist
 
 from toolkit import cli
@@ -25,94 +24,11 @@ from toolkit.distributed.launch import RunGroup, Timeouts
 from toolkit.distributed.layout import Layout
 from toolkit.errors import PeerLost
 
-PRETRAIN = ["-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu"]
-TRAIN = {"global_batch_size": 8, "micro_batch_size": 2, "max_seq_length": 32, "max_steps": 100_000}
 GO_ON = "and the run with it; --resume auto goes on with the newest checkpoint"
-LAUNCHERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_PARENT_PID")
 
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def flags_for(corpus: Path, out: Path, **train) -> list[str]:
-    flags = ["--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300"]
-    return flags + common_flags(out, **train)
-
-
-def common_flags(out: Path, **train) -> list[str]:
-    flags = ["--out_dir", str(out), "--resume", "auto", "--eval.interval", "0", "--eval.final_validation", "false"]
-    return flags + [part for name, value in (TRAIN | train).items() for part in (f"--train.{name}", str(value))]
-
-
-def failing(out: Path, rank: int, how: str) -> list[str]:
-    data = ["--data", "failing_data.Fails", "--data.rank", str(rank), "--data.how", how, "--data.vocab_size", "300"]
-    return data + common_flags(out)
-
-
-def start(*arguments: str, **environ: str) -> subprocess.Popen:
-    """Start Python in a session of its own, as a terminal would."""
-    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    environment = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environ
-    return subprocess.Popen([sys.executable, *arguments], env=environment, **pipes)
-
-
-def pretrain(*flags: str, **environ: str) -> subprocess.Popen:
-    return start(*PRETRAIN, *flags, **environ)
-
-
-def session(process: subprocess.Popen) -> list[int]:
-    """The processes of the session that a process has begun."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, leader = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # gone in the meantime
-            continue
-        if int(leader) == process.pid and state != "Z":
-            found.append(int(stat.parent.name))
-    return sorted(found)
-
-
-def child_of(process: subprocess.Popen) -> int:
-    (child,) = set(session(process)) - {process.pid}
-    return child
-
-
-def finish(process: subprocess.Popen, seconds: float = 60) -> tuple[str, str]:
-    """Wait until all processes have ended; return what they have written."""
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        left = session(process)
-        os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"{left} did not end: {process.communicate()}") from None
-    closed = time.monotonic()
-    while session(process) and time.monotonic() - closed < 10:  # the pipes close shortly before the last of them ends
-        time.sleep(0.05)
-    assert session(process) == []
-    return out, err
-
-
-def ended(process: subprocess.Popen, code: int, *texts: str, within: float = 60) -> str:
-    """Require an end with this exit code and with one line on stderr, which holds the texts; return stdout."""
-    out, err = finish(process, within)
-    assert process.returncode == code, err
-    assert len(err.splitlines()) == 1 and err.startswith("toolkit pretrain: "), err
-    for text in texts:
-        assert text in err
-    return out
-
-
-def losses(out: Path) -> list[float]:
-    with open(out / "logs" / "metrics.csv", newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-
-
-def folders(out: Path) -> set[str]:
-    return {path.name for path in out.iterdir() if (path / "COMPLETE").exists()}
 
 
 def resumes(corpus: Path, out: Path) -> None:
@@ -153,9 +69,9 @@ def test_a_stopped_rank_ends_the_run_after_the_timeout(corpus, tmp_path, rank):
         ended(process, 1, f"no answer from rank 1 for 0.05 minutes (--timeout), {GO_ON}", within=40)
         return
     deadline = time.monotonic() + 50
-    while len(session(process)) > 1 and time.monotonic() < deadline:
+    while len(group_members(process)) > 1 and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert session(process) == [process.pid]
+    assert group_members(process) == [process.pid]
     os.kill(process.pid, signal.SIGCONT)
     _, err = finish(process)
     assert process.returncode == 1 and len(err.splitlines()) == 2 and "Traceback" not in err

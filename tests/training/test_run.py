@@ -23,6 +23,7 @@ from toolkit.checkpoints.store import exclusive
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data import TextFiles
 from toolkit.data.loader import train_batches
+from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import GuardError, StoppedBySignal, UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.training import loop, run
@@ -431,7 +432,7 @@ def test_s2_a_checkpoint_before_the_first_step_is_that_of_step_zero(corpus, tmp_
         return {}
 
     run_training(arguments(corpus, tmp_path / "whole", evaluation={"initial_validation": True}))
-    with monkeypatch.context() as patch, pytest.raises(StoppedBySignal):
+    with monkeypatch.context() as patch, handlers_restored(), pytest.raises(StoppedBySignal):
         patch.setattr(loop, "run_validation", signalled)
         run_training(arguments(corpus, tmp_path / "parts", evaluation={"initial_validation": True}))
     assert folders(tmp_path / "parts") == {"step-00000000"}

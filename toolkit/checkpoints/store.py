@@ -36,8 +36,10 @@ def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
         write: Fills the (empty, temporary) folder that it is given.
 
     Raises:
-        UserError: the disk is full; the temporary folder is gone and earlier checkpoints are as they were.
+        UserError: the disk is full; the temporary folder is gone and earlier checkpoints are as they were. Or the
+            run's folder was removed meanwhile; the checkpoint is written all the same, unless another run has begun.
     """
+    is_removed = _is_removed(folder.parent)
     for aside in folder.parent.glob(f"{_OLD}*"):
         _put_back_or_delete(aside)
     _delete(folder.parent.glob(f"{_TMP}*"))
@@ -48,6 +50,11 @@ def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
         (tmp / COMPLETE).touch()
 
     write_folder(folder, write_and_mark, flag="--out_dir")
+    if is_removed:
+        raise UserError(
+            f"--out_dir {folder.parent}: was removed during the run ({_LOCK} is missing); {folder.name} was still "
+            "saved there, continue from it with --resume auto"
+        )
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None:
@@ -128,11 +135,46 @@ def exclusive(out_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"--out_dir {out_dir}: {error.strerror}; give a folder that can be written") from error
     with file:
-        if _lock(file, out_dir):
-            file.truncate(0)
-            file.write(f"{os.getpid()}\n")
-            file.flush()
-        yield
+        _locks.add(file)
+        try:
+            if _lock(file, out_dir):
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n")
+                file.flush()
+            yield
+        finally:
+            _locks.discard(file)
+
+
+_locks: set[IO[str]] = set()
+"""The open lock files of this process."""
+
+
+def _close_locks() -> None:
+    for file in _locks:
+        file.close()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):  # a lock lasts as long as any process has the file open: not in data workers
+    os.register_at_fork(after_in_child=_close_locks)
+
+
+def _is_removed(out_dir: Path) -> bool:
+    """Whether a folder that this process has locked was removed since.
+
+    Raises:
+        UserError: another run has begun there.
+    """
+    for file in _locks:
+        if Path(file.name) == out_dir / _LOCK:
+            file.seek(0)
+            try:
+                if (out_dir / _LOCK).read_text() != file.read():
+                    raise UserError(f"--out_dir {out_dir}: was removed, and another run has begun there")
+            except FileNotFoundError:
+                return True
+    return False
 
 
 def _lock(file: IO[str], out_dir: Path) -> bool:

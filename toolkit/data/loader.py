@@ -4,8 +4,10 @@ continued at any step, on another number of ranks, without replaying what went b
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -85,12 +87,20 @@ class _MicroBatches(Dataset):
 
 def _start_worker(_worker: int) -> None:
     # Launchers signal every process of a run: the training process reacts, and needs its workers to finish the step
-    # (law S3). They end when it tells them to, or when torch's watchdog sees that it is gone; see _close_all, too.
+    # (law S3). They end when it tells them to, or when it has ended; see _close_all, too.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # Windows has no SIGUSR1
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # The threads of the tokenizers library do not survive a fork; a worker that tokenises must do without them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _end_with_parent() -> None:
+    """End this worker when the training process has ended, killed perhaps. Torch's watchdog needs seconds for that, and
+    does not see it while a row is read."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _load(rows: Rows, micro_batches: Iterable[list[int]], num_workers: int, pad_token: int) -> Iterator[Batch]:

@@ -123,7 +123,7 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
             save_is_due=int(save_every is not None and step_started - last_saved >= save_every * 60),
         )
         if agreed["signalled"]:
-            stop_for_signal(run, max(ranks.gather(signals.received)))
+            stop_for_signal(run, signals)
 
         learning_rate = run.schedule.learning_rate(progress.step)
         try:
@@ -180,8 +180,10 @@ def is_due(interval: int | None, step: int) -> bool:
     return bool(interval) and step % interval == 0
 
 
-def stop_for_signal(run: Run, signal_number: int) -> None:
+def stop_for_signal(run: Run, signals: SignalWatch) -> None:
+    signal_number = max(ranks.gather(signals.received))
     folder = save(run, f"step-{run.progress.step:08d}")
+    signals.ignore()
     raise StoppedBySignal(
         signal_number, f"stopped after step {run.progress.step}; {folder} is saved, go on with --resume auto"
     )
