@@ -283,10 +283,36 @@ def test_long_documents_are_encoded_in_pieces_to_the_same_ids(tmp_path, monkeypa
     tokenizer = train_bpe([lines], 400)
     (document,) = documents.fingerprint([file], "x")
     pieces = list(documents.pieces(document, size=500))
-    assert len(pieces) > 10 and "".join(p.text for p in pieces) == lines
+    read = lines.replace("\r\n", "\n")
+    assert len(pieces) > 10 and "".join(p.text for p in pieces) == read
     assert [p.ends_document for p in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert [t for p in pieces for t in tokenizer.encode(p.text)] == tokenizer.encode(lines)
-    assert [p.text for p in documents.pieces(document, None)] == [lines]
+    assert [t for p in pieces for t in tokenizer.encode(p.text)] == tokenizer.encode(read)
+    assert [p.text for p in documents.pieces(document, None)] == [read]
+
+
+def test_windows_line_ends_and_byte_order_marks_are_no_tokens_and_are_counted(prepare, text, tmp_path, monkeypatch):
+    plain = prepare()[0]
+    assert "line ends" not in prepare()[1]
+    marks = "a\ufeffb\rc"  # in the middle of a text they stay, and so does a lone \r
+    expected, changed = {}, 0
+    for number, file in enumerate(sorted(text.iterdir())):
+        content = marks + file.read_text()
+        expected[file.name] = content
+        lines = content.count("\n") if number else 0
+        changed += lines
+        file.write_bytes(b"\xef\xbb\xbf" * (number < 3) + content.encode().replace(b"\n", b"\r\n" if number else b"\n"))
+    (text / "mark.txt").write_bytes(b"\xef\xbb\xbf")  # an empty file
+    monkeypatch.setattr(documents, "_READ", 7)  # so that every \r\n is cut once
+    for cached in ("MISS", "HIT"):
+        data, said = prepare(tokenizer=plain.tokenizer)
+        assert cached in said and f"read {changed:,} line ends \\r\\n as \\n, left out 3 byte order marks" in said
+    paths = documents.fingerprint(sorted(text.iterdir()), "x")
+    stream = [t for d in paths for t in plain.tokenizer.encode(expected[d.path.name], bos=False, eos=True)]
+    assert all_tokens(data.train) == stream[: len(data.train) * (T + 1)]
+    for size in (1, 2, 3, None):
+        assert ["".join(p.text for p in documents.pieces(d, size)) for d in paths] == [
+            expected[d.path.name] for d in paths
+        ]
 
 
 def test_a_tokenizer_without_end_of_document_is_refused(prepare, tmp_path):

@@ -218,6 +218,8 @@ def test_csv(tmp_path):
     rows, _ = read(path, CSV_KINDS, "csv_path")
     first, second = {"prompt": "q", "completion": "two\nlines"}, {"prompt": "x, y", "completion": "z"}
     assert rows == [(f"{path} line 2", first), (f"{path} line 4", second)]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))  # as a spreadsheet saves it
+    assert read(path, CSV_KINDS, "csv_path")[0] == rows
     write(path, f'text\n"{"x" * 200_000}"\n')  # more than csv's own limit
     assert len(read(path, CSV_KINDS, "csv_path")[0][0][1]["text"]) == 200_000
 

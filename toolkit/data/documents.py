@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,12 +20,23 @@ BATCH = 1 << 22  # characters that are encoded in parallel
 
 @dataclass(frozen=True)
 class Document:
-    """A text file: the SHA-256 of its content in hex, its size in bytes, and the option that named it."""
+    r"""A text file.
+
+    Args:
+        sha256: Of its content, in hex.
+        size: Bytes of its text, as :func:`pieces` reads it.
+        path: The file.
+        option: How the user named it.
+        crlf: Line ends that are \r\n in the file and \n in the text.
+        has_bom: Whether the file begins with a byte order mark, which is no part of the text.
+    """
 
     sha256: str
     size: int
     path: Path
     option: str
+    crlf: int
+    has_bom: bool
 
 
 class Piece(NamedTuple):
@@ -51,19 +63,33 @@ def fingerprint(paths: list[Path], option: str) -> list[Document]:
 
 
 def _hash(path: Path, option: str) -> Document:
-    digest, size = hashlib.sha256(), 0
+    digest, size, crlf, last = hashlib.sha256(), 0, 0, b""
     try:
         with open(path, "rb") as file:
+            has_bom = file.read(len(BOM_UTF8)) == BOM_UTF8
+            file.seek(0)
             while block := file.read(_READ):
                 digest.update(block)
                 size += len(block)
+                crlf += block.count(b"\r\n") + (last == b"\r" and block[:1] == b"\n")
+                last = block[-1:]
     except OSError as error:
         raise UserError(f"{option}: {path} cannot be read: {error.strerror}") from error
-    return Document(digest.hexdigest(), size, path, option)
+    return Document(digest.hexdigest(), size - crlf - has_bom * len(BOM_UTF8), path, option, crlf, has_bom)
+
+
+def describe_changes(documents: list[Document]) -> str | None:
+    """One line about line ends and byte order marks that are read in another way than they are written."""
+    crlf, marks = sum(d.crlf for d in documents), sum(d.has_bom for d in documents)
+    parts = [f"read {crlf:,} line ends \\r\\n as \\n"] if crlf else []
+    parts += [f"left out {marks:,} byte order mark{'s' if marks > 1 else ''}"] if marks else []
+    return ", ".join(parts) or None
 
 
 def pieces(document: Document, size: int | None = PIECE) -> Iterator[Piece]:
-    """Read a document in pieces of about ``size`` characters; None reads it whole.
+    r"""Read a document in pieces of about ``size`` characters; None reads it whole.
+
+    Line ends are \n, also where the file has \r\n, and a byte order mark at the beginning is left out.
 
     It is cut only between a line that ends in a visible character and one that begins with a letter: there the
     tokenizers that :meth:`Tokenizer.splits_at_newlines` finds cut as well.
@@ -72,14 +98,16 @@ def pieces(document: Document, size: int | None = PIECE) -> Iterator[Piece]:
         UserError: if it is not UTF-8.
     """
     try:
-        with open(document.path, encoding="utf-8", newline="") as file:
-            rest = ""
+        with open(document.path, encoding="utf-8-sig", newline="") as file:
+            rest = held = ""
             while block := file.read(size or -1):
-                rest += block
+                block = held + block
+                held = "\r" if block.endswith("\r") else ""  # its \n may come with the next block
+                rest += block[: len(block) - len(held)].replace("\r\n", "\n")
                 if size and (cut := _last_line_end(rest, len(rest) - size)):
                     yield Piece(rest[:cut], False)
                     rest = rest[cut:]
-            yield Piece(rest, True)
+            yield Piece(rest + held, True)
     except UnicodeDecodeError as error:
         raise UserError(
             f"{document.option}: {document.path} is not UTF-8 text ({error.reason} at byte {error.start});"

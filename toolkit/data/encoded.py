@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from toolkit.data.encode import Job
 
-CODE_VERSION = 4  # raise it when the same rows and options would give other tokens, or other counts
+CODE_VERSION = 5  # raise it when the same rows and options would give other tokens, or other counts
 _VAL_SEED = 0  # of the permutation whose first samples are held out
 _VERIFIED = 1 << 30  # bytes: up to here a folder is read through before it is used
 _INDEX = ("offsets", "sources", "numbers", "train_members", "train_starts", "val_members", "val_starts")

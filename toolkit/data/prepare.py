@@ -28,7 +28,7 @@ from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 
 Report = Callable[[str], None]
-CODE_VERSION = 1  # raise it when the same text and options would give other rows
+CODE_VERSION = 2  # raise it when the same text and options would give other rows
 _BPE_SAMPLE = 8_000_000  # characters that a tokenizer is trained on
 
 
@@ -68,6 +68,8 @@ def prepare_text(sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_l
         raise UserError(f"{tokenizer.name}: has no end-of-document token; name an eos_token in tokenizer_config.json")
     train = documents.fingerprint(sources.train, sources.train_option)
     val = None if sources.val is None else documents.fingerprint(sources.val, sources.val_option)
+    if changes := documents.describe_changes(train + (val or [])):
+        report(f"Data: {changes}")
     key = _key(sources, train, val, tokenizer, max_seq_length)
     cache_dir = choose_cache_dir(sources.cache_dir)
     folder = cache_dir / f"{sources.module}-{key[:16]}"

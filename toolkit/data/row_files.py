@@ -279,10 +279,10 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Rows by the names of the first line; an empty cell is an empty text."""
+    """Rows by the names of the first line; an empty cell is an empty text. Line ends within a cell are ``\\n``."""
     number, before = 1, csv.field_size_limit(1 << 30)
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with open(path, encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
             names = reader.fieldnames or []
             if doubled := {name for name in names if names.count(name) > 1}:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TextFiles(DataModule):
-    """Text files in UTF-8; each file is one document.
+    r"""Text files in UTF-8; each file is one document. \r\n is read as \n, a byte order mark is left out.
 
     Args:
         train_data_path: A file, a folder (all files below it, hidden ones left out) or a glob such as 'books/*.txt'.
