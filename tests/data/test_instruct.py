@@ -372,6 +372,9 @@ DAMAGE = {
     "tokens cut short": lambda f: os.truncate(f / "tokens.bin", 10),
     "one token changed": lambda f: _flip(f / "tokens.bin"),
     "one label changed": lambda f: _flip(f / "trained.bin"),
+    "one offset changed": lambda f: _flip(f / "offsets.bin"),
+    "one row number changed": lambda f: _flip(f / "numbers.bin"),
+    "a count changed": lambda f: _edit(f, lambda m: m["facts"].update(samples=3)),
     "index missing": lambda f: (f / "train_starts.bin").unlink(),
     "everything missing": lambda f: (shutil.rmtree(f), f.mkdir()),
 }

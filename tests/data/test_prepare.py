@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import textwrap
 
 import pytest
 
-from toolkit.data import PythonStdlib, TextFiles, documents
+from toolkit.data import LitData, PythonStdlib, TextFiles, cache, documents
 from toolkit.data.cache import default_cache_dir
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
@@ -56,7 +57,7 @@ def test_s5_miss_then_hit(prepare, tmp_path):
     assert all_tokens(again.train) == all_tokens(first.train) and all_tokens(again.val) == all_tokens(first.val)
     assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
     (folder,) = (tmp_path / "cache").iterdir()
-    assert folders(folder) == ["manifest.json", "tokenizer", "train", "val"]
+    assert folders(folder) == ["checksums.json", "manifest.json", "tokenizer", "train", "val"]
 
 
 def test_s5_every_ingredient_changes_the_key(prepare, text, tmp_path):
@@ -122,7 +123,24 @@ DAMAGE = {
     "tokenizer missing": lambda f: shutil.rmtree(f / "tokenizer"),
     "tokenizer changed": lambda f: (f / "tokenizer/tokenizer_config.json").write_text('{"eos_token": "a"}'),
     "everything missing": lambda f: (shutil.rmtree(f), f.mkdir()),
+    "a low bit of a token": lambda f: _flip(f / "train" / "chunk-0-0.bin", 100, 1),
+    "a high byte of a token": lambda f: _flip(f / "val" / "chunk-0-0.bin", -1, 0xFF),
+    "index changed": lambda f: _replace(f / "train" / "index.json", "0", "1"),
+    "a digit of a checksum": lambda f: _replace(f / "checksums.json", '"crc32": ["', '"crc32": ["0'),
+    "checksums missing": lambda f: (f / "checksums.json").unlink(),
+    "checksums of another kind": lambda f: (f / "checksums.json").write_text("[]"),
+    "a chunk that is a pipe": lambda f: ((f / "train/chunk-0-0.bin").unlink(), os.mkfifo(f / "train/chunk-0-0.bin")),
 }
+
+
+def _flip(path, at, mask):
+    content = bytearray(path.read_bytes())
+    content[at] ^= mask
+    path.write_bytes(content)
+
+
+def _replace(path, old, new):
+    path.write_text(path.read_text().replace(old, new, 1))
 
 
 def _edit(folder, change):
@@ -145,6 +163,42 @@ def test_s5_damaged_data_is_prepared_anew(prepare, tmp_path, damage):
     assert again.content_key == first.content_key and all_tokens(again.train) == all_tokens(first.train)
     assert folders(tmp_path / "cache") == [folder.name]
     assert "HIT" in prepare()[1]
+
+
+def test_s7_a_damaged_file_is_named_and_an_intact_folder_is_read_once_per_machine(prepare, tmp_path, monkeypatch):
+    first, _ = prepare()
+    (folder,) = (tmp_path / "cache").iterdir()
+    checked = []
+    find_damage = cache.find_damage
+    monkeypatch.setattr(cache, "find_damage", lambda f, files: checked.append(len(files)) or find_damage(f, files))
+    for _ in range(3):
+        assert "HIT" in prepare()[1]
+    assert checked == [sum(path.is_file() for path in folder.rglob("*")) - 1]  # all but the checksums
+    os.utime(folder / "train" / "index.json", (1, 1))
+    assert "HIT" in prepare()[1] and len(checked) == 2
+    with monkeypatch.context() as other:
+        other.setattr(cache.socket, "gethostname", lambda: "another")
+        assert "HIT" in prepare()[1] and len(checked) == 3
+    stamps = tmp_path / "no_folder"
+    stamps.touch()
+    with monkeypatch.context() as other:
+        other.setenv("XDG_CACHE_HOME", str(stamps))
+        assert "HIT" in prepare()[1] and "HIT" in prepare()[1] and len(checked) == 5
+    _flip(folder / "train" / "chunk-0-0.bin", 100, 1)
+    with pytest.raises(UserError, match="--data.data_path .* is damaged .*train/chunk-0-0.bin: bytes differ"):
+        LitData(str(folder)).prepare(tokenizer=None, max_seq_length=T, report=print)
+    assert re.search(r"MISS .*damaged \(train/chunk-0-0.bin: bytes differ from its checksum", prepare()[1])
+    LitData(str(folder)).prepare(tokenizer=None, max_seq_length=T, report=print)
+
+
+def test_notes_about_removed_folders_are_removed(prepare, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    prepare(), prepare()
+    notes = tmp_path / "home" / "toolkit" / "verified"
+    before = folders(notes)
+    shutil.rmtree(tmp_path / "cache")
+    prepare(max_seq_length=16), prepare(max_seq_length=16)
+    assert len(before) == len(folders(notes)) == 1 and before != folders(notes)
 
 
 def run_python(code: str, *args) -> subprocess.Popen:
@@ -202,7 +256,7 @@ def test_s5_two_processes_at_once(prepare, text, tmp_path):
 def test_s5_a_slower_process_takes_what_a_quicker_one_published(prepare, text, tmp_path, monkeypatch):
     import toolkit.data.prepare as module
 
-    publish, quicker = module._publish, []
+    publish, quicker = module.publish, []
 
     def publish_second(*args):
         if not quicker:
@@ -210,7 +264,7 @@ def test_s5_a_slower_process_takes_what_a_quicker_one_published(prepare, text, t
             quicker.append(prepare()[0])  # another process, start to end, meanwhile
         publish(*args)
 
-    monkeypatch.setattr(module, "_publish", publish_second)
+    monkeypatch.setattr(module, "publish", publish_second)
     slower = prepare()[0]
     assert slower.content_key == quicker[1].content_key and len(folders(tmp_path / "cache")) == 1
 

@@ -3,6 +3,7 @@
     <cache_dir>/<module>-<first 16 of the key>/tokens.bin, trained.bin   the samples, one after the other
                                               offsets.bin ...           where they begin, and which make up a row
                                               manifest.json             what is there, and the counts for people
+                                              checksums.json            of all of these files
 
 Which samples share a row is decided here, so the order of rows stays a pure function of their number (law S2).
 """
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.data.base import Prepared
-from toolkit.data.cache import DAMAGE, MANIFEST, choose_cache_dir, clean_up, publish, unfinished
+from toolkit.data.cache import DAMAGE, MANIFEST, choose_cache_dir, clean_up, publish, unfinished, verify
 from toolkit.data.encode import Counts, encode_samples
 from toolkit.data.order import shuffled_index
 from toolkit.data.packing import best_fit
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 CODE_VERSION = 5  # raise it when the same rows and options would give other tokens, or other counts
 _VAL_SEED = 0  # of the permutation whose first samples are held out
-_VERIFIED = 1 << 30  # bytes: up to here a folder is read through before it is used
 _INDEX = ("offsets", "sources", "numbers", "train_members", "train_starts", "val_members", "val_starts")
 _CONTENT = ("tokens", "trained", "offsets", "train_members", "train_starts", "val_members", "val_starts")
 
@@ -50,7 +50,7 @@ def prepare_encoded(job: Job, report: Callable[[str], None]) -> Prepared:
     cache_dir = choose_cache_dir(job.cache_dir)
     folder = cache_dir / f"{job.module}-{key[:16]}"
     try:
-        prepared, reason = _find(folder, key, job)
+        prepared, reason = _find(folder, key, job, report)
         if prepared is not None:
             report(f"Data: HIT {folder} ({time.perf_counter() - start:.1f} s)")
         else:
@@ -58,7 +58,7 @@ def prepare_encoded(job: Job, report: Callable[[str], None]) -> Prepared:
             clean_up(cache_dir)
             with unfinished(folder) as temporary:
                 _make(temporary, key, job, report)
-                publish(temporary, folder, lambda: _find(folder, key, job)[0] is not None)
+                publish(temporary, folder, lambda: _find(folder, key, job, report)[0] is not None)
             prepared = _open(folder, key, job)
     except OSError as error:
         raise UserError(f"--data.cache_dir {cache_dir}: cannot be used: {error.strerror or error}") from error
@@ -185,11 +185,12 @@ class EncodedRows:
         return self._members[self._starts[index] : self._starts[index + 1]].tolist()
 
 
-def _find(folder: Path, key: str, job: Job) -> tuple[Prepared | None, str]:
+def _find(folder: Path, key: str, job: Job, report: Callable[[str], None]) -> tuple[Prepared | None, str]:
     """What lies ready in the cache, or the reason why nothing does."""
     if not folder.exists():
         return None, "not prepared yet"
     try:
+        verify(folder, report)
         return _open(folder, key, job), ""
     except DAMAGE as error:
         return None, f"what is there is damaged ({error!s})"
@@ -201,7 +202,6 @@ def _open(folder: Path, key: str, job: Job) -> Prepared:
     if not isinstance(manifest, dict) or manifest.get("key") != key:
         raise ValueError(f"{MANIFEST} belongs to other data")
     facts, arrays = manifest["facts"], manifest["arrays"]
-    _check(folder, arrays, manifest["content_key"])
     index = {name: np.fromfile(folder / f"{name}.bin", np.int64) for name in _INDEX}
     names = tuple(f"{source.name} {source.unit}" for source in job.sources)
     origins = (index["offsets"], index["sources"], index["numbers"], names)
@@ -215,15 +215,6 @@ def _open(folder: Path, key: str, job: Job) -> Prepared:
         raise ValueError("there are no training rows")
     tokenizer = job.tokenizer if job.template is None else job.template.export_tokenizer()
     return Prepared(splits["train"], splits["val"], tokenizer, manifest["content_key"], summary(facts, job))
-
-
-def _check(folder: Path, arrays: dict[str, Any], content_key: str) -> None:
-    for name in ("tokens", "trained", *_INDEX):
-        found, needed = (folder / f"{name}.bin").stat().st_size, arrays[name]["bytes"]
-        if found != needed:
-            raise ValueError(f"{name}.bin has {found:,} bytes instead of {needed:,}")
-    if sum(array["bytes"] for array in arrays.values()) <= _VERIFIED and _content_key(folder, arrays) != content_key:
-        raise ValueError("its bytes have changed")
 
 
 def _content_key(folder: Path, arrays: dict[str, Any]) -> str:

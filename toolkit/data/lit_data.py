@@ -38,6 +38,7 @@ class LitData(DataModule):
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
     ) -> Prepared:
         """See :meth:`DataModule.prepare`; nothing is written."""
+        self._verify(report)
         names = [""] if self.split_names is None else list(self.split_names)
         rows = [self._rows(name, max_seq_length + 1) for name in names]
         content = hashlib.sha256(f"{max_seq_length + 1}".encode())
@@ -57,6 +58,17 @@ class LitData(DataModule):
         summary = f"{len(train):,} train rows of {max_seq_length:,} tokens; {held_out}"
         report(f"Data: {self.data_path}: {summary}; {tails:,} tokens at the ends of chunks do not fill a row")
         return Prepared(train, val, tokenizer, content.hexdigest(), summary, largest + 1)
+
+    def _verify(self, report: Callable[[str], None]) -> None:
+        """Check the bytes of a folder that prepare_data made; others have no checksums."""
+        from toolkit.data.cache import CHECKSUMS, DAMAGE, verify
+
+        folder = Path(self.data_path).expanduser()
+        if (folder / CHECKSUMS).is_file():
+            try:
+                verify(folder, report)
+            except DAMAGE as error:
+                raise UserError(f"--data.data_path {self.data_path}: is damaged ({error}); prepare it again") from error
 
     def _rows(self, name: str, block_size: int) -> TokenRows:
         from toolkit.data.chunks import TokenRows

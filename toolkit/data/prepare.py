@@ -3,6 +3,7 @@
     <cache_dir>/<module>-<first 16 of the key>/{train,val}/   LitData chunks of whole blocks
                                               tokenizer/
                                               manifest.json   what is there, and what it was made from
+                                              checksums.json  of all of these files
 
 A folder appears whole or not at all: it is made under another name and renamed (law S5). Paths and dates of the
 sources are no part of the key, so moved or copied text is found again, and changed text never is.
@@ -22,7 +23,7 @@ import numpy as np
 
 from toolkit.data import documents
 from toolkit.data.base import Prepared
-from toolkit.data.cache import DAMAGE, HEARTBEAT, MANIFEST, choose_cache_dir, clean_up, publish, unfinished
+from toolkit.data.cache import DAMAGE, HEARTBEAT, MANIFEST, choose_cache_dir, clean_up, publish, unfinished, verify
 from toolkit.data.chunks import TokenRows, write_chunks
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
@@ -74,7 +75,7 @@ def prepare_text(sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_l
     cache_dir = choose_cache_dir(sources.cache_dir)
     folder = cache_dir / f"{sources.module}-{key[:16]}"
     try:
-        prepared, reason = _find(folder, key, tokenizer, max_seq_length)
+        prepared, reason = _find(folder, key, tokenizer, max_seq_length, report)
         if prepared is not None:
             report(f"Data: HIT {folder}: {prepared.summary} ({time.perf_counter() - start:.1f} s)")
             return prepared
@@ -90,11 +91,14 @@ def prepare_text(sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_l
     return prepared
 
 
-def _find(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int) -> tuple[Prepared | None, str]:
+def _find(
+    folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
+) -> tuple[Prepared | None, str]:
     """What lies ready in the cache, or the reason why nothing does."""
     if not folder.exists():
         return None, "not prepared yet"
     try:
+        verify(folder, report)
         return _open(folder, key, tokenizer, max_seq_length), ""
     except DAMAGE as error:
         return None, f"what is there is damaged ({error!s})"
@@ -174,7 +178,7 @@ def _make(
         manifest = {"version": CODE_VERSION, "key": key, "tokenizer": used.fingerprint}
         manifest |= _write_splits(temporary, sources, texts, used, max_seq_length, report)
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        _publish(temporary, folder, key, tokenizer, max_seq_length)
+        publish(temporary, folder, lambda: _find(folder, key, tokenizer, max_seq_length, report)[0] is not None)
 
 
 def _train_tokenizer(sources: TextSources, train: list[documents.Document], report: Report) -> Tokenizer:
@@ -248,7 +252,3 @@ def _write_tokens(path: Path, texts: list[documents.Document], tokenizer: Tokeni
                 report(f"Data: tokenized {done / 1e6:,.0f} of about {total / 1e6:,.0f} MB")
                 last_line = time.perf_counter()
     return np.memmap(path, dtype=dtype, mode="r")
-
-
-def _publish(temporary: Path, folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int) -> None:
-    publish(temporary, folder, lambda: _find(folder, key, tokenizer, max_seq_length)[0] is not None)
