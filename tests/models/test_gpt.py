@@ -96,7 +96,7 @@ def test_n8_rotary_tables_stay_fp32_and_out_of_the_state():
     model.bfloat16()
     assert not list(model.buffers()) and all("inv" not in name for name in model.state_dict())
     rotations = []
-    model.transformer.h[0].register_forward_pre_hook(lambda _, args: rotations.append(args[2][0]))
+    model.transformer.h[0].register_forward_pre_hook(lambda _, args: rotations.append(args[2]))
     assert model(ids()).dtype == torch.bfloat16
     assert rotations[0].cos.dtype == rotations[0].sin.dtype == torch.float32
     angles = torch.outer(torch.arange(24.0), expected)

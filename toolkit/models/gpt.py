@@ -17,7 +17,7 @@ from toolkit.models.mlp import make_mlp
 from toolkit.models.moe import LLaMAMoE, before_last_label
 from toolkit.models.norm import make_norm
 from toolkit.models.rope import Rotation, amplitude, document_lengths, inverse_frequencies
-from toolkit.models.visibility import Visibility
+from toolkit.models.visibility import Seen, Visibility
 
 
 class Block(nn.Module):
@@ -41,17 +41,19 @@ class Block(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        visibility: Visibility,
-        rotations: dict[int, Rotation],
+        seen: Seen,
+        rotation: Rotation | None,
         cache: LayerCache | None = None,
         counted: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """(B, T, n_embd) -> (B, T, n_embd).
 
+        Mask and rotation come ready-made: a block that looked them up itself would be compiled once more for the layer
+        that makes them.
+
         Where there are experts and ``counted`` (B, T) says which tokens count, also (B,): how unevenly each row uses
         them. It is returned, not kept aside, because FSDP's hooks see what is returned only.
         """
-        seen, rotation = visibility.through(self.window), rotations.get(self.rope_index)
         normed = self.norm_1(x)
         attended = x + self._added(self.post_attention_norm(self.attn(normed, seen, rotation, cache)))
         if self.norm_2 is not None:
@@ -170,7 +172,8 @@ class GPT(nn.Module):
         rotations = self._rotations(positions, held + T if lengths is None else lengths)
         imbalances: list[torch.Tensor] = []
         for i, block in enumerate(self.transformer.h):
-            x = block(x, visibility, rotations, None if kv_cache is None else kv_cache[i], counted)
+            seen, rotation = visibility.through(block.window), rotations.get(block.rope_index)
+            x = block(x, seen, rotation, None if kv_cache is None else kv_cache[i], counted)
             if isinstance(x, tuple):
                 x, imbalance = x
                 imbalances.append(imbalance)
