@@ -23,12 +23,18 @@ class Rows(Protocol):
     ``input_ids[t]``, or -100 where nothing is to be learned. Where a row packs several documents there are also
     "positions" (T,), counted anew in each, and "documents" (T,), their numbers.
 
-    Rows of unequal length have ``lengths``, (n,) int64 of numpy: the input tokens of each row.
+    Rows of unequal length have ``lengths``, (n,) int64 of numpy: the input tokens of each row; or, where these are not
+    known, ``is_ragged``.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+def is_ragged(rows: Rows | None) -> bool:
+    """Whether rows differ in length, so that every batch may have another shape."""
+    return getattr(rows, "lengths", None) is not None or getattr(rows, "is_ragged", False)
 
 
 @dataclass

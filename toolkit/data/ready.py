@@ -45,7 +45,7 @@ class ReadyData(DataModule):
     @property
     def is_ragged(self) -> bool:
         """Whether rows that were looked at differ in length."""
-        return min(self.lengths) != max(self.lengths)
+        return self.train.is_ragged
 
     def prepare(
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
@@ -73,6 +73,7 @@ class ReadyRows:
         if not len(dataset):
             raise UserError(f"{name}: has no rows")
         self._name, self._dataset, self._max_length = name, dataset, max_length
+        self.is_ragged = False
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -117,7 +118,9 @@ class ReadyRows:
         for index, row in zip(indices, rows, strict=True):
             digest.update(f"|{index} {len(row['input_ids'])}|".encode())
             digest.update(row["input_ids"].numpy().tobytes() + row["labels"].numpy().tobytes())
-        return [len(row["input_ids"]) for row in rows], digest.hexdigest()
+        lengths = [len(row["input_ids"]) for row in rows]
+        self.is_ragged = min(lengths) != max(lengths)
+        return lengths, digest.hexdigest()
 
 
 def _tokens(value: Any, name: str) -> Tensor:

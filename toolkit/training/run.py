@@ -18,7 +18,7 @@ from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
 from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.store import FINAL, exclusive, require_free, resolve_resume
-from toolkit.data.base import Prepared, Rows
+from toolkit.data.base import Prepared, Rows, is_ragged
 from toolkit.distributed import ranks
 from toolkit.distributed.device import count_devices, pick_accelerator, pick_precision
 from toolkit.distributed.fabric import build_fabric
@@ -160,10 +160,9 @@ def find_place(decided: Decisions, data: Prepared, resume_from: Path | None) -> 
     sampler = make_sampler(data, config, args.eval.max_new_tokens, usual=args.defaults.eval["max_new_tokens"])
     progress = Progress() if resume_from is None else read_progress(resume_from, identity)
     best.forget_what_is_gone(progress, Path(args.out_dir))
-    is_ragged = getattr(data.train, "lengths", None) is not None
     limits = build_limits(
-        args.train, progress, n_rows=len(data.train), tokens_per_row=length, is_ragged=is_ragged
-    )  # fmt: skip
+        args.train, progress, n_rows=len(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
+    )
     schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
     return Start(resume_from, progress, model, base, identity, limits, schedule, length, flops, sampler)
@@ -180,6 +179,7 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
     source = find_checkpoint_dir(initial) if initial else None
     model = set_up_model(
         fabric, plan, seed=args.seed, precision=decided.precision, compiler=args.compiler,
+        is_ragged=is_ragged(data.train) or is_ragged(data.val),
         source=start.resume_from or source if start.base is None else source,
         adapters=adapters.initial_adapters(args, plan, start.resume_from, display.message),
     )  # fmt: skip
