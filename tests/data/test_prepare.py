@@ -409,6 +409,13 @@ def test_missing_or_empty_text(prepare, tmp_path, option, path, message):
     assert str(error.value).startswith(f"--data.{option} {value}: ") and message in str(error.value)
 
 
+def test_a_pipe_is_no_text_file(prepare, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(UserError, match=f"--data.train_data_path {path}: not a regular file"):
+            prepare(train_data_path=str(path))
+
+
 def test_files_without_text(prepare, text, tmp_path):
     full = prepare()[0]
     (text / "empty.txt").touch()

@@ -1,6 +1,8 @@
 """Rows of every form to records, and files of every kind to rows; mistakes in one line with file and row."""
 
+import contextlib
 import json
+import os
 
 import pytest
 
@@ -9,6 +11,7 @@ from toolkit.data.row_files import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, find_sp
 from toolkit.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+LONG = "7" * 5000  # digits
 INSTRUCTED = {**USER, "instruction": "q", "input": ""}
 
 
@@ -251,6 +254,10 @@ def test_parquet_in_parts(tmp_path):
         ("a.json", '{"train": "x"}', r'a.json: "train" must hold a list of rows$'),
         ("a.json", '{"train": {},\n"val": []}', r'a.json: "train" must hold a list of rows$'),
         ("a.json", "[" * 100_000, "nested too deeply"),
+        ("a.json", '{"a":' * 100_000, "nested too deeply"),
+        ("a.jsonl", '{"text": "x"}\n{"text": "x", "id": ' + LONG + "}", "a.jsonl line 2: .* number of 5,000 digits"),
+        ("a.json", '[{"text": "x"},\n{"n": -' + LONG + "}]", "a.json line 2: .* number of 5,000 digits at column 8"),
+        ("a.json", '[{"text": "' + LONG * 2 + '"},\n{"n": ' + LONG + "}]", "a.json line 2: .* of 5,000 digits"),
         ("a.txt", "x", r"^--data.json_path .*a.txt: must end in .json or .jsonl or .ndjson$"),
         ("a.csv", "x", "did you mean --data CSV --data.csv_path"),
         ("missing.json", None, r"^--data.json_path .*missing.json: no such file or folder"),
@@ -266,6 +273,36 @@ def test_bad_json_files(tmp_path, name, content, message):
             source.fingerprint()
             list(source.rows())
     assert "\n" not in str(error.value)
+
+
+def test_deep_rows_are_one_line():
+    for depth in range(800, 1000):  # from what can be read and written again to what cannot be read
+        try:
+            tools = json.loads('[{"a":' + "[" * depth + "]" * depth + "}]")
+        except RecursionError:  # the reader handles this
+            break
+        with contextlib.suppress(UserError):
+            to_record({"prompt": "q", "completion": "a", "tools": tools}, "file line 1")
+
+
+def test_pipes_and_devices_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    for path, name, kinds in ((tmp_path / "rows.jsonl", "json_path", JSON_KINDS), ("/dev/zero", "csv_path", CSV_KINDS)):
+        with pytest.raises(UserError, match=f"--data.{name} .*: not a regular file"):
+            find_splits(str(path), name, kinds)
+
+
+def test_a_parquet_file_that_holds_far_more_than_its_size_is_refused(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows, size, path = 2_000_000, 30_000_000, tmp_path / "a.parquet"
+    many = pyarrow.DictionaryArray.from_arrays(pyarrow.repeat(pyarrow.scalar(0, pyarrow.int32()), rows), ["x"])
+    for column, message in ((many, "2,000,000 rows"), (pyarrow.array(["x" * size]), "30.0 MB")):
+        parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd")
+        with pytest.raises(UserError, match=rf"a.parquet: .*{message} in a file of [\d.]+ kB"):
+            read(path, PARQUET_KINDS, "parquet_path")
+    usual = [{"prompt": "the same prompt " * 100, "completion": f"answer {i}"} for i in range(5000)]
+    parquet.write_table(pyarrow.Table.from_pylist(usual), path, compression="zstd")
+    assert [row for _, row in read(path, PARQUET_KINDS, "parquet_path")[0]] == usual
 
 
 def test_files_that_are_not_utf8(tmp_path):

@@ -84,6 +84,8 @@ def verify(folder: Path, report: Callable[[str], None]) -> None:
         ValueError: naming a file that is damaged.
         OSError: the checksums or the files cannot be read.
     """
+    if not (folder / CHECKSUMS).is_file():
+        raise ValueError(f"{CHECKSUMS} is missing")
     content = json.loads((folder / CHECKSUMS).read_bytes())
     files = check_entries(content.get("files") if isinstance(content, dict) else None)
     with _open_stamp(folder) as stamp:

@@ -254,6 +254,8 @@ def _require_unicode(value: Any, where: str) -> None:
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
         raise UserError(f"{where}: holds {half}, half a character; mend it or take the row out") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: is nested too deeply") from error
 
 
 def _text(value: Any, where: str) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,9 @@ VAL_NAMES = ("val", "validation", "test")
 JSON_KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 CSV_KINDS = {".csv": "csv"}
 PARQUET_KINDS = {".parquet": "parquet"}
+# A Parquet file may hold so many rows, and so many bytes, plus a multiple of its own size.
+_ROWS_FLOOR, _EXPANDED_FLOOR, _EXPANSION = 100_000, 1 << 24, 200
+_PARQUET_BATCH = 64  # rows: each of them may repeat the largest value of the file
 _NAMED = 5  # files that are named in a line
 KINDS = JSON_KINDS | CSV_KINDS | PARQUET_KINDS
 
@@ -142,7 +147,7 @@ def find_splits(value: str, name: str, kinds: dict[str, str]) -> Splits:
     if path.is_dir():
         return _find_in_folder(path, option, kinds)
     if not path.is_file():
-        raise UserError(f"{option}: no such file or folder")
+        raise UserError(f"{option}: {'not a regular file' if path.exists() else 'no such file or folder'}")
     kind = kinds.get(path.suffix.lower())
     if kind is None:
         raise UserError(f"{option}: must end in {' or '.join(kinds)}{_other_module(path.suffix.lower())}")
@@ -212,7 +217,7 @@ def _inside(path: Path, option: str) -> Splits:
         line = json.loads(first)
         if isinstance(line, dict) and "train" not in line:
             return Splits([RowFile(path, "jsonl", option)])
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     value = _parse_json(path)
     if not isinstance(value, dict) or "train" not in value:
@@ -251,12 +256,25 @@ def _other_module(suffix: str) -> str:
 
 
 def _parse_json(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8-sig")
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path} line {error.lineno:,}: broken JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
         raise UserError(f"{path}: broken JSON: nested too deeply") from error
+    except ValueError as error:
+        raise _long_number(path, text) from error
+
+
+def _long_number(path: Path, text: str, line: int = 1) -> UserError:
+    """The one ValueError of json.loads that is no JSONDecodeError: a number with more digits than Python converts."""
+    limit = sys.get_int_max_str_digits()
+    # A string is matched as a whole, so that digits in one are not found.
+    found = next(m for m in re.finditer(r'"(?:[^"\\]|\\.)*"|\d+', text) if m[0][0] != '"' and len(m[0]) > limit)
+    line += text.count("\n", 0, found.start())
+    column = found.start() - text.rfind("\n", 0, found.start())
+    return UserError(f"{path} line {line:,}: has a number of {len(found[0]):,} digits at column {column}; shorten it")
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -275,6 +293,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 raise UserError(f"{path} line {number:,}: broken JSON: {error.msg} {where}") from error
             except RecursionError as error:
                 raise UserError(f"{path} line {number:,}: broken JSON: nested too deeply") from error
+            except ValueError as error:
+                raise _long_number(path, text.decode(), number) from error
             yield number, row
 
 
@@ -310,10 +330,25 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise UserError("--data Parquet: needs pyarrow; run: pip install 'pyarrow>=17'") from error
     try:
         with parquet.ParquetFile(path) as file:
-            batches = file.iter_batches(batch_size=1024)
+            _require_plausible(path, file.metadata)
+            batches = file.iter_batches(batch_size=_PARQUET_BATCH)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: is not a Parquet file that can be read: {' '.join(str(error).split())}") from error
+
+
+def _require_plausible(path: Path, metadata: Any) -> None:
+    """Raise UserError for a file that expands to far more than data does: repeats of one value, or compressed zeros."""
+    size = path.stat().st_size
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    rows = sum(group.num_rows for group in groups)
+    expanded = sum(group.column(i).total_uncompressed_size for group in groups for i in range(group.num_columns))
+    for found, floor, what in (
+        (rows, _ROWS_FLOOR, f"{rows:,} rows"),
+        (expanded, _EXPANDED_FLOOR, f"{expanded / 1e6:,.1f} MB"),
+    ):
+        if found > floor + _EXPANSION * size:
+            raise UserError(f"{path}: claims {what} in a file of {size / 1e3:,.1f} kB; such a file is not read")
 
 
 def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) -> HubRows:

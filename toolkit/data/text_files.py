@@ -81,7 +81,8 @@ def _find_files(value: str, option: str) -> list[Path]:
         problem = "the folder has no files"
     else:
         found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
-        problem = "no file matches" if glob.has_magic(value) else "no such file or folder"
+        missing = "not a regular file" if path.exists() else "no such file or folder"
+        problem = "no file matches" if glob.has_magic(value) else missing
     if not found:
         raise UserError(f"{option}: {problem}; give a text file, a folder of text files or a glob")
     return sorted(set(found))
