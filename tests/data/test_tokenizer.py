@@ -1,9 +1,10 @@
+import base64
 import json
 import shutil
 
 import pytest
 
-from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.data.tokenizer import Tokenizer, _panic_as_error, train_bpe
 from toolkit.errors import UserError
 
 TEXTS = [
@@ -201,3 +202,66 @@ def test_a_reason_of_several_lines_is_told_in_one(trained, tmp_path, monkeypatch
     monkeypatch.setattr("tokenizers.Tokenizer.from_str", fail)
     with pytest.raises(UserError, match="cannot be read: one two$"):
         Tokenizer.load(tmp_path)
+
+
+def replace(pattern, content, kind="String"):
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def changed(tokenizer, **parts):
+    raw = json.loads(tokenizer.files["tokenizer.json"]) | parts
+    return {"tokenizer.json": json.dumps(raw).encode()}
+
+
+def sequence(*steps, name="normalizers"):
+    return {"type": "Sequence", name: list(steps)}
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+CHARSMAP = (4).to_bytes(4, "little") + bytes(4) + b"x\0" + b"y" * 1000 + b"\0"
+BOMBS = {
+    "doubling": {"normalizer": sequence(*[replace("a", "aa")] * 40)},
+    "by two characters": {"normalizer": sequence(*[replace("ab", "abab")] * 40)},
+    "in turn": {"normalizer": sequence(*[replace("a", "bb"), replace("b", "aa")] * 20)},
+    "ahead": {"normalizer": sequence(*[replace("a(?=.*z)", "aa", "Regex")] * 40)},
+    "between": {"normalizer": sequence(*[replace("(?=a)", "a", "Regex")] * 40)},
+    "empty": {"normalizer": sequence(*[replace("", "a")] * 40)},
+    "at once": {"normalizer": replace("a", "a" * 10**6)},
+    "nested": {"normalizer": sequence(sequence(*[replace("a", "aa")] * 20), sequence(*[replace("a", "aa")] * 20))},
+    "bytes": {"pre_tokenizer": sequence(*[BYTE_LEVEL] * 40, name="pretokenizers")},
+    "map": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(CHARSMAP).decode()}},
+    "decoder": {"decoder": sequence(*[replace("a", "aa")] * 40, name="decoders")},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_steps_that_make_a_text_longer_without_bound_are_refused(trained, tmp_path, name):
+    (tmp_path / "tokenizer.json").write_bytes(changed(trained, **BOMBS[name])["tokenizer.json"])
+    with pytest.raises(
+        UserError, match="tokenizer.json: its (normalizer|decoder) can make a text .* times as long"
+    ) as e:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(e.value)
+
+
+def test_steps_of_usual_tokenizers_are_taken(trained):
+    escapes = [replace(chr(ord("!") + i), f"\u4e00{i}\u4e01") for i in range(15)]  # none changes what another one made
+    escapes += [replace(" " * i, f"<blank_{i}>") for i in range(80, 1, -1)]
+    spaces = [replace(" {2,}", " ", "Regex"), replace("\\s+$", "", "Regex"), replace("\n", " \n ", "Regex")]
+    letters = [{"type": "NFKC"}, {"type": "Lowercase"}, {"type": "Strip", "strip_left": True, "strip_right": True}]
+    sentencepiece = [{"type": "Prepend", "prepend": "\u2581"}, replace(" ", "\u2581")]
+    for steps in (escapes, letters + spaces, sentencepiece, [replace("``", '"'), replace("''", '"'), *letters]):
+        Tokenizer(changed(trained, normalizer=sequence(*steps)), "usual").encode("a  b\n!")
+
+
+def test_a_panic_of_the_library_is_one_line(trained, capfd):
+    split = {"type": "Split", "pattern": {"Regex": "(a|a)*b|(a+)+c"}, "behavior": "Isolated", "invert": False}
+    tokenizer = Tokenizer(changed(trained, pre_tokenizer=sequence(split, BYTE_LEVEL, name="pretokenizers")), "mine")
+    text = "a" * 40 + "d"
+    for encode in (tokenizer.encode, tokenizer.encode_with_offsets, lambda text: tokenizer.encode_batch([text] * 4)):
+        with pytest.raises(UserError, match="^mine: tokenizer.json: .*retry-limit-in-match") as error:
+            encode(text)
+        assert "\n" not in str(error.value)
+    assert tokenizer.encode("ab")
+    with pytest.raises(KeyboardInterrupt), _panic_as_error("mine"):
+        raise KeyboardInterrupt

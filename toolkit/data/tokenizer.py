@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.data.tokenizer_growth import require_bounded
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,9 +48,13 @@ class Tokenizer:
         self._files = files
         self._settings = {file: _parse_object(file, files[file]) for file in _SETTINGS if file in files}
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
+            with _panic_as_error(name):
+                self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
+        except UserError:
+            raise
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+        require_bounded(self._tokenizer)
         # Truncation and padding are for batches of a trained model's inputs; a document is encoded whole.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -83,6 +89,8 @@ class Tokenizer:
             files = _tokenizer_files(file.parent)
             files["tokenizer.json"] = file.read_bytes()
             return cls(files, name=f"{flag} {path}")
+        except UserError:
+            raise
         except (ValueError, OSError) as error:
             raise UserError(f"{flag} {path}: {' '.join(str(error).split())}") from error
 
@@ -133,7 +141,8 @@ class Tokenizer:
 
         The tokens of one character (bytes) all have its offsets.
         """
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        with _panic_as_error(self.name):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
@@ -151,12 +160,14 @@ class Tokenizer:
             raise UserError(f"{self.name}: the tokenizer has no {missing} token; name it in tokenizer_config.json")
         before = [self.bos_id] if (self.adds_bos if bos is None else bos) else []
         after = [self.eos_id] if eos else []
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with _panic_as_error(self.name):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [before + encoding.ids + after for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text that ``ids`` stand for."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        with _panic_as_error(self.name):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self) -> np.ndarray:
         """UTF-8 bytes that each token stands for, (vocab_size,) int64; special tokens and unused ids stand for none.
@@ -213,7 +224,23 @@ class Tokenizer:
         said = self._settings.get("tokenizer_config.json", {}).get("add_bos_token")
         if isinstance(said, bool):
             return said
-        return self._tokenizer.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+        with _panic_as_error(self.name):
+            return self._tokenizer.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+
+
+@contextmanager
+def _panic_as_error(name: str) -> Iterator[None]:
+    """Turn a panic of the library's Rust code, which is no Exception, into a UserError.
+
+    A regular expression that backtracks without end is one: it is stopped after ten million steps.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())
+        raise UserError(f"{name}: tokenizer.json: the tokenizers library fails on this text: {reason}") from None
 
 
 def _tokenizer_files(folder: Path) -> dict[str, bytes]:

@@ -1,0 +1,75 @@
+"""How much longer a tokenizer.json can make a text: 40 replacements that double it each make 1 TB of a character."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+MAX_GROWTH = 256  # times; tokenizers in use stay below 40
+# Characters that one character becomes at most, where it is more than one. The others do not add characters, or not
+# again and again.
+_FACTORS = {"ByteLevel": 4, "BertNormalizer": 3, "Metaspace": 2, "NFD": 4, "NFKC": 4, "NFKD": 4}
+_MAY_MATCH_NOTHING = re.compile(r"[?*|^$(]|\\[bBAzZGKyY]|\{[0,]|^$")
+_IS_LITERAL = re.compile(r"[^\\.^$*+?{}\[\]|()]+")
+
+
+def require_bounded(tokenizer: Any) -> None:
+    """Check the steps of a ``tokenizers.Tokenizer`` before a text goes through them.
+
+    Raises:
+        ValueError: the steps can make a text more than MAX_GROWTH times as long.
+    """
+    before = [*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)]
+    for what, steps, factors in (("normalizer", before, _FACTORS), ("decoder", [*_steps(tokenizer.decoder)], {})):
+        if (growth := _growth(steps, factors)) > MAX_GROWTH:
+            raise ValueError(
+                f"tokenizer.json: its {what} can make a text {growth:.3g} times as long, more than {MAX_GROWTH} times"
+            )
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """The single steps of a normalizer, pre-tokenizer or decoder, as tokenizer.json describes them."""
+    stack = [] if part is None else [json.loads(part.__getstate__())]
+    while stack:
+        step = stack.pop()
+        if step["type"] == "Sequence":
+            (parts,) = (value for value in step.values() if isinstance(value, list))
+            stack += reversed(parts)
+        else:
+            yield step
+
+
+def _growth(steps: list[dict[str, Any]], factors: dict[str, int]) -> float:
+    """An upper bound of the characters that one character can become.
+
+    From the last step to the first, every character c gets a weight: a bound of what it becomes in the steps from here
+    on. A replacement gives the characters of its pattern the weight of its content, shared among them. So the sum of
+    the weights of a text never grows from one step to the next.
+    """
+    weights: dict[str, float] = {}  # of characters that differ from ``other``
+    other = 1.0
+    for step in reversed(steps):
+        if step["type"] == "Replace":
+            content = sum(weights.get(c, other) for c in step["content"])
+            pattern = step["pattern"].get("String", step["pattern"].get("Regex", ""))
+            if pattern and ("String" in step["pattern"] or _IS_LITERAL.fullmatch(pattern)):
+                for c in set(pattern):
+                    weights[c] = max(weights.get(c, other), content / len(pattern))
+                continue
+            # It may match every character, and perhaps also between them.
+            between = content if _MAY_MATCH_NOTHING.search(pattern) else 0.0
+            other, weights = max(other, content, *weights.values()) + between, {}
+        else:
+            factor = _longest_replacement(step) if step["type"] == "Precompiled" else factors.get(step["type"], 1)
+            other, weights = max(1, factor) * max([other, *weights.values()]), {}
+    return max([other, *weights.values()])
+
+
+def _longest_replacement(step: dict[str, Any]) -> int:
+    """Of SentencePiece's map of characters: the size of a trie, the trie, and the replacements, each with a zero."""
+    blob = base64.b64decode(step["precompiled_charsmap"] or "")
+    replacements = blob[4 + int.from_bytes(blob[:4], "little") :].split(b"\0")
+    return max(len(text.decode(errors="ignore")) for text in replacements)
