@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from toolkit.checkpoints import scratch, shard_metadata
 from toolkit.checkpoints.sharded import check_sharded, is_sharded, load_sharded, read_sharded, save_sharded
-from toolkit.checkpoints.states import load_sharded_optimizer, sharded_state
 from toolkit.checkpoints.store import full_disk
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
@@ -438,41 +437,6 @@ def test_s4_the_payloads_of_these_tests_do_run_where_they_are_let(tmp_path, edit
         warnings.simplefilter("ignore")
         raised(lambda: dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder)))
     assert witness.exists()
-
-
-class Counting(torch.optim.Optimizer):
-    """Keeps a plain number, and one tensor, per parameter."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            state = self.state[parameter]
-            state["calls"] = state.get("calls", 0) + 1
-            state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
-            parameter -= 0.1 * parameter.grad
-
-
-def test_s2_the_plain_numbers_of_an_optimizer_are_saved_beside_the_shards(tmp_path):
-    def after(steps):
-        model = nn.Linear(3, 2)
-        optimizer = Counting(model.parameters())
-        for _ in range(steps):
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-        return model, optimizer
-
-    model, optimizer = after(3)
-    _, tensors, rest = sharded_state(model, optimizer, {})
-    save_sharded(tensors, tmp_path / "optimizer")
-    assert set(rest["values"].values()) == {3}
-    other, its_optimizer = after(1)
-    load_sharded_optimizer(other, its_optimizer, rest, tmp_path / "optimizer")
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        assert its_optimizer.state[mine]["calls"] == 3
-        assert torch.equal(its_optimizer.state[mine]["sum"], optimizer.state[theirs]["sum"])
 
 
 def test_nothing_is_a_folder_of_shards_too(tmp_path):

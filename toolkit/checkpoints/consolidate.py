@@ -75,8 +75,8 @@ def _write_state(tmp: Path, source: Path) -> None:
         raise UserError(f"{source / _STATE}: holds no optimizer; the checkpoint is not one of toolkit's")
     if "state" not in optimizer:
         tensors = read_sharded(source / _OPTIMIZER) | (optimizer.get("values") or {})
-        groups = optimizer.get("param_groups", [])
-        state["optimizer"] = {"state": _optimizer_state(tensors, source), "param_groups": groups}
+        rest = {name: value for name, value in optimizer.items() if name != "values"}
+        state["optimizer"] = {"state": _optimizer_state(tensors, source), **rest}
     save_state(state, tmp / _STATE)
 
 

@@ -7,7 +7,8 @@ that are no tensors; it is given metadata here that was read and checked by :mod
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.futures import Future
 
@@ -98,6 +99,49 @@ def read_sharded(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+class ShardReader:
+    """Reads parts of tensors, in this process alone.
+
+    ``tensors`` has the shape and the type of each, by name.
+
+    Raises:
+        UserError: as :func:`check_sharded`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._metadata = Path(folder), read_metadata(Path(folder))
+        self.tensors = {
+            name: (tensor.size, tensor.properties.dtype) for name, tensor in self._metadata.state_dict_metadata.items()
+        }
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements ``start`` to ``stop`` of a flattened tensor; shards without any of them are not read.
+
+        Raises:
+            UserError: a shard is damaged or holds more than a tensor.
+        """
+        shape, dtype = self.tensors[name]
+        size = shape or torch.Size([1])  # of a number
+        per_row = max(1, size[1:].numel())
+        first, last = start // per_row, -(-stop // per_row)
+        rows = torch.empty((last - first, *size[1:]), dtype=dtype)
+        for chunk in self._metadata.state_dict_metadata[name].chunks:
+            (row, *offsets), (n_rows, *sizes) = chunk.offsets or (0,), chunk.sizes or (1,)
+            begin, end = max(first, row), min(last, row + n_rows)
+            if begin < end:
+                target = rows[begin - first : end - first]
+                for dim, (offset, length) in enumerate(zip(offsets, sizes, strict=True), 1):
+                    target = target.narrow(dim, offset, length)
+                target.copy_(self._load(name, chunk.offsets).view(n_rows, *sizes)[begin - row : end - row])
+        return rows.flatten()[start - first * per_row : stop - first * per_row]
+
+    def _load(self, name: str, offsets: torch.Size) -> Tensor:
+        place = self._metadata.storage_data[MetadataIndex(name, offsets)]
+        reader = _Reader(self._folder, self._metadata)
+        with _explained(self._folder / place.relative_path), open(self._folder / place.relative_path, "rb") as file:
+            return reader.load_chunk(file, place, name)
+
+
 class _Writer(dcp.FileSystemWriter):
     """torch's writer, with errors that keep their reason on the way to other ranks."""
 
@@ -124,30 +168,38 @@ class _Reader(dcp.FileSystemReader):
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
-            try:
-                with open(self.path / name, "rb") as file:
-                    for item in items:
-                        self._read_chunk(file, item, planner)
-                        if item.lengths.numel() >= SMALL:
-                            give_back_freed_memory()
-            except OSError as error:
-                raise UserError(f"{self.path / name}: {error.strerror}") from error
-            except Exception as error:  # a hostile file can make the reader raise anything
-                raise UserError(f"{self.path / name}: {what_is_wrong(error)}") from error
+            with _explained(self.path / name), open(self.path / name, "rb") as file:
+                for item in items:
+                    self._read_chunk(file, item, planner)
+                    if item.lengths.numel() >= SMALL:
+                        give_back_freed_memory()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _read_chunk(self, file: IO[bytes], item: ReadItem, planner: LoadPlanner) -> None:
-        place = self.storage_data[item.storage_index]
-        chunk = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
-        if type(chunk) is not Tensor or chunk.layout != torch.strided or chunk.shape != place.shape:
-            raise ValueError(f"{item.storage_index} is not what the metadata says")
+        chunk = self.load_chunk(file, self.storage_data[item.storage_index], item.storage_index)
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             chunk = chunk.narrow(dim, start, length)
         target = planner.resolve_tensor(item).detach()
         target.copy_(chunk)
         planner.commit_tensor(item, target)
+
+    def load_chunk(self, file: IO[bytes], place: Any, name: object) -> Tensor:
+        chunk = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
+        if type(chunk) is not Tensor or chunk.layout != torch.strided or chunk.shape != place.shape:
+            raise ValueError(f"{name} is not what the metadata says")
+        return chunk
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except Exception as error:  # a hostile file can make the reader raise anything
+        raise UserError(f"{path}: {what_is_wrong(error)}") from error
 
 
 def _read(tensors: dict[str, Tensor], folder: Path, metadata: Metadata, no_dist: bool = False) -> None:

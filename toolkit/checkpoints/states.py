@@ -1,7 +1,8 @@
 """The state of a model and its optimizer, by the names of the parameters: one path for every strategy.
 
 Fabric's own sharded load corrupts the optimizer under HYBRID_SHARD, and its single-device load matches the optimizer's
-state by position; torch's functions go by name and hold for all layouts. ``module`` is always the wrapped module. All
+state by position; torch's functions go by name and hold for all layouts. The optimizer's way back is
+:mod:`toolkit.checkpoints.optimizer_state`. ``module`` is always the wrapped module. All
 functions here are called by all ranks.
 """
 
@@ -19,14 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 
+from toolkit.checkpoints.optimizer_state import BETWEEN, group_values
 from toolkit.checkpoints.sharded import load_sharded
 from toolkit.checkpoints.weights import canonical_name
 from toolkit.models.lora import is_adapter
-
-_BETWEEN = "|"  # in the names of an optimizer's tensors: parameter|key
 
 
 def full_state(
@@ -39,9 +38,10 @@ def full_state(
     options = StateDictOptions(full_state_dict=True, cpu_offload=_on_cuda(module))
     weights = _quietly(get_model_state_dict, module, options=options)
     weights |= {second: weights[first] for second, first in tied.items() if first in weights}
-    if _is_fresh(optimizer):
-        return weights, {"state": {}, "param_groups": []}
-    return weights, _quietly(get_optimizer_state_dict, module, optimizer, options=options)
+    state = (
+        {} if _is_fresh(optimizer) else _quietly(get_optimizer_state_dict, module, optimizer, options=options)["state"]
+    )
+    return weights, {"state": state, **_beside(module, optimizer, state)}
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -56,16 +56,16 @@ def sharded_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
     """Return this rank's shards: of the weights by name, of the optimizer by ``parameter|key``; and what is no tensor.
 
-    The latter is ``{"param_groups": [...], "values": {"parameter|key": number}}``, or None for values before the first
-    step.
+    The latter is ``{"values": {"parameter|key": number}, "param_groups": [...], ...}``, or None for values before the
+    first step.
     """
     options = StateDictOptions(cpu_offload=_on_cuda(module))
     weights = _untied(_quietly(get_model_state_dict, module, options=options), tied)
     if _is_fresh(optimizer):
-        return weights, {}, {"param_groups": [], "values": None}
-    state = _quietly(get_optimizer_state_dict, module, optimizer, options=options)
-    tensors, values = _flat(state["state"])
-    return weights, tensors, {"param_groups": state["param_groups"], "values": values}
+        return weights, {}, {"values": None, **_beside(module, optimizer, {})}
+    state = _quietly(get_optimizer_state_dict, module, optimizer, options=options)["state"]
+    tensors, values = _flat(state)
+    return weights, tensors, {"values": values, **_beside(module, optimizer, state)}
 
 
 def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) -> None:
@@ -82,33 +82,6 @@ def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) 
     _quietly(set_model_state_dict, module, weights)
 
 
-def load_sharded_optimizer(
-    module: nn.Module, optimizer: torch.optim.Optimizer, rest: dict[str, Any], folder: Path
-) -> None:
-    """Fill the optimizer's state from a folder of shards and the ``rest`` of :func:`sharded_state`.
-
-    Raises:
-        UserError: a shard is missing or damaged, or does not fit.
-    """
-    if rest["values"] is None:
-        return
-    state = _quietly(get_optimizer_state_dict, module, optimizer)  # fills an empty state, to load into
-    tensors, _ = _flat(state["state"])
-    load_sharded(tensors, folder)
-    for flat, value in rest["values"].items():
-        name, _, key = flat.rpartition(_BETWEEN)
-        state["state"][name][key] = value
-    if state["state"]:
-        _quietly(set_optimizer_state_dict, module, optimizer, state)
-
-
-def set_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Give the optimizer a state that :func:`full_state` returned; every rank takes its part of it."""
-    if state["state"]:  # plain SGD has none, and torch does not know on which device to put nothing
-        options = StateDictOptions(full_state_dict=True)
-        _quietly(set_optimizer_state_dict, module, optimizer, state, options=options)
-
-
 def adapter_state(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -119,20 +92,18 @@ def adapter_state(
     adapters = _adapters(module)
     weights = {name: p.detach().cpu() for name, p in adapters.items()}
     state = {name: _on_cpu(optimizer.state[p]) for name, p in adapters.items() if optimizer.state.get(p)}
-    return weights, {"adapters": state}
-
-
-def set_adapter_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Give the optimizer the state that :func:`adapter_state` returned."""
-    adapters = _adapters(module)
-    assert state["adapters"].keys() <= adapters.keys(), "the adapters have other names"
-    numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    by_number = {numbers[id(adapters[name])]: values for name, values in state["adapters"].items()}
-    optimizer.load_state_dict({"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]})
+    return weights, {"adapters": state, **_beside(module, optimizer, state)}
 
 
 def _adapters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {canonical_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
+
+
+def _beside(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """What there is beside the state of the parameters: the groups, and the names of those that have no state."""
+    groups = group_values(module, optimizer)
+    names = [name for group in groups["param_groups"] for name in group["params"]]
+    return {**groups, "without_state": [name for name in names if not state.get(name)]}
 
 
 def _on_cpu(values: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +122,7 @@ def _on_cuda(module: nn.Module) -> bool:
 
 def _flat(state: dict[str, dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors and all else by ``parameter|key``."""
-    flat = {f"{name}{_BETWEEN}{key}": value for name, values in state.items() for key, value in values.items()}
+    flat = {f"{name}{BETWEEN}{key}": value for name, values in state.items() for key, value in values.items()}
     tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     return tensors, {name: value for name, value in flat.items() if name not in tensors}
 

@@ -134,6 +134,20 @@ class ShardedStrategy(FSDPStrategy):
                 parameter.grad.copy_(part.view_as(parameter))
 
 
+def local_parts(module: nn.Module) -> dict[int, tuple[torch.Size, int]]:
+    """Return, by the id of each parameter that FSDP may shard, its complete shape and the first element held here.
+
+    Elements are those of the flattened parameter; how many there are, the parameter itself tells. Empty without FSDP.
+    """
+    units = FullyShardedDataParallel.fsdp_modules(module)
+    flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
+    return {
+        id(parameter): (shape, info.intra_param_start_idx or 0)
+        for one in flat
+        for parameter, shape, info in zip(one._params, one._shapes, one._shard_param_infos, strict=True)
+    }
+
+
 def _is_vector(parameter: nn.Parameter) -> bool:
     """Norms and biases: too small to shard, and better kept in fp32 than gathered in 16 bits."""
     return parameter.ndim < 2

@@ -18,20 +18,14 @@ from torch import nn
 
 from toolkit.checkpoints.adapters import AdapterInfo, write_adapter_files
 from toolkit.checkpoints.folder import write_model_files
+from toolkit.checkpoints.optimizer_state import load_optimizer
 from toolkit.checkpoints.sharded import check_sharded, save_sharded
-from toolkit.checkpoints.states import (
-    adapter_state,
-    full_state,
-    load_sharded_optimizer,
-    set_adapter_optimizer,
-    set_optimizer_state,
-    sharded_state,
-)
+from toolkit.checkpoints.states import adapter_state, full_state, sharded_state
 from toolkit.checkpoints.store import WEIGHTS, prune, write_checkpoint
 from toolkit.checkpoints.weights import canonical_name, load_state, save_state
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
-from toolkit.errors import PeerLost
+from toolkit.errors import PeerLost, UserError
 from toolkit.models.config import ModelConfig
 from toolkit.training.schedule import Schedule
 from toolkit.training.state import FORMAT_VERSION, Identity, Progress
@@ -163,21 +157,32 @@ class Checkpointer:
         Another number of ranks than saved gets new random states, a function of seed, step and rank.
 
         Raises:
-            UserError: a file is broken.
+            UserError: a file is broken, or an entry of it is missing, unknown or of the wrong kind.
         """
-        state = load_state(folder / TRAINER / STATE)
-        if "adapters" in state["optimizer"]:
-            set_adapter_optimizer(self.module, self.optimizer, state["optimizer"])
-        elif "state" in state["optimizer"]:
-            set_optimizer_state(self.module, self.optimizer, state["optimizer"])
-        else:
-            load_sharded_optimizer(self.module, self.optimizer, state["optimizer"], folder / TRAINER / OPTIMIZER)
-        if self.scaler is not None and state["scaler"] is not None:
-            self.scaler.load_state_dict(state["scaler"])
+        file = folder / TRAINER / STATE
+        state = load_state(file)
+        for name, kind in (("optimizer", dict), ("rng", list)):
+            if not isinstance(state.get(name), kind):
+                raise UserError(f"{file}: {name}: is missing or no {kind.__name__}; resume from another checkpoint")
+        may_be_empty = step == 0 or self.scaler is not None  # which may have skipped all steps
+        shards = folder / TRAINER / OPTIMIZER
+        load_optimizer(self.module, self.optimizer, state["optimizer"], file, shards, may_be_empty)
+        if self.scaler is not None:
+            _load_scaler(self.scaler, state.get("scaler"), file)
         if len(state["rng"]) == ranks.world_size():
-            set_rng_state(state["rng"][ranks.global_rank()])
+            try:
+                set_rng_state(state["rng"][ranks.global_rank()])
+            except Exception as error:  # what is wrong with one can make these functions raise anything
+                raise UserError(f"{file}: rng: {error}; resume from another checkpoint") from error
         else:
             seed_from(self.seed, step, ranks.global_rank())
+
+
+def _load_scaler(scaler: Any, saved: Any, file: Path) -> None:
+    own = scaler.state_dict()
+    if not isinstance(saved, dict) or {k: type(v) for k, v in saved.items()} != {k: type(v) for k, v in own.items()}:
+        raise UserError(f"{file}: scaler: is not the state of a GradScaler; resume from another checkpoint")
+    scaler.load_state_dict(saved)
 
 
 def seed_from(*facts: int) -> None:
@@ -204,6 +209,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     name, numpy_keys, *rest = state["numpy"]
+    if not 0 <= rest[0] <= len(numpy_keys):
+        raise ValueError(f"position {rest[0]} in the state of numpy's generator")  # it would read beyond the end
     np.random.set_state((name, numpy_keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():

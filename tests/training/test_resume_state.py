@@ -1,0 +1,83 @@
+"""Law S2 through the whole way of a run: optimizers that keep numbers in their groups, and damaged trainer states."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.checkpoints.test_optimizer_state import Growing
+from tests.training.test_run import arguments, losses
+from toolkit.args import FINETUNE_LORA, FSDPArgs, OptimizerArgs
+from toolkit.checkpoints.weights import load_state, save_state
+from toolkit.errors import UserError
+from toolkit.models.lora_config import LoRAConfig
+from toolkit.training.run import run_training
+
+STATE = "trainer/state.pth"
+
+
+def growing(momentum: float) -> dict:
+    return {"optimizer_class": Growing, "optimizer": OptimizerArgs(name="Growing", options={"momentum": momentum})}
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded", "adapters"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_s2_numbers_of_groups_survive_a_resume(corpus, tmp_path, kind, momentum):
+    options = growing(momentum) | {"fsdp": FSDPArgs(state_dict_type="sharded" if kind == "sharded" else "full")}
+    train = {"learning_rate": 1.0}
+    if kind == "adapters":
+        run_training(arguments(corpus, tmp_path / "base", train={"max_steps": 1}))
+        base = str(tmp_path / "base" / "final")
+        options |= {"model_name": None, "initial_checkpoint_dir": base, "lora": LoRAConfig(), "defaults": FINETUNE_LORA}
+    for out, steps in (("whole", 6), ("parts", 3), ("parts", 6)):
+        limits = train | {"max_steps": steps, "lr_schedule": "constant", "save_interval": 3}
+        run_training(arguments(corpus, tmp_path / out, train=limits, resume="auto", **options))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(set(losses(tmp_path / "whole"))) == 6
+    if kind != "sharded":
+        states = [load_state(tmp_path / out / "final" / STATE)["optimizer"] for out in ("whole", "parts")]
+        assert states[0]["param_groups"] == states[1]["param_groups"] and states[0]["param_groups"][0]["k"] == 6
+
+
+@pytest.fixture(scope="module")
+def stopped(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped")
+    run_training(arguments(corpus, folder / "run", train={"max_steps": 2}))
+    return folder / "run"
+
+
+def put(name, value):
+    return lambda state: state.update({name: value})
+
+
+def numpys(position):
+    def change(state):
+        state["rng"][0]["numpy"][2] = position
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("optimizer"), "optimizer: is missing"),
+        (put("optimizer", None), "optimizer: is missing or no dict"),
+        (put("optimizer", {"state": {}, "param_groups": []}), "optimizer state of .*: is missing, and of"),
+        (put("rng", None), "rng: is missing or no list"),
+        (put("rng", [3]), "rng: "),
+        (lambda state: state["rng"][0].pop("python"), "rng: "),
+        (lambda state: state["rng"][0].update(torch=torch.zeros(3)), "rng: "),
+        (lambda state: state["rng"][0].update(numpy=["MT19937"]), "rng: "),
+        (numpys(10**6), "rng: position 1000000"),
+    ],
+)
+def test_a_damaged_trainer_state_is_one_line(corpus, tmp_path, stopped, change, message):
+    shutil.copytree(stopped, tmp_path / "run")
+    file = tmp_path / "run" / "final" / STATE
+    state = torch.load(file, weights_only=True)
+    change(state)
+    save_state(state, file)
+    (tmp_path / "run" / "final" / "COMPLETE").write_text("")
+    with pytest.raises(UserError, match=message) as error:
+        run_training(arguments(corpus, tmp_path / "run", train={"max_steps": 4}, resume="auto"))
+    assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
