@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.data import template_process
 from toolkit.data.chat_template import ChatTemplate, encode_text, prompt_styles
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
@@ -470,6 +471,53 @@ def test_unusable_templates_are_one_line(make, settings, style, message):
     with pytest.raises(UserError, match=message) as error:
         ChatTemplate.of(Tokenizer.load(make(**settings)), style)
     assert "\n" not in str(error.value)
+
+
+GROWS = "{% set n = namespace(x=START) %}{% for i in range(60) %}{% set n.x = NEXT %}{% endfor %}{{ n.x SHOWN }}"
+
+
+def grows(start, following, shown=""):
+    return GROWS.replace("START", start).replace("NEXT", following).replace("SHOWN", shown)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 'a' * 10**10 }}", "too much memory"),
+        ("{{ messages[0].role * 10**10 }}", "too much memory"),
+        (grows("'aa'", "n.x + n.x"), "too much memory"),
+        (grows("'aa'", "n.x ~ n.x"), "too much memory"),
+        (grows("[1]", "[n.x, n.x]", "| tojson"), "too much memory|more than 1 s"),
+        ("{{ ('a' * 10**5) | replace('a', 'a' * 10**5) }}", "too much memory"),
+        ("{{ '%9999999999d' | format(1) }}", "too much memory|OverflowError|ValueError"),
+        ("{{ 'a' * (2 * 10**7) }}", "OverflowError: the text has 20,000,000 characters"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
+        ("{{ 7 ** (7 ** 11) }}", "more than 1 s|too much memory"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ raise_exception('a' * 10**6) }}", "refuses the messages: a{400}"),
+    ],
+)
+def test_templates_have_limits_of_time_and_memory(make, monkeypatch, template, message):
+    monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
+    monkeypatch.setattr(template_process, "MEMORY", 1 << 29)
+    tokenizer = Tokenizer.load(make(template))
+    with pytest.raises(UserError, match=f"chat_template.jinja: .*({message})") as error:
+        ChatTemplate.of(tokenizer, None)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+    assert ChatTemplate.of(tokenizer, "chatml").render(TWO).startswith("<|im_start|>user")
+
+
+def test_the_process_of_templates_starts_again_after_idling_and_in_a_fork(five):
+    ours = five["chatml"][0]
+    expected = ours.render(TWO)
+    _, process = template_process._running
+    process.stdin.close()  # it ends in the same way after waiting too long
+    process.wait()
+    assert ours.render(TWO) == expected and template_process._running[1] is not process
+    _, process = template_process._running
+    template_process._running = (0, process)  # as in a fork
+    assert ours.render(TWO) == expected and template_process._running[1] is not process
+    assert process.poll() is None
 
 
 def test_a_role_order_that_the_template_refuses(make):

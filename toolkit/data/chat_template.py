@@ -20,6 +20,7 @@ from toolkit.data.template_files import (
     read_style,
     read_template,
 )  # fmt: skip
+from toolkit.data.template_process import ask
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -192,41 +193,29 @@ class ChatTemplate:
         return UserError(f"{self.name}: {' '.join(problem.split())}")
 
     def _set_source(self, source: str) -> None:
-        from jinja2 import TemplateError
-
-        from toolkit.data.template_sandbox import compile_template
-
         self.source = source
-        try:
-            self._template = compile_template(source)
-        except TemplateError as error:
-            line = getattr(error, "lineno", None)
-            where = "" if line is None else f" in line {line}"
-            raise self._error(f"the template is broken{where}: {error.message}") from error
+        self._ask(None, TRAINING_DATE)
 
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, now: datetime, tools: Tools = None
     ) -> str:
-        from toolkit.data.template_sandbox import RefusedError
-
         # Templates handle a missing key, but show None as text. A weight is for training, not for the model.
         shown = [
             {key: value for key, value in message.items() if value is not None and key != "weight"}
             for message in messages
         ]
+        values = {"messages": shown, "add_generation_prompt": add_generation_prompt, "tools": tools, "documents": None}
+        return self._ask(self._named_tokens | values, now)
+
+    def _ask(self, values: dict[str, Any] | None, now: datetime) -> str:
+        """The template's text, or "" without values, for which it is only compiled."""
         try:
-            return self._template.render(
-                **self._named_tokens,
-                messages=shown,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                documents=None,
-                strftime_now=now.strftime,
-            )
-        except RefusedError as error:
-            raise self._error(f"the template refuses the messages: {error.message}") from error
-        except Exception as error:  # a template is a program: it can fail in every way
-            raise self._error(f"the template cannot show the messages: {type(error).__name__}: {error}") from error
+            answer = ask({"source": self.source, "values": values, "now": now.isoformat()})
+        except RecursionError as error:
+            raise self._error("the messages are nested too deeply") from error
+        if "error" in answer:
+            raise self._error(answer["error"])
+        return answer["text"]
 
     def _tokenize(
         self, messages: Sequence[Message], text: str, now: datetime, tools: Tools = None

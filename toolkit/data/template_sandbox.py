@@ -1,26 +1,86 @@
-"""Runs the jinja templates that come with checkpoints: strangers' code, so in jinja's sandbox.
+"""Runs the jinja templates that come with checkpoints: code from elsewhere, so in jinja's sandbox, in a process with
+limits (:mod:`toolkit.data.template_process`).
 
 The names, filters and tags are those that templates find in transformers (``apply_chat_template``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
+import sys
 from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+_IDLE = 60  # seconds without a request after which the process ends
+_LONGEST = 1 << 24  # characters that a template may add to four times its messages
+_LONGEST_MESSAGE = 500  # characters of an error
+
 
 class RefusedError(TemplateError):
     """A template called ``raise_exception``: it does not take these messages."""
 
 
+def serve() -> None:
+    """Answer requests, a line of JSON each, from stdin on stdout until there are no more.
+
+    A request has the template's ``source``, ``values`` for it (None only compiles it) and the time ``now``; beside them
+    the limits ``cpu_seconds`` and ``memory`` (bytes). An answer is ``{"text": ...}`` or ``{"error": ...}``.
+    """
+    while select.select([sys.stdin], [], [], _IDLE)[0] and (line := sys.stdin.buffer.readline()):
+        try:
+            request = json.loads(line)
+            _limit(request["cpu_seconds"], request["memory"])
+            answer = {"text": _answer(request, _LONGEST + 4 * len(line))}
+        except Exception as error:  # a template is a program: it can fail in every way
+            answer = {"error": _describe(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _limit(cpu_seconds: int, memory: int) -> None:
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limits = {resource.RLIMIT_CPU: int(used.ru_utime + used.ru_stime) + 1 + cpu_seconds, resource.RLIMIT_AS: memory}
+    for kind, value in limits.items():
+        with contextlib.suppress(ValueError, OSError):  # below a limit that is set already; macOS has no RLIMIT_AS
+            resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
+
+
+def _answer(request: dict[str, Any], longest: int) -> str:
+    template, values = compile_template(request["source"]), request["values"]
+    if values is None:
+        return ""
+    text = template.render(**values, strftime_now=datetime.fromisoformat(request["now"]).strftime)
+    if len(text) > longest:
+        raise OverflowError(f"the text has {len(text):,} characters")
+    return text
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, RefusedError):
+        problem = f"the template refuses the messages: {error.message}"
+    elif isinstance(error, TemplateSyntaxError):
+        problem = f"the template is broken in line {error.lineno}: {error.message}"
+    elif isinstance(error, MemoryError):
+        problem = "the template needs too much memory to show the messages"
+    else:
+        problem = f"the template cannot show the messages: {type(error).__name__}: {error}"
+    return problem[:_LONGEST_MESSAGE]
+
+
+@lru_cache(8)
 def compile_template(source: str) -> Template:
     """Compile ``source``.
 
