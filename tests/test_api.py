@@ -20,9 +20,13 @@ from toolkit import api
 from toolkit.args import TrainArgs
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data import SyntheticTokens
+from toolkit.data.loader import choose_padding
 from toolkit.data.ready import ReadyData
 from toolkit.errors import EndedTogether, UserError
+from toolkit.models.gpt import GPT
 from toolkit.models.ready import WithLoss, find_blocks
+from toolkit.training import loop, run, samples
+from toolkit.training.evaluate import open_checkpoint
 from toolkit.ui.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -451,6 +455,48 @@ def test_tokens_end_a_run_by_the_length_of_the_rows(tmp_path):
         train(config, out_dir=tmp_path / "ragged", train=limit)
     with pytest.raises(UserError, match="a row of the dataset has 12 input tokens, the model takes at most 8"):
         train(toolkit.ModelConfig(vocab_size=64, block_size=8), BLOCKS, out_dir=tmp_path / "long")
+
+
+def test_padding_of_the_widths_of_cuda_counts_in_no_metric(tmp_path, monkeypatch):
+    """And --deterministic reaches torch, and only this run."""
+    config, found = toolkit.ModelConfig(vocab_size=64, block_size=40, n_layer=1, n_embd=32), []
+    options = {"val_dataset": Rows(), "eval": {"interval": 2}}
+    plain = train(config, out_dir=tmp_path / "plain", **options)
+    monkeypatch.setattr(run, "choose_padding", lambda device, *facts: choose_padding("cuda", *facts))
+    monkeypatch.setattr(run, "fit", lambda r: (found.append(torch.are_deterministic_algorithms_enabled()), loop.fit(r)))
+    widths = []
+    monkeypatch.setattr(GPT, "forward", watching(GPT.forward, widths))
+    padded = train(config, out_dir=tmp_path / "padded", deterministic=True, **options)
+    assert set(widths) == {40}  # what the model takes, 64 is more
+    assert padded.tokens == plain.tokens and padded.metrics.keys() == plain.metrics.keys()
+    for name in ("loss", "val_loss", "grad_norm"):
+        assert padded.metrics[name] == pytest.approx(plain.metrics[name], rel=1e-5)
+    assert found == [True] and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_cudnn_attention_is_planned_for_shapes_that_stay(tmp_path, monkeypatch):
+    allowed, sampled = torch.backends.cuda.cudnn_sdp_enabled, []
+    monkeypatch.setattr(samples, "generate", lambda *_, **__: sampled.append(allowed()) or [1])
+    config = toolkit.ModelConfig(vocab_size=64, block_size=40, n_layer=1, n_embd=32)
+    options = {"eval": {"max_new_tokens": 2, "interval": 2}, "val_dataset": BLOCKS}
+    done = train(config, BLOCKS, out_dir=tmp_path / "fixed", **options)
+    assert allowed() and sampled and not any(sampled)
+    open_checkpoint(
+        str(done.checkpoint), base_checkpoint_dir=None, tokenizer_dir=None, accelerator="cpu", precision=None
+    )
+    assert not allowed()
+    train(config, BLOCKS, out_dir=tmp_path / "again")
+    assert allowed()
+    train(config, Rows(), out_dir=tmp_path / "ragged")
+    assert not allowed()
+
+
+def watching(forward, widths):
+    def watched(self, input_ids, *args, **options):
+        widths.append(input_ids.size(1))
+        return forward(self, input_ids, *args, **options)
+
+    return watched
 
 
 # ---- options

@@ -6,6 +6,7 @@ used.
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ __all__ = ["GPT", "ModelConfig", "TrainResult", "barrier", "load", "memory_stats
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # Before torch is loaded, too: its warnings about a process that is gone are C++ stacks; the run says it in a line.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# CUDA's allocator reads it at the first tensor: segments that grow are not left in pieces by rows of changing length.
+if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 _HOMES = {
     "GPT": "toolkit.models.gpt",

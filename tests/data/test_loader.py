@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.data.loader import Batch, train_batches, val_batches
+from toolkit.data.loader import NO_ROUNDING, Batch, Padding, choose_padding, train_batches, val_batches
 from toolkit.data.order import shuffled_index
 from toolkit.data.synthetic import SyntheticRows
 
@@ -126,10 +126,18 @@ def test_rows_are_read_lazily():
 def test_ragged_rows_are_padded_to_the_longest():
     lengths = [3, 5]
     rows = [{"input_ids": torch.arange(1, n + 1), "labels": torch.full((n,), 7)} for n in lengths]
-    (batch,) = val_batches(rows, micro_batch_size=3, rank=0, world_size=1, max_rows=None, pad_token=9)
+    (batch,) = val_batches(rows, micro_batch_size=3, rank=0, world_size=1, max_rows=None, padding=Padding(token=9))
     assert batch.input_ids.tolist() == [[1, 2, 3, 9, 9], [1, 2, 3, 4, 5], [9] * 5]
     assert batch.labels.tolist() == [[7, 7, 7, -100, -100], [7] * 5, [-100] * 5]
     assert (batch.n_inputs, batch.n_tokens, batch.ids) == (8, 8, [0, 1, -1])
+
+
+def test_lengths_are_rounded_up_on_cuda_only_and_never_beyond_the_context():
+    assert choose_padding("cuda", True, 100) == Padding(64, 100)
+    for case in [("cuda", True, None), ("cuda", False, 100), ("cpu", True, 100), ("mps", True, 100)]:
+        assert choose_padding(*case) == NO_ROUNDING
+    assert [Padding(64, 100).width(n) for n in (1, 63, 64, 65, 100)] == [64, 64, 64, 100, 100]
+    assert [NO_ROUNDING.width(n) for n in (1, 65, 100)] == [1, 65, 100]
 
 
 def test_an_end_token_that_pads_as_well_is_learned_where_it_ends_a_text():
@@ -138,7 +146,7 @@ def test_an_end_token_that_pads_as_well_is_learned_where_it_ends_a_text():
     rows = [
         {"input_ids": torch.tensor(ids[:-1]), "labels": torch.tensor(ids[1:])} for ids in ([1, 2, eos], [1, 2, 3, eos])
     ]
-    (batch,) = val_batches(rows, micro_batch_size=2, rank=0, world_size=1, max_rows=None, pad_token=eos)
+    (batch,) = val_batches(rows, micro_batch_size=2, rank=0, world_size=1, max_rows=None, padding=Padding(token=eos))
     assert batch.input_ids.tolist() == [[1, 2, eos], [1, 2, 3]]
     assert batch.labels.tolist() == [[2, eos, -100], [2, 3, eos]]
     assert (batch.n_inputs, batch.n_tokens) == (5, 5)

@@ -1,17 +1,22 @@
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from toolkit.data.loader import train_batches, val_batches
+from tests.training.conftest import VOCABULARY
+from toolkit.data.loader import NO_ROUNDING, Padding, train_batches, val_batches
 from toolkit.errors import GuardError
+from toolkit.models.families import get_config
+from toolkit.models.gpt import GPT
+from toolkit.models.init import initialize
 from toolkit.training.step import train_step
 from toolkit.training.validate import validate
 
 
-def gradients(fabric, model, rows, micro_batch_size, max_norm=None):
+def gradients(fabric, model, rows, micro_batch_size, max_norm=None, padding=NO_ROUNDING):
     """The gradient that the optimizer sees in the first step, of a global batch of 8."""
     model, seen = copy.deepcopy(model), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -22,7 +27,7 @@ def gradients(fabric, model, rows, micro_batch_size, max_norm=None):
     batches = next(
         train_batches(
             rows, seed=3, start_position=0, total_positions=None, global_batch_size=8,
-            micro_batch_size=micro_batch_size, rank=0, world_size=1, num_workers=0,
+            micro_batch_size=micro_batch_size, rank=0, world_size=1, num_workers=0, padding=padding,
         )
     )  # fmt: skip
     n_tokens = sum(batch.n_tokens for batch in batches)
@@ -55,6 +60,44 @@ def test_clipping_limits_the_norm_and_reports_the_one_before(fabric, pico, ragge
     clipped, result, *_ = gradients(fabric, pico, ragged.train, 4, max_norm=norm / 10)
     assert result.grad_norm == pytest.approx(norm, rel=1e-3)
     assert math.sqrt(sum(float(g.square().sum()) for g in clipped.values())) == pytest.approx(norm / 10, rel=1e-2)
+
+
+class PackedRows:
+    """Two documents per row, of unequal length."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows) - 1
+
+    def __getitem__(self, i):
+        parts = [self.rows[i], self.rows[i + 1]]
+        sizes = [len(part["labels"]) for part in parts]
+        row = {name: torch.cat([part[name] for part in parts]) for name in ("input_ids", "labels")}
+        row["positions"] = torch.cat([torch.arange(size) for size in sizes])
+        return row | {"documents": torch.repeat_interleave(torch.arange(2), torch.tensor(sizes))}
+
+
+EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "router_aux_loss_coef": 0.1}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONGROPE = {"rope_adjustments": FACTORS | {"original_max_seq_len": 20, "attention_factor": 1.2}}
+WINDOW = {"sliding_window_size": 8, "sliding_window_indices": [1, 0]}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", [{}, EXPERTS, LONGROPE, WINDOW], ids=["llama", "experts", "longrope", "window"])
+def test_n2_padding_changes_neither_loss_nor_gradient_nor_counts(fabric, ragged, kind, packed):
+    model = GPT(replace(get_config("pico-llama").with_vocab_size(VOCABULARY), **kind))
+    initialize(model, seed=1)
+    rows = PackedRows(ragged.train) if packed else ragged.train
+    plain, one, batches, n_tokens = gradients(fabric, model, rows, 2)
+    padded, other, wider, same_tokens = gradients(fabric, model, rows, 2, padding=Padding(64, 128))
+    assert {batch.labels.size(1) for batch in wider} == {64} and batches[0].labels.size(1) < 64
+    assert n_tokens == same_tokens and sum(b.n_inputs for b in batches) == sum(b.n_inputs for b in wider)
+    assert other.loss == pytest.approx(one.loss, rel=1e-6)
+    for name, gradient in plain.items():
+        assert (padded[name] - gradient).norm() <= 1e-5 * gradient.norm().clamp_min(1e-6), name
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

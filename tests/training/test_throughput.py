@@ -49,11 +49,20 @@ def test_n8_a_tied_head_counts_once_and_a_lookup_not_at_all():
 
 @pytest.mark.parametrize(
     ("device_name", "peak"),
-    [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Radeon", None)],
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("Radeon", None),
+        ("NVIDIA H200 MIG 1g.18gb", 989e12 / 7),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 312e12 * 3 / 7),
+        ("NVIDIA H100 80GB HBM3 MIG 1c.4g.40gb", 989e12 / 7),
+        ("NVIDIA H100 80GB HBM3 MIG 7g.80gb", 989e12),
+    ],  # fmt: skip
 )
 def test_n8_peaks_are_dense_and_unknown_devices_have_none(monkeypatch, device_name, peak):
     monkeypatch.setattr(throughput.torch.cuda, "get_device_name", lambda device: device_name)
-    assert peak_flops(torch.device("cuda"), "bf16-mixed") == peak
+    assert peak_flops(torch.device("cuda"), "bf16-mixed") == pytest.approx(peak)
     assert peak_flops(torch.device("cuda"), "32-true") is None
     assert peak_flops(torch.device("cpu"), "bf16-mixed") is None
 

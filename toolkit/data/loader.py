@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,38 @@ from toolkit.data.order import shuffled_index
 from toolkit.models.labels import IGNORE_INDEX
 
 FILLER = -1  # the row number of a row that only fills up a batch
+PAD_MULTIPLE = 64  # tokens
+
+
+class Padding(NamedTuple):
+    """How the rows of a micro-batch are made equally long: as the longest of them.
+
+    Args:
+        multiple: Its tokens are rounded up to a multiple of this.
+        limit: But not beyond so many, which is all that the model takes.
+        token: The input token of padding and fillers.
+    """
+
+    multiple: int = 1
+    limit: int | None = None
+    token: int = 0
+
+    def width(self, longest: int) -> int:
+        """Tokens per row, (T)."""
+        rounded = -(-longest // self.multiple) * self.multiple
+        return max(longest, rounded if self.limit is None else min(rounded, self.limit))
+
+
+NO_ROUNDING = Padding()
+
+
+def choose_padding(device_type: str, is_ragged: bool, limit: int | None) -> Padding:
+    """Round up on CUDA, where every new length costs: kernels are chosen and memory is cut for each of them.
+
+    On a CPU a token of padding costs as much as any other. ``limit`` None: what the model takes is not known.
+    """
+    rounds = device_type == "cuda" and is_ragged and limit is not None
+    return Padding(PAD_MULTIPLE, limit) if rounds else NO_ROUNDING
 
 
 @dataclass
@@ -51,10 +84,13 @@ class Batch:
         return {name: tensor.to(device, non_blocking=True) for name, tensor in given.items()}
 
 
-def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], width: int, pad_token: int) -> Batch:
-    """Stack rows to (B, T), T the longest of them or else ``width``; None becomes a row without supervised tokens."""
-    width = max((len(row["input_ids"]) for row in rows if row is not None), default=width)
-    input_ids = torch.full((len(rows), width), pad_token, dtype=torch.int64)
+def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], longest: int, padding: Padding) -> Batch:
+    """Stack rows to (B, T), T by the longest of them or else ``longest``; None becomes a row without supervised tokens.
+
+    Padding is neither supervised nor counted (law N2).
+    """
+    width = padding.width(max((len(row["input_ids"]) for row in rows if row is not None), default=longest))
+    input_ids = torch.full((len(rows), width), padding.token, dtype=torch.int64)
     labels = torch.full((len(rows), width), IGNORE_INDEX, dtype=torch.int64)
     n_inputs = 0
     # padding is a document of its own, so that no row of attention is empty
@@ -75,14 +111,14 @@ def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], width: int, p
 class _MicroBatches(Dataset):
     """Indexed by a list of row numbers, gives a Batch: a worker hands over whole micro-batches."""
 
-    def __init__(self, rows: Rows, pad_token: int) -> None:
+    def __init__(self, rows: Rows, padding: Padding) -> None:
         self.rows = rows
-        self.pad_token = pad_token
+        self.padding = padding
 
     def __getitem__(self, ids: list[int]) -> Batch:
         rows = [None if i == FILLER else self.rows[i] for i in ids]
-        width = len(self.rows[0]["input_ids"]) if all(row is None for row in rows) else 0
-        return _collate(rows, ids, width, self.pad_token)
+        longest = len(self.rows[0]["input_ids"]) if all(row is None for row in rows) else 0
+        return _collate(rows, ids, longest, self.padding)
 
 
 def _start_worker(_worker: int) -> None:
@@ -103,9 +139,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _load(rows: Rows, micro_batches: Iterable[list[int]], num_workers: int, pad_token: int) -> Iterator[Batch]:
+def _load(rows: Rows, micro_batches: Iterable[list[int]], num_workers: int, padding: Padding) -> Iterator[Batch]:
     loader = DataLoader(
-        _MicroBatches(rows, pad_token),
+        _MicroBatches(rows, padding),
         sampler=micro_batches,
         batch_size=None,
         num_workers=num_workers,
@@ -170,7 +206,7 @@ def train_batches(
     rank: int,
     world_size: int,
     num_workers: int,
-    pad_token: int = 0,
+    padding: Padding = NO_ROUNDING,
 ) -> Iterator[list[Batch]]:
     """Yield, per optimizer step from ``start_position`` on, the micro-batches of this rank.
 
@@ -179,7 +215,7 @@ def train_batches(
     are read as they are asked for; workers read a few micro-batches ahead.
 
     Args:
-        rows: What to read; rows of unequal length are padded to the longest of their micro-batch.
+        rows: What to read.
         seed: Chooses the order.
         start_position: Rows read before; going there costs nothing.
         total_positions: Rows in the run, over all epochs.
@@ -188,7 +224,7 @@ def train_batches(
         rank: This process, from 0.
         world_size: How many processes share the global batch.
         num_workers: Reading processes; 0 reads here. The result is the same.
-        pad_token: The input token of fillers and padding.
+        padding: How rows of unequal length are filled up.
 
     Raises:
         ValueError: if the global batch does not divide (law N1) or there are no rows.
@@ -207,7 +243,7 @@ def train_batches(
     micro_batches = (
         ids for start in starts for ids in _step_ids(start, n, seed, total_positions, layout, lengths).tolist()
     )
-    batches = _load(rows, micro_batches, num_workers, pad_token)
+    batches = _load(rows, micro_batches, num_workers, padding)
     accumulation = global_batch_size // (world_size * micro_batch_size)
     return iter(lambda: list(islice(batches, accumulation)), [])
 
@@ -220,7 +256,7 @@ def val_batches(
     world_size: int,
     max_rows: int | None,
     num_workers: int = 0,
-    pad_token: int = 0,
+    padding: Padding = NO_ROUNDING,
 ) -> Iterator[Batch]:
     """Yield the validation batches of this rank: rows in order, or the longest first, each once over all ranks.
 
@@ -234,4 +270,4 @@ def val_batches(
     if (lengths := getattr(rows, "lengths", None)) is not None:
         ids = ids[_longest_first(ids, lengths)]
     micro_batches = ids.reshape(rounds, world_size, micro_batch_size)[:, rank].tolist()
-    return _load(rows, micro_batches, num_workers, pad_token)
+    return _load(rows, micro_batches, num_workers, padding)

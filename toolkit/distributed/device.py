@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from toolkit.args import Accelerator, Precision
@@ -9,6 +14,10 @@ from toolkit.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """torch's dtypes by the names that options have for them."""
+
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
+"""The sizes with which cuBLAS gives the same bits every time; see its documentation on reproducibility."""
 
 
 def pick_accelerator(accelerator: Accelerator) -> str:
@@ -42,6 +51,49 @@ def pick_precision(precision: Precision | None, accelerator: str, on_cuda: Preci
     if precision.startswith("bf16") and accelerator == "cuda" and not bf16_cuda:
         raise UserError(f"--precision {precision}: this CUDA device has no bfloat16; use 16-mixed or 32-true")
     return precision
+
+
+def choose_attention_kernels(*, fixed_shapes: bool, has_masks: bool) -> None:
+    """Say which kernels attention may take on CUDA in this process, for fixed shapes or for any.
+
+    torch 2.11 and later prefer cuDNN's, which are the fastest, on Hopper; but they are planned anew for every shape, up
+    to a second each, and with masks their gradients may be NaN (pytorch 196678).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(fixed_shapes and not has_masks)
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Have torch take only algorithms that give the same bits every time; enter it before the first matrix product.
+
+    Raises:
+        UserError: within it, an operation has no such algorithm; or the environment's cuBLAS workspace rules it out.
+    """
+    if not enabled:
+        yield
+        return
+    workspace = os.environ.setdefault(CUBLAS_WORKSPACE, DETERMINISTIC_WORKSPACES[0])
+    if workspace not in DETERMINISTIC_WORKSPACES:
+        raise UserError(
+            f"--deterministic true: needs {CUBLAS_WORKSPACE} {' or '.join(DETERMINISTIC_WORKSPACES)}, and it is "
+            f"{workspace}; unset it"
+        )
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn
+    benchmark, cudnn.benchmark = cudnn.benchmark, False  # which chooses a kernel by the clock
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.match(r"(\S+) does not have a deterministic implementation", str(error))
+        if found is None:
+            raise
+        raise UserError(
+            f"--deterministic true: {found[1]} has no deterministic form on this device; leave --deterministic out"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.benchmark = benchmark
 
 
 def count_devices(accelerator: str) -> int | None:

@@ -17,6 +17,7 @@ from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
@@ -173,9 +174,8 @@ class RunGroup:
             ) from None
         rank, size = self.layout.global_rank, self.layout.world_size
         if not ranks.is_distributed():
-            backend = "cpu:gloo,cuda:nccl" if self.fabric.device.type == "cuda" else "gloo"
-            timeout = timedelta(seconds=self.timeouts.first)
-            dist.init_process_group(backend, store=self._store, rank=rank, world_size=size, timeout=timeout)
+            timeout, backends = timedelta(seconds=self.timeouts.first), choose_backends(self.fabric.device)
+            dist.init_process_group(store=self._store, rank=rank, world_size=size, timeout=timeout, **backends)
             atexit.register(_leave)
         ranks.set_timeout(self.timeouts.first)
         if not self.fabric.world_size == ranks.world_size() == size:
@@ -220,6 +220,16 @@ class RunGroup:
                 said = now
                 ranks.rank_print(f"waiting {what} ({now - started:.0f} s)")
             time.sleep(0.05)  # the store's own wait writes a warning whenever it comes back without the key
+
+
+def choose_backends(device: torch.device) -> dict[str, Any]:
+    """Return what ``init_process_group`` is to be given for a rank on ``device``.
+
+    NCCL gets the device, too: it would guess it by the rank, wrongly where a rank does not see all devices of its node.
+    """
+    if device.type != "cuda":
+        return {"backend": "gloo"}
+    return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
 
 
 def _open_store(host: str, port: int, seconds: float, is_host: bool) -> dist.Store:

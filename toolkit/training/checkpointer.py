@@ -53,6 +53,8 @@ class Checkpointer:
     """Further names of parameters; see :func:`toolkit.checkpoints.states.tied_names`."""
     sharded: bool
     seed: int
+    device: torch.device
+    """Where this rank computes."""
     adapters: AdapterInfo | None = None
     """What the adapters stand on, where only these are trained, and saved."""
 
@@ -63,7 +65,7 @@ class Checkpointer:
             UserError: it cannot be written.
         """
         folder = self.out_dir / name
-        rng = ranks.gather(rng_state())
+        rng = ranks.gather(rng_state(self.device))
         # Not within the try: a rank that fails in these collectives must end at once, for the others wait in them.
         if self.adapters is not None:
             state = adapter_state(self.module, self.optimizer)
@@ -171,7 +173,7 @@ class Checkpointer:
             _load_scaler(self.scaler, state.get("scaler"), file)
         if len(state["rng"]) == ranks.world_size():
             try:
-                set_rng_state(state["rng"][ranks.global_rank()])
+                set_rng_state(state["rng"][ranks.global_rank()], self.device)
             except Exception as error:  # what is wrong with one can make these functions raise anything
                 raise UserError(f"{file}: rng: {error}; resume from another checkpoint") from error
         else:
@@ -193,19 +195,19 @@ def seed_from(*facts: int) -> None:
     torch.manual_seed(seed)
 
 
-def rng_state() -> dict[str, Any]:
-    """The states of all random generators of this process, as tensors and plain values."""
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The states of the random generators of this process and of its device, as tensors and plain values."""
     version, keys, gauss = random.getstate()
     name, numpy_keys, *rest = np.random.get_state()
     return {
         "python": [version, list(keys), gauss],
         "numpy": [name, torch.from_numpy(numpy_keys.astype(np.int64)), *rest],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     name, numpy_keys, *rest = state["numpy"]
@@ -213,5 +215,5 @@ def set_rng_state(state: dict[str, Any]) -> None:
         raise ValueError(f"position {rest[0]} in the state of numpy's generator")  # it would read beyond the end
     np.random.set_state((name, numpy_keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -17,8 +17,10 @@ from toolkit.args import Accelerator, Precision
 from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_checkpoint_dir, load_model
 from toolkit.data import DataModule, PythonStdlib
-from toolkit.data.loader import Batch, val_batches
+from toolkit.data.base import is_ragged
+from toolkit.data.loader import Batch, choose_padding, val_batches
 from toolkit.data.tokenizer import Tokenizer
+from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.fabric import single_device_fabric
 from toolkit.errors import UserError
 from toolkit.inference.chat import find_template
@@ -61,6 +63,7 @@ def open_checkpoint(
     folder = find_checkpoint_dir(checkpoint_dir)
     require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
     fabric = single_device_fabric(accelerator, precision)
+    choose_attention_kernels(fixed_shapes=False, has_masks=True)
     dtype = torch.bfloat16 if fabric.strategy.precision.precision == "bf16-true" else torch.float32
     tokenizer = None
     if tokenizer_dir is not None:
@@ -107,7 +110,10 @@ def evaluate(
             "--data.val_fraction), or use --split train"
         )
     n_rows = len(rows) if max_iters is None else min(len(rows), max_iters * micro_batch_size)
-    batches = val_batches(rows, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_rows=n_rows)
+    padding = choose_padding(checkpoint.fabric.device.type, is_ragged(rows), block_size)
+    batches = val_batches(
+        rows, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_rows=n_rows, padding=padding
+    )
     source = "--data" if prepared.tokenizer is None else prepared.tokenizer.name
     batches = _embedded(batches, checkpoint.model.config, source)
     token_bytes = prepared.tokenizer.token_bytes() if prepared.tokenizer is not None else None

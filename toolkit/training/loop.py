@@ -18,7 +18,7 @@ from torch import nn
 from toolkit.args import EvalArgs, TrainArgs
 from toolkit.checkpoints.store import BEST
 from toolkit.data.base import Prepared
-from toolkit.data.loader import train_batches, val_batches
+from toolkit.data.loader import Padding, train_batches, val_batches
 from toolkit.distributed import ranks
 from toolkit.distributed.signals import SignalWatch
 from toolkit.errors import GuardError, StoppedBySignal
@@ -52,6 +52,7 @@ class Run:
     throughput: Throughput
     seed: int
     num_workers: int
+    padding: Padding
     display: Any
     csv: MetricsCSV | None
     """None on all ranks but the first."""
@@ -105,6 +106,7 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
         rank=fabric.global_rank,
         world_size=fabric.world_size,
         num_workers=run.num_workers,
+        padding=run.padding,
     )
     run.model.train()
     run.display.phase("training")
@@ -218,6 +220,7 @@ def run_validation(run: Run) -> dict[str, float]:
         rank=run.fabric.global_rank,
         world_size=run.fabric.world_size,
         max_rows=None if run.eval.max_iters is None else run.eval.max_iters * run.plan.global_batch_size,
+        padding=run.padding,
     )
     metrics = validate(run.fabric, run.model, batches, run.token_bytes)
     if not math.isfinite(metrics.get("val_loss", 0.0)):

@@ -63,6 +63,7 @@ class RunArgs:
     logger_name: str
     timeout: float | None
     seed: int
+    deterministic: bool = False
     module: nn.Module | None = None
     """Somebody's own model, ready; then there is no ``model_name``."""
     block_classes: tuple[type[nn.Module], ...] = ()

@@ -19,13 +19,21 @@ from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, 
 from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.store import FINAL, exclusive, require_free, resolve_resume
 from toolkit.data.base import Prepared, Rows, is_ragged
+from toolkit.data.loader import choose_padding
 from toolkit.distributed import ranks
-from toolkit.distributed.device import count_devices, pick_accelerator, pick_precision
+from toolkit.distributed.device import (
+    choose_attention_kernels,
+    count_devices,
+    deterministic_algorithms,
+    pick_accelerator,
+    pick_precision,
+)
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import RunGroup, Timeouts, launched
 from toolkit.distributed.layout import Layout, read_layout
 from toolkit.distributed.memory import keep_freed_memory
 from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
 from toolkit.models.families import why_not_exported
 from toolkit.models.gpt import Block
 from toolkit.training import adapters, best
@@ -70,6 +78,7 @@ def run_training(args: RunArgs) -> None:
     with ExitStack() as stack:
         group = stack.enter_context(launched(fabric, layout, timeouts))
         stack.enter_context(explained_memory(args, device, layout))
+        stack.enter_context(deterministic_algorithms(args.deterministic))
         display = stack.enter_context(make_progress(total_steps=None, enabled=layout.global_rank == 0))
         if layout.global_rank == 0 and not alone:
             resume_from = find_start(args)
@@ -177,9 +186,11 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
     args, plan, progress, out_dir = decided.args, start.model, start.progress, Path(decided.args.out_dir)
     initial = args.initial_checkpoint_dir
     source = find_checkpoint_dir(initial) if initial else None
+    ragged, length = is_ragged(data.train) or is_ragged(data.val), decided.max_seq_length
+    choose_attention_kernels(fixed_shapes=not ragged, has_masks=needs_masks(plan.config, length))
     model = set_up_model(
         fabric, plan, seed=args.seed, precision=decided.precision, compiler=args.compiler,
-        is_ragged=is_ragged(data.train) or is_ragged(data.val),
+        is_ragged=ragged,
         source=start.resume_from or source if start.base is None else source,
         adapters=adapters.initial_adapters(args, plan, start.resume_from, display.message),
     )  # fmt: skip
@@ -201,6 +212,7 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
         tied=plan.tied,
         sharded=args.fsdp.state_dict_type == "sharded",
         seed=args.seed,
+        device=fabric.device,
         adapters=start.base,
     )
     if start.resume_from is not None:
@@ -226,6 +238,7 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
         throughput=Throughput(start.flops, None if peak is None else peak * ranks.world_size()),
         seed=args.seed,
         num_workers=args.data.num_workers,
+        padding=choose_padding(fabric.device.type, ragged, length if plan.config is not None else None),
         display=display,
         csv=csv,
         loggers=loggers,
@@ -266,6 +279,17 @@ def mean_length(rows: Rows) -> float:
     return len(rows[0]["input_ids"]) if lengths is None else float(lengths.mean())
 
 
+def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
+    """Whether attention over rows of ``length`` tokens takes masks; that of a module of the user's may.
+
+    Packed rows do, too: they are ragged.
+    """
+    return config is None or any(
+        window is not None and (length is None or window < length)
+        for window in map(config.window, range(config.n_layer))
+    )
+
+
 def find_start(args: RunArgs) -> Path | None:
     """Return the checkpoint to go on from, if any."""
     require_free(Path(args.out_dir))
@@ -281,7 +305,8 @@ def require_same_everywhere(args: RunArgs, identity: Identity) -> None:
     facts = asdict(identity)
     for group in ("train", "eval", "optimizer", "fsdp", "ddp"):
         facts |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
-    facts |= {f"--{name}": getattr(args, name) for name in ("strategy", "compiler", "timeout", "resume")}
+    names = ("strategy", "compiler", "deterministic", "timeout", "resume")
+    facts |= {f"--{name}": getattr(args, name) for name in names}
     everywhere = ranks.gather(facts)
     for rank, theirs in enumerate(everywhere):
         if name := next((name for name in facts if theirs[name] != everywhere[0][name]), None):

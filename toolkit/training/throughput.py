@@ -69,7 +69,17 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision == "32-true":  # 32-true may or may not use TF32: no honest single peak
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_FLOPS_BF16.items() if re.search(rf"\b{known}\b", name, re.I)), None)
+    peaks = (peak for known, peak in PEAK_FLOPS_BF16.items() if re.search(rf"\b{known}\b", name, re.I))
+    return next((peak * mig_share(name) for peak in peaks), None)
+
+
+def mig_share(device_name: str) -> float:
+    """The share of a GPU's compute that a MIG instance has: so many of 7 slices; 1 of a GPU that is not divided.
+
+    Named "NVIDIA H200 MIG 3g.71gb", or "... MIG 1c.3g.71gb" where a compute instance has 1 of its slices.
+    """
+    slices = re.search(r"\bMIG (\d)[cg]\.", device_name)
+    return int(slices[1]) / 7 if slices else 1.0
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -1,0 +1,100 @@
+"""What a CUDA device would be given, decided from plain values, so that it shows on a CPU, too."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from toolkit.distributed.device import choose_attention_kernels, deterministic_algorithms
+from toolkit.distributed.launch import choose_backends
+from toolkit.errors import UserError
+from toolkit.models.families import get_config
+from toolkit.training.checkpointer import rng_state, set_rng_state
+from toolkit.training.run import needs_masks
+
+CPU = torch.device("cpu")
+
+
+def test_cudnn_attention_is_for_fixed_shapes_without_masks():
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        for fixed_shapes, has_masks, allowed in [(1, 0, True), (1, 1, False), (0, 0, False), (0, 1, False)]:
+            choose_attention_kernels(fixed_shapes=bool(fixed_shapes), has_masks=bool(has_masks))
+            assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_masks_are_needed_where_a_window_is_shorter_than_the_rows():
+    llama, gemma = get_config("pico-llama"), get_config("gemma-2-2b")
+    window = gemma.sliding_window_size
+    cases = [(llama, 10**6, False), (gemma, window, False), (gemma, window + 1, True), (gemma, None, True)]
+    assert [needs_masks(config, length) for config, length, _ in cases] == [expected for *_, expected in cases]
+    assert needs_masks(None, 8)  # a module of the user's
+
+
+def test_nccl_is_told_its_device():
+    assert choose_backends(CPU) == {"backend": "gloo"}
+    device = torch.device("cuda", 3)
+    assert choose_backends(device) == {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+
+
+def test_random_states_are_those_of_the_runs_device(monkeypatch):
+    """A run on the CPU of a machine with GPUs leaves them alone; a run on one of them does not mean another."""
+    states = {torch.device("cuda", 1): torch.tensor([1]), torch.device("cuda", 0): torch.tensor([0])}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.__setitem__(device, state + 1))
+    assert rng_state(CPU)["cuda"] is None
+    state = rng_state(torch.device("cuda", 1))
+    assert state["cuda"].item() == 1
+    set_rng_state(state, CPU)
+    assert states[torch.device("cuda", 1)].item() == 1
+    set_rng_state(state, torch.device("cuda", 1))
+    assert [int(value) for value in states.values()] == [2, 0]
+
+
+def test_cudas_allocator_grows_its_segments_unless_the_user_says_otherwise():
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    code = f"import os, toolkit; print(*(os.environ.get(name, '-') for name in {names}))"
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    for given, expected in [
+        ({}, "expandable_segments:True -"),
+        ({names[0]: "backend:native"}, "backend:native -"),
+        ({names[1]: "backend:native"}, "- backend:native"),
+    ]:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=clean | given, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    yield monkeypatch
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_deterministic_algorithms_are_strict_within_and_as_before_afterwards(environment):
+    with deterministic_algorithms(False):
+        assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    environment.setattr(torch.backends.cudnn, "benchmark", True)
+    with deterministic_algorithms(True):
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert torch.backends.cudnn.benchmark
+    with pytest.raises(RuntimeError, match="its own words"), deterministic_algorithms(True):
+        raise RuntimeError("its own words")
+
+
+def test_what_has_no_deterministic_form_is_named_in_one_line(environment):
+    with pytest.raises(UserError, match="^--deterministic true: put_ has no deterministic form on this device; leave"):
+        with deterministic_algorithms(True):
+            torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))
+    environment.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    with pytest.raises(UserError, match="^--deterministic true: needs CUBLAS_WORKSPACE_CONFIG :4096:8 or :16:8, and"):
+        with deterministic_algorithms(True):
+            pass
