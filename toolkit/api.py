@@ -30,6 +30,7 @@ from toolkit.errors import EndedTogether, UserError, did_you_mean
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.ready import WithLoss, find_blocks
+from toolkit.paths import require_local
 from toolkit.training.options import as_mapping, read_group, read_options
 from toolkit.training.run import RunArgs, run_training
 from toolkit.training.state import read_meta
@@ -73,6 +74,7 @@ def load(checkpoint_dir: str | Path, device: torch.device | str = "cpu", dtype: 
         if dtype not in _DTYPES:
             raise UserError(f"dtype {dtype}: must be one of {', '.join(_DTYPES)}{did_you_mean(dtype, _DTYPES)}")
         dtype = _DTYPES[dtype]
+    require_local("checkpoint_dir", checkpoint_dir)
     return load_model(find_checkpoint_dir(checkpoint_dir), device, dtype)
 
 
@@ -117,7 +119,9 @@ def train(
     chosen, cls = _read_optimizer(optimizer)
     arguments["optimizer"] = read_group("optimizer", OptimizerArgs, chosen)
     arguments |= _read_model(model, block_classes, arguments)
-    arguments["data"] = _read_data(dataset, val_dataset, num_workers, options.get("data"), arguments)
+    arguments["data"] = data = _read_data(dataset, val_dataset, num_workers, options.get("data"), arguments)
+    for name, value in vars(data).items() if type(data).__module__.startswith("toolkit.") else ():
+        require_local(f"data.{name}", value)
     _require_script(arguments)
     run = RunArgs(defaults=PRETRAIN, optimizer_class=cls, **arguments)
     try:

@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from toolkit.cli_words import Given, Pair, expand_flag, flatten, read_words, read_yaml_file, suggest
 from toolkit.errors import UserError, did_you_mean
+from toolkit.paths import require_local
 
 OWN = ("help", "config", "print_config")  # options that every command has
 
@@ -88,6 +89,8 @@ def parse(
     keys = {key for key, _ in words}
     kinds = (command.groups, command.choices)
     files = [text for key, text in words if key == "config"]
+    for file in files:
+        require_local("--config", file)
     layers = [list(flatten(read_yaml_file(file), file or "", *kinds)) for file in files]
     layers.append([pair for key, text in words if key not in OWN for pair in expand_flag(key, text, *kinds)])
     given = merge(command, layers)
@@ -96,6 +99,7 @@ def parse(
         print(parser.format_help(), end="")
         return None
     check_names(command, given)
+    check_paths(command, given)
     for key in command.required():
         if key not in given:
             usage = parser.format_usage().removeprefix("usage: ").strip()
@@ -171,6 +175,14 @@ def check_names(command: Command, given: dict[str, Given]) -> None:
         else:
             names = known if value.source else [*known, *OWN]
             raise UserError(f"{value.named(key)}: no such option{suggest(key, names, '' if value.source else '--')}")
+
+
+def check_paths(command: Command, given: dict[str, Given]) -> None:
+    """Raise UserError for a URL where a path is taken; classes of data that are not toolkit's may read it."""
+    for key, value in given.items():
+        group = key.partition(".")[0]
+        if command.chosen.get(group) in (None, *command.choices.get(group, {}).values()):
+            require_local(f"{value.source}: {key}" if value.source else f"--{key}", value.text)
 
 
 def convert(command: Command, parser: Any, given: dict[str, Given]) -> Any:

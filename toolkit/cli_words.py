@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Container, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from toolkit.errors import UserError
+from toolkit.untrusted import parse_yaml, read_yaml
 
 
 class Given(NamedTuple):
@@ -56,11 +56,11 @@ def read_yaml_file(path: str | None) -> dict[str, Any]:
     if not path:
         raise UserError("--config: needs a value: the path of a YAML file")
     try:
-        with open(path, encoding="utf-8") as file:
-            values = yaml.safe_load(file)
+        # A pipe is what the shell makes of `--config <(command)`.
+        values = parse_yaml(Path(path).read_bytes()) if path.startswith("/dev/") else read_yaml(path)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"--config {path}: not a YAML file: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: must hold `name: value` pairs")
@@ -74,8 +74,8 @@ def expand_flag(key: str, text: str | None, groups: Container[str], choices: Con
         yield key, given
         return
     try:
-        values = yaml.safe_load(text or "")
-    except yaml.YAMLError:
+        values = parse_yaml(text or "")
+    except ValueError:
         values = None
     if not isinstance(values, dict):
         raise UserError(f"{given.named(key)}: {key} is a group; set its options, for example --{key}.NAME VALUE")

@@ -231,7 +231,7 @@ def test_the_fingerprint_is_of_the_weights_and_of_nothing_else(tmp_path, monkeyp
     torch.save(renamed, again / "lit_model.pth")
     assert len({first, half, base_fingerprint(again)}) == 3
     read: list[int] = []
-    real = open
+    real = fingerprint_module.open_regular
 
     def counting(*args):
         file = real(*args)
@@ -241,7 +241,7 @@ def test_the_fingerprint_is_of_the_weights_and_of_nothing_else(tmp_path, monkeyp
                                      "read": staticmethod(file_read), "__enter__": lambda s: s,
                                      "__exit__": lambda s, *a: file.close()})()  # fmt: skip
 
-    monkeypatch.setattr(fingerprint_module, "open", counting, raising=False)
+    monkeypatch.setattr(fingerprint_module, "open_regular", counting)
     assert base_fingerprint(tmp_path / "a") == first
     assert read and max(read) < (tmp_path / "a" / "lit_model.pth").stat().st_size / 4
 

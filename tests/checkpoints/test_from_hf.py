@@ -195,11 +195,12 @@ def test_all_tokenizer_and_template_files_go_in_and_out_byte_for_byte(tmp_path):
 
 
 def test_files_of_the_hubs_cache_are_links(tmp_path):
-    theirs = save(tmp_path / "real", max_shard_size="100KB")
-    (tmp_path / "hf").mkdir()
-    for file in (tmp_path / "real").iterdir():
-        (tmp_path / "hf" / file.name).symlink_to(file)
-    import_hf(tmp_path / "hf", tmp_path / "m")
+    theirs = save(tmp_path / "repo" / "blobs", max_shard_size="100KB")
+    snapshot = tmp_path / "repo" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for file in (tmp_path / "repo" / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    import_hf(snapshot, tmp_path / "m")
     assert same_logits(tmp_path / "m", theirs) and not (tmp_path / "m" / "config.json").is_symlink()
 
 

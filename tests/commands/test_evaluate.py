@@ -116,7 +116,7 @@ def test_adapters_on_the_data_of_their_run(talker, tmp_path, capsys):
     flags = ["--train.learning_rate", "0.01", "--precision", "32-true"]
     expected = finetune("finetune_lora", talker, tmp_path / "lora", rows, *flags)
     capsys.readouterr()
-    found = results(capsys, tmp_path / "lora/final")
+    found = results(capsys, tmp_path / "lora/final", "--trust_checkpoint_data", "true")
     assert found["data"] == "JSON, val" and found["loss"] == pytest.approx(expected, rel=1e-5)
     base = results(capsys, talker, "--data", "JSON", "--data.json_path", rows, "--data.val_split_fraction", "0.25",
                    "--max_seq_length", "48")  # fmt: skip
@@ -124,7 +124,7 @@ def test_adapters_on_the_data_of_their_run(talker, tmp_path, capsys):
 
 
 def test_a_checkpoint_that_does_not_say_its_data(talker, capsys):
-    data, length = data_of_run(talker)
+    data, length = data_of_run(talker, trust=False)
     assert isinstance(data, PythonStdlib) and length is None
     assert "does not say which data the model was trained on: taking PythonStdlib" in capsys.readouterr().err
 

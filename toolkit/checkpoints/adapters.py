@@ -19,6 +19,7 @@ from toolkit.checkpoints.weights import load_state, require_fit, save_weights
 from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.untrusted import read_yaml
 
 ADAPTER_CONFIG = "adapter.yaml"
 
@@ -91,7 +92,7 @@ def read_adapter_info(folder: str | Path) -> AdapterInfo:
         raise UserError(f"checkpoint_dir {folder}: holds no {ADAPTERS}; give a folder that finetune_lora wrote")
     path = folder / ADAPTER_CONFIG
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path)
         known = {field.name for field in fields(LoRAConfig)}
         if extra := set(values["lora"]) - known:
             raise ValueError(f"unknown {', '.join(sorted(extra))}")
@@ -100,7 +101,7 @@ def read_adapter_info(folder: str | Path) -> AdapterInfo:
         return AdapterInfo(LoRAConfig(**values["lora"]), base, str(values["base_hash"]), values.get("quantize"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; copy it from the run's folder") from error
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: does not describe adapters: {' '.join(str(error).split())}") from error
 
 

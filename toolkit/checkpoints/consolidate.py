@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from toolkit.checkpoints.folder import CONFIG, fitting_weights, read_model_config
+from toolkit.checkpoints.hf_files import read_json
+from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.sharded import is_sharded, read_sharded
 from toolkit.checkpoints.store import COMPLETE, WEIGHTS, is_complete, require_new_folder, write_folder
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
@@ -45,11 +45,7 @@ def _require_new(out_dir: Path, checkpoint_dir: Path) -> None:
 
 def _write(tmp: Path, source: Path) -> None:
     joined = {source / path for path in (WEIGHTS, _STATE, _OPTIMIZER, COMPLETE)}
-
-    def left_out(folder: str, names: list[str]) -> set[str]:
-        return {name for name in names if Path(folder, name) in joined}
-
-    shutil.copytree(source, tmp, ignore=left_out, dirs_exist_ok=True)
+    copy_files(source, tmp, ("**/*",), exclude=joined)
     _write_weights(tmp, source)
     if (source / "trainer").exists():
         _write_state(tmp, source)
@@ -64,7 +60,7 @@ def _write_weights(tmp: Path, source: Path) -> None:
         save_weights(fitting_weights(source, model), tmp / WEIGHTS)
         return
     weights = load_weights(source)  # of somebody's own module: the run has noted which names are one tensor
-    tied = json.loads((source / "trainer" / "meta.json").read_text()).get("tied", {})
+    tied = read_json(source / "trainer" / "meta.json").get("tied", {})
     save_weights(weights | {second: weights[first] for second, first in tied.items()}, tmp / WEIGHTS)
 
 

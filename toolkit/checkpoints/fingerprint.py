@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import os
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import load_weights
+from toolkit.checkpoints.weights import FileSlice, load_weights
 from toolkit.errors import UserError
+from toolkit.untrusted import open_regular
 
 ADAPTERS = "lit_model.pth.lora"
 
@@ -72,7 +71,7 @@ def _resume_lines(folder: Path) -> Iterator[str]:
 def _bytes_line(path: Path) -> str:
     digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     except OSError as error:
@@ -82,7 +81,7 @@ def _bytes_line(path: Path) -> str:
 
 def _zip_lines(path: Path, below: str) -> list[str]:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return _checksums(file, path, below)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
@@ -101,30 +100,9 @@ def _shard_lines(path: Path) -> Iterator[str]:
     for name, tensor in metadata.state_dict_metadata.items():
         yield f"{name} {tuple(tensor.size)} {tensor.properties.dtype}"
     for index, place in sorted(metadata.storage_data.items(), key=lambda item: (item[0].fqn, item[0].offset or ())):
-        with open(path / place.relative_path, "rb") as file:
-            sums = _checksums(_Slice(file, place.offset, place.length), path)
+        with open_regular(path / place.relative_path) as file:
+            sums = _checksums(FileSlice(file, place.offset, place.length), path)
             yield f"{index.fqn} {tuple(index.offset or ())} {' '.join(sums)}"
-
-
-class _Slice(io.RawIOBase):
-    """A part of a file, to read (torch's own view of one goes astray when it seeks from the end)."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        self._file.seek(self._start + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
-        self._at += len(data)
-        return data
 
 
 def _checksums(file: IO[bytes], path: Path, below: str = "data/") -> list[str]:

@@ -18,6 +18,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora
 from toolkit.models.moe import type_of
+from toolkit.untrusted import read_yaml
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
@@ -69,7 +70,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """
     path = Path(folder) / CONFIG
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path)
         if not isinstance(values, dict):
             raise ValueError("must hold names and values")
         config = ModelConfig.from_dict(values) if "family" in values else config_from_litgpt(values)
@@ -80,7 +81,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UserError(f"{path}: {error}") from error
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; give the folder of a model") from error
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a model's configuration: {' '.join(str(error).split())}") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import Adapter, add_lora, attention_rows
 from toolkit.models.lora_config import PARTS, LoRAConfig
+from toolkit.untrusted import read_json
 
 # What peft can do and this program cannot, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -122,7 +122,7 @@ def _is_same_model(named: str, base: Path) -> bool | None:
 def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / SETTINGS
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_json(path)
     except FileNotFoundError as error:
         raise UserError(f"--from_peft {folder}: holds no {SETTINGS}; give a folder that peft wrote") from error
     except (OSError, ValueError) as error:

@@ -160,7 +160,7 @@ def _write_weights(
         files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     tensors = to_hf_names(maps, weights, dtype)
     for file, shard in zip(files, shards, strict=True):
-        _write_safetensors(folder / file, shard, tensors)
+        write_safetensors(folder / file, shard, tensors)
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         size = sum(t.nbytes for shard in shards for t in shard.values())
@@ -210,12 +210,12 @@ def _split(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[di
     yield shard
 
 
-def _write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Take the ``expected`` tensors from the iterator into one file, one at a time.
 
-    The library's ``save_file`` wants them all in memory. The format (https://huggingface.co/docs/safetensors): 8 bytes
-    little-endian length of the header; the header, JSON with type, shape and place of every tensor; their bytes, in C
-    order, without gaps.
+    The library's ``save_file`` wants them all in memory, and loses the errno of a full disk. The format
+    (https://huggingface.co/docs/safetensors): 8 bytes little-endian length of the header; the header, JSON with type,
+    shape and place of every tensor; their bytes, in C order, without gaps.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from toolkit import untrusted
 from toolkit.checkpoints import fp8, mxfp4
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_state
@@ -109,10 +109,10 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: it is none.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = untrusted.read_json(path)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not JSON: {' '.join(str(error).split())}; copy or download it again") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold a JSON object; copy or download it again")
@@ -141,7 +141,7 @@ def _instead_of_weights(hf_dir: Path) -> str:
 @functools.cache
 def _open(path: Path) -> Any:
     try:
-        with open(path, "rb") as file:
+        with untrusted.open_regular(path) as file:
             if file.read(24).startswith(b"version https://git-lfs"):
                 raise UserError(f"{path}: only stands for the weights; run `git lfs pull` in its folder")
         return safe_open(path, "pt") if path.suffix == ".safetensors" else _Pickled(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from toolkit.checkpoints.from_hf import RECORD, import_hf, read_hf_config
-from toolkit.checkpoints.hf_files import CONFIG, INDEX, SINGLE, quantised_bits
+from toolkit.checkpoints.hf_files import CONFIG, INDEX, SINGLE, quantised_bits, read_json
 from toolkit.checkpoints.store import exclusive, full_disk, require_new_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
@@ -131,9 +130,9 @@ def _shards(snapshot: Snapshot, folder: Path) -> list[str]:
     _fetch(snapshot, [INDEX], folder)
     where = f"repo_id {snapshot.repo_id}: {INDEX}"
     try:
-        shards = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        shards = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
         wrong = next((name for name in shards if "/" in name or not name.endswith(".safetensors")), None)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{where}: holds no weight_map of names to files; try another --revision") from error
     if wrong:
         raise UserError(f"{where}: points to {wrong!r:.200}, which is no safetensors file beside it")
@@ -156,7 +155,7 @@ def _instead_of_safetensors(snapshot: Snapshot) -> str:
 
 def _growth(folder: Path, dtype: torch.dtype | None) -> float:
     """By how much the converted weights are larger than those of the hub, by what config.json says of their type."""
-    values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    values = read_json(folder / CONFIG)
     if (bits := quantised_bits(values)) is not None:
         return (2 if dtype is None else dtype.itemsize) * 8 / bits
     stored = _ITEMSIZE.get(str(values.get("dtype") or values.get("torch_dtype")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
 from toolkit.models.lora import LoRAMixin, add_lora
+from toolkit.paths import require_inside
 
 
 class MergedWeights(Mapping[str, Tensor]):
@@ -102,12 +103,20 @@ def merge_to(folder: Path, out_dir: Path, base_checkpoint_dir: str | Path | None
     return merged
 
 
-def copy_files(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
-    """Copy the files of a folder that match one of the patterns, those in its subfolders under the same path."""
-    for file in sorted({match for pattern in patterns for match in source.glob(pattern) if match.is_file()}):
-        copy = target / file.relative_to(source)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copy)
+def copy_files(source: Path, target: Path, patterns: tuple[str, ...], exclude: Container[Path] = ()) -> None:
+    """Copy the files of a folder that match one of the patterns, those in its subfolders under the same path.
+
+    Raises:
+        UserError: one is a link out of the folder.
+    """
+    for file in sorted({match for pattern in patterns for match in source.glob(pattern)}):
+        if any(path in exclude for path in (file, *file.parents)):
+            continue
+        require_inside(file, source)
+        if file.is_file():
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapter_info
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
+from toolkit.checkpoints.hf import write_safetensors
 from toolkit.checkpoints.hf_files import read_json
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.peft_layers import (
@@ -84,9 +85,7 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
         settings["target_modules"] = _within_text_model(settings["target_modules"])
 
     def write(folder: Path) -> None:
-        from safetensors.torch import save_file
-
-        save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+        write_safetensors(folder / TENSORS, tensors, iter(tensors.items()))
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import UserError
+from toolkit.untrusted import open_regular
 
 _METADATA = ".metadata"
 
@@ -69,7 +70,7 @@ def read_metadata(folder: Path) -> Metadata:
         UserError: see :func:`toolkit.checkpoints.sharded.check_sharded`.
     """
     try:
-        with open(folder / _METADATA, "rb") as file:
+        with open_regular(folder / _METADATA) as file:
             metadata = _metadata(_Unpickler(file).load())
         ends = _ends(metadata)
     except UserError as error:

@@ -22,10 +22,11 @@ from torch.futures import Future
 
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.shard_metadata import read_metadata
-from toolkit.checkpoints.weights import what_is_wrong
+from toolkit.checkpoints.weights import FileSlice, require_stored, what_is_wrong
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.ranks import gather
 from toolkit.errors import UserError
+from toolkit.untrusted import open_regular
 
 
 def is_sharded(path: Path) -> bool:
@@ -138,7 +139,7 @@ class ShardReader:
     def _load(self, name: str, offsets: torch.Size) -> Tensor:
         place = self._metadata.storage_data[MetadataIndex(name, offsets)]
         reader = _Reader(self._folder, self._metadata)
-        with _explained(self._folder / place.relative_path), open(self._folder / place.relative_path, "rb") as file:
+        with _explained(self._folder / place.relative_path), open_regular(self._folder / place.relative_path) as file:
             return reader.load_chunk(file, place, name)
 
 
@@ -168,7 +169,7 @@ class _Reader(dcp.FileSystemReader):
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
-            with _explained(self.path / name), open(self.path / name, "rb") as file:
+            with _explained(self.path / name), open_regular(self.path / name) as file:
                 for item in items:
                     self._read_chunk(file, item, planner)
                     if item.lengths.numel() >= SMALL:
@@ -186,6 +187,7 @@ class _Reader(dcp.FileSystemReader):
         planner.commit_tensor(item, target)
 
     def load_chunk(self, file: IO[bytes], place: Any, name: object) -> Tensor:
+        require_stored(FileSlice(file, place.offset, place.length), self.path / place.relative_path)
         chunk = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
         if type(chunk) is not Tensor or chunk.layout != torch.strided or chunk.shape != place.shape:
             raise ValueError(f"{name} is not what the metadata says")
@@ -196,6 +198,8 @@ class _Reader(dcp.FileSystemReader):
 def _explained(path: Path) -> Iterator[None]:
     try:
         yield
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except Exception as error:  # a hostile file can make the reader raise anything

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from toolkit.errors import UserError
+from toolkit.untrusted import read_json
 
 COMPLETE = "COMPLETE"
 FINAL, BEST = "final", "best"
@@ -131,9 +131,11 @@ def exclusive(out_dir: Path) -> Iterator[None]:
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        file = open(out_dir / _LOCK, "a+")  # noqa: SIM115 (closed below)
+        file = _open_lock(out_dir, os.O_CREAT)
     except OSError as error:
-        raise UserError(f"--out_dir {out_dir}: {error.strerror}; give a folder that can be written") from error
+        is_link = os.path.islink(out_dir / _LOCK)
+        fix = f"its {_LOCK} is a symbolic link; delete it" if is_link else "give a folder that can be written"
+        raise UserError(f"--out_dir {out_dir}: {error.strerror or error}; {fix}") from error
     with file:
         _locks.add(file)
         try:
@@ -177,6 +179,12 @@ def _is_removed(out_dir: Path) -> bool:
     return False
 
 
+def _open_lock(out_dir: Path, flags: int = 0) -> IO[str]:
+    """Open the lock file itself: a stranger's may be a link to a file that would then be overwritten."""
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return open(out_dir / _LOCK, "r+", opener=lambda path, own: os.open(path, own | flags, 0o666))
+
+
 def _lock(file: IO[str], out_dir: Path) -> bool:
     """Lock the file until it is closed, and return whether that can be done here."""
     try:
@@ -200,7 +208,7 @@ def require_free(out_dir: Path) -> None:
     Raises:
         UserError: another process does.
     """
-    with suppress(OSError), open(out_dir / _LOCK) as file:  # no such file: nobody has ever run there
+    with suppress(OSError), _open_lock(out_dir) as file:  # no such file: nobody has ever run there
         _lock(file, out_dir)
 
 
@@ -229,7 +237,7 @@ def has_best(out_dir: Path) -> bool:
 def step_of(folder: Path) -> int:
     """Return the optimizer step of a checkpoint: what its trainer wrote, else its name's; -1 if neither says."""
     try:
-        return int(json.loads((folder / "trainer" / "meta.json").read_text())["step"])
+        return int(read_json(folder / "trainer" / "meta.json")["step"])
     except (OSError, ValueError, KeyError, TypeError):
         match = _STEP.fullmatch(folder.name.removeprefix(_OLD))
         return int(match[1]) if match else -1
@@ -256,8 +264,13 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
     Raises:
         UserError: nothing to resume from, or out_dir belongs to another run.
     """
-    if out_dir.exists() and not out_dir.is_dir():
-        raise UserError(f"--out_dir {out_dir}: is a file; give a folder")
+    try:
+        os.listdir(out_dir)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        what = "is a file" if os.path.isfile(out_dir) else error.strerror
+        raise UserError(f"--out_dir {out_dir}: {what}; give a folder that can be read and written") from error
     known = {"false": False, "true": True, "auto": "auto"}
     resume = known.get(resume.lower(), resume) if isinstance(resume, str) else resume
     if resume is False:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
-import warnings
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
+from toolkit.untrusted import open_regular
 
+_ZIP = b"PK\x03\x04"
 # The layers that DDP, FSDP, torch.compile, activation checkpointing and Fabric put around a module.
 _WRAPPERS = {"module", "_forward_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
@@ -98,9 +101,7 @@ def load_state(path: Path, mmap: bool = True) -> dict[str, Any]:
     path = Path(path)
     _require_zip(path)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a TorchScript file makes torch warn before it refuses it
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # a hostile file can make the reader raise anything
         raise UserError(f"{path}: {what_is_wrong(error)}") from error
     if not isinstance(state, dict):
@@ -113,24 +114,43 @@ def _require_zip(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"{path}: is a folder; a file of tensors must stand here")
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             start = file.read(4)
+            if start == _ZIP:
+                require_stored(file, path)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; give a folder that holds one") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     if not start:
         raise UserError(f"{path}: the file is empty; copy or download it again")
-    if start != b"PK\x03\x04":
+    if start != _ZIP:
         raise UserError(f"{path}: not a file that torch.save of torch >= 1.6 wrote; save it again with it")
+
+
+def require_stored(file: IO[bytes], path: Path) -> None:
+    """Refuse a zip that is larger in memory than on disk, as a zip bomb is (torch.save compresses nothing), or code.
+
+    Raises:
+        UserError: entries are compressed or overlap, it is TorchScript, or no zip.
+    """
+    try:
+        size = file.seek(0, os.SEEK_END)
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise UserError(f"{path}: {what_is_wrong(error)}") from error
+    if any(e.filename.endswith("/constants.pkl") for e in entries):
+        raise UserError(f"{path}: refused: it holds a program; only files of tensors are read")
+    is_stored = all(e.compress_type == zipfile.ZIP_STORED and e.file_size == e.compress_size for e in entries)
+    if not is_stored or sum(e.file_size for e in entries) > size:
+        raise UserError(f"{path}: refused: its contents are compressed, which torch.save does not do; save it again")
 
 
 def what_is_wrong(error: Exception) -> str:
     """What a failed ``torch.load`` says of the file, in one line."""
     text = str(error)
     named = re.search(r"GLOBAL ([\w.]+)", text)
-    if "TorchScript" in text:
-        return "refused: it holds a program; only files of tensors are read"
     if isinstance(error, pickle.UnpicklingError):
         what = f"{named[1]}, which could run code" if named else "more than tensors and could run code"
         return f"refused: it holds {what}; only files of tensors are read"
@@ -147,3 +167,24 @@ def _compact(weights: dict[str, Tensor]) -> dict[str, Tensor]:
             tensor = copies.setdefault(key, tensor.clone(memory_format=torch.contiguous_format))
         weights[name] = tensor
     return weights
+
+
+class FileSlice(io.RawIOBase):
+    """A part of a file, to read (torch's own view of one goes astray when it seeks from the end)."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data

@@ -27,6 +27,7 @@ def setup(
     micro_batch_size: int = 4,
     max_iters: int | None = None,
     max_seq_length: int | None = None,
+    trust_checkpoint_data: bool | None = None,
     tasks: str | None = None,
     num_fewshot: int | None = None,
     limit: float | None = None,
@@ -48,6 +49,8 @@ def setup(
         micro_batch_size: Sequences per forward pass.
         max_iters: At most so many batches; all when not given.
         max_seq_length: Tokens per sequence; those of the run with its data, else the model's context length.
+        trust_checkpoint_data: Without --data, use the paths that the checkpoint's hyperparameters.yaml names; they are
+            read, and its cache is written.
         tasks: Instead of text, these tasks of lm-eval, with commas between them: hellaswag,arc_easy.
         num_fewshot: Solved examples before each question of a task; the task's own number when not given.
         limit: At most so many questions per task, or below 1 such a share of them.
@@ -61,13 +64,15 @@ def setup(
     """
     of_text = {
         "data": None if isinstance(data, OfRun) else type(data).__name__, "split": None if split == "val" else split,
-        "max_iters": max_iters, "max_seq_length": max_seq_length,
+        "max_iters": max_iters, "max_seq_length": max_seq_length, "trust_checkpoint_data": trust_checkpoint_data,
     }  # fmt: skip
     of_tasks = {
         "num_fewshot": num_fewshot, "limit": limit, "include_path": include_path,
         "apply_chat_template": apply_chat_template,
     }  # fmt: skip
     require_effect(tasks, of_text, of_tasks)
+    if trust_checkpoint_data is not None and not isinstance(data, OfRun):
+        require(False, "trust_checkpoint_data", trust_checkpoint_data, "has no effect with --data; leave it out")
     for name, value in {"micro_batch_size": micro_batch_size, "max_iters": max_iters, "limit": limit}.items():
         require(value is None or value > 0, name, value, "must be greater than zero")
     require(num_fewshot is None or num_fewshot >= 0, "num_fewshot", num_fewshot, "must not be negative")
@@ -84,6 +89,7 @@ def setup(
     result = evaluate(
         checkpoint, None if isinstance(data, OfRun) else data,
         split=split, micro_batch_size=micro_batch_size, max_iters=max_iters, max_seq_length=max_seq_length,
+        trust_checkpoint_data=trust_checkpoint_data,
     )  # fmt: skip
     if format == "json":
         import json

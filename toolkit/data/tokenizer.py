@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.data.tokenizer_growth import require_bounded
 from toolkit.errors import UserError
+from toolkit.paths import require_inside
+from toolkit.untrusted import parse_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -246,12 +248,15 @@ def _panic_as_error(name: str) -> Iterator[None]:
 def _tokenizer_files(folder: Path) -> dict[str, bytes]:
     """The files beside a tokenizer.json that belong to it, by their path inside the folder."""
     found = {match for pattern in FILE_PATTERNS for match in folder.glob(pattern)}
-    return {str(match.relative_to(folder)): match.read_bytes() for match in sorted(found) if match.is_file()}
+    files = sorted(match for match in found if match.is_file())
+    for file in files:
+        require_inside(file, folder)
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 def _parse_object(name: str, content: bytes) -> dict[str, Any]:
     try:
-        parsed = json.loads(content)
+        parsed = parse_json(content)
     except ValueError as error:
         raise ValueError(f"{name} is not JSON: {error}") from error
     if not isinstance(parsed, dict):

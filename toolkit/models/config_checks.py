@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 FLAG = "--model_config."
 
+# Far beyond every known model. Building the layers takes time even without memory for weights, and a product of
+# larger sizes overflows.
+MAX_LAYERS, MAX_SIZE = 1024, 2**24
+_MAX_EXPERTS = 2**17  # over all layers
+
 # The kinds of rope_adjustments: the keys that each must have and those that it may have, as LitGPT names them.
 ROPE_ADJUSTMENTS = {
     "linear": ({"factor"}, set()),
@@ -56,6 +61,8 @@ def check_values(config: ModelConfig) -> None:
         elif type(value) in (int, float) and not _is_in_range(name, value):
             least = "must not be negative" if name in _MAY_BE_ZERO else "must be greater than zero"
             raise UserError(f"{FLAG}{name} {value}: {least}")
+        elif type(value) is int and value > (most := MAX_LAYERS if name == "n_layer" else MAX_SIZE):
+            raise UserError(f"{FLAG}{name} {value}: must be at most {most:,}")
     if not 0 <= config.rotary_percentage <= 1:
         raise UserError(f"{FLAG}rotary_percentage {config.rotary_percentage}: must be between 0 and 1")
     if config.rope_base <= 1 and rope_kind(config.rope_adjustments) == "yarn":
@@ -170,10 +177,12 @@ def _check_latent_attention(config: ModelConfig) -> None:
     if config.latent_attention is None:
         return
     sizes = config.latent_attention
-    is_size = {name: n is None and name == "q_lora_rank" or type(n) is int and n > 0 for name, n in sizes.items()}
+    is_size = {
+        name: n is None and name == "q_lora_rank" or type(n) is int and 0 < n <= MAX_SIZE for name, n in sizes.items()
+    }
     if sizes.keys() != set(LATENT_ATTENTION) or not all(is_size.values()):
         raise UserError(
-            f"{FLAG}latent_attention {sizes}: must have {', '.join(LATENT_ATTENTION)}, all greater than zero"
+            f"{FLAG}latent_attention {sizes}: must have {', '.join(LATENT_ATTENTION)}, all from 1 to {MAX_SIZE:,}"
         )
     plain = {"position_embedding": "rope", "norm_qk": False, "clip_qkv": None, "attention_sinks": False}
     plain |= {"attention_logit_softcapping": None, "bias": False, "attn_bias": False, "n_query_groups": config.n_head}
@@ -193,6 +202,11 @@ def _check_experts(config: ModelConfig) -> None:
     if not 1 <= config.n_expert_per_token <= config.n_expert:
         raise UserError(
             f"{FLAG}n_expert_per_token {config.n_expert_per_token}: must be between 1 and n_expert {config.n_expert}"
+        )
+    if config.n_expert * config.n_layer > _MAX_EXPERTS:
+        raise UserError(
+            f"{FLAG}n_expert {config.n_expert}: must be at most {_MAX_EXPERTS // config.n_layer:,} in each of the "
+            f"{config.n_layer} layers"
         )
     width = "intermediate_size" if config.moe_intermediate_size is None else "moe_intermediate_size"
     for name in ("n_embd", width):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 from lightning.fabric import Fabric
 
 import toolkit.data
@@ -27,8 +26,10 @@ from toolkit.inference.chat import find_template
 from toolkit.inference.text import require_embedded
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
+from toolkit.paths import is_path_option
 from toolkit.training.options import read_group
 from toolkit.training.validate import validate
+from toolkit.untrusted import read_yaml
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def evaluate(
     micro_batch_size: int,
     max_iters: int | None,
     max_seq_length: int | None,
+    trust_checkpoint_data: bool | None,
 ) -> dict[str, Any]:
     """Return the data's name, loss (nats per token), perplexity, bits_per_byte, sequences and tokens.
 
@@ -90,13 +92,14 @@ def evaluate(
     Args:
         data: The text; None takes that of the checkpoint's own run, and where that is not known PythonStdlib.
         max_seq_length: Tokens per sequence; those of the run with its data, else the model's context.
+        trust_checkpoint_data: Whether the checkpoint may say which files that data is in.
 
     Raises:
         UserError: an option does not fit, the split is empty, or the model does not know a token of it.
     """
     length = max_seq_length
     if data is None:
-        data, of_run = data_of_run(checkpoint.folder)
+        data, of_run = data_of_run(checkpoint.folder, trust=bool(trust_checkpoint_data))
         length = length or of_run
     block_size = checkpoint.model.config.block_size
     length = length or block_size
@@ -133,29 +136,40 @@ def _embedded(batches: Iterable[Batch], config: ModelConfig, source: str) -> Ite
         yield batch
 
 
-def data_of_run(folder: Path) -> tuple[DataModule, int | None]:
+def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
     """Return the data of the run that wrote a checkpoint, and its tokens per sequence, from hyperparameters.yaml.
 
     Where there is no such file of ours, or the data was no option, PythonStdlib, which is said.
 
     Raises:
-        UserError: the options are not those of the data module (any more).
+        UserError: the options are not those of the data module (any more), or one is a path and the folder, which may
+            be a stranger's, is not to be trusted with reading and writing there.
     """
     path = folder / HYPERPARAMETERS
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path)
         name, options, length = values["data"]["class_path"], values["data"]["init_args"], None
         cls = getattr(toolkit.data, name) if name in toolkit.data.__all__ else None
         length = values["train"]["max_seq_length"]
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        if length is not None and type(length) is not int:
+            raise TypeError
+    except (OSError, ValueError, TypeError, KeyError):
         cls = None
     if cls is None:
         _notice(f"{path} does not say which data the model was trained on: taking PythonStdlib")
         return PythonStdlib(), None
     try:
-        return read_group("data", cls, options), length
+        data = read_group("data", cls, options)
     except (UserError, TypeError) as error:
         raise UserError(f"{path}: {error}; give --data") from error
+    default = {field.name: field.default for field in fields(data)}
+    for option, value in vars(data).items():
+        if not trust and (is_path_option(option) or option == "repo_id") and value not in (None, default[option]):
+            raise UserError(
+                f"{path}: names data.{option} {value}: if the checkpoint is your own or you trust its author, add "
+                "--trust_checkpoint_data true; else give --data"
+            )
+    return data, length
 
 
 def evaluate_tasks(

@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from toolkit.errors import UserError, did_you_mean
+from toolkit.paths import require_local
 
 
 def read_options(setup: Callable[..., None], given: dict[str, Any]) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def read_options(setup: Callable[..., None], given: dict[str, Any]) -> dict[str,
         else:
             values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
             _require_type(name, values[name], hints[name])
+            require_local(name, values[name])
     return values
 
 

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.models.config_checks import MAX_LAYERS, MAX_SIZE
 
 # Keys of whole numbers by the least value; those that may be null as well, for "as usual" or "none", are in _NULLABLE.
 _WHOLE = {
@@ -22,6 +23,7 @@ _WHOLE = {
         "sliding_window", "max_window_layers", "num_ln_in_parallel_attn", "first_k_dense_replace", "n_shared_experts",
     ),
 }  # fmt: skip
+_MOST = {"num_hidden_layers": MAX_LAYERS, "n_layer": MAX_LAYERS}  # of the others MAX_SIZE
 _ABOVE_ZERO = (
     "rope_theta", "rope_local_base_freq", "rotary_emb_base", "attn_logit_softcapping", "final_logit_softcapping",
     "logits_scaling", "swiglu_limit",
@@ -72,6 +74,9 @@ def require_kinds(config_json: dict[str, Any]) -> None:
     """
     for least, keys in _WHOLE.items():
         _require(config_json, keys, lambda v, least=least: is_whole(v, least), f"a whole number, {least} or greater")
+        for key in keys:
+            if (config_json.get(key) or 0) > (most := _MOST.get(key, MAX_SIZE)):
+                raise UserError(f"config.json: {key} {config_json[key]}: must be at most {most:,}")
     _require(config_json, _ABOVE_ZERO, is_above_zero, "a number greater than zero")
     _require(config_json, _NOT_NEGATIVE, lambda v: is_number(v, 0), "a number, not less than zero")
     _require(config_json, _NUMBERS, is_number, "a number")

@@ -1,0 +1,250 @@
+"""Model folders of a stranger's making, and places that cannot be written: one line, bounded time and memory."""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import signal
+import subprocess
+import zipfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.checkpoints.test_adapters import make
+from tests.commands.test_consolidate import make_checkpoint, shard
+from toolkit.checkpoints.adapters import read_adapter_info
+from toolkit.checkpoints.folder import read_model_config
+from toolkit.checkpoints.shard_metadata import read_metadata
+from toolkit.checkpoints.sharded import read_sharded
+from toolkit.checkpoints.store import exclusive, newest, require_free, resolve_resume
+from toolkit.checkpoints.weights import load_state, load_weights
+from toolkit.cli import main
+from toolkit.data import PythonStdlib
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import config_from_hf
+from toolkit.training.evaluate import data_of_run
+
+
+@pytest.fixture
+def adapters(tmp_path) -> Path:
+    return make(tmp_path)[1]
+
+
+@contextmanager
+def time_limit():
+    """Ends the test process where a test would wait for ever."""
+    signal.alarm(200)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def refused(read, path) -> str:
+    with pytest.raises(UserError) as error:
+        read(path)
+    message = str(error.value)
+    assert "\n" not in message and len(message) < 500
+    return message
+
+
+READERS = {
+    "tokenizer_config.json": Tokenizer.load, "special_tokens_map.json": Tokenizer.load,
+    "generation_config.json": Tokenizer.load, "adapter.yaml": read_adapter_info, "model_config.yaml": read_model_config,
+}  # fmt: skip
+
+
+def test_nesting_and_long_numbers_in_the_files_of_a_model(adapters):
+    for name, read in READERS.items():
+        content = (adapters / name).read_bytes()
+        for text, message in (("[" * 50_000, "nested more than"), ("[" + "9" * 5000 + "]", "5,000 digits")):
+            (adapters / name).write_text(text)
+            shown = refused(read, adapters)
+            assert name in shown and message in shown
+        (adapters / name).write_bytes(content)
+        read(adapters)
+
+
+def test_pipes_instead_of_files_are_not_waited_for(tmp_path):
+    _, adapters, _ = make(tmp_path)
+    sharded = shard(make_checkpoint(tmp_path / "plain"), tmp_path / "sharded")
+    readers = [
+        (adapters / "model_config.yaml", lambda: read_model_config(adapters)),
+        (adapters / "adapter.yaml", lambda: read_adapter_info(adapters)),
+        (tmp_path / "plain/lit_model.pth", lambda: load_weights(tmp_path / "plain")),
+        (tmp_path / "plain/trainer/state.pth", lambda: load_state(tmp_path / "plain/trainer/state.pth")),
+        (sharded / "lit_model.pth/.metadata", lambda: read_sharded(sharded / "lit_model.pth")),
+    ]
+    with time_limit():
+        for path, read in readers:
+            path.unlink()
+            os.mkfifo(path)
+            with pytest.raises(UserError, match="not a regular file"):
+                read()
+        for name in ("trainer/meta.json", "hyperparameters.yaml", ".lock"):
+            (sharded / name).unlink(missing_ok=True)
+            os.mkfifo(sharded / name)
+        assert newest(tmp_path) == tmp_path / "plain" or newest(tmp_path) is None  # reads meta.json
+        assert isinstance(data_of_run(sharded, trust=False)[0], PythonStdlib)
+        require_free(sharded)
+        with pytest.raises(UserError, match="give a folder that can be written"), exclusive(sharded):
+            pass
+
+
+def test_sizes_beyond_all_models_are_refused_before_anything_is_built(capsys):
+    llama = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    with time_limit():
+        for n in (1025, 30_000, 10**9, 10**18):
+            with pytest.raises(UserError, match=f"num_hidden_layers {n}: must be at most 1,024"):
+                config_from_hf({**llama, "vocab_size": 64, "num_hidden_layers": n})
+            with pytest.raises(UserError, match=f"n_layer {n}: must be at most 1,024"):
+                ModelConfig(n_layer=n)
+    with pytest.raises(UserError, match="n_expert 1000000: must be at most 1,024 in each of the 128 layers"):
+        ModelConfig(mlp_class_name="LLaMAMoE", n_expert=1_000_000, n_expert_per_token=1, n_layer=128)
+    assert main(["pretrain", "pico-llama", "--model_config.n_embd", "1000000000"]) == 2
+    shown = capsys.readouterr().err
+    assert shown == "toolkit pretrain: --model_config.n_embd 1000000000: must be at most 16,777,216\n"
+
+
+def test_compressed_and_overlapping_entries_are_not_unpacked(tmp_path):
+    """What torch writes is stored; a bomb is a small file with large entries."""
+    plain, packed = io.BytesIO(), tmp_path / "lit_model.pth"
+    torch.save({"a": torch.zeros(1_000_000)}, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    assert packed.stat().st_size < 20_000
+    for mmap in (False, True):
+        with pytest.raises(UserError, match="refused: its contents are compressed"):
+            load_state(packed, mmap=mmap)
+    with zipfile.ZipFile(io.BytesIO(plain.getvalue())) as source, open(packed, "wb") as file:
+        target = zipfile.ZipFile(file, "w")
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+        target.filelist += [entry for entry in target.filelist if entry.file_size > 1_000] * 9
+        target.close()
+    with pytest.raises(UserError, match="refused: its contents are compressed"):
+        load_state(packed)
+
+
+def test_compressed_entries_in_shards_are_not_unpacked(tmp_path):
+    """A shard file holds a zip per tensor; here one is replaced by a zip that unpacks to the same."""
+    folder = shard(make_checkpoint(tmp_path / "plain"), tmp_path / "sharded") / "lit_model.pth"
+
+    place = max(read_metadata(folder).storage_data.values(), key=lambda place: place.length)
+    content = bytearray((folder / place.relative_path).read_bytes())
+    part, small = content[place.offset : place.offset + place.length], b""
+    for _ in range(2):  # the second time with a comment that fills it up to the old length
+        packed, comment = io.BytesIO(), bytes(place.length - len(small)) if small else b""
+        with zipfile.ZipFile(io.BytesIO(part)) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+            for entry in source.infolist():
+                target.writestr(entry.filename, source.read(entry))
+            target.comment = comment
+        small = packed.getvalue()
+    content[place.offset : place.offset + place.length] = small
+    (folder / place.relative_path).write_bytes(content)
+    with pytest.raises(UserError, match="refused: its contents are compressed"):
+        read_sharded(folder)
+
+
+def test_a_link_as_lock_does_not_reach_its_target(tmp_path):
+    target, out_dir = tmp_path / "thesis.tex", tmp_path / "out"
+    target.write_text("years of work")
+    out_dir.mkdir()
+    (out_dir / ".lock").symlink_to(target)
+    with pytest.raises(UserError, match=r"--out_dir .*/out: .*its .lock is a symbolic link; delete it"):
+        with exclusive(out_dir):
+            pass
+    require_free(out_dir)
+    assert target.read_text() == "years of work"
+
+
+def test_the_data_that_a_checkpoint_names_is_not_used_without_the_flag(tmp_path, corpus, capsys):
+    folder, cache = make_checkpoint(tmp_path / "model"), tmp_path / "cache"
+
+    def name_data(cls: str, **options) -> None:
+        values = {"data": {"class_path": cls, "init_args": options}, "train": {"max_seq_length": 8}}
+        (folder / "hyperparameters.yaml").write_text(yaml.safe_dump(values))
+
+    command = ["evaluate", str(folder), "--accelerator", "cpu", "--max_iters", "1"]
+    for cls, options, shown in (
+        ("TextFiles", {"train_data_path": "/etc/passwd"}, "data.train_data_path /etc/passwd"),
+        ("PythonStdlib", {"cache_dir": str(cache)}, f"data.cache_dir {cache}"),
+        ("HuggingFace", {"repo_id": "/etc"}, "data.repo_id /etc"),
+        ("LitData", {"data_path": "/etc"}, "data.data_path /etc"),
+    ):
+        name_data(cls, **options)
+        assert main(command) == 2
+        line = capsys.readouterr().err
+        assert f"names {shown}: " in line and "--trust_checkpoint_data true" in line and line.count("\n") == 1
+    assert not cache.exists()
+    name_data("PythonStdlib", cache_dir=None, num_workers=0)
+    data, length = data_of_run(folder, trust=False)
+    assert isinstance(data, PythonStdlib) and length == 8
+    name_data("TextFiles", train_data_path=str(corpus), cache_dir=str(cache), val_fraction=0.2)
+    assert main([*command, "--trust_checkpoint_data", "true"]) == 0
+    assert cache.exists() and "TextFiles, val" in capsys.readouterr().out
+    assert main([*command, "--trust_checkpoint_data", "true", "--data", "PythonStdlib"]) == 2
+    assert "has no effect with --data" in capsys.readouterr().err
+
+
+def test_an_out_dir_without_permission_is_one_line(tmp_path, capsys):
+    locked = tmp_path / "locked"
+    (locked / "run").mkdir(parents=True)
+    locked.chmod(0o700)
+    (tmp_path / "hidden").mkdir(mode=0)
+    command = ["pretrain", "pico-llama", "--data", "SyntheticTokens", "--train.max_steps", "1", "--accelerator", "cpu"]
+    if root := os.geteuid() == 0:
+        os.seteuid(65534)  # to whom all of pytest's folders are closed, too
+    else:
+        locked.chmod(0)
+    try:
+        for out_dir in (locked / "run", locked / "new", tmp_path / "hidden"):
+            for resume in (False, "auto", True):
+                with pytest.raises(UserError, match=f"--out_dir {out_dir}: Permission denied; give a folder"):
+                    resolve_resume(resume, out_dir)
+        assert main([*command, "--out_dir", str(locked / "new")]) == 2
+    finally:
+        if root:
+            os.seteuid(0)
+        locked.chmod(0o700)
+    shown = capsys.readouterr().err
+    assert f"--out_dir {locked / 'new'}: Permission denied" in shown and "Traceback" not in shown
+
+
+@contextmanager
+def full_disk(path: Path):
+    """A file system without room at ``path`` where that can be mounted, else a limit on the size of files."""
+    path.mkdir()
+    is_mounted = not subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8k", "none", path], capture_output=True
+    ).returncode
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not is_mounted:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8_192, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        if is_mounted:
+            subprocess.run(["umount", path], check=True)
+
+
+def test_conversions_on_a_full_disk_are_one_line(tmp_path, capsys):
+    _, adapters, _ = make(tmp_path)
+    sharded = shard(make_checkpoint(tmp_path / "plain"), tmp_path / "sharded")
+    (sharded / "tokenizer.json").write_bytes(bytes(20_000))
+    with full_disk(tmp_path / "disk"):
+        for command, folder in (("convert_to_peft", adapters), ("consolidate", sharded)):
+            assert main([command, str(folder), str(tmp_path / "disk/out")]) == 2, command
+            shown = capsys.readouterr().err
+            assert shown.startswith(f"toolkit {command}: out_dir {tmp_path / 'disk/out'}: ") and shown.count("\n") == 1
+            assert "No space left on device" in shown or "File too large" in shown
+            assert not list((tmp_path / "disk").iterdir())

@@ -1,0 +1,120 @@
+"""Options that are paths: no URL becomes a local folder, and no link leads out of a model's folder."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.checkpoints.test_adapters import make
+from tests.commands.test_consolidate import make_checkpoint, shard
+from toolkit.cli import COMMANDS, main
+from toolkit.cli_parser import Command
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import UserError
+from toolkit.paths import is_path_option
+
+NO_PATHS = {
+    "columns", "family", "group", "latent_attention", "model_name", "name", "options", "project", "prompt",
+    "prompt_style", "repo_id", "revision", "rope_adjustments", "run", "split", "split_names", "subset", "system",
+    "tasks", "val_split", "base_model",
+}  # fmt: skip
+
+
+def path_options() -> list[tuple[str, list[str], str]]:
+    """(command, words that choose the data, option) of every option that is a text, but for those that are no path."""
+    found = []
+    for name, (module, _, _) in COMMANDS.items():
+        setup = importlib.import_module(module).setup
+        if hasattr(setup, "choose"):
+            continue  # the options of another command
+        command = Command(name, setup)
+        kinds = [(group, kind) for group, choices in command.choices.items() for kind in choices.items()] or [None]
+        for chosen in kinds:
+            words = []
+            if chosen is not None:
+                group, (short, cls) = chosen
+                command.chosen[group], words = cls, [f"--{group}", short]
+            for option, hint in command.options().items():
+                if re.search(r"\bstr\b", str(hint)) and option.rpartition(".")[2] not in NO_PATHS:
+                    found.append((name, words, option))
+    return found
+
+
+def test_a_url_is_refused_wherever_a_path_is_taken(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = [*path_options(), ("pretrain", [], "config")]
+    assert {"out_dir", "data.cache_dir", "resume", "checkpoint_dir", "hf_dir", "from_peft"} <= {o for *_, o in options}
+    for name, _, option in options:
+        assert is_path_option(option), f"{option} of {name}: neither a path nor in NO_PATHS"
+    once = {option if "." in option else (name, option): (name, words, option) for name, words, option in options}
+    for name, words, option in once.values():
+        assert main([name, *words, f"--{option}", "s3://bucket/x"]) == 2
+        shown = capsys.readouterr().err
+        assert shown == (
+            f"toolkit {name}: --{option} s3://bucket/x: remote storage is not supported; copy it to a local folder "
+            "and give that\n"
+        )
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_url_in_a_file_and_from_python_is_refused_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("out_dir: gs://bucket/x\n")
+    assert main(["pretrain", "--config", "run.yaml"]) == 2
+    assert "run.yaml: out_dir gs://bucket/x: remote storage is not supported" in capsys.readouterr().err
+    with pytest.raises(UserError, match="out_dir s3://x: remote storage is not supported"):
+        toolkit.train(out_dir="s3://x")
+    with pytest.raises(UserError, match="cache_dir s3://x: remote storage is not supported"):
+        toolkit.train(data=toolkit.data.PythonStdlib(cache_dir="s3://x"))
+    with pytest.raises(UserError, match="checkpoint_dir s3://x: remote storage is not supported"):
+        toolkit.load("s3://x")
+
+
+def test_a_prompt_may_be_a_url(tmp_path, capsys):
+    assert main(["generate", str(tmp_path / "none"), "--prompt", "https://example.com says"]) == 2
+    assert "none: no such folder" in capsys.readouterr().err
+
+
+def test_a_link_out_of_a_model_is_not_exported(tmp_path, capsys):
+    secret = tmp_path / "id_rsa"
+    secret.write_text("secret")
+    _, adapters, _ = make(tmp_path)
+    plain = make_checkpoint(tmp_path / "plain")
+    sharded = shard(plain, tmp_path / "sharded")
+    commands = [("convert_to_peft", adapters), ("merge_lora", adapters), ("convert_to_hf", plain),
+                ("consolidate", sharded)]  # fmt: skip
+    for name in ("tokenizer.notes", "additional_chat_templates"):
+        for command, folder in commands:
+            (folder / name).symlink_to(secret if name == "tokenizer.notes" else tmp_path)
+            out_dir = tmp_path / f"out-{command}"
+            flag = ["--out_dir"] if command == "merge_lora" else []
+            assert main([command, str(folder), *flag, str(out_dir)]) == 2, (command, name)
+            shown = capsys.readouterr().err
+            assert f"{folder / name}" in shown and "outside its folder" in shown and shown.count("\n") == 1
+            assert not out_dir.exists()
+            (folder / name).unlink()
+
+
+def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path):
+    """Its files are links to blobs beside the snapshots."""
+    plain, repo = make_checkpoint(tmp_path / "plain"), tmp_path / "models--a--b"
+    (repo / "blobs").mkdir(parents=True)
+    snapshot = repo / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for i, file in enumerate(f for f in plain.iterdir() if f.is_file()):
+        file.rename(repo / "blobs" / str(i))
+        (snapshot / file.name).symlink_to(Path("../../blobs", str(i)))
+    (tmp_path / "link").symlink_to(snapshot)
+    assert Tokenizer.load(tmp_path / "link").vocab_size == Tokenizer.load(snapshot).vocab_size > 0
+    assert main(["convert_to_hf", str(snapshot), str(tmp_path / "hf")]) == 0
+    assert not any(file.is_symlink() for file in (tmp_path / "hf").iterdir())
+    outside = os.path.relpath(tmp_path / "secret", snapshot)
+    (tmp_path / "secret").write_text("secret")
+    (snapshot / "tokenizer.notes").symlink_to(outside)
+    with pytest.raises(UserError, match="outside its folder"):
+        Tokenizer.load(snapshot)

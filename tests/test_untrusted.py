@@ -1,0 +1,65 @@
+"""Files that strangers wrote: no size, nesting, number, alias or kind of file takes the process down."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from toolkit.cli import main
+from toolkit.untrusted import parse_json, parse_yaml, read_json, read_yaml
+
+LAUGHS = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+def test_what_would_take_too_much_is_a_value_error():
+    for parse in (parse_json, parse_yaml):
+        for deep in (70, 100_000):
+            with pytest.raises(ValueError, match="nested more than 64 levels deep"):
+                parse("[" * deep + "]" * deep)
+        with pytest.raises(ValueError, match="contains a number of 5,000 digits"):
+            parse("[" + "9" * 5000 + "]")
+    with pytest.raises(ValueError, match="holds more than 200,000 values with its aliases written out"):
+        parse_yaml(LAUGHS)
+    with pytest.raises(ValueError, match="nested more than 64 levels deep"):
+        parse_yaml("&a [*a]")
+    with pytest.raises(ValueError, match="could not determine a constructor"):
+        parse_yaml("!!python/object/apply:os.getcwd []")
+
+
+def test_what_people_write_is_read():
+    assert parse_json('{"model_max_length": 1000000000000000019884624838656}')["model_max_length"] > 1e29
+    assert parse_yaml("a: &a {b: 1}\nc: {<<: *a, d: [1.5, null, x]}")["c"] == {"b": 1, "d": [1.5, None, "x"]}
+    assert parse_yaml("") is None
+
+
+def test_a_large_file_is_not_read(tmp_path):
+    path = tmp_path / "file"
+    with open(path, "wb") as file:
+        file.truncate(2**40)
+    for read in (read_json, read_yaml):
+        with pytest.raises(ValueError, match="too large for such a (JSON|YAML) file"):
+            read(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    signal.alarm(100)
+    try:
+        for read in (read_json, read_yaml):
+            for path in (tmp_path / "pipe", "/dev/zero"):
+                with pytest.raises(OSError, match="not a regular file"):
+                    read(path)
+    finally:
+        signal.alarm(0)
+
+
+def test_aliases_of_a_config_are_bounded(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(LAUGHS + "data: {class_path: TextFiles, init_args: {train_data_path: *i}}\n")
+    assert main(["pretrain", "--config", str(path), "--print_config"]) == 2
+    shown = capsys.readouterr().err
+    assert "with its aliases written out" in shown and shown.count("\n") == 1
