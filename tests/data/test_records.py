@@ -294,9 +294,17 @@ def test_pipes_and_devices_are_refused(tmp_path):
 
 def test_a_parquet_file_that_holds_far_more_than_its_size_is_refused(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows, size, path = 2_000_000, 30_000_000, tmp_path / "a.parquet"
-    many = pyarrow.DictionaryArray.from_arrays(pyarrow.repeat(pyarrow.scalar(0, pyarrow.int32()), rows), ["x"])
-    for column, message in ((many, "2,000,000 rows"), (pyarrow.array(["x" * size]), "30.0 MB")):
+    path = tmp_path / "a.parquet"
+
+    def repeat(value, count):
+        return pyarrow.DictionaryArray.from_arrays(pyarrow.repeat(pyarrow.scalar(0, pyarrow.int32()), count), [value])
+
+    for column, message in (
+        (repeat("x", 2_000_000), "2,000,000 values"),
+        (pyarrow.ListArray.from_arrays([0, 2_000_000], repeat("x", 2_000_000)), "2,000,000 values"),
+        (pyarrow.array(["x" * 30_000_000]), "30.0 MB"),
+        (repeat("x" * 10_000_000, 90_000), "90,000 values of up to 10.0 MB"),
+    ):
         parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd")
         with pytest.raises(UserError, match=rf"a.parquet: .*{message} in a file of [\d.]+ kB"):
             read(path, PARQUET_KINDS, "parquet_path")

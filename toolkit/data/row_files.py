@@ -19,8 +19,6 @@ VAL_NAMES = ("val", "validation", "test")
 JSON_KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 CSV_KINDS = {".csv": "csv"}
 PARQUET_KINDS = {".parquet": "parquet"}
-# A Parquet file may hold so many rows, and so many bytes, plus a multiple of its own size.
-_ROWS_FLOOR, _EXPANDED_FLOOR, _EXPANSION = 100_000, 1 << 24, 200
 _PARQUET_BATCH = 64  # rows: each of them may repeat the largest value of the file
 _NAMED = 5  # files that are named in a line
 KINDS = JSON_KINDS | CSV_KINDS | PARQUET_KINDS
@@ -341,13 +339,16 @@ def _require_plausible(path: Path, metadata: Any) -> None:
     """Raise UserError for a file that expands to far more than data does: repeats of one value, or compressed zeros."""
     size = path.stat().st_size
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    rows = sum(group.num_rows for group in groups)
-    expanded = sum(group.column(i).total_uncompressed_size for group in groups for i in range(group.num_columns))
-    for found, floor, what in (
-        (rows, _ROWS_FLOOR, f"{rows:,} rows"),
-        (expanded, _EXPANDED_FLOOR, f"{expanded / 1e6:,.1f} MB"),
+    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+    values = sum(chunk.num_values for chunk in chunks)
+    expanded = sum(chunk.total_uncompressed_size for chunk in chunks)
+    repeated = max((chunk.num_values * chunk.total_uncompressed_size for chunk in chunks), default=0)
+    for found, limit, what in (
+        (values, 100_000 + 200 * size, f"{values:,} values"),
+        (expanded, (1 << 24) + 2000 * size, f"{expanded / 1e6:,.1f} MB"),
+        (repeated, 10**9 + (20 * size) ** 2, f"{values:,} values of up to {expanded / 1e6:,.1f} MB"),
     ):
-        if found > floor + _EXPANSION * size:
+        if found > limit:
             raise UserError(f"{path}: claims {what} in a file of {size / 1e3:,.1f} kB; such a file is not read")
 
 
