@@ -25,7 +25,7 @@ from toolkit.data.ready import ReadyData
 from toolkit.errors import EndedTogether, UserError
 from toolkit.models.gpt import GPT
 from toolkit.models.ready import WithLoss, find_blocks
-from toolkit.training import loop, run, samples
+from toolkit.training import loop, run
 from toolkit.training.evaluate import open_checkpoint
 from toolkit.ui.loggers import read_metrics
 
@@ -474,13 +474,18 @@ def test_padding_of_the_widths_of_cuda_counts_in_no_metric(tmp_path, monkeypatch
     assert found == [True] and not torch.are_deterministic_algorithms_enabled()
 
 
-def test_cudnn_attention_is_planned_for_shapes_that_stay(tmp_path, monkeypatch):
-    allowed, sampled = torch.backends.cuda.cudnn_sdp_enabled, []
-    monkeypatch.setattr(samples, "generate", lambda *_, **__: sampled.append(allowed()) or [1])
+def test_cudnn_attention_is_for_training_on_shapes_that_stay(tmp_path, monkeypatch):
+    allowed, while_generating, forward = torch.backends.cuda.cudnn_sdp_enabled, [], GPT.forward
+
+    def watched(self, *args, kv_cache=None, **options):
+        while_generating.extend([] if kv_cache is None else [allowed()])
+        return forward(self, *args, kv_cache=kv_cache, **options)
+
+    monkeypatch.setattr(GPT, "forward", watched)
     config = toolkit.ModelConfig(vocab_size=64, block_size=40, n_layer=1, n_embd=32)
     options = {"eval": {"max_new_tokens": 2, "interval": 2}, "val_dataset": BLOCKS}
     done = train(config, BLOCKS, out_dir=tmp_path / "fixed", **options)
-    assert allowed() and sampled and not any(sampled)
+    assert allowed() and while_generating and not any(while_generating)
     open_checkpoint(
         str(done.checkpoint), base_checkpoint_dir=None, tokenizer_dir=None, accelerator="cpu", precision=None
     )

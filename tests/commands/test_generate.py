@@ -51,12 +51,6 @@ def test_text_on_stdout_and_statistics_on_stderr(folder, capsys):
     assert re.fullmatch(r"sample 1 of 1: 9 tokens in [\d.]+ s, [\d.]+ tokens/s; seed 1234; cpu\n", err)
 
 
-def test_kernels_that_are_planned_for_each_length_are_not_taken(folder, capsys):
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    run(capsys, folder, "--prompt", "abc", "--max_new_tokens", 1)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
 def test_a_character_that_is_cut_off_by_the_limit_shows_as_such(folder, capsys):
     out, _ = run(capsys, folder, "--prompt", "abc", "--max_new_tokens", 4, "--temperature", 0)
     assert out == "abcé\ufffd\n"

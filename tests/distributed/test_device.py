@@ -1,12 +1,16 @@
 """What a CUDA device would be given, decided from plain values, so that it shows on a CPU, too."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import toolkit
+from toolkit.checkpoints.weights import load_weights
 from toolkit.distributed.device import choose_attention_kernels, deterministic_algorithms
 from toolkit.distributed.launch import choose_backends
 from toolkit.errors import UserError
@@ -33,6 +37,12 @@ def test_masks_are_needed_where_a_window_is_shorter_than_the_rows():
     cases = [(llama, 10**6, False), (gemma, window, False), (gemma, window + 1, True), (gemma, None, True)]
     assert [needs_masks(config, length) for config, length, _ in cases] == [expected for *_, expected in cases]
     assert needs_masks(None, 8)  # a module of the user's
+
+
+def test_the_oldest_torch_that_installs_has_what_experts_need():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    major, minor = re.search(r'"torch>=(\d+)\.(\d+)"', text).groups()
+    assert (int(major), int(minor)) >= (2, 10)  # torch.nn.functional.grouped_mm
 
 
 def test_nccl_is_told_its_device():
@@ -98,3 +108,22 @@ def test_what_has_no_deterministic_form_is_named_in_one_line(environment):
     with pytest.raises(UserError, match="^--deterministic true: needs CUBLAS_WORKSPACE_CONFIG :4096:8 or :16:8, and"):
         with deterministic_algorithms(True):
             pass
+
+
+NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_s2_deterministic_runs_are_equal_and_go_on_as_if_nothing_had_been(accelerator, tmp_path, environment):
+    config = toolkit.ModelConfig(vocab_size=64, block_size=96, n_layer=2, n_head=2, n_embd=64)
+    rows = [torch.randint(0, 64, (40 + n,), generator=torch.Generator().manual_seed(n)) for n in range(40)]
+
+    def train(name: str, **options) -> dict[str, torch.Tensor]:
+        steps = {"max_steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "save_interval": 3}
+        facts = {"accelerator": accelerator, "devices": 1, "deterministic": True, "out_dir": tmp_path / name}
+        return load_weights(toolkit.train(config, rows, train=steps, **facts, **options).checkpoint)
+
+    whole, again = train("whole"), train("again")
+    resumed = train("resumed", resume=str(tmp_path / "whole" / "step-00000003"))
+    for name, weight in whole.items():
+        assert torch.equal(weight, again[name]) and torch.equal(weight, resumed[name]), name

@@ -63,6 +63,17 @@ def choose_attention_kernels(*, fixed_shapes: bool, has_masks: bool) -> None:
 
 
 @contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Where every call has another shape: see :func:`choose_attention_kernels`."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """Have torch take only algorithms that give the same bits every time; enter it before the first matrix product.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit.distributed import ranks
+from toolkit.distributed.device import without_cudnn_attention
 from toolkit.errors import UserError
 from toolkit.inference.kv_cache import KVCache
 from toolkit.inference.sampling import check_sampling, sample
@@ -107,8 +108,9 @@ def _generate(model, prompt_ids, count, wanted, settings, eos_ids, seed, use_cac
             cache = KVCache(model.config, 1, room, device, weight.dtype)
         cache.reserve(room)
     for _ in range(count):
-        inputs = prefill(model, ids, cache) if use_cache else ids
-        logits = model(inputs, kv_cache=cache)[:, -1]
+        with without_cudnn_attention():  # every token has another length of the cache
+            inputs = prefill(model, ids, cache) if use_cache else ids
+            logits = model(inputs, kv_cache=cache)[:, -1]
         token = ranks.from_first(int(sample(logits, **settings, generator=generator)))
         if token in eos_ids:
             return

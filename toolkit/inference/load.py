@@ -11,7 +11,7 @@ from toolkit.args import Accelerator
 from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.folder import find_checkpoint_dir, load_model
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.distributed.device import choose_attention_kernels, pick_accelerator
+from toolkit.distributed.device import pick_accelerator
 from toolkit.models.gpt import GPT
 
 _DTYPES = {None: None, "32-true": torch.float32, "bf16-true": torch.bfloat16}
@@ -46,7 +46,6 @@ def load_checkpoint(
     folder = find_checkpoint_dir(checkpoint_dir)
     require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
     device = pick_accelerator(accelerator)
-    choose_attention_kernels(fixed_shapes=False, has_masks=True)
     tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
     model = load_model(folder, device, _DTYPES[precision], base_checkpoint_dir)
     return Loaded(folder, model.eval(), tokenizer, device)

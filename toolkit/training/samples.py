@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from toolkit.data.base import Prepared, Rows
 from toolkit.data.tokenizer import Tokenizer
@@ -19,7 +18,6 @@ from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
 
 PLAIN_PROMPT = 32  # tokens of plain text, which has no prompt of its own
-KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # not cuDNN's
 _SHOWN = 60  # characters of the prompt
 
 
@@ -52,8 +50,8 @@ class Sampler:
         display.phase("sampling")
         was_training = model.training
         model.eval()
-        # every token has another length of the cache, for which blocks would be compiled and cuDNN planned anew
-        with torch.compiler.set_stance("force_eager"), sdpa_kernel(list(KERNELS)):
+        # every token has another length of the cache, for which compiled blocks would be compiled anew
+        with torch.compiler.set_stance("force_eager"):
             said = list(
                 generate(
                     model,
