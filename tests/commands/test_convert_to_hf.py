@@ -13,12 +13,14 @@ from tests.checkpoints.test_adapters import LLAMA, make, tokens
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.merge import merge_beside
 from toolkit.checkpoints.store import write_checkpoint
+from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
 from toolkit.commands import convert_to_hf
 from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import GuardError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
+from toolkit.models.lora import LoRAMixin
 
 CONFIG = ModelConfig(name="small", vocab_size=280, block_size=32, tie_embeddings=True)
 
@@ -101,6 +103,27 @@ def test_adapters_are_merged_on_the_way_when_asked_for(tmp_path, capsys, tied, o
     assert json.loads((out_dir / "generation_config.json").read_text())["eos_token_id"] == [0, 5]
     one = theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
     assert one == (tied and "head" not in options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_merge_in_another_type_is_rounded_once(tmp_path, tied, dtype):
+    """Of a base in bfloat16, whose type the sum never takes; by merge_lora as by convert_to_hf."""
+    base_dir, folder, model = make(tmp_path, dataclasses.replace(LLAMA, tie_embeddings=tied), torch.bfloat16)
+    wanted, base = getattr(torch, dtype), load_weights(base_dir)
+    layers = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoRAMixin)}
+    exact = {name: layers[name].merged(base[name]) for name in layers}
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in exact.values())
+    assert main(["merge_lora", str(folder), "--out_dir", str(tmp_path / "merged"), "--dtype", dtype]) == 0
+    assert main(["convert_to_hf", str(folder), str(tmp_path / "a"), "--merge", "true", "--dtype", dtype]) == 0
+    assert main(["convert_to_hf", str(tmp_path / "merged"), str(tmp_path / "b")]) == 0
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+    merged = load_weights(tmp_path / "merged")
+    for name, value in merged.items():
+        assert torch.equal(value, exact.get(name, base[name]).to(wanted)) and value.dtype == wanted
+    head, embedding = merged["lm_head.weight"], merged["transformer.wte.weight"]
+    assert (head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()) == tied
 
 
 def test_what_is_for_adapters_is_refused_for_a_whole_model(tmp_path, capsys):

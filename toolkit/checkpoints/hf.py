@@ -55,7 +55,7 @@ def export_hf(
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_adapters(checkpoint_dir, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
     require_new_folder(out_dir)
-    config, weights = _read(checkpoint_dir, merge, base_checkpoint_dir)
+    config, weights = _read(checkpoint_dir, merge, base_checkpoint_dir, dtype)
     base = weights.info.base if isinstance(weights, MergedWeights) else None
     tokenizer = None
     if (checkpoint_dir / "tokenizer.json").is_file():
@@ -89,10 +89,9 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    exported = json.loads((Path(out_dir) / CONFIG).read_text())["torch_dtype"]
-    config, weights = _read(Path(checkpoint_dir), True, base_checkpoint_dir)
+    exported = getattr(torch, json.loads((Path(out_dir) / CONFIG).read_text())["torch_dtype"])
+    config, weights = _read(Path(checkpoint_dir), True, base_checkpoint_dir, exported)
     ours = model_on_meta(config)
-    exported = getattr(torch, exported)
     rounded = {name: tensor.to(type_of(name, exported)).float() for name, tensor in weights.items()}
     ours.load_state_dict(rounded, assign=True)
     theirs = _load_with_transformers(Path(out_dir))
@@ -129,7 +128,7 @@ def _load_with_transformers(folder: Path) -> nn.Module:
 
 
 def _read(
-    folder: Path, merge: bool, base_checkpoint_dir: str | Path | None
+    folder: Path, merge: bool, base_checkpoint_dir: str | Path | None, dtype: torch.dtype | None
 ) -> tuple[ModelConfig, Mapping[str, Tensor]]:
     if not has_adapters_only(folder):
         config = read_model_config(folder)
@@ -139,7 +138,7 @@ def _read(
             f"checkpoint_dir {folder}: holds adapters and no merged weights; --merge true merges them on the way, "
             "toolkit convert_to_peft writes the adapters alone"
         )
-    merged = MergedWeights(folder, base_checkpoint_dir)
+    merged = MergedWeights(folder, base_checkpoint_dir, dtype)
     return merged.config, merged
 
 

@@ -20,12 +20,14 @@ from toolkit.checkpoints.folder import (
     read_model_config,
     write_model_config,
 )
-from toolkit.checkpoints.scratch import empty_on_disk
+from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_folder
 from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
+from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import UserError
 from toolkit.models.lora import LoRAMixin, add_lora
+from toolkit.models.moe import type_of
 from toolkit.paths import require_inside
 
 
@@ -35,6 +37,7 @@ class MergedWeights(Mapping[str, Tensor]):
     Args:
         folder: Of the adapters.
         base_checkpoint_dir: See :func:`toolkit.checkpoints.adapters.read_adapter`.
+        dtype: Type of all weights, to which the sum is rounded once; that of the base's when not given.
 
     ``config`` is the merged model's architecture: adapters of a tied head untie it.
 
@@ -42,7 +45,10 @@ class MergedWeights(Mapping[str, Tensor]):
         UserError: the adapters or their base cannot be read, or do not belong together.
     """
 
-    def __init__(self, folder: Path, base_checkpoint_dir: str | Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, base_checkpoint_dir: str | Path | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        self._dtype = dtype
         self.info: AdapterInfo = read_adapter(folder, base_checkpoint_dir)
         self.config = read_model_config(self.info.base)
         model = model_on_meta(self.config)
@@ -60,7 +66,8 @@ class MergedWeights(Mapping[str, Tensor]):
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weights[name]
-        return self._layers[name].merged(weight).to(weight.dtype) if self.is_adapted(name) else weight
+        merged = self._layers[name].merged(weight) if self.is_adapted(name) else weight
+        return merged.to(type_of(name, self._dtype) or weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -69,15 +76,19 @@ class MergedWeights(Mapping[str, Tensor]):
         return len(self._weights)
 
 
-def merge_beside(folder: Path, base_checkpoint_dir: str | Path | None = None) -> MergedWeights:
+def merge_beside(
+    folder: Path, base_checkpoint_dir: str | Path | None = None, dtype: torch.dtype | None = None
+) -> MergedWeights:
     """Write the merged weights into the folder of the adapters; they appear whole or not at all.
+
+    ``base_checkpoint_dir``, ``dtype``: see :class:`MergedWeights`.
 
     Raises:
         UserError: see :class:`MergedWeights`; or they are there already, or the disk is full.
     """
     if is_adapter_dir(folder) and (folder / WEIGHTS).exists():
         raise UserError(f"checkpoint_dir {folder}: already holds merged weights ({WEIGHTS}); --out_dir writes others")
-    merged = MergedWeights(folder, base_checkpoint_dir)
+    merged = MergedWeights(folder, base_checkpoint_dir, dtype)
     if merged.config != read_model_config(folder):
         # First: as long as there are no weights, the base's own configuration is what counts.
         write_file(folder / CONFIG, lambda tmp: write_model_config(merged.config, tmp), flag="checkpoint_dir")
@@ -85,14 +96,21 @@ def merge_beside(folder: Path, base_checkpoint_dir: str | Path | None = None) ->
     return merged
 
 
-def merge_to(folder: Path, out_dir: Path, base_checkpoint_dir: str | Path | None = None) -> MergedWeights:
+def merge_to(
+    folder: Path,
+    out_dir: Path,
+    base_checkpoint_dir: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> MergedWeights:
     """Write a model folder of its own: merged weights, architecture, tokenizer and generation files.
+
+    ``base_checkpoint_dir``, ``dtype``: see :class:`MergedWeights`.
 
     Raises:
         UserError: see :class:`MergedWeights`; or out_dir is in use, or the disk is full.
     """
     require_new_folder(out_dir)
-    merged = MergedWeights(folder, base_checkpoint_dir)
+    merged = MergedWeights(folder, base_checkpoint_dir, dtype)
 
     def write(tmp: Path) -> None:
         _write_weights(merged, tmp / WEIGHTS)
@@ -141,7 +159,11 @@ def _write_weights(merged: MergedWeights, path: Path) -> None:
     weights = {}
     for name in merged:
         weight = merged[name]
-        if merged.is_adapted(name):
+        if weight is not merged._weights[name]:
             weight = empty_on_disk(weight.shape, weight.dtype, path).copy_(weight)
+            if weight.numel() >= SMALL:
+                give_back_freed_memory()
         weights[name] = weight
+    if merged.config.tie_embeddings:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"]
     save_weights(weights, path)
