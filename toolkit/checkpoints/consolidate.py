@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import CONFIG, fitting_weights, read_model_config
 from toolkit.checkpoints.hf_files import read_json
 from toolkit.checkpoints.merge import copy_files
@@ -19,11 +20,14 @@ from toolkit.models.gpt import GPT
 _STATE, _OPTIMIZER = Path("trainer", "state.pth"), Path("trainer", "optimizer")
 
 
-def consolidate(checkpoint_dir: Path, out_dir: Path) -> None:
+def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
     """Write the checkpoint with its weights in one file and its optimizer in ``trainer/state.pth``.
 
     The new folder appears whole or not at all, and is complete where the old one is. Runs in one process, without a
     process group; memory as :func:`~toolkit.checkpoints.sharded.read_sharded`.
+
+    Returns:
+        The names of the weights that contain NaN or Inf.
 
     Raises:
         UserError: nothing in the checkpoint is sharded, a part of it is missing or damaged, out_dir is in use, or the
@@ -34,7 +38,9 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> None:
     if not (is_sharded(checkpoint_dir / WEIGHTS) or is_sharded(checkpoint_dir / _OPTIMIZER)):
         raise UserError(f"checkpoint_dir {checkpoint_dir}: is not sharded: its {WEIGHTS} is one file already")
     # write_checkpoint would tidy up beside out_dir, where it may be no run's folder, or that of one that is running.
-    write_folder(out_dir, lambda tmp: _write(tmp, checkpoint_dir), flag="out_dir")
+    nonfinite: list[str] = []
+    write_folder(out_dir, lambda tmp: nonfinite.extend(_write(tmp, checkpoint_dir)), flag="out_dir")
+    return nonfinite
 
 
 def _require_new(out_dir: Path, checkpoint_dir: Path) -> None:
@@ -43,25 +49,28 @@ def _require_new(out_dir: Path, checkpoint_dir: Path) -> None:
         raise UserError(f"out_dir {out_dir}: is inside the checkpoint; give a folder beside it")
 
 
-def _write(tmp: Path, source: Path) -> None:
+def _write(tmp: Path, source: Path) -> list[str]:
     joined = {source / path for path in (WEIGHTS, _STATE, _OPTIMIZER, COMPLETE)}
     copy_files(source, tmp, ("**/*",), exclude=joined)
-    _write_weights(tmp, source)
+    nonfinite = _write_weights(tmp, source)
     if (source / "trainer").exists():
         _write_state(tmp, source)
     if is_complete(source):
         (tmp / COMPLETE).touch()  # seen by nobody before all is on the disk and the folder has its name
+    return nonfinite
 
 
-def _write_weights(tmp: Path, source: Path) -> None:
+def _write_weights(tmp: Path, source: Path) -> list[str]:
     if (source / CONFIG).exists():
         with torch.device("meta"):
             model = GPT(read_model_config(source))
-        save_weights(fitting_weights(source, model), tmp / WEIGHTS)
-        return
-    weights = load_weights(source)  # of somebody's own module: the run has noted which names are one tensor
-    tied = read_json(source / "trainer" / "meta.json").get("tied", {})
-    save_weights(weights | {second: weights[first] for second, first in tied.items()}, tmp / WEIGHTS)
+        weights = fitting_weights(source, model)
+    else:  # of a user's own module: the run has noted which names are one tensor
+        weights = load_weights(source)
+        tied = read_json(source / "trainer" / "meta.json").get("tied", {})
+        weights |= {second: weights[first] for second, first in tied.items()}
+    save_weights(weights, tmp / WEIGHTS)
+    return [name for name, tensor in weights.items() if nonfinite_tensors({name: tensor})]
 
 
 def _write_state(tmp: Path, source: Path) -> None:

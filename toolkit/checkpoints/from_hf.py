@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.checkpoints.finite import nonfinite_tensors, nonfinite_warning
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config, write_model_files
 from toolkit.checkpoints.hf import to_hf_names
 from toolkit.checkpoints.hf_files import CONFIG, Weight, close, find_weights, quantised_bits, read_json
@@ -59,7 +60,9 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
         dtype, notes_of_type = _settle_type(found, config, dtype)
 
         def write(folder: Path) -> None:
-            weights = _convert(found, config, dtype, beside=out_dir)
+            weights, nonfinite = _convert(found, config, dtype, beside=out_dir)
+            if nonfinite:
+                notes.append(nonfinite_warning(nonfinite, out_dir))
             write_model_files(folder, state_dict=weights, config=config, hyperparameters=None, tokenizer=None)
             copy_files(hf_dir, folder, (*FILE_PATTERNS, CONFIG, RECORD))
             if made is not None:
@@ -233,9 +236,15 @@ def _settle_type(
     return widest, [f"the weights are of types {names}: all are written as {str(widest).removeprefix('torch.')}"]
 
 
-def _convert(found: dict[str, Weight], config: ModelConfig, dtype: torch.dtype, beside: Path) -> dict[str, Tensor]:
-    """The weights under our names, each in a file: theirs where nothing changes, else one without a name."""
+def _convert(
+    found: dict[str, Weight], config: ModelConfig, dtype: torch.dtype, beside: Path
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights under our names, each in a file: theirs where nothing changes, else one without a name.
+
+    And the names of those that contain NaN or Inf.
+    """
     weights: dict[str, Tensor] = {}
+    nonfinite: list[str] = []
     for entry in family_of(config).weights(config):
         theirs = [found[name].read() for name in entry.theirs]
         for name, tensor in zip(entry.ours, entry.from_hf(theirs), strict=True):
@@ -243,9 +252,10 @@ def _convert(found: dict[str, Weight], config: ModelConfig, dtype: torch.dtype, 
             if tensor.dtype != wanted or all(tensor is not one for one in theirs):
                 tensor = empty_on_disk(tensor.shape, wanted, beside).copy_(tensor)
             weights[name] = tensor
+            nonfinite += nonfinite_tensors({name: tensor})
             if tensor.numel() >= SMALL:
                 give_back_freed_memory()
         del theirs  # what has been dequantised is in memory
     if config.tie_embeddings:
         weights[_HEAD] = weights[_EMBEDDING]
-    return weights
+    return weights, nonfinite

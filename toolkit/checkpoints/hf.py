@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
+from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
 from toolkit.checkpoints.hf_files import CONFIG, FORMAT_NAMES, read_json
 from toolkit.checkpoints.merge import MergedWeights, copy_files
@@ -36,7 +37,7 @@ def export_hf(
     merge: bool = False,
     base_checkpoint_dir: str | Path | None = None,
     check: Callable[[Path], None] | None = None,
-) -> None:
+) -> list[str]:
     """Write a complete Hugging Face folder, whole or not at all, with about one weight in memory at a time.
 
     Args:
@@ -48,6 +49,9 @@ def export_hf(
         base_checkpoint_dir: Their base; where it was in training when not given.
         check: Is given the folder when it is written, before it appears as out_dir; if it raises, none appears.
 
+    Returns:
+        The names of the tensors in the new folder that contain NaN or Inf.
+
     Raises:
         UserError: the model cannot be read, out_dir is in use, the disk is full, there are adapters to merge and
             ``merge`` is false, or there are none and it or a base is given.
@@ -57,12 +61,12 @@ def export_hf(
     require_new_folder(out_dir)
     config, weights = _read(checkpoint_dir, merge, base_checkpoint_dir, dtype)
     base = weights.info.base if isinstance(weights, MergedWeights) else None
-    tokenizer = None
+    tokenizer, nonfinite = None, []
     if (checkpoint_dir / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(checkpoint_dir, flag="checkpoint_dir")
 
     def write(folder: Path) -> None:
-        _write_weights(folder, weights, config, dtype, max_shard_bytes)
+        nonfinite.extend(_write_weights(folder, weights, config, dtype, max_shard_bytes))
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
         _write_settings(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
@@ -71,6 +75,7 @@ def export_hf(
             check(folder)
 
     write_folder(out_dir, write, flag="out_dir")
+    return nonfinite
 
 
 @torch.no_grad()
@@ -148,7 +153,8 @@ def _count(config: ModelConfig) -> int:
 
 def _write_weights(
     folder: Path, weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None, max_shard_bytes: int
-) -> None:
+) -> list[str]:
+    """Return the names of the tensors that contain NaN or Inf."""
     maps = _whole_table(config, weights)
     # The header of a file comes before its tensors: run the conversion on the meta device to learn what they will be.
     meta = {name: torch.empty_like(t, device="meta", dtype=dtype) for name, t in weights.items()}
@@ -157,9 +163,9 @@ def _write_weights(
         files = ["model.safetensors"]
     else:
         files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    tensors = to_hf_names(maps, weights, dtype)
+    tensors, nonfinite = to_hf_names(maps, weights, dtype), []
     for file, shard in zip(files, shards, strict=True):
-        write_safetensors(folder / file, shard, tensors)
+        nonfinite += write_safetensors(folder / file, shard, tensors)
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         size = sum(t.nbytes for shard in shards for t in shard.values())
@@ -167,6 +173,7 @@ def _write_weights(
             folder / "model.safetensors.index.json",
             {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))},
         )
+    return nonfinite
 
 
 def _whole_table(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[Map]:
@@ -209,8 +216,8 @@ def _split(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[di
     yield shard
 
 
-def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Take the ``expected`` tensors from the iterator into one file, one at a time.
+def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
+    """Take the ``expected`` tensors from the iterator into one file, one at a time; return those with NaN or Inf.
 
     The library's ``save_file`` wants them all in memory, and loses the errno of a full disk. The format
     (https://huggingface.co/docs/safetensors): 8 bytes little-endian length of the header; the header, JSON with type,
@@ -223,6 +230,7 @@ def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator
         header[name] = {"dtype": FORMAT_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin on a multiple of 8 bytes
+    nonfinite: list[str] = []
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
@@ -231,9 +239,11 @@ def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator
             meta = expected[wanted]
             assert (name, tensor.shape, tensor.dtype) == (wanted, meta.shape, meta.dtype), f"{name} is not {wanted}"
             _write_bytes(file, tensor)
+            nonfinite += nonfinite_tensors({name: tensor})
             if tensor.numel() >= SMALL:
                 del tensor
                 give_back_freed_memory()
+    return nonfinite
 
 
 def _write_bytes(file: IO[bytes], tensor: Tensor) -> None:

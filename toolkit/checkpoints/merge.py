@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.adapters import AdapterInfo, is_adapter_dir, load_adapters, read_adapter
+from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import (
     CONFIG,
     HYPERPARAMETERS,
@@ -39,7 +40,8 @@ class MergedWeights(Mapping[str, Tensor]):
         base_checkpoint_dir: See :func:`toolkit.checkpoints.adapters.read_adapter`.
         dtype: Type of all weights, to which the sum is rounded once; that of the base's when not given.
 
-    ``config`` is the merged model's architecture: adapters of a tied head untie it.
+    ``config`` is the merged model's architecture: adapters of a tied head untie it. ``nonfinite`` has the names of the
+    weights that contain NaN or Inf, when they are written.
 
     Raises:
         UserError: the adapters or their base cannot be read, or do not belong together.
@@ -49,6 +51,7 @@ class MergedWeights(Mapping[str, Tensor]):
         self, folder: Path, base_checkpoint_dir: str | Path | None = None, dtype: torch.dtype | None = None
     ) -> None:
         self._dtype = dtype
+        self.nonfinite: list[str] = []
         self.info: AdapterInfo = read_adapter(folder, base_checkpoint_dir)
         self.config = read_model_config(self.info.base)
         model = model_on_meta(self.config)
@@ -164,6 +167,7 @@ def _write_weights(merged: MergedWeights, path: Path) -> None:
             if weight.numel() >= SMALL:
                 give_back_freed_memory()
         weights[name] = weight
+        merged.nonfinite += nonfinite_tensors({name: weight})
     if merged.config.tie_embeddings:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
     save_weights(weights, path)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapter_info
+from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
 from toolkit.checkpoints.hf import write_safetensors
 from toolkit.checkpoints.hf_files import read_json
@@ -45,6 +46,8 @@ class Exported(NamedTuple):
     """Whether the base is there, and the one that the adapters were trained on."""
     around: str | None
     """The type of the model that sees images, too, whose text model the base is; the names are that one's."""
+    nonfinite: list[str]
+    """The names of the tensors in the new folder that contain NaN or Inf."""
 
 
 def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | Path | None = None) -> Exported:
@@ -90,7 +93,7 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
 
     write_folder(out_dir, write, flag="out_dir")
-    return Exported(base_name, is_checked, around)
+    return Exported(base_name, is_checked, around, nonfinite_tensors(tensors))
 
 
 def _exported(layer: Layer, placed: list[Placed], weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:

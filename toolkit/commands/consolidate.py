@@ -12,13 +12,17 @@ def setup(checkpoint_dir: str, out_dir: str) -> None:
         checkpoint_dir: The sharded checkpoint: a folder, or a name below checkpoints/.
         out_dir: The new folder.
     """
+    import sys
     from pathlib import Path
 
     from toolkit.checkpoints.consolidate import consolidate
+    from toolkit.checkpoints.finite import nonfinite_warning
     from toolkit.checkpoints.folder import find_checkpoint_dir
     from toolkit.checkpoints.sharded import is_sharded
     from toolkit.checkpoints.store import WEIGHTS
 
     folder = Path(checkpoint_dir)  # a module of one's own has no configuration for find_checkpoint_dir to find
-    consolidate(folder if is_sharded(folder / WEIGHTS) else find_checkpoint_dir(checkpoint_dir), Path(out_dir))
+    source = folder if is_sharded(folder / WEIGHTS) else find_checkpoint_dir(checkpoint_dir)
+    if nonfinite := consolidate(source, Path(out_dir)):
+        print(nonfinite_warning(nonfinite, out_dir), file=sys.stderr)
     print(f"wrote {out_dir}")

@@ -33,6 +33,7 @@ def setup(
 
     import torch
 
+    from toolkit.checkpoints.finite import nonfinite_warning
     from toolkit.checkpoints.folder import find_checkpoint_dir
     from toolkit.checkpoints.hf import export_hf, require_transformers, verify_hf
     from toolkit.errors import GuardError
@@ -52,7 +53,8 @@ def setup(
         print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")
 
     options = {"merge": merge, "base_checkpoint_dir": base_checkpoint_dir, "check": compare if verify else None}
-    export_hf(folder, out_dir, wanted, **options)
+    if nonfinite := export_hf(folder, out_dir, wanted, **options):
+        print(nonfinite_warning(nonfinite, out_dir), file=sys.stderr)
     if not (Path(out_dir) / "tokenizer.json").exists():
         print(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}", file=sys.stderr)
     print(f"wrote {out_dir}")

@@ -11,12 +11,16 @@ def setup(checkpoint_dir: str, out_dir: str, base_checkpoint_dir: str | None = N
         out_dir: The new folder.
         base_checkpoint_dir: The base model; the folder that it had in training when not given.
     """
+    import sys
     from pathlib import Path
 
+    from toolkit.checkpoints.finite import nonfinite_warning
     from toolkit.checkpoints.folder import find_checkpoint_dir
     from toolkit.checkpoints.peft import export_peft
 
     exported = export_peft(find_checkpoint_dir(checkpoint_dir), Path(out_dir), base_checkpoint_dir)
+    if exported.nonfinite:
+        print(nonfinite_warning(exported.nonfinite, out_dir), file=sys.stderr)
     print(f"wrote {out_dir}")
     print(f"its base is {exported.base}; another place goes into base_model_name_or_path of adapter_config.json")
     if exported.around is not None:

@@ -24,10 +24,12 @@ def setup(
         dtype: Type of all weights; that of the base's when not given.
         verify: Compare the logits of the merged weights with those of base and adapters apart, in float32.
     """
+    import sys
     from pathlib import Path
 
     import torch
 
+    from toolkit.checkpoints.finite import nonfinite_warning
     from toolkit.checkpoints.folder import find_checkpoint_dir
     from toolkit.checkpoints.merge import logit_difference, merge_beside, merge_to
     from toolkit.checkpoints.store import WEIGHTS
@@ -39,6 +41,8 @@ def setup(
     else:
         merged = merge_to(folder, Path(out_dir), base_checkpoint_dir, wanted)
         print(f"wrote {out_dir}")
+    if merged.nonfinite:
+        print(nonfinite_warning(merged.nonfinite, folder if out_dir is None else out_dir), file=sys.stderr)
     print(f"base: {merged.info.base}, fingerprint {merged.info.base_hash[:16]}")
     if merged.info.quantize is not None:
         print(f"trained on that base quantised to {merged.info.quantize}; merged into its own weights")
