@@ -274,11 +274,11 @@ class ChatTemplate:
         return start, end_of_content + self._length_of_end(after, i)
 
     def _require_tools_shown(self, shown: bool) -> None:
-        mend = "choose one that does by --data.chat_template FILE, or remove the tools"
+        hint = "choose one that does by --data.chat_template FILE, or remove the tools"
         if self._has_tool_template:
-            raise self._error(f"another template, tool_use, is for rows with tools; {mend}")
+            raise self._error(f"another template, tool_use, is for rows with tools; {hint}")
         if not shown:
-            raise self._error(f"the template does not show the row's tools; {mend}")
+            raise self._error(f"the template does not show the row's tools; {hint}")
 
     def _require_tool_calls(self, messages: Sequence[Message], i: int, shown: str) -> None:
         """Raise UserError unless the text of answer ``i`` names all tools that it calls."""

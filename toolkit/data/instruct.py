@@ -59,8 +59,8 @@ class InstructionData(DataModule):
         mend = "must be at least 0 and less than 1"
         require(fraction is None or 0 <= fraction < 1, "val_split_fraction", fraction, mend)
         both = self.chat_template is not None and self.prompt_style is not None
-        mend = f"give either this or --data.prompt_style {self.prompt_style}, not both"
-        require(not both, "chat_template", self.chat_template, mend)
+        hint = f"give either this or --data.prompt_style {self.prompt_style}, not both"
+        require(not both, "chat_template", self.chat_template, hint)
         if not self.mask_prompt and self.train_on not in (None, "all"):
             raise UserError(f"--data.mask_prompt false: trains on everything, but --data.train_on is {self.train_on}")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")

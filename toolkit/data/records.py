@@ -115,8 +115,8 @@ def answer_weights(messages: Sequence[dict[str, Any]], train_on: str) -> list[in
             raise UserError(f"message {number}: weight {weight!r:.40}: must be 0 (masked) or 1 (trained)")
         if weight is not None and role != "assistant" and weight != (train_on == "all"):
             trained = "every message" if train_on == "all" else "answers only"
-            mend = f"--data.train_on {train_on} trains {trained}; remove the weight"
-            raise UserError(f"message {number} ({role}): weight {weight}: {mend}")
+            hint = f"--data.train_on {train_on} trains {trained}; remove the weight"
+            raise UserError(f"message {number} ({role}): weight {weight}: {hint}")
     weights = [message.get("weight") for message in messages if message.get("role") == "assistant"]
     return [1 if weight is None else int(weight) for weight in weights]
 

@@ -268,7 +268,7 @@ def _parse_json(path: Path) -> Any:
 def _long_number(path: Path, text: str, line: int = 1) -> UserError:
     """The one ValueError of json.loads that is no JSONDecodeError: a number with more digits than Python converts."""
     limit = sys.get_int_max_str_digits()
-    # A string is matched as a whole, so that digits in one are not found.
+    # Strings are matched too, so that digits in one are not found.
     found = next(m for m in re.finditer(r'"(?:[^"\\]|\\.)*"|\d+', text) if m[0][0] != '"' and len(m[0]) > limit)
     line += text.count("\n", 0, found.start())
     column = found.start() - text.rfind("\n", 0, found.start())

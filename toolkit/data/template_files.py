@@ -72,8 +72,8 @@ def read_template(tokenizer: Tokenizer, path: str) -> tuple[str, str, list[str]]
 
 def has_tool_template(tokenizer: Tokenizer) -> bool:
     """Whether a template named ``tool_use``, beside the default one, is for conversations with tools."""
-    said = tokenizer.settings(CONFIG_FILE).get("chat_template")
-    named = said if isinstance(said, list) else []
+    setting = tokenizer.settings(CONFIG_FILE).get("chat_template")
+    named = setting if isinstance(setting, list) else []
     return "additional_chat_templates/tool_use.jinja" in tokenizer.files or any(
         isinstance(entry, dict) and entry.get("name") == "tool_use" for entry in named
     )
