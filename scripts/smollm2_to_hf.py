@@ -59,12 +59,12 @@ def write(folder: Path) -> None:
 
 def _write(source: Path, folder: Path) -> None:
     import gguf
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     reader = gguf.GGUFReader(source)
     facts = {name: field.contents() for name, field in reader.fields.items()}
     weights = dict(_weight(tensor, facts) for tensor in reader.tensors)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     tokens = facts["tokenizer.ggml.tokens"]
     ids = {kind: facts[f"tokenizer.ggml.{name}_token_id"] for kind, name in _IDS.items()}
     files = {

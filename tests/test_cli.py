@@ -261,7 +261,14 @@ def test_yaml_files_that_cannot_be_read(tmp_path):
         ("--print_configs", "--print_configs: no such option; did you mean --print_config?"),
         ("--qqq 1", "--qqq 1: no such option; see --help"),
         ("--data.vocabsize 3", "--data.vocabsize 3: no such option; did you mean --data.vocab_size?"),
-        ("--data.train_data_path x", "--data.train_data_path x: no such option"),
+        ("--data.train_data_path x",
+         "--data.train_data_path x: no such option of --data PythonStdlib; add --data TextFiles"),
+        ("--data.json_path x", "--data.json_path x: no such option of --data PythonStdlib; add --data JSON"),
+        ("--optimizer AdamW",
+         "--optimizer AdamW: optimizer is a group; set its options, did you mean --optimizer.name AdamW?"),
+        ("--lr 1e-3", "--lr 1e-3: no such option; did you mean --train.learning_rate?"),
+        ("--optimizer.lr 1e-3", "--optimizer.lr 1e-3: no such option; did you mean --train.learning_rate?"),
+        ("--gradient_checkpointing true", "--gradient_checkpointing true: no such option; activations are always kept"),
         ("--data TextFile", "--data TextFile: no such class; did you mean 'TextFiles'?"),
         ("--data os.zzz", "--data os.zzz: no such class; known are CSV, JSON, LIMA"),
         ("--data TextFiles", "--data.train_data_path: must be given"),
@@ -370,6 +377,19 @@ def test_mistakes_through_the_real_process():
     assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
     done = toolkit("pretrian")
     assert (done.returncode, done.stderr) == (2, "toolkit: pretrian: no such command; did you mean 'pretrain'?\n")
+
+
+def test_names_of_other_tools_get_a_hint(capsys):
+    cases = [
+        (["convert_to_litgpt", "x"], ["convert_to_litgpt: no such command;", "convert_from_hf", "convert_to_hf"]),
+        (["finetune_lora", "x", "--lora_target_modules", "[q_proj]"], ["choose the layers with --lora_query"]),
+        (["download", "list"], ["repo_id list:", "`toolkit pretrain list`"]),
+        (["finetune_lora", "org/Model-1B", "--data", "Alpaca"], ["`toolkit download org/Model-1B`"]),
+    ]
+    for argv, texts in cases:
+        assert cli.main(argv) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(text in error for text in texts), error
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["pretrain", "--help"], ["pretrain", "--print_config"]], ids=" ".join)

@@ -15,6 +15,8 @@ Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
 Devices = int | Literal["auto"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Dtype = Literal["fp32", "bf16", "fp16"]
+Auto = Literal["auto"]
+AUTO: Auto = "auto"
 
 
 def _require(ok: bool, flag: str, value: Any, mend: str) -> None:
@@ -25,13 +27,13 @@ def _require(ok: bool, flag: str, value: Any, mend: str) -> None:
 def _positive(group: str, args: Any, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
-        _require(value is None or value > 0, f"{group}.{name}", value, "must be greater than zero")
+        _require(value in (None, AUTO) or value > 0, f"{group}.{name}", value, "must be greater than zero")
 
 
 def _not_negative(group: str, args: Any, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
-        _require(value is None or value >= 0, f"{group}.{name}", value, "must not be negative")
+        _require(value in (None, AUTO) or value >= 0, f"{group}.{name}", value, "must not be negative")
 
 
 @dataclass
@@ -55,9 +57,10 @@ class TrainArgs:
         lr_scaling: Scale learning rates with global_batch_size over the command's default batch.
         min_lr: The learning rate at the end of the schedule; a tenth of the peak when not given.
         max_norm: Clip the norm of the gradient to this value, 1.0 when not given; 0 switches clipping off.
-        save_interval: Optimizer steps between checkpoints; pretraining takes 1,000, finetuning 200. 0 saves at the end
-            only.
-        save_every_minutes: Also save when this many minutes have gone by since the last checkpoint.
+        save_interval: Optimizer steps between checkpoints; auto is a fifth of the run, at least 5 steps. 0 saves at the
+            end only.
+        save_every_minutes: Also save when this many minutes have passed since the last checkpoint; null never does.
+            auto is 10 (a fifth of max_time, where that is less) with save_interval auto, else null.
         keep_last: How many step checkpoints to keep; pretraining takes 3, finetuning 2. 0 keeps all.
         keep_best: Also keep the checkpoint with the lowest validation loss, as the folder "best".
         log_interval: Optimizer steps between two rows of metrics.
@@ -78,8 +81,8 @@ class TrainArgs:
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     min_lr: float | None = None
     max_norm: float | None = None
-    save_interval: int | None = None
-    save_every_minutes: float | None = None
+    save_interval: int | Auto = AUTO
+    save_every_minutes: float | Auto | None = AUTO
     keep_last: int | None = None
     keep_best: bool = False
     log_interval: int = 1
@@ -107,8 +110,8 @@ class EvalArgs:
     """When to validate, and how long the text is that the model says then.
 
     Args:
-        interval: Optimizer steps between validations; pretraining takes 1,000, finetuning 100. 0 validates at the end
-            only.
+        interval: Optimizer steps between validations; auto is a tenth of the run, at least 5 steps, and also validates
+            after each tenth of max_time. 0 validates at the end only.
         max_iters: At most so many global batches per validation; all of the held-out data when null.
         initial_validation: Validate once before the first step.
         final_validation: Validate once after the last step.
@@ -116,7 +119,7 @@ class EvalArgs:
             the data; finetuning takes 64, pretraining 0, which is none.
     """
 
-    interval: int | None = None
+    interval: int | Auto = AUTO
     max_iters: int | None = 10
     initial_validation: bool = False
     final_validation: bool = True
@@ -237,10 +240,9 @@ class CommandDefaults:
 PRETRAIN = CommandDefaults(
     out_dir="out/pretrain",
     train={
-        "global_batch_size": 64, "micro_batch_size": 4, "learning_rate": 4e-4, "max_norm": 1.0,
-        "save_interval": 1000, "keep_last": 3,
+        "global_batch_size": 64, "micro_batch_size": 4, "learning_rate": 4e-4, "max_norm": 1.0, "keep_last": 3,
     },
-    eval={"interval": 1000, "max_new_tokens": 0},
+    eval={"max_new_tokens": 0},
     optimizer={"weight_decay": 0.1, "betas": (0.9, 0.95)},
     length={"max_tokens": 700_000},
     length_for_all=False,
@@ -251,10 +253,9 @@ PRETRAIN = CommandDefaults(
 FINETUNE_FULL = CommandDefaults(
     out_dir="out/finetune/full",
     train={
-        "global_batch_size": 16, "micro_batch_size": 1, "learning_rate": 2e-5, "max_norm": 1.0,
-        "save_interval": 200, "keep_last": 2,
+        "global_batch_size": 16, "micro_batch_size": 1, "learning_rate": 2e-5, "max_norm": 1.0, "keep_last": 2,
     },
-    eval={"interval": 100, "max_new_tokens": 64},
+    eval={"max_new_tokens": 64},
     optimizer={"weight_decay": 0.0, "betas": (0.9, 0.999)},
     length={"epochs": 3.0},
     length_for_all=True,

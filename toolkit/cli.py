@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 
-from toolkit.commands import COMMANDS
+from toolkit.commands import COMMANDS, HINTS
 from toolkit.errors import CommandEnd, did_you_mean, is_said_elsewhere
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
@@ -33,7 +33,7 @@ def dispatch(argv: list[str]) -> int:
     elif name == "--version":
         print(f"toolkit {importlib.import_module('importlib.metadata').version('toolkit')}")
     else:
-        return _end("toolkit", f"{name}: no such command{did_you_mean(name, COMMANDS)}", 2)
+        return _end("toolkit", f"{name}: no such command{HINTS.get(name) or did_you_mean(name, COMMANDS)}", 2)
     return 0
 
 

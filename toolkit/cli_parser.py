@@ -174,7 +174,18 @@ def check_names(command: Command, given: dict[str, Given]) -> None:
                 raise UserError(f"--{key}: needs a value: {describe(known.get(key, Any))}")
         else:
             names = known if value.source else [*known, *OWN]
-            raise UserError(f"{value.named(key)}: no such option{suggest(key, names, '' if value.source else '--')}")
+            hint = of_other_class(command, key) or suggest(key, names, "" if value.source else "--")
+            raise UserError(f"{value.named(key)}: no such option{hint}")
+
+
+def of_other_class(command: Command, key: str) -> str:
+    """A hint where the option is one of a class that was not chosen, such as data.train_data_path of TextFiles."""
+    group, _, name = key.partition(".")
+    classes = [c for c, cls in command.choices.get(group, {}).items() if name in inspect.signature(cls).parameters]
+    if not classes:
+        return ""
+    chosen = f" of --{group} {command.chosen[group].__name__}"
+    return f"{chosen}; add --{group} {classes[0]}" if len(classes) == 1 else f"{chosen}; {', '.join(classes)} have it"
 
 
 def check_paths(command: Command, given: dict[str, Given]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,24 @@ class Given(NamedTuple):
 
 
 Pair = tuple[str, Given]
+
+_FEWER_ACTIVATIONS = (
+    "train.micro_batch_size",
+    "; activations are always kept; to need less memory, lower --train.micro_batch_size or --train.max_seq_length, see "
+    "`toolkit plan`",
+)
+_ADAPTED_LAYERS = (
+    "lora_query",
+    "; choose the layers with --lora_query, --lora_key, --lora_value, --lora_projection, --lora_mlp, --lora_head",
+)
+_OF_OTHER_TOOLS = {
+    "lr": ("train.learning_rate", "; did you mean --train.learning_rate?"),
+    "target_modules": _ADAPTED_LAYERS,
+    "lora_target_modules": _ADAPTED_LAYERS,
+    "gradient_checkpointing": _FEWER_ACTIVATIONS,
+    "activation_checkpointing": _FEWER_ACTIVATIONS,
+}
+"""Names that options have in other tools: an option that the command must have for the hint, and the hint."""
 
 
 def read_words(argv: list[str], positionals: tuple[str, ...]) -> list[tuple[str, str | None]]:
@@ -67,7 +85,7 @@ def read_yaml_file(path: str | None) -> dict[str, Any]:
     return values
 
 
-def expand_flag(key: str, text: str | None, groups: Container[str], choices: Container[str]) -> Iterator[Pair]:
+def expand_flag(key: str, text: str | None, groups: Mapping[str, type], choices: Container[str]) -> Iterator[Pair]:
     """Yield a flag, or what it sets if it sets a whole group, such as ``--train '{"max_steps": 3}'``."""
     given = Given("", text)
     if key not in groups and not (key in choices and (text or "").startswith("{")):
@@ -78,7 +96,9 @@ def expand_flag(key: str, text: str | None, groups: Container[str], choices: Con
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise UserError(f"{given.named(key)}: {key} is a group; set its options, for example --{key}.NAME VALUE")
+        is_named = isinstance(getattr(groups.get(key), "name", None), str)  # --optimizer AdamW
+        hint = f"did you mean --{key}.name {text}?" if text and is_named else f"for example --{key}.NAME VALUE"
+        raise UserError(f"{given.named(key)}: {key} is a group; set its options, {hint}")
     yield from flatten({key: values}, "", groups, choices)
 
 
@@ -110,9 +130,12 @@ def to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def suggest(key: str, known: Iterable[str], prefix: str) -> str:
+def suggest(key: str, known: Collection[str], prefix: str) -> str:
     """``; did you mean --train.max_steps?``: the options whose group and name come nearest, near ties included."""
     group, _, last = key.rpartition(".")
+    needed, hint = _OF_OTHER_TOOLS.get(last, ("", ""))
+    if needed in known:
+        return hint
     scores = {}
     for option in known:
         option_group, _, option_last = option.rpartition(".")

@@ -50,10 +50,13 @@ def is_said_elsewhere(error: CommandEnd) -> bool:
     return isinstance(error, UserError) and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") != "0"
 
 
-def did_you_mean(name: str, known: Iterable[str], count: int = 3) -> str:
-    """Return ``"; did you mean 'a' or 'b'?"`` for the known names nearest to ``name``, or an empty string."""
+def did_you_mean(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5) -> str:
+    """Return ``"; did you mean 'a' or 'b'?"`` for the known names nearest to ``name``, or an empty string.
+
+    ``cutoff`` is the least likeness, from 0 to 1, of :class:`difflib.SequenceMatcher`.
+    """
     by_lower = {k.lower(): k for k in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=cutoff)
     likeness = {k: difflib.SequenceMatcher(None, k, name.lower()).ratio() for k in close}
     near = [by_lower[k] for k in close if likeness[k] >= likeness[close[0]] - 0.2]  # not what is much further off
     return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""

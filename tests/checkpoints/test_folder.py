@@ -215,7 +215,7 @@ def test_find_checkpoint_dir(tmp_path, monkeypatch):
     assert find_checkpoint_dir("run/final").resolve() == tmp_path / "run" / "final"
     assert find_checkpoint_dir("meta/small").resolve() == tmp_path / "checkpoints" / "meta" / "small"
     for value, message in [
-        ("none", "checkpoint_dir none: no such folder, here or below checkpoints/; .* run `toolkit download`"),
+        ("none", "checkpoint_dir none: no such folder, .*`toolkit download ORGANIZATION/NAME`"),
         ("run", "checkpoint_dir run: holds no model_config.yaml; did you mean run/step-000005?"),
         ("run/final/lit_model.pth", "is a file; give the folder"),
         ("checkpoints", "holds no model_config.yaml; a run's models are in"),

@@ -44,6 +44,15 @@ def test_evaluate_repeats_the_validation_of_the_run(corpus, trained, capsys):
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]), rel=1e-6)
 
 
+def test_the_limit_of_an_evaluation_has_the_name_that_it_has_in_training(corpus, trained, capsys):
+    options = ["--max_seq_length", "64", "--format", "json", "--accelerator", "cpu", "--eval.max_iters"]
+    command = ["evaluate", str(trained / "final"), *data(corpus)[:4], *options]
+    assert main([*command, "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 4 * 64
+    assert main([*command, "0"]) == 2
+    assert "--eval.max_iters 0: must be greater than zero" in capsys.readouterr().err
+
+
 def test_evaluate_counts_bits_per_byte_of_the_text(corpus, trained, capsys):
     """On all of the training rows the bytes of the targets are those of the text, but for the first of each row."""
     options = ["--max_seq_length", "64", "--format", "json", "--accelerator", "cpu", "--split", "train"]
@@ -65,15 +74,15 @@ def test_hyperparameters_repeat_the_run(trained, tmp_path):
 def test_prepared_data_is_found_by_the_run(corpus, tmp_path, capsys):
     cache = ["--data.cache_dir", str(tmp_path / "cache")]
     assert main(["prepare_data", *data(corpus), *cache, "--max_seq_length", "64"]) == 0
-    assert "MISS" in capsys.readouterr().out
+    assert "preparing" in capsys.readouterr().out
     options = [*data(corpus), *cache, *run(tmp_path / "out"), "--train.max_steps", "1"]
     assert main(["pretrain", "pico-llama", *options]) == 0
-    assert "HIT" in capsys.readouterr().out
+    assert "using cached" in capsys.readouterr().out
 
 
 def test_tensorboard_gets_the_metrics(corpus, tmp_path):
     pytest.importorskip("tensorboard")
-    options = [*data(corpus), *run(tmp_path / "out"), "--train.max_steps", "3", "--logger_name", "tensorboard"]
+    options = [*data(corpus), *run(tmp_path / "out"), "--train.max_steps", "3", "--logger_name", "csv,tensorboard"]
     assert main(["pretrain", "pico-llama", *options]) == 0
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -107,3 +116,13 @@ def test_the_readme_names_only_what_exists(capsys, monkeypatch):
         assert (ROOT / link).exists(), link
     for command in re.findall(r"`make ([\w-]+)`|^make ([\w-]+)", readme, re.M):
         assert f"\n{''.join(command)}:" in (ROOT / "Makefile").read_text()
+
+
+def test_a_finished_run_prints_commands_that_work_on_its_model(corpus, tmp_path, capsys):
+    out = tmp_path / "a folder"
+    assert main(["pretrain", "pico-llama", *data(corpus), *run(out), "--train.max_steps", "1"]) == 0
+    _, _, after = capsys.readouterr().out.partition("finished after 1 steps")
+    commands = [shlex.split(line) for line in after.splitlines()[1:]]
+    assert [words[:2] for words in commands] == [["toolkit", c] for c in ("generate", "evaluate", "convert_to_hf")]
+    for words in commands:
+        assert main(words[1:]) == 0

@@ -1,12 +1,21 @@
 """`toolkit convert_to_peft`: which base it names, and what comes along."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
-from tests.checkpoints.test_adapters import make, write_base
+import pytest
+import torch
+
+from tests.checkpoints.test_adapters import make, write_adapted, write_base
 from tests.commands.test_merge_lora import add_companions
-from tests.models.test_lora import base
+from tests.models.test_lora import base, stir, tokens
+from toolkit.checkpoints.folder import load_model
+from toolkit.checkpoints.from_hf import write_record
 from toolkit.cli import main
+from toolkit.models.lora import add_lora
+from toolkit.models.lora_config import LoRAConfig
 
 
 def named_base(folder) -> str:
@@ -30,6 +39,51 @@ def test_another_base_is_refused(tmp_path, capsys):
     shutil.copytree(other_dir, base_dir)  # the remembered folder, other weights
     assert main(["convert_to_peft", str(folder), str(tmp_path / "again")]) == 2
     assert "was trained on another checkpoint" in capsys.readouterr().err
+
+
+def test_the_result_loads_with_the_model_that_the_base_was_imported_from(tmp_path, capsys, monkeypatch):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained("hf")
+    assert main(["convert_from_hf", "hf", "checkpoints/mine"]) == 0
+    base_dir, lora = Path("checkpoints/mine"), LoRAConfig(r=4)
+    model = load_model(base_dir)
+    add_lora(model, lora)
+    stir(model)
+    folder = write_adapted(Path("run"), base_dir, model, lora)
+    capsys.readouterr()
+    old = os.umask(0o027)
+    try:
+        assert main(["convert_to_peft", str(folder), "peft"]) == 0
+    finally:
+        os.umask(old)
+    captured = capsys.readouterr()
+    assert named_base(Path("peft")) == str(tmp_path / "hf") and "warning" not in captured.err
+    assert {path.stat().st_mode & 0o777 for path in Path("peft").rglob("*") if path.is_file()} == {0o640}
+    with torch.no_grad():
+        expected = model.eval()(tokens())
+        loaded = peft.AutoPeftModelForCausalLM.from_pretrained("peft").eval()(input_ids=tokens()).logits
+    assert torch.allclose(expected, loaded, atol=1e-5)
+
+    assert main(["convert_to_peft", str(folder), "other", "--base_model", "org/name"]) == 0
+    assert named_base(Path("other")) == "org/name" and "warning" not in capsys.readouterr().err
+    shutil.rmtree("hf")  # then the record is of no use
+    assert main(["convert_to_peft", str(folder), "unknown"]) == 0
+    warning = capsys.readouterr().err
+    assert "--base_model" in warning and "toolkit convert_to_hf" in warning
+
+
+def test_the_name_and_revision_of_a_downloaded_base(tmp_path, capsys):
+    base_dir, folder, _ = make(tmp_path)
+    for revision, expected in [("main", None), ("v2", "v2")]:
+        write_record(base_dir, {"repo_id": "org/name", "revision": revision, "commit": "abc"})
+        out_dir = tmp_path / f"peft-{revision}"
+        assert main(["convert_to_peft", str(folder), str(out_dir)]) == 0
+        assert named_base(out_dir) == "org/name" and capsys.readouterr().err == ""
+        assert json.loads((out_dir / "adapter_config.json").read_text())["revision"] == expected
 
 
 def test_a_base_that_is_gone_is_said_to_be_unchecked(tmp_path, capsys):

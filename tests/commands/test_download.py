@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import huggingface_hub
@@ -17,6 +18,7 @@ from huggingface_hub import constants
 
 from tests.checkpoints.test_adapters import write_base
 from tests.models.test_lora import base
+from toolkit.checkpoints import hub as hub_module
 from toolkit.checkpoints.folder import find_checkpoint_dir, load_model
 from toolkit.checkpoints.hf import export_hf
 from toolkit.cli import main
@@ -129,6 +131,29 @@ def test_without_converting_it_stays_a_folder_of_hugging_face(hub, exported, cap
     assert main(["convert_from_hf", "checkpoints/org/tiny", "ours"]) == 0
     assert same_weights(Path("ours"), model) and Path("ours/download.yaml").is_file()
     assert "already there and not empty" in refusal(capsys, "org/tiny")
+
+
+def test_where_no_terminal_shows_bars_lines_tell_the_progress(hub, exported, capsys, monkeypatch):
+    """The download waits for the first of these lines, so that none depends on how quick it is."""
+    reported, fetch = threading.Event(), huggingface_hub.snapshot_download
+
+    def wait_and_fetch(*args, **options):
+        assert "model.safetensors" not in options["allow_patterns"] or reported.wait(60)
+        return fetch(*args, **options)
+
+    def report(line: str) -> None:
+        lines.append(line)
+        if line.startswith("downloaded "):
+            reported.set()
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", wait_and_fetch)
+    monkeypatch.setattr(hub_module, "_HEARTBEAT", 0.01)
+    lines: list[str] = []
+    hub.add("org/tiny", exported[0])
+    hub_module.download("org/tiny", "out", report=report)
+    size = int(re.search(r"files, ([\d,]+) bytes", lines[0])[1].replace(",", ""))
+    assert lines[1] == f"downloaded 0 of {size:,} bytes" and lines[-1] == "converting it to out"
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_broken_connection_goes_on_in_the_middle_of_the_file(hub, exported, monkeypatch):

@@ -52,7 +52,7 @@ def test_piped_output_has_brackets(inspect, tmp_path):
     assert first[prompt:] == [
         "<|im_start|>user", "hi 你<|im_end|>", "<|im_start|>assistant", "[y][e][s][\\n]", "[n][o][<|im_end|>]",
     ]  # fmt: skip
-    assert "Tokens in [brackets] are trained" in out and "Data: MISS" in err and "Data:" not in out
+    assert "Tokens in [brackets] are trained" in out and "Data: preparing" in err and "Data:" not in out
     counts = {line[:20].strip(): line[20:].strip() for line in out.splitlines()[-12:]}
     assert counts["samples"] == "3" and counts["truncated"] == "1 (33.3 %)" and counts["dropped"] == "0 (0.0 %)"
     assert counts["longest samples"] == f"51 tokens: {tmp_path}/rows.jsonl line 3"

@@ -118,6 +118,13 @@ def test_advice_is_short_and_holds_when_it_is_followed(capsys, argv, first):
     assert again["memory_gb"]["total"] == pytest.approx(advice["memory_gb"], abs=0.002)
 
 
+def test_4_bits_are_advised_before_much_shorter_sequences(capsys):
+    for command in ("finetune_lora", "finetune_full"):
+        facts = plan(capsys, command, "meta-llama/Llama-2-7b-hf", "--devices", "1", "--device_memory_gb", "16")
+        changes = [advice["change"] for advice in facts["advice"]]
+        assert changes[-2:] == ["--quantize bnb.nf4", "--train.max_seq_length 2048"] and facts["advice"][-1]["fits"]
+
+
 def test_advice_that_is_not_enough_says_so(capsys):
     assert main(["plan", "pretrain", "pythia-12b", "--device_memory_gb", "0.1", "--accelerator", "cpu"]) == 0
     assert "That is not enough" in capsys.readouterr().out

@@ -153,7 +153,7 @@ def test_a_template_file_makes_the_rows_and_their_key_and_is_saved(prepare, toke
     for source in ("Mine. " + CHATML, "Other. " + CHATML):
         file.write_text(source)
         data, said = prepare([TWO], chat_template=str(file))
-        assert "MISS" in said and "HIT" in prepare([TWO], chat_template=str(file))[1]
+        assert "preparing" in said and "using cached" in prepare([TWO], chat_template=str(file))[1]
         assert tokenizer.decode(data.train[0]["input_ids"].tolist(), False).startswith(source[:5])
         assert data.tokenizer.files["chat_template.jinja"] == source.encode()
         keys.append(data.content_key)
@@ -318,9 +318,9 @@ def folders(cache):
 
 def test_s5_miss_then_hit(prepare, tmp_path):
     first, said = prepare(MANY, packing="best_fit", val_split_fraction=0.2)
-    assert "MISS" in said and "not prepared yet" in said and "HIT" not in said
+    assert "preparing" in said and "not prepared yet" in said and "using cached" not in said
     again, said = prepare(MANY, packing="best_fit", val_split_fraction=0.2)
-    assert "HIT" in said and "MISS" not in said and "end of turn" in said and again.summary == first.summary
+    assert "using cached" in said and "end of turn" in said and again.summary == first.summary
     assert again.content_key == first.content_key
     for split in ("train", "val"):
         assert list(documents(getattr(again, split))) == list(documents(getattr(first, split)))
@@ -335,21 +335,21 @@ def test_s5_every_ingredient_changes_the_key(prepare, plain, tmp_path, monkeypat
         {"max_seq_length": 80, "on_long": "split"}, {"tokenizer": plain, "prompt_style": "chatml"},
     ):  # fmt: skip
         data, said = prepare(MANY, **change)
-        assert "MISS" in said, change
+        assert "preparing" in said, change
         keys.append(data.content_key)
     data, said = prepare([*MANY[:-1], qa("question 59", "another answer")])
-    assert "MISS" in said
+    assert "preparing" in said
     keys.append(data.content_key)
     assert len(set(keys)) == len(keys) == len(folders(tmp_path / "cache"))
     monkeypatch.setattr("toolkit.data.encoded.CODE_VERSION", 10**6)
-    assert "MISS" in prepare(MANY)[1]
+    assert "preparing" in prepare(MANY)[1]
 
 
 def test_s5_a_template_of_the_same_name_changes_the_key(prepare, tokenizer):
-    assert "MISS" in prepare(MANY)[1]
+    assert "preparing" in prepare(MANY)[1]
     changed = tokenizer.with_files({"chat_template.jinja": CHATML.replace("assistant\n", "assistant\n\n").encode()})
     data, said = prepare(MANY, tokenizer=changed)
-    assert "MISS" in said and data.tokenizer.files["chat_template.jinja"] == changed.files["chat_template.jinja"]
+    assert "preparing" in said and data.tokenizer.files["chat_template.jinja"] == changed.files["chat_template.jinja"]
 
 
 def test_s5_moved_files_are_found_again_and_named_anew(prepare, tokenizer, tmp_path):
@@ -359,7 +359,7 @@ def test_s5_moved_files_are_found_again_and_named_anew(prepare, tokenizer, tmp_p
     lines = []
     data = JSON(str(moved), cache_dir=str(tmp_path / "cache"), val_split_fraction=0.0)
     data = data.prepare(tokenizer=tokenizer, max_seq_length=200, report=lines.append)
-    assert "HIT" in lines[0] and data.content_key == first.content_key
+    assert "using cached" in lines[0] and data.content_key == first.content_key
     assert data.train.where(4) == [f"{moved} line 5"]
 
 
@@ -398,9 +398,9 @@ def test_s5_damaged_data_is_prepared_anew(prepare, tmp_path, damage):
     (folder,) = (tmp_path / "cache").iterdir()
     DAMAGE[damage](folder)
     again, said = prepare(MANY[:4])
-    assert "MISS" in said and "damaged" in said and list(documents(again.train)) == first
+    assert "preparing" in said and "damaged" in said and list(documents(again.train)) == first
     assert folders(tmp_path / "cache") == [folder.name]
-    assert "HIT" in prepare(MANY[:4])[1]
+    assert "using cached" in prepare(MANY[:4])[1]
 
 
 def test_a_failed_preparation_leaves_nothing(prepare, tmp_path):
@@ -549,9 +549,9 @@ def test_hugging_face_reads_a_local_folder(datasets, tokenizer, tmp_path):
 
     data, lines = run(val_split="test")
     assert len(data.train) == 60 and len(data.val) == 3 and "1 dropped (1 with an empty answer)" in data.summary
-    assert list(documents(data.val)) == list(documents(data.train))[:3] and "MISS" in lines[0]
+    assert list(documents(data.val)) == list(documents(data.train))[:3] and "preparing" in lines[0]
     assert data.train.where(2) == [f"{folder} train row 3"]
-    assert "HIT" in run(val_split="test")[1][0]
+    assert "using cached" in run(val_split="test")[1][0]
     assert len(run(split="train[:10]", val_split_fraction=0.0)[0].train) == 10
     with pytest.raises(UserError, match=r"--data.repo_id .*split nothing: cannot be loaded") as error:
         run(split="nothing")

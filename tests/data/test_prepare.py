@@ -50,9 +50,9 @@ def folders(cache):
 
 def test_s5_miss_then_hit(prepare, tmp_path):
     first, said = prepare()
-    assert "MISS" in said and "not prepared yet" in said and "HIT" not in said
+    assert "preparing" in said and "not prepared yet" in said and "using cached" not in said
     again, said = prepare()
-    assert "HIT" in said and "MISS" not in said
+    assert "using cached" in said and "preparing" not in said
     assert again.content_key == first.content_key
     assert all_tokens(again.train) == all_tokens(first.train) and all_tokens(again.val) == all_tokens(first.val)
     assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
@@ -68,12 +68,12 @@ def test_s5_every_ingredient_changes_the_key(prepare, text, tmp_path):
         {"tokenizer": tokenizer},
     ):  # fmt: skip
         data, said = prepare(**change)
-        assert "MISS" in said
+        assert "preparing" in said
         keys.append(data.content_key)
     file = text / "part03.txt"
     file.write_text(file.read_text().replace("model", "modal", 1))
     data, said = prepare()
-    assert "MISS" in said
+    assert "preparing" in said
     keys.append(data.content_key)
     assert len(set(keys)) == len(keys) == len(folders(tmp_path / "cache"))
 
@@ -81,7 +81,7 @@ def test_s5_every_ingredient_changes_the_key(prepare, text, tmp_path):
 def test_s5_code_version_is_part_of_the_key(prepare, monkeypatch):
     prepare()
     monkeypatch.setattr("toolkit.data.prepare.CODE_VERSION", 10**6)
-    assert "MISS" in prepare()[1]
+    assert "preparing" in prepare()[1]
 
 
 def test_s5_moved_and_renamed_text_is_found_again(prepare, text, tmp_path):
@@ -91,14 +91,14 @@ def test_s5_moved_and_renamed_text_is_found_again(prepare, text, tmp_path):
     for i, file in enumerate(sorted(text.iterdir(), reverse=True)):
         os.utime(shutil.move(file, moved / f"{i}.md"), (i, i))
     data, said = prepare(train_data_path=str(tmp_path / "elsewhere"))
-    assert "HIT" in said and data.content_key == first.content_key
+    assert "using cached" in said and data.content_key == first.content_key
 
 
 def test_s5_the_content_key_knows_the_rows_only(prepare):
     """A run that is resumed with the tokenizer of its checkpoint has the data that it had."""
     first = prepare()[0]
     again, said = prepare(tokenizer=first.tokenizer)
-    assert "MISS" in said and again.content_key == first.content_key
+    assert "preparing" in said and again.content_key == first.content_key
 
 
 def test_s5_the_content_key_sees_one_token_among_equal_counts(prepare, text):
@@ -159,10 +159,10 @@ def test_s5_damaged_data_is_prepared_anew(prepare, tmp_path, damage):
     (folder,) = (tmp_path / "cache").iterdir()
     DAMAGE[damage](folder)
     again, said = prepare()
-    assert "MISS" in said and "damaged" in said
+    assert "preparing" in said and "damaged" in said
     assert again.content_key == first.content_key and all_tokens(again.train) == all_tokens(first.train)
     assert folders(tmp_path / "cache") == [folder.name]
-    assert "HIT" in prepare()[1]
+    assert "using cached" in prepare()[1]
 
 
 def test_s7_a_damaged_file_is_named_and_an_intact_folder_is_read_once_per_machine(prepare, tmp_path, monkeypatch):
@@ -172,22 +172,22 @@ def test_s7_a_damaged_file_is_named_and_an_intact_folder_is_read_once_per_machin
     find_damage = cache.find_damage
     monkeypatch.setattr(cache, "find_damage", lambda f, files: checked.append(len(files)) or find_damage(f, files))
     for _ in range(3):
-        assert "HIT" in prepare()[1]
+        assert "using cached" in prepare()[1]
     assert checked == [sum(path.is_file() for path in folder.rglob("*")) - 1]  # all but the checksums
     os.utime(folder / "train" / "index.json", (1, 1))
-    assert "HIT" in prepare()[1] and len(checked) == 2
+    assert "using cached" in prepare()[1] and len(checked) == 2
     with monkeypatch.context() as other:
         other.setattr(cache.socket, "gethostname", lambda: "another")
-        assert "HIT" in prepare()[1] and len(checked) == 3
+        assert "using cached" in prepare()[1] and len(checked) == 3
     stamps = tmp_path / "no_folder"
     stamps.touch()
     with monkeypatch.context() as other:
         other.setenv("XDG_CACHE_HOME", str(stamps))
-        assert "HIT" in prepare()[1] and "HIT" in prepare()[1] and len(checked) == 5
+        assert "using cached" in prepare()[1] and "using cached" in prepare()[1] and len(checked) == 5
     _flip(folder / "train" / "chunk-0-0.bin", 100, 1)
     with pytest.raises(UserError, match="--data.data_path .* is damaged .*train/chunk-0-0.bin: bytes differ"):
         LitData(str(folder)).prepare(tokenizer=None, max_seq_length=T, report=print)
-    assert re.search(r"MISS .*damaged \(train/chunk-0-0.bin: bytes differ from its checksum", prepare()[1])
+    assert re.search(r"preparing .*damaged \(train/chunk-0-0.bin: bytes differ from its checksum", prepare()[1])
     LitData(str(folder)).prepare(tokenizer=None, max_seq_length=T, report=print)
 
 
@@ -237,7 +237,7 @@ def test_s5_a_killed_preparation_is_never_reused(prepare, text, tmp_path):
     (leftover,) = folders(tmp_path / "cache")
     assert leftover.startswith(".unfinished")
     data, said = prepare()
-    assert "MISS" in said and "not prepared yet" in said
+    assert "preparing" in said and "not prepared yet" in said
     (folder,) = folders(tmp_path / "cache")  # what was left behind is gone
     assert folder.startswith("text_files-") and len(data.train) > 0
 
@@ -248,7 +248,7 @@ def test_s5_two_processes_at_once(prepare, text, tmp_path):
     outputs = [p.communicate(timeout=60) for p in processes]
     assert [p.returncode for p in processes] == [0, 0], outputs
     data, said = prepare()
-    assert "HIT" in said
+    assert "using cached" in said
     assert {out.split()[-1] for out, _ in outputs} == {data.content_key}
     assert len(folders(tmp_path / "cache")) == 1
 
@@ -357,7 +357,7 @@ def test_windows_line_ends_and_byte_order_marks_are_no_tokens_and_are_counted(pr
         file.write_bytes(b"\xef\xbb\xbf" * (number < 3) + content.encode().replace(b"\n", b"\r\n" if number else b"\n"))
     (text / "mark.txt").write_bytes(b"\xef\xbb\xbf")  # an empty file
     monkeypatch.setattr(documents, "_READ", 7)  # so that every \r\n is cut once
-    for cached in ("MISS", "HIT"):
+    for cached in ("preparing", "using cached"):
         data, said = prepare(tokenizer=plain.tokenizer)
         assert cached in said and f"read {changed:,} line ends \\r\\n as \\n, left out 3 byte order marks" in said
     paths = documents.fingerprint(sorted(text.iterdir()), "x")
@@ -421,7 +421,7 @@ def test_files_without_text(prepare, text, tmp_path):
     (text / "empty.txt").touch()
     (text / ".hidden").write_bytes(b"\xff")
     data, said = prepare()
-    assert "HIT" in said and data.content_key == full.content_key  # an empty file is no document
+    assert "using cached" in said and data.content_key == full.content_key  # an empty file is no document
     (tmp_path / "void").mkdir()
     (tmp_path / "void" / "a.txt").touch()
     with pytest.raises(UserError, match="void: holds no text"):
@@ -475,4 +475,4 @@ def test_python_stdlib(tmp_path, monkeypatch):
     assert all_tokens(data.train) == expected_stream(some, data.tokenizer)[: len(data.train) * 65]
     assert data.tokenizer.vocab_size == 512
     assert module.prepare(tokenizer=None, max_seq_length=64, report=lines.append).content_key == data.content_key
-    assert "MISS" in lines[0] and "HIT" in lines[-1]
+    assert "preparing" in lines[0] and "using cached" in lines[-1]

@@ -44,6 +44,7 @@ def test_old_and_new_forms_of_the_rotary_fields_are_read_alike():
     [
         ({"model_type": "mamba"}, "'mamba' is not supported; only llama, .*, granite"),
         ({"model_type": "qwen"}, "'qwen' is not supported; .*; did you mean 'qwen3'"),
+        ({"model_type": "glm4"}, "'glm4' is not supported; [^;]*$"),
         ({"model_type": None}, "model_type None"),
         ({"model_type": ["llama"]}, "is not supported"),
         (

@@ -209,7 +209,7 @@ def test_s4_no_secret_is_an_option_or_is_saved(base, questions, tmp_path, name, 
 def test_three_epochs_and_the_commands_defaults_where_nothing_is_said(base, questions):
     args = arguments(finetune_lora, base, questions, "out")
     assert args.defaults.train["learning_rate"] == 2e-4 and args.defaults.length == {"epochs": 3.0}
-    assert TrainArgs().learning_rate is None and EvalArgs().interval is None
+    assert TrainArgs().learning_rate is None and EvalArgs().interval == "auto"
     assert isinstance(args.data, JSON) and args.lora.query and not args.lora.key
 
 

@@ -1,8 +1,11 @@
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 
-from toolkit.args import TrainArgs
+from toolkit.args import EvalArgs, TrainArgs
 from toolkit.errors import UserError
-from toolkit.training.limits import build_limits
+from toolkit.training.limits import Intervals, build_intervals, build_limits, require_ahead
 from toolkit.training.state import Progress
 
 
@@ -55,3 +58,44 @@ def test_tokens_of_unequal_rows_are_estimated_for_the_schedule_and_counted_for_t
     both = TrainArgs(global_batch_size=10, max_tokens=160, epochs=1)
     found = build_limits(both, Progress(), n_rows=25, tokens_per_row=8.0, is_ragged=True)
     assert found.total_steps == 2 and found.reached(3, 100)
+
+
+def intervals(evaluation=None, **options):
+    args = TrainArgs(global_batch_size=10, **options)
+    found = build_limits(args, Progress(), n_rows=25, tokens_per_row=8)
+    return build_intervals(args, EvalArgs(**(evaluation or {})), found)
+
+
+def test_default_intervals_follow_the_length_of_the_run():
+    for total in (20, 122, 1_000, 1_000_003):
+        found = intervals(max_steps=total)
+        validations = (total - 1) // found.eval_steps + 1  # with the one at the end
+        assert 4 <= (total - 1) // found.save_steps + 1 <= 5, total
+        assert validations == 10 or total == 20 and validations == 4
+        assert found.save_seconds == 600 and found.eval_seconds is None
+    few = intervals(max_steps=4)
+    assert few.eval_steps > 4 and few.save_steps > 4
+
+
+def test_a_run_that_only_the_clock_ends_validates_and_saves_by_the_clock():
+    assert intervals(max_time=20) == Intervals(None, 120, None, 240)
+    assert intervals(max_time=600) == Intervals(None, 3600, None, 600)
+
+
+def test_explicit_intervals_are_obeyed():
+    assert intervals({"interval": 7}, max_steps=1000, max_time=20, save_interval=3) == Intervals(7, None, 3, None)
+    assert intervals({"interval": 0}, max_steps=1000, save_interval=0) == Intervals(None, None, None, None)
+    assert intervals({"interval": 0}, max_steps=1000, save_every_minutes=2) == Intervals(None, None, 200, 120)
+    assert intervals({"interval": 0}, max_steps=1000, save_every_minutes=None) == Intervals(None, None, 200, None)
+
+
+def test_a_limit_that_the_checkpoint_has_passed_is_refused():
+    """A run that its limit has ended is not past it, though its last step reached beyond max_tokens."""
+    done = Progress(step=12, tokens=960, samples=120)
+    cases = [("max_steps", 11, 12), ("max_tokens", 880, 881), ("epochs", 119 / 25, 120 / 25)]
+    for name, passed, reached in cases:
+        for value, is_passed in ((passed, True), (reached, False)):
+            args = TrainArgs(global_batch_size=10, **{name: value})
+            found = build_limits(args, done, n_rows=25, tokens_per_row=8)
+            with pytest.raises(UserError, match=f"--train.{name} {value}") if is_passed else nullcontext():
+                require_ahead(args, done, found, 8, Path("run/final"))

@@ -27,6 +27,7 @@ from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import GuardError, StoppedBySignal, UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.training import loop, run
+from toolkit.training.limits import Intervals
 from toolkit.training.resolve import RunArgs
 from toolkit.training.run import run_training
 from toolkit.training.state import Identity
@@ -210,7 +211,7 @@ def test_s3_a_signal_during_the_last_save_does_not_cut_it_short(corpus, tmp_path
 
     loop_save = loop.save
     monkeypatch.setattr(loop, "save", save)
-    run_training(arguments(corpus, tmp_path / "run"))
+    run_training(arguments(corpus, tmp_path / "run", train={"save_interval": 0}))
     assert folders(tmp_path / "run") == {"final"}
 
 
@@ -377,7 +378,7 @@ def test_n7_a_run_that_diverges_stops_and_keeps_the_last_good_checkpoint(corpus,
 def test_n7_a_validation_that_is_not_finite_never_becomes_a_checkpoint(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "validate", lambda *_: {"val_loss": math.nan})
     with pytest.raises(GuardError, match="the validation loss after step 12 is nan"):
-        run_training(arguments(corpus, tmp_path / "run", evaluation={"interval": 0}))
+        run_training(arguments(corpus, tmp_path / "run", train={"save_interval": 0}, evaluation={"interval": 0}))
     assert folders(tmp_path / "run") == set()
 
 
@@ -476,3 +477,28 @@ def test_a_model_that_cannot_go_out_to_hugging_face_is_said_before_it_is_trained
     run_training(arguments(corpus, tmp_path / "run", **options))
     notes = [line for line in "".join(capsys.readouterr()).splitlines() if "note: " in line]
     assert len(notes) == (note is not None) and all(note in line for line in notes)
+
+
+def test_default_intervals_leave_checkpoints_and_validations_on_the_way(corpus, tmp_path):
+    train = {"max_steps": 24, "keep_last": 0}
+    run_training(arguments(corpus, tmp_path / "run", train=train, evaluation={"max_iters": 1}))
+    assert folders(tmp_path / "run") == {*(f"step-{step:08d}" for step in (5, 10, 15, 20)), "final"}
+    assert [row["step"] for row in rows_of(tmp_path / "run") if row["val_loss"]] == ["5", "10", "15", "20", "24"]
+
+
+def test_intervals_by_the_clock(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "build_intervals", lambda *args: Intervals(None, 1e-9, None, 1e-9))
+    train = {"max_steps": 3, "keep_last": 0}
+    run_training(arguments(corpus, tmp_path / "run", train=train, evaluation={"max_iters": 1}))
+    assert folders(tmp_path / "run") == {"step-00000001", "step-00000002", "final"}
+    assert [row["step"] for row in rows_of(tmp_path / "run") if row["val_loss"]] == ["1", "2", "3"]
+
+
+def test_a_finished_run_is_not_resumed_with_a_limit_that_it_has_passed(corpus, tmp_path):
+    run_training(arguments(corpus, tmp_path / "run", train={"max_steps": 8}))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    for resume in ("auto", str(tmp_path / "run" / "step-00000005")):
+        out = tmp_path / ("run" if resume == "auto" else "other")
+        with pytest.raises(UserError, match="--train.max_steps 2: .* is past this limit, after [58] steps"):
+            run_training(arguments(corpus, out, train={"max_steps": 2}, resume=resume))
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}

@@ -12,7 +12,7 @@ import pytest
 from toolkit.args import LogArgs
 from toolkit.errors import UserError
 from toolkit.ui import loggers
-from toolkit.ui.loggers import COLUMNS, MetricsCSV, check_logger, log_metrics, make_loggers, read_metrics
+from toolkit.ui.loggers import COLUMNS, MetricsCSV, check_loggers, log_metrics, make_loggers, read_metrics
 
 HEADER = "step,tokens,loss,learning_rate,grad_norm,tokens_per_sec,mfu,peak_memory_gb,val_loss,val_ppl,val_bpb,seconds"
 
@@ -152,7 +152,7 @@ def test_an_unknown_logger_names_the_nearest(name, mend, tmp_path):
 def test_a_missing_package_is_named_with_the_line_that_installs_it(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=f"^--logger_name {name}: .*pip install {name}$"):
-        check_logger(name, LogArgs())
+        check_loggers(name, LogArgs())
 
 
 def test_tensorboard_holds_the_metrics_and_hyperparameters(tmp_path):
@@ -173,6 +173,24 @@ def test_tensorboard_holds_the_metrics_and_hyperparameters(tmp_path):
     assert "mfu" not in events.Tags()["scalars"]
     written = b"".join(file.read_bytes() for file in (tmp_path / "logs" / "tensorboard").iterdir())
     assert b"train/learning_rate" in written
+
+
+def test_several_loggers_at_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    started = {"tensorboard": Recorder(), "wandb": Recorder()}
+    for name, logger in started.items():
+        monkeypatch.setitem(loggers._START, name, lambda *args, logger=logger: logger)
+    assert make_loggers("csv,tensorboard, wandb", tmp_path, LogArgs(group="g"), {}) == list(started.values())
+    for names, message in [("csv,tensorbord", "did you mean 'tensorboard'"), ("csv,", "no such logger; use csv, ")]:
+        with pytest.raises(UserError, match=f"--logger_name {names}: .*{message}"):
+            make_loggers(names, tmp_path, LogArgs(), {})
+    with pytest.raises(UserError, match="--log.group: has no effect with --logger_name csv,tensorboard"):
+        check_loggers("csv,tensorboard", LogArgs(group="g"))
+
+
+class Recorder:
+    def log_hyperparams(self, values) -> None:
+        pass
 
 
 def test_a_logger_that_does_not_start_is_one_line_before_the_first_step(tmp_path, monkeypatch):

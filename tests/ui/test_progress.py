@@ -3,8 +3,10 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -29,8 +31,16 @@ def clock() -> Clock:
     return Clock()
 
 
+@pytest.fixture(autouse=True)
+def timestamp(monkeypatch) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form: form)
+
+
+STAMP = "%Y-%m-%d %H:%M:%S "
+
+
 def steps_in(text: str) -> list[int]:
-    return [int(line.split()[1].split("/")[0]) for line in text.splitlines() if "loss" in line and "val" not in line]
+    return [int(step) for step in re.findall(r"step (\d+)[/ ].*\| loss", text)]
 
 
 def test_a_step_is_one_line_with_all_its_numbers(clock):
@@ -41,11 +51,11 @@ def test_a_step_is_one_line_with_all_its_numbers(clock):
     progress.step(2, METRICS | {"mfu": None})
     first, second = out.getvalue().splitlines()
     assert first == (
-        "step 1/1000 | loss 3.2145 | lr 3.9e-04 | grad norm 0.87 | tok/s 12.3k | tokens 5.24M | MFU 41.2% | "
+        f"{STAMP}step 1/1000 | loss 3.2145 | lr 3.9e-04 | grad norm 0.87 | tok/s 12.3k | tokens 5.24M | MFU 41.2% | "
         "memory 12.3 GB | 0s gone"
     )
     assert second == (
-        "step 2/1000 | loss 3.2145 | lr 3.9e-04 | grad norm 0.87 | tok/s 12.3k | tokens 5.24M | 1m 05s gone | "
+        f"{STAMP}step 2/1000 | loss 3.2145 | lr 3.9e-04 | grad norm 0.87 | tok/s 12.3k | tokens 5.24M | 1m 05s gone | "
         "18h 01m left"
     )
 
@@ -56,8 +66,17 @@ def test_steps_are_printed_once_a_second_and_the_first_and_last_always(clock):
         for step in range(1, 101):
             progress.step(step, METRICS)
             clock.now += 0.125
-        assert out.getvalue().splitlines()[-1].startswith("step 100/100 |"), "before what comes after it"
+        assert out.getvalue().splitlines()[-1].startswith(f"{STAMP}step 100/100 |"), "before what comes after it"
     assert steps_in(out.getvalue()) == [*range(1, 101, 8), 100]
+
+
+def test_after_a_minute_steps_are_printed_once_in_ten_seconds(clock):
+    out = io.StringIO()
+    with PlainProgress(200, out, clock) as progress:
+        for step in range(1, 201):
+            progress.step(step, METRICS)
+            clock.now += 1
+    assert steps_in(out.getvalue()) == [*range(1, 61), *range(70, 201, 10)]
 
 
 def test_the_last_step_of_a_run_that_another_limit_ends_is_printed_at_its_close(clock):
@@ -89,10 +108,10 @@ def test_everything_but_steps_is_printed_at_once(clock):
     progress.message("a message [/with] brackets")
     assert out.getvalue().splitlines()[:2] == ["Preparing data", "Training"]
     assert out.getvalue().splitlines()[3:] == [
-        "step 2/10 | validation loss 3.3012, perplexity 27.14, bits per byte 1.2134",
-        "step 2/10 | saved out/step-00000002",
-        "step 3/10 | validation loss 3.3012, perplexity 27.14, bits per byte 1.2134",
-        "step 3/10 | saved out/step-00000002",
+        f"{STAMP}step 2/10 | validation loss 3.3012, perplexity 27.14, bits per byte 1.2134",
+        f"{STAMP}step 2/10 | saved out/step-00000002",
+        f"{STAMP}step 3/10 | validation loss 3.3012, perplexity 27.14, bits per byte 1.2134",
+        f"{STAMP}step 3/10 | saved out/step-00000002",
         "a message [/with] brackets",
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,11 @@ def find_checkpoint_dir(value: str | Path) -> Path:
     if given.is_file():
         raise UserError(f"checkpoint_dir {value}: is a file; give the folder that holds it")
     if not folder.is_dir():
+        is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not str(value).startswith(".")
+        name = value if is_hub_name else "ORGANIZATION/NAME"
         raise UserError(
-            f"checkpoint_dir {value}: no such folder, here or below checkpoints/; for a model of the hub run `toolkit "
-            "download` with its organisation/name first"
+            f"checkpoint_dir {value}: no such folder, here or below checkpoints/; to fetch a model from the hub, run "
+            f"`toolkit download {name}`"
         )
     if not (folder / CONFIG).is_file():
         if (folder / WEIGHTS).exists():

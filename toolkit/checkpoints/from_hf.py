@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from toolkit.checkpoints.finite import nonfinite_tensors, nonfinite_warning
@@ -25,8 +26,9 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
 from toolkit.models.moe import type_of
+from toolkit.untrusted import read_yaml
 
-RECORD = "download.yaml"  # where `toolkit download` had the model from
+RECORD = "download.yaml"  # what the model was made from: a repository of the hub at a commit, or a folder
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 
 
@@ -65,6 +67,8 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
                 notes.append(nonfinite_warning(nonfinite, out_dir))
             write_model_files(folder, state_dict=weights, config=config, hyperparameters=None, tokenizer=None)
             copy_files(hf_dir, folder, (*FILE_PATTERNS, CONFIG, RECORD))
+            if not (folder / RECORD).exists():
+                write_record(folder, {"hf_dir": str(hf_dir.resolve())})
             if made is not None:
                 (folder / "tokenizer.json").write_bytes(made)
 
@@ -72,6 +76,24 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
     finally:
         close()
     return notes + notes_of_tokenizer + notes_of_unused + notes_of_head + notes_of_type
+
+
+def write_record(folder: Path, origin: dict[str, str]) -> None:
+    """Write what the model of a folder was made from: repo_id, revision and commit, or hf_dir."""
+    (folder / RECORD).write_text(yaml.safe_dump(origin, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def read_origin(folder: Path) -> tuple[str, str | None] | None:
+    """Return the hub name (with its revision) or the Hugging Face folder that an imported model was made from; None
+    where neither is recorded, or that folder is not there any more."""
+    try:
+        origin = read_yaml(folder / RECORD)
+        repo_id, revision, hf_dir = (origin.get(key) for key in ("repo_id", "revision", "hf_dir"))
+    except (OSError, ValueError, AttributeError):
+        return None
+    if isinstance(repo_id, str):
+        return repo_id, revision if isinstance(revision, str) and revision != "main" else None
+    return (hf_dir, None) if isinstance(hf_dir, str) and Path(hf_dir, CONFIG).is_file() else None
 
 
 def is_import_of(folder: Path, hf_dir: Path) -> bool:

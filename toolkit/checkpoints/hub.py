@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import glob
 import shutil
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-import yaml
-
-from toolkit.checkpoints.from_hf import RECORD, import_hf, read_hf_config
+from toolkit.checkpoints.from_hf import import_hf, read_hf_config, write_record
 from toolkit.checkpoints.hf_files import CONFIG, INDEX, SINGLE, quantised_bits, read_json
 from toolkit.checkpoints.store import exclusive, full_disk, require_new_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 _TIMEOUT = 30  # seconds
+_HEARTBEAT = 10.0  # seconds between two lines of a download
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -77,9 +78,12 @@ def download(
         _drop_other_commits(place, snapshot.commit)
         size = sum(snapshot.sizes[name] for name in names)
         report(f"downloading {repo_id} at commit {snapshot.commit}: {len(names)} files, {size:,} bytes")
-        _fetch(snapshot, names, folder, after=f"; whole files are kept in {place}, the same command fetches the others")
+        after = f"; whole files are kept in {place}, the same command fetches the others"
+        _fetch(snapshot, names, folder, after, report)
         record = {"repo_id": repo_id, "revision": revision, "commit": snapshot.commit}
-        (folder / RECORD).write_text(yaml.safe_dump(record, sort_keys=False), encoding="utf-8")
+        write_record(folder, record)
+        if convert:
+            report(f"converting it to {out_dir}")
         try:
             notes = import_hf(folder, out_dir, dtype) if convert else _move(folder, out_dir)
         except UserError as error:
@@ -92,6 +96,11 @@ def _look_up(repo_id: str, revision: str) -> Snapshot:
     from huggingface_hub import HfApi
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+    if repo_id == "list":
+        raise UserError(
+            "repo_id list: give the name of a model on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct; "
+            "`toolkit pretrain list` prints the named architectures"
+        )
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -188,19 +197,54 @@ def _drop_other_commits(place: Path, commit: str) -> None:
             shutil.rmtree(path)
 
 
-def _fetch(snapshot: Snapshot, names: list[str], folder: Path, after: str = "") -> None:
+def _fetch(
+    snapshot: Snapshot, names: list[str], folder: Path, after: str = "", report: Callable[[str], None] | None = None
+) -> None:
+    """Fetch files into a folder; without ``report`` in silence."""
     from huggingface_hub import snapshot_download
 
-    with _explained(snapshot.repo_id, snapshot.revision, after):
+    size = sum(snapshot.sizes[name] for name in names)
+    with _explained(snapshot.repo_id, snapshot.revision, after), _progress(folder, size, report) as tqdm_class:
         snapshot_download(
             snapshot.repo_id,
             revision=snapshot.commit,
             local_dir=folder,
             allow_patterns=[glob.escape(name) for name in names],
+            tqdm_class=tqdm_class,
         )
         # Without a network it returns a folder that is there with no more than a warning.
         if missing := [name for name in names if not _is_whole(snapshot, name, folder)]:
             raise OSError(f"{missing[0]} has not come whole")
+
+
+@contextmanager
+def _progress(folder: Path, size: int, report: Callable[[str], None] | None) -> Iterator[type | None]:
+    """Give the class of the library's bars: its own on a terminal; elsewhere one that draws nothing, and a line with
+    the bytes in ``folder`` is reported now and then."""
+    if report is not None and sys.stderr.isatty():
+        yield None
+        return
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **(options | {"disable": True}))
+
+    is_over = threading.Event()
+
+    def report_bytes() -> None:
+        while report is not None and not is_over.wait(_HEARTBEAT):
+            with suppress(OSError):  # a file may be renamed meanwhile
+                here = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                report(f"downloaded {min(here, size):,} of {size:,} bytes")
+
+    reporter = threading.Thread(target=report_bytes, daemon=True)
+    reporter.start()
+    try:
+        yield Silent
+    finally:
+        is_over.set()
+        reporter.join()
 
 
 def _move(folder: Path, out_dir: Path) -> list[str]:

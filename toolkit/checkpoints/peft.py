@@ -16,6 +16,7 @@ from torch import Tensor
 from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapter_info
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
+from toolkit.checkpoints.from_hf import read_origin
 from toolkit.checkpoints.hf import write_safetensors
 from toolkit.checkpoints.hf_files import read_json
 from toolkit.checkpoints.merge import copy_files
@@ -42,6 +43,8 @@ _HEAD = "lm_head"
 class Exported(NamedTuple):
     base: str
     """What the new folder names as its base."""
+    is_known: bool
+    """Whether that is a model which transformers loads: given by the user, or recorded when the base was imported."""
     is_checked: bool
     """Whether the base is there, and the one that the adapters were trained on."""
     around: str | None
@@ -50,7 +53,12 @@ class Exported(NamedTuple):
     """The names of the tensors in the new folder that contain NaN or Inf."""
 
 
-def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | Path | None = None) -> Exported:
+def export_peft(
+    checkpoint_dir: Path,
+    out_dir: Path,
+    base_checkpoint_dir: str | Path | None = None,
+    base_model: str | None = None,
+) -> Exported:
     """Write a folder that ``peft.PeftModel.from_pretrained`` loads, whole or not at all.
 
     Args:
@@ -58,6 +66,8 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
         out_dir: The new folder; one that is there must be empty.
         base_checkpoint_dir: Where the base is; what it was in training when not given. Its weights are read only for
             DoRA on a part of a layer that is fused in the Hugging Face model, too.
+        base_model: The hub name or the Hugging Face folder of the base, for base_model_name_or_path; what is recorded
+            beside the base when not given.
 
     Raises:
         UserError: the adapters cannot be read, the base is another checkpoint or base_checkpoint_dir none, out_dir is
@@ -81,8 +91,9 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
     tensors: dict[str, Tensor] = {}
     for layer in linear_layers(config):
         tensors |= dict(_exported(layer, layer.adapters(model), weight_of))
-    base_name = _base_name(info.base)
-    settings = _settings(info.lora, tensors, linear_layers(config), base_name)
+    known = (base_model, None) if base_model else _hf_base(info.base)
+    base_name, revision = known or (str(info.base), None)
+    settings = _settings(info.lora, tensors, linear_layers(config), base_name) | {"revision": revision}
     if (around := _model_around(info.base)) is not None:
         tensors = {name.replace(".layers.", f".{TEXT_MODEL}layers.", 1): tensor for name, tensor in tensors.items()}
         settings["target_modules"] = _within_text_model(settings["target_modules"])
@@ -93,7 +104,7 @@ def export_peft(checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | 
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
 
     write_folder(out_dir, write, flag="out_dir")
-    return Exported(base_name, is_checked, around, nonfinite_tensors(tensors))
+    return Exported(base_name, known is not None, is_checked, around, nonfinite_tensors(tensors))
 
 
 def _exported(layer: Layer, placed: list[Placed], weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -185,10 +196,11 @@ def _model_around(base: Path) -> str | None:
     return kind if isinstance(kind, str) and kind in WITH_IMAGES else None
 
 
-def _base_name(base: Path) -> str:
-    """The name of the base at Hugging Face, where its folder is checkpoints/ORGANISATION/NAME, else the folder.
+def _hf_base(base: Path) -> tuple[str, str | None] | None:
+    """What the base was imported from, with the revision of a hub name that is not the main one, else its name at
+    Hugging Face where its folder is checkpoints/ORGANISATION/NAME.
 
     The ``_name_or_path`` of a config.json is not it: there transformers notes what the model was made from.
     """
     parts = base.resolve().parts
-    return "/".join(parts[-2:]) if "checkpoints" in parts[-3:-2] else str(base)
+    return read_origin(base) or (("/".join(parts[-2:]), None) if "checkpoints" in parts[-3:-2] else None)

@@ -24,3 +24,10 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "plan": ("toolkit.commands.plan", ("command",), "batch, parameters and memory of a run, ahead of it"),
     "consolidate": ("toolkit.commands.consolidate", ("checkpoint_dir", "out_dir"), "join the shards of a checkpoint"),
 }
+
+_LITGPT = (
+    "; LitGPT's checkpoint folders are read as they are; convert_from_hf reads Hugging Face folders, and convert_to_hf "
+    "writes those that LitGPT converts"
+)
+HINTS = {"convert_to_litgpt": _LITGPT, "convert_from_litgpt": _LITGPT}
+"""What to say of commands that other tools have."""

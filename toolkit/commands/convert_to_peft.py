@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 
-def setup(checkpoint_dir: str, out_dir: str, base_checkpoint_dir: str | None = None) -> None:
+def setup(
+    checkpoint_dir: str, out_dir: str, base_checkpoint_dir: str | None = None, base_model: str | None = None
+) -> None:
     """Write adapter_model.safetensors, adapter_config.json and the tokenizer's files.
 
     Args:
         checkpoint_dir: The adapters: a checkpoint folder of finetune_lora, or a name below checkpoints/.
         out_dir: The new folder.
         base_checkpoint_dir: The base model; the folder that it had in training when not given.
+        base_model: The hub name or the Hugging Face folder of the base, as base_model_name_or_path; what the base was
+            imported from (download, convert_from_hf) when not given.
     """
+    import shlex
     import sys
     from pathlib import Path
 
@@ -18,11 +23,18 @@ def setup(checkpoint_dir: str, out_dir: str, base_checkpoint_dir: str | None = N
     from toolkit.checkpoints.folder import find_checkpoint_dir
     from toolkit.checkpoints.peft import export_peft
 
-    exported = export_peft(find_checkpoint_dir(checkpoint_dir), Path(out_dir), base_checkpoint_dir)
+    exported = export_peft(find_checkpoint_dir(checkpoint_dir), Path(out_dir), base_checkpoint_dir, base_model)
     if exported.nonfinite:
         print(nonfinite_warning(exported.nonfinite, out_dir), file=sys.stderr)
     print(f"wrote {out_dir}")
-    print(f"its base is {exported.base}; another place goes into base_model_name_or_path of adapter_config.json")
+    print(f"base_model_name_or_path: {exported.base}")
+    if not exported.is_known:
+        print(
+            f"warning: transformers does not load {exported.base}, and no Hugging Face model is recorded for it: give "
+            "its hub name or folder with --base_model; "
+            f"`toolkit convert_to_hf {shlex.quote(exported.base)} DIR` writes such a folder",
+            file=sys.stderr,
+        )
     if exported.around is not None:
         print(
             f"for the {exported.around} model with images; for the text model alone, merge (convert_to_hf --merge true)"

@@ -20,12 +20,23 @@ class OfRun(DataModule):
         raise AssertionError("stands for another one")
 
 
+@dataclass
+class EvalLimits:
+    """How much to evaluate.
+
+    Args:
+        max_iters: At most so many batches of micro_batch_size; all when not given.
+    """
+
+    max_iters: int | None = None
+
+
 def setup(
     checkpoint_dir: str,
     data: DataModule = OfRun(),
     split: Literal["val", "train"] = "val",
     micro_batch_size: int = 4,
-    max_iters: int | None = None,
+    eval: EvalLimits = EvalLimits(),
     max_seq_length: int | None = None,
     trust_checkpoint_data: bool | None = None,
     tasks: str | None = None,
@@ -47,7 +58,7 @@ def setup(
         data: The text; the data of the checkpoint's own run when not given, and PythonStdlib where that is not known.
         split: The held-out part of the data, or the training part.
         micro_batch_size: Sequences per forward pass.
-        max_iters: At most so many batches; all when not given.
+        eval: How much to evaluate.
         max_seq_length: Tokens per sequence; those of the run with its data, else the model's context length.
         trust_checkpoint_data: Without --data, use the paths that the checkpoint's hyperparameters.yaml names; they are
             read, and its cache is written.
@@ -64,7 +75,8 @@ def setup(
     """
     of_text = {
         "data": None if isinstance(data, OfRun) else type(data).__name__, "split": None if split == "val" else split,
-        "max_iters": max_iters, "max_seq_length": max_seq_length, "trust_checkpoint_data": trust_checkpoint_data,
+        "eval.max_iters": eval.max_iters, "max_seq_length": max_seq_length,
+        "trust_checkpoint_data": trust_checkpoint_data,
     }  # fmt: skip
     of_tasks = {
         "num_fewshot": num_fewshot, "limit": limit, "include_path": include_path,
@@ -73,7 +85,7 @@ def setup(
     require_effect(tasks, of_text, of_tasks)
     if trust_checkpoint_data is not None and not isinstance(data, OfRun):
         require(False, "trust_checkpoint_data", trust_checkpoint_data, "has no effect with --data; leave it out")
-    for name, value in {"micro_batch_size": micro_batch_size, "max_iters": max_iters, "limit": limit}.items():
+    for name, value in {"micro_batch_size": micro_batch_size, "eval.max_iters": eval.max_iters, "limit": limit}.items():
         require(value is None or value > 0, name, value, "must be greater than zero")
     require(num_fewshot is None or num_fewshot >= 0, "num_fewshot", num_fewshot, "must not be negative")
 
@@ -88,7 +100,7 @@ def setup(
         return
     result = evaluate(
         checkpoint, None if isinstance(data, OfRun) else data,
-        split=split, micro_batch_size=micro_batch_size, max_iters=max_iters, max_seq_length=max_seq_length,
+        split=split, micro_batch_size=micro_batch_size, max_iters=eval.max_iters, max_seq_length=max_seq_length,
         trust_checkpoint_data=trust_checkpoint_data,
     )  # fmt: skip
     if format == "json":

@@ -44,7 +44,7 @@ def setup(
     precision: Precision | None = None,
     compiler: Literal["none", "torch"] = "none",
     deterministic: bool = False,
-    logger_name: Literal["csv", "tensorboard", "wandb", "mlflow"] = "csv",
+    logger_name: str = "csv",
     timeout: float | None = None,
     seed: int = 42,
 ) -> None:
@@ -73,7 +73,8 @@ def setup(
         precision: 32-true on a CPU and bf16-mixed on CUDA when not given.
         compiler: Compile the blocks with torch.compile.
         deterministic: Take only algorithms that give the same bits every time: slower on CUDA; a CPU's always do.
-        logger_name: Where metrics go besides logs/metrics.csv.
+        logger_name: Where metrics go besides logs/metrics.csv: tensorboard, wandb, mlflow, or several with commas
+            between them; csv is that file alone.
         timeout: Minutes to wait for a process that does not answer; 30 until the first step is done, then 5.
         seed: Chooses initial weights and the order of the data.
     """

@@ -78,7 +78,7 @@ class DataModule(ABC):
         Args:
             tokenizer: The tokenizer of ``--tokenizer_dir``; without one the module trains its own if it can.
             max_seq_length: T, the input tokens of a row (blocks on disk hold T + 1).
-            report: Takes lines for people: HIT or MISS of the cache, sizes, seconds.
+            report: Takes lines for people: prepared or taken from the cache, sizes, seconds.
 
         Raises:
             UserError: if an option or a file is unusable.

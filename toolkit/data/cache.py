@@ -9,9 +9,9 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,8 +44,8 @@ def choose_cache_dir(value: str | None) -> Path:
 def unfinished(folder: Path) -> Iterator[Path]:
     """Give a temporary folder beside ``folder``, to be published; what is still there at the end is removed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{_unfinished_prefix()}{os.getpid()}-", dir=folder.parent))
-    temporary.chmod(0o755)  # mkdtemp's folder is private, a cache may be shared
+    temporary = folder.parent / f"{_unfinished_prefix()}{os.getpid()}-{secrets.token_hex(4)}"
+    temporary.mkdir()  # and not mkdtemp's, which is private: a cache may be shared
     try:
         yield temporary
     finally:

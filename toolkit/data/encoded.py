@@ -40,7 +40,7 @@ _CONTENT = ("tokens", "trained", "offsets", "train_members", "train_starts", "va
 
 
 def prepare_encoded(job: Job, report: Callable[[str], None]) -> Prepared:
-    """Find the rows of ``job`` in the cache (HIT) or make them (MISS).
+    """Find the rows of ``job`` in the cache or make them.
 
     Raises:
         UserError: if a row, the template or the cache folder is unusable, or nothing is left to train on.
@@ -52,9 +52,9 @@ def prepare_encoded(job: Job, report: Callable[[str], None]) -> Prepared:
     try:
         prepared, reason = _find(folder, key, job, report)
         if prepared is not None:
-            report(f"Data: HIT {folder} ({time.perf_counter() - start:.1f} s)")
+            report(f"Data: using cached {folder} ({time.perf_counter() - start:.1f} s)")
         else:
-            report(f"Data: MISS {folder}: {reason}; encoding {', '.join(source.name for source in job.sources)}")
+            report(f"Data: preparing {folder} ({reason}): encoding {', '.join(source.name for source in job.sources)}")
             clean_up(cache_dir)
             with unfinished(folder) as temporary:
                 _make(temporary, key, job, report)

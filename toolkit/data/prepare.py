@@ -59,7 +59,7 @@ class TextSources:
 
 
 def prepare_text(sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report) -> Prepared:
-    """Find the rows of ``sources`` in the cache (HIT) or make them (MISS).
+    """Find the rows of ``sources`` in the cache or make them.
 
     Raises:
         UserError: if text, tokenizer or cache folder are unusable.
@@ -77,11 +77,11 @@ def prepare_text(sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_l
     try:
         prepared, reason = _find(folder, key, tokenizer, max_seq_length, report)
         if prepared is not None:
-            report(f"Data: HIT {folder}: {prepared.summary} ({time.perf_counter() - start:.1f} s)")
+            report(f"Data: using cached {folder}: {prepared.summary} ({time.perf_counter() - start:.1f} s)")
             return prepared
         texts = train + (val or [])
         size = sum(document.size for document in texts) / 1e6
-        report(f"Data: MISS {folder}: {reason}; preparing {len(texts):,} documents, {size:.1f} MB")
+        report(f"Data: preparing {folder} ({reason}): {len(texts):,} documents, {size:.1f} MB")
         clean_up(cache_dir)
         _make(folder, key, sources, (train, val), tokenizer, max_seq_length, report)
     except OSError as error:

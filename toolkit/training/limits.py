@@ -1,12 +1,18 @@
-"""When a run ends: the limit that is reached first."""
+"""When a run ends: the limit that is reached first; and how often it validates and saves until then."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
-from toolkit.args import TrainArgs
+from toolkit.args import AUTO, EvalArgs, TrainArgs
+from toolkit.errors import UserError
 from toolkit.training.state import Progress
+
+VALIDATIONS, CHECKPOINTS = 10, 5  # of a run, where their intervals are auto
+MIN_INTERVAL = 5  # steps; a run of a few steps is a trial, which saves and validates at its end
+MAX_SAVE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -58,3 +64,64 @@ def build_limits(
     seconds = None if args.max_time is None else args.max_time * 60
     total, last = min(ends + estimates, default=None), min(ends, default=None)
     return Limits(total, total_samples, args.max_tokens, seconds, last)
+
+
+def require_ahead(args: TrainArgs, done: Progress, limits: Limits, longest_row: int, checkpoint: Path) -> None:
+    """Refuse to resume ``checkpoint``, which is ``done``, with a limit that it has passed.
+
+    The last step of a run may reach beyond ``max_tokens``, by less than a global batch of its longest row.
+
+    Raises:
+        UserError: naming the limit.
+    """
+    assert args.global_batch_size is not None
+    passed = {
+        "max_steps": (args.max_steps, args.max_steps is not None and done.step > args.max_steps),
+        "max_tokens": (
+            args.max_tokens,
+            args.max_tokens is not None and done.tokens >= args.max_tokens + args.global_batch_size * longest_row,
+        ),
+        "epochs": (args.epochs, limits.total_samples is not None and done.samples > limits.total_samples),
+    }
+    for name, (value, is_passed) in passed.items():
+        if is_passed:
+            raise UserError(
+                f"--train.{name} {value}: {checkpoint} is past this limit, after {done.step:,} steps, "
+                f"{done.tokens:,} tokens and {done.samples:,} samples; raise it, or train anew in another --out_dir"
+            )
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """How often a run validates and saves before its end; None is never.
+
+    Args:
+        eval_steps, save_steps: Optimizer steps; due at multiples of them, so that a resumed run keeps to them.
+        eval_seconds, save_seconds: Wall time since the last one, or since the launch.
+    """
+
+    eval_steps: int | None
+    eval_seconds: float | None
+    save_steps: int | None
+    save_seconds: float | None
+
+
+def build_intervals(train: TrainArgs, evaluation: EvalArgs, limits: Limits) -> Intervals:
+    """Resolve the intervals that are auto by the length of the run; explicit ones are taken as they are."""
+    eval_seconds = save_seconds = None
+    if evaluation.interval == AUTO and limits.max_seconds is not None:
+        eval_seconds = limits.max_seconds / VALIDATIONS
+    if train.save_every_minutes not in (AUTO, None):
+        save_seconds = train.save_every_minutes * 60
+    elif train.save_every_minutes == AUTO and train.save_interval == AUTO:
+        save_seconds = min(MAX_SAVE_SECONDS, (limits.max_seconds or math.inf) / CHECKPOINTS)
+    return Intervals(
+        _interval(evaluation.interval, VALIDATIONS, limits), eval_seconds,
+        _interval(train.save_interval, CHECKPOINTS, limits), save_seconds,
+    )  # fmt: skip
+
+
+def _interval(given: int | str, per_run: int, limits: Limits) -> int | None:
+    if given != AUTO:
+        return given or None
+    return None if limits.total_steps is None else max(MIN_INTERVAL, math.ceil(limits.total_steps / per_run))

@@ -25,7 +25,7 @@ from toolkit.errors import GuardError, StoppedBySignal
 from toolkit.training import best
 from toolkit.training.batch import BatchPlan
 from toolkit.training.checkpointer import Checkpointer
-from toolkit.training.limits import Limits
+from toolkit.training.limits import Intervals, Limits
 from toolkit.training.samples import Sampler
 from toolkit.training.schedule import Schedule
 from toolkit.training.state import Progress
@@ -45,6 +45,7 @@ class Run:
     data: Prepared
     plan: BatchPlan
     limits: Limits
+    intervals: Intervals
     schedule: Schedule
     train: TrainArgs
     eval: EvalArgs
@@ -91,10 +92,10 @@ def fit(run: Run) -> None:
 
 
 def train_until_done(run: Run, signals: SignalWatch) -> None:
-    fabric, progress, limits = run.fabric, run.progress, run.limits
+    fabric, progress, limits, intervals = run.fabric, run.progress, run.limits, run.intervals
     if limits.reached(progress.step, progress.tokens):
         return
-    last_saved = time.perf_counter()
+    last_saved = last_validated = time.perf_counter()
     step_seconds, skipped_in_a_row = 0.0, 0
     stream = train_batches(
         run.data.train,
@@ -116,13 +117,13 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
 
         # The one vote of the step: what the ranks must agree on, summed over them.
         left = math.inf if limits.max_seconds is None else run.launched + limits.max_seconds - step_started
-        save_every = run.train.save_every_minutes
         agreed = ranks.vote(
             n_tokens=sum(batch.n_tokens for batch in micro_batches),
             n_inputs=sum(batch.n_inputs for batch in micro_batches),
             signalled=int(signals.received > 0),
             time_is_up=int(left <= step_seconds),
-            save_is_due=int(save_every is not None and step_started - last_saved >= save_every * 60),
+            eval_is_due=int(step_started - last_validated >= (intervals.eval_seconds or math.inf)),
+            save_is_due=int(step_started - last_saved >= (intervals.save_seconds or math.inf)),
         )
         if agreed["signalled"]:
             stop_for_signal(run, signals)
@@ -163,7 +164,8 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
 
         # Now and then: validate, log, save.
         last = limits.reached(progress.step, progress.tokens) or agreed["time_is_up"] > 0
-        validates = is_due(run.eval.interval, progress.step) and not last or last and run.eval.final_validation
+        is_eval_due = is_due(intervals.eval_steps, progress.step) or agreed["eval_is_due"] > 0
+        validates = run.eval.final_validation if last else is_eval_due
         metrics = run_validation(run) if validates else {}
         if is_due(run.train.log_interval, progress.step) or last or metrics:
             shown = {"loss": result.loss, "learning_rate": learning_rate, "grad_norm": result.grad_norm}
@@ -171,9 +173,10 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
             record(run, shown | metrics)
         if validates:
             after_validation(run, metrics)
+            last_validated = time.perf_counter()
         if last:
             return
-        if is_due(run.train.save_interval, progress.step) or agreed["save_is_due"]:
+        if is_due(intervals.save_steps, progress.step) or agreed["save_is_due"]:
             save(run, f"step-{progress.step:08d}")
             last_saved = time.perf_counter()
 

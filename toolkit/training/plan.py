@@ -154,12 +154,15 @@ def advice_for(plan: RunPlan, device_memory_gb: float) -> list[Advice]:
             taken, current = [*taken, step], found[1]
             if current.memory.total <= limit:
                 break
+    chosen = _apply(taken, plan, limit)
     for step in taken[:-1]:
         fewer = [other for other in taken if other is not step]
         changes = _apply(fewer, plan, limit)
-        if changes and changes[-1][1].memory.total <= limit:
-            taken = fewer
-    return [Advice(text, p.memory.total / 1e9, p.memory.total <= limit) for text, p in _apply(taken, plan, limit)]
+        fits = bool(changes) and changes[-1][1].memory.total <= limit
+        # Without this one, the others must not go further: 4 bits are better than much shorter sequences.
+        if fits and {text for text, _ in changes} <= {text for text, _ in chosen}:
+            taken, chosen = fewer, changes
+    return [Advice(text, p.memory.total / 1e9, p.memory.total <= limit) for text, p in chosen]
 
 
 def _apply(steps: list[Step], plan: RunPlan, limit: float) -> list[tuple[str, RunPlan]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import socket
 import time
 from collections.abc import Iterator
@@ -39,7 +41,7 @@ from toolkit.models.gpt import Block
 from toolkit.training import adapters, best
 from toolkit.training.checkpointer import Checkpointer, seed_from
 from toolkit.training.decide import Decisions, decide
-from toolkit.training.limits import Limits, build_limits
+from toolkit.training.limits import Limits, build_intervals, build_limits, require_ahead
 from toolkit.training.loop import Run, fit
 from toolkit.training.model import Plan, check_replicas, describe_model, plan_model, set_up_model, unwrapped
 from toolkit.training.optimizer import build_optimizer
@@ -48,7 +50,7 @@ from toolkit.training.samples import Sampler, make_sampler
 from toolkit.training.schedule import Schedule, build_schedule
 from toolkit.training.state import Identity, Progress, read_meta
 from toolkit.training.throughput import Throughput, flops_per_token, peak_flops
-from toolkit.ui.loggers import MetricsCSV, check_logger, make_loggers
+from toolkit.ui.loggers import MetricsCSV, check_loggers, make_loggers
 from toolkit.ui.plots import plot_loss
 from toolkit.ui.progress import make_progress
 
@@ -67,7 +69,7 @@ def run_training(args: RunArgs) -> None:
     precision = pick_precision(args.precision, device, args.defaults.cuda_precision)
     decided = decide(args, device, layout.devices, layout.num_nodes, precision)
     args = decided.args
-    check_logger(args.logger_name, args.log)
+    check_loggers(args.logger_name, args.log)
     alone = layout.world_size == 1 or (layout.starts_processes and layout.num_nodes == 1)  # nobody waits yet
     resume_from = find_start(args) if alone else None
     fabric = build_fabric(
@@ -172,6 +174,9 @@ def find_place(decided: Decisions, data: Prepared, resume_from: Path | None) -> 
     limits = build_limits(
         args.train, progress, n_rows=len(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
     )
+    if resume_from is not None:
+        longest = int(data.train.lengths.max()) if is_ragged(data.train) else math.ceil(length)
+        require_ahead(args.train, progress, limits, longest, resume_from)
     schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
     return Start(resume_from, progress, model, base, identity, limits, schedule, length, flops, sampler)
@@ -231,6 +236,7 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
         data=data,
         plan=decided.batch,
         limits=start.limits,
+        intervals=build_intervals(args.train, args.eval, start.limits),
         schedule=start.schedule,
         train=args.train,
         eval=args.eval,
@@ -257,6 +263,23 @@ def tell_the_end(run: Run, out_dir: Path) -> None:
     run.display.message(
         f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {out_dir / FINAL}"
     )
+    for command in next_commands(run, out_dir):
+        run.display.message(f"  {command}")
+
+
+def next_commands(run: Run, out_dir: Path) -> list[str]:
+    """What can be done with the model that the run has written; nothing where it is a module from Python."""
+    config = run.checkpointer.config
+    if config is None or run.checkpointer.hyperparameters is None:
+        return []
+    final, hf = (shlex.quote(str(path)) for path in (out_dir / FINAL, out_dir / "hf"))
+    merge = "" if run.checkpointer.adapters is None else " --merge true"
+    commands = {
+        f'toolkit generate {final} --prompt "..."': run.data.tokenizer is not None,
+        f"toolkit evaluate {final}": run.data.val is not None,
+        f"toolkit convert_to_hf {final} {hf}{merge}": why_not_exported(config) is None,
+    }
+    return [command for command, is_possible in commands.items() if is_possible]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: ``logs/metrics.csv`` always, and one of Lightning's loggers where it is asked for."""
+"""Where the metrics of a run go: ``logs/metrics.csv`` always, and any of Lightning's loggers that is asked for."""
 
 from __future__ import annotations
 
@@ -86,25 +86,37 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     return [values for _, values in _read(Path(path))]
 
 
-def check_logger(name: str, log_args: LogArgs) -> None:
-    """Raise UserError if there is no such logger, its package is missing, or it has no use for a given name."""
-    if name not in LOGGERS:
-        mend = did_you_mean(name, LOGGERS) or f"; use {', '.join(LOGGERS)}"
-        raise UserError(f"--logger_name {name}: no such logger{mend}")
+def check_loggers(logger_name: str, log_args: LogArgs) -> list[str]:
+    """Return the names in a list such as "csv,tensorboard".
+
+    Raises:
+        UserError: there is no such logger, its package is missing, or none of them has a use for a given name.
+    """
+    names = list(dict.fromkeys(name.strip() for name in logger_name.split(",")))
+    for name in names:
+        if name not in LOGGERS:
+            hint = did_you_mean(name, LOGGERS) or f"; use {', '.join(LOGGERS)}, or several with commas between them"
+            raise UserError(f"--logger_name {logger_name}: no such logger{hint}")
     given = {f.name for f in fields(log_args) if getattr(log_args, f.name) != f.default}
-    for option in sorted(given - NAMES.get(name, set())):
-        raise UserError(f"--log.{option}: has no effect with --logger_name {name}; leave it out, or use wandb")
-    if name != "csv":
-        _require_package(name)
+    for option in sorted(given.difference(*(NAMES.get(name, set()) for name in names))):
+        raise UserError(f"--log.{option}: has no effect with --logger_name {logger_name}; leave it out, or use wandb")
+    for name in names:
+        if name != "csv":
+            _require_package(name)
+    return names
 
 
 def make_loggers(
-    name: str, out_dir: str | Path, log_args: LogArgs, hyperparameters: dict[str, Any], resume_step: int | None = None
+    logger_name: str,
+    out_dir: str | Path,
+    log_args: LogArgs,
+    hyperparameters: dict[str, Any],
+    resume_step: int | None = None,
 ) -> list[Any]:
-    """Start the logger that runs beside metrics.csv; none for "csv". For the first rank only.
+    """Start the loggers that run beside metrics.csv; none for "csv". For the first rank only.
 
     Args:
-        name: csv, tensorboard, wandb or mlflow.
+        logger_name: csv, tensorboard, wandb or mlflow, or several with commas between them.
         out_dir: Local files go to ``out_dir/logs``.
         log_args: Names under which W&B and MLflow file the run.
         hyperparameters: What is shown with the run; must hold no secret.
@@ -113,17 +125,19 @@ def make_loggers(
     Raises:
         UserError: There is no such logger, its package is missing, or it does not start (not logged in, no server).
     """
-    check_logger(name, log_args)
-    if name == "csv":
-        return []
-    try:
-        logger = _START[name](Path(out_dir) / "logs", log_args, resume_step)
-        # this connects: a wrong key or address shows here, before the first step
-        logger.log_hyperparams(hyperparameters)
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"--logger_name {name}: did not start ({reason}); or use --logger_name csv") from error
-    return [logger]
+    loggers = []
+    for name in check_loggers(logger_name, log_args):
+        if name == "csv":
+            continue
+        try:
+            logger = _START[name](Path(out_dir) / "logs", log_args, resume_step)
+            # this connects: a wrong key or address shows here, before the first step
+            logger.log_hyperparams(hyperparameters)
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"--logger_name {name}: did not start ({reason}); or use --logger_name csv") from error
+        loggers.append(logger)
+    return loggers
 
 
 def log_metrics(loggers: Iterable[Any], metrics: Mapping[str, float | None], step: int) -> None:

@@ -101,10 +101,11 @@ class Progress:
 class PlainProgress(Progress):
     """Whole lines without colour: for pipes, files, and terminals that cannot move the cursor.
 
-    Steps are printed at most once a second, but the first and the last always; everything else at once.
+    Steps are printed at most once a second in the first minute and once in ten seconds after it, but the first and the
+    last always; everything else at once.
     """
 
-    SECONDS_BETWEEN_STEPS = 1.0
+    FIRST_SECONDS = 60.0
 
     def __init__(
         self, total_steps: int | None, file: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
@@ -132,7 +133,8 @@ class PlainProgress(Progress):
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self._stepping = True
         self._pace.step(step)
-        due = self._clock() - self._printed_at >= self.SECONDS_BETWEEN_STEPS
+        between = 1.0 if self._pace.elapsed() < self.FIRST_SECONDS else 10.0
+        due = self._clock() - self._printed_at >= between
         if due or step == self.total_steps:
             self._print_step(step, metrics)
         else:
@@ -159,7 +161,7 @@ class PlainProgress(Progress):
 
     def _line(self, step: int, parts: list[str]) -> None:
         total = f"/{self.total_steps}" if self.total_steps else ""
-        self.message(" | ".join([f"step {step}{total}", *parts]))
+        self.message(" | ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} step {step}{total}", *parts]))
 
 
 def capitalised(text: str) -> str:

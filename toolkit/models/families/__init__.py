@@ -153,7 +153,7 @@ def _of_text(config_json: dict[str, Any]) -> dict[str, Any]:
 def _why_not(config_json: dict[str, Any]) -> str:
     """What to say of a ``config.json`` of none of the families."""
     model_type = config_json.get("model_type")
-    near = did_you_mean(str(model_type), FAMILIES, count=1)
+    near = did_you_mean(str(model_type), FAMILIES, count=1, cutoff=0.7)
     said = f"config.json: model_type {model_type!r} is not supported"
     text = config_json.get("text_config")
     if isinstance(text, dict) or "vision_config" in config_json:
