@@ -24,6 +24,20 @@ from toolkit.models.families import family_of, get_config
 
 SEED, LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_NORM = 42, 4e-4, 0.1, (0.9, 0.95), 1.0
 
+# The fields of ModelConfig that LitGPT's Config has (0.5.13).
+LITGPT_FIELDS = {
+    "name", "block_size", "vocab_size", "padded_vocab_size", "padding_multiple", "n_layer", "n_head", "n_query_groups",
+    "n_embd", "head_size", "intermediate_size", "rotary_percentage", "rope_base", "rope_adjustments",
+    "rope_local_base_freq", "rope_indices", "sliding_window_size", "sliding_window_indices", "attention_scores_scalar",
+    "attention_logit_softcapping", "final_logit_softcapping", "norm_qk", "norm_qk_type", "latent_attention",
+    "scale_embeddings", "parallel_residual", "shared_attention_norm", "bias", "attn_bias", "lm_head_bias",
+    "norm_class_name", "norm_eps", "norm_1", "norm_2", "post_attention_norm", "post_mlp_norm", "mlp_class_name",
+    "n_expert", "n_expert_per_token", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor",
+    "n_expert_groups", "n_topk_groups", "gelu_approximate",
+}  # fmt: skip
+# What it takes from the name, from an option (tie_embeddings), or does not have in training (router_aux_loss_coef).
+LITGPT_INFERS = {"family", "norm_offset", "norm_affine", "tie_embeddings", "router_aux_loss_coef"}
+
 # What toolkit asks of glibc itself (keep_freed_memory in toolkit/distributed/memory.py): the peers get it too.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -157,16 +171,19 @@ def read_litgpt(metrics: Path, done: Finished, work: Work) -> Measurement:
 
 
 def litgpt_config(config: ModelConfig) -> dict[str, Any]:
-    """The same architecture for LitGPT, whose field names ours are.
+    """The same architecture for LitGPT, in those fields that it has.
 
     Raises:
         UserError: LitGPT cannot build it.
     """
     if config.position_embedding != "rope":
         raise UserError(f"--model {config.name}: LitGPT has no {config.position_embedding} positions; leave it out")
-    ours_only = {"family", "position_embedding", "tie_embeddings"}
-    values = {k: v for k, v in config.to_dict().items() if k not in ours_only and v is not None}
-    return values | {"rope_base": int(config.rope_base)}  # a whole number there
+    values, default = config.to_dict(), ModelConfig()
+    for name in values.keys() - LITGPT_FIELDS - LITGPT_INFERS:
+        if values[name] != getattr(default, name):
+            raise UserError(f"--model {config.name}: LitGPT has no {name}, here {values[name]}; leave it out")
+    known = {name: value for name, value in values.items() if name in LITGPT_FIELDS and value is not None}
+    return known | {"rope_base": int(config.rope_base)}  # a whole number there
 
 
 def run_transformers(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:

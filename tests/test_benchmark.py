@@ -6,10 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
+
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import get_config, list_names
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -139,13 +144,32 @@ def test_a_peer_that_fails_is_told_with_the_end_of_its_output(tmp_path):
         products.run_process("litgpt", command, tmp_path, 1, {})
 
 
-@pytest.mark.parametrize("peer", ["", pytest.param("transformers", marks=pytest.mark.slow)])
+def test_litgpt_is_given_only_the_fields_that_it_has():
+    """Its own files, in tests/checkpoints/litgpt, hold all of them."""
+    (one, *_) = sorted(Path(__file__).parent.glob("checkpoints/litgpt/*/model_config.yaml"))
+    known = yaml.safe_load(one.read_text()).keys()
+    assert known & {field.name for field in fields(ModelConfig)} == products.LITGPT_FIELDS
+    refused = set()
+    for name in list_names():
+        try:
+            assert products.litgpt_config(get_config(name).with_vocab_size(64)).keys() <= known, name
+        except products.UserError as error:
+            assert "LitGPT has no " in str(error)
+            refused.add(get_config(name).family)
+    assert "gpt_oss" in refused and not refused & {"llama", "gpt_neox", "qwen3", "gemma2", "olmo2", "mixtral"}
+
+
+@pytest.mark.parametrize(
+    "peer", ["", *(pytest.param(peer, marks=pytest.mark.slow) for peer in ("transformers", "litgpt"))]
+)
 def test_benchmark_runs_the_real_product(peer):
     if peer:
-        pytest.importorskip("accelerate")
-    command = "--model pico-llama --seq_length 16 --batch_size 2 --steps 4 --warmup_steps 2 --rounds 1 --threads 1"
+        pytest.importorskip({"transformers": "accelerate"}.get(peer, peer))
+    model = "pythia-14m" if peer == "litgpt" else "pico-llama"  # LitGPT takes the names that it has
+    command = f"--model {model} --seq_length 16 --batch_size 2 --steps 4 --warmup_steps 2 --rounds 1 --threads 1"
+    command += f" --peers={peer} --format json --litgpt_python {sys.executable}"
     done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "benchmark.py"), *command.split(), "--peers", peer, "--format", "json"],
+        [sys.executable, str(SCRIPTS / "benchmark.py"), *command.split()],
         capture_output=True,
         text=True,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
