@@ -162,14 +162,21 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
         data = read_group("data", cls, options)
     except (UserError, TypeError) as error:
         raise UserError(f"{path}: {error}; give --data") from error
+    if not trust and (option := option_to_trust(data)) is not None:
+        raise UserError(
+            f"{path}: names data.{option} {getattr(data, option)}: if the checkpoint is your own or you trust its "
+            "author, add --trust_checkpoint_data true; else give --data"
+        )
+    return data, length
+
+
+def option_to_trust(data: DataModule) -> str | None:
+    """Return the first option that names what is to be read or written; None where the data names nothing."""
     default = {field.name: field.default for field in fields(data)}
     for option, value in vars(data).items():
-        if not trust and (is_path_option(option) or option == "repo_id") and value not in (None, default[option]):
-            raise UserError(
-                f"{path}: names data.{option} {value}: if the checkpoint is your own or you trust its author, add "
-                "--trust_checkpoint_data true; else give --data"
-            )
-    return data, length
+        if (is_path_option(option) or option == "repo_id") and value not in (None, default[option]):
+            return option
+    return None
 
 
 def evaluate_tasks(

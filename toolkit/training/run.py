@@ -20,7 +20,7 @@ from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
 from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.store import FINAL, exclusive, require_free, resolve_resume
-from toolkit.data.base import Prepared, Rows, is_ragged
+from toolkit.data.base import DataModule, Prepared, Rows, is_ragged
 from toolkit.data.loader import choose_padding
 from toolkit.distributed import ranks
 from toolkit.distributed.device import (
@@ -41,6 +41,7 @@ from toolkit.models.gpt import Block
 from toolkit.training import adapters, best
 from toolkit.training.checkpointer import Checkpointer, seed_from
 from toolkit.training.decide import Decisions, decide
+from toolkit.training.evaluate import option_to_trust
 from toolkit.training.limits import Limits, build_intervals, build_limits, require_ahead
 from toolkit.training.loop import Run, fit
 from toolkit.training.model import Plan, check_replicas, describe_model, plan_model, set_up_model, unwrapped
@@ -114,7 +115,7 @@ def run_training(args: RunArgs) -> None:
         finally:
             ranks.set_timeout(timeouts.first)  # a logger may have much to send
             close_logs(run, Path(args.out_dir), status)
-        tell_the_end(run, Path(args.out_dir))
+        tell_the_end(run, args.data, Path(args.out_dir))
 
 
 @dataclass(frozen=True)
@@ -256,27 +257,28 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
     )
 
 
-def tell_the_end(run: Run, out_dir: Path) -> None:
+def tell_the_end(run: Run, data: DataModule, out_dir: Path) -> None:
     if run.skipped_steps:
         run.display.message(f"the fp16 scaler left out {run.skipped_steps} steps")
     progress = run.progress
     run.display.message(
         f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {out_dir / FINAL}"
     )
-    for command in next_commands(run, out_dir):
+    for command in next_commands(run, data, out_dir):
         run.display.message(f"  {command}")
 
 
-def next_commands(run: Run, out_dir: Path) -> list[str]:
+def next_commands(run: Run, data: DataModule, out_dir: Path) -> list[str]:
     """What can be done with the model that the run has written; nothing where it is a module from Python."""
     config = run.checkpointer.config
     if config is None or run.checkpointer.hyperparameters is None:
         return []
     final, hf = (shlex.quote(str(path)) for path in (out_dir / FINAL, out_dir / "hf"))
     merge = "" if run.checkpointer.adapters is None else " --merge true"
+    trust = "" if option_to_trust(data) is None else " --trust_checkpoint_data true"
     commands = {
         f'toolkit generate {final} --prompt "..."': run.data.tokenizer is not None,
-        f"toolkit evaluate {final}": run.data.val is not None,
+        f"toolkit evaluate {final}{trust}": run.data.val is not None,
         f"toolkit convert_to_hf {final} {hf}{merge}": why_not_exported(config) is None,
     }
     return [command for command, is_possible in commands.items() if is_possible]
