@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -518,6 +519,20 @@ def test_the_process_of_templates_starts_again_after_idling_and_in_a_fork(five):
     template_process._running = (0, process)  # as in a fork
     assert ours.render(TWO) == expected and template_process._running[1] is not process
     assert process.poll() is None
+
+
+def test_an_interrupted_request_does_not_answer_the_next_one(five, monkeypatch):
+    ours = five["chatml"][0]
+    first, second = ours.render(TWO[:2]), ours.render(TWO)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(template_process._running[1], "stdout", SimpleNamespace(readline=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        ours.render(TWO[:2])
+    monkeypatch.undo()
+    assert [ours.render(TWO), ours.render(TWO[:2])] == [second, first]
 
 
 def test_a_role_order_that_the_template_refuses(make):

@@ -45,6 +45,10 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
                 answer = process.stdout.readline()
             except BrokenPipeError:
                 answer = b""
+            except BaseException:  # such as Ctrl-C: the answer must not be taken for that to the next request
+                process.kill()
+                process.wait()
+                raise
             if answer.endswith(b"\n"):
                 return json.loads(answer)
             with contextlib.suppress(OSError):
