@@ -173,7 +173,7 @@ def test_the_data_that_a_checkpoint_names_is_not_used_without_the_flag(tmp_path,
         values = {"data": {"class_path": cls, "init_args": options}, "train": {"max_seq_length": 8}}
         (folder / "hyperparameters.yaml").write_text(yaml.safe_dump(values))
 
-    command = ["evaluate", str(folder), "--accelerator", "cpu", "--max_iters", "1"]
+    command = ["evaluate", str(folder), "--accelerator", "cpu", "--eval.max_iters", "1"]
     for cls, options, shown in (
         ("TextFiles", {"train_data_path": "/etc/passwd"}, "data.train_data_path /etc/passwd"),
         ("PythonStdlib", {"cache_dir": str(cache)}, f"data.cache_dir {cache}"),

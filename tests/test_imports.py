@@ -18,7 +18,7 @@ PACKAGE = Path(toolkit.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up; a room may import its own and lower ones. Imports inside functions count too.
 ROOMS = [
-    {"errors", "checksums", "paths", "untrusted"},
+    {"errors", "checksums", "leftovers", "paths", "untrusted"},
     {"args", "models.config"},
     {"ui"},
     {"models"},
@@ -33,7 +33,7 @@ ROOMS = [
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 LIGHT = [
     "toolkit", "toolkit.cli", "toolkit.cli_parser", "toolkit.args", "toolkit.errors", "toolkit.checksums",
-    "toolkit.paths", "toolkit.untrusted", "toolkit.models.config",
+    "toolkit.leftovers", "toolkit.paths", "toolkit.untrusted", "toolkit.models.config",
     "toolkit.models.config_checks",
     "toolkit.models.families", "toolkit.data", "toolkit.ui", *(module for module, *_ in COMMANDS.values()),
 ]  # fmt: skip

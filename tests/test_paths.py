@@ -19,7 +19,7 @@ from toolkit.errors import UserError
 from toolkit.paths import is_path_option
 
 NO_PATHS = {
-    "columns", "family", "group", "latent_attention", "model_name", "name", "options", "project", "prompt",
+    "columns", "family", "group", "latent_attention", "logger_name", "model_name", "name", "options", "project", "prompt",
     "prompt_style", "repo_id", "revision", "rope_adjustments", "run", "split", "split_names", "subset", "system",
     "tasks", "val_split", "base_model",
 }  # fmt: skip

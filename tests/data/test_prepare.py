@@ -235,7 +235,7 @@ def test_s5_a_killed_preparation_is_never_reused(prepare, text, tmp_path):
     output = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL, output
     (leftover,) = folders(tmp_path / "cache")
-    assert leftover.startswith(".unfinished")
+    assert leftover.startswith(".tmp-")
     data, said = prepare()
     assert "preparing" in said and "not prepared yet" in said
     (folder,) = folders(tmp_path / "cache")  # what was left behind is gone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from pathlib import Path
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
+from toolkit.leftovers import sweep, temporary_prefix
 
+_sweep_once = functools.cache(sweep)  # per folder: there are many tensors
 SMALL = 65_536  # numbers; fewer are not worth a file of their own
 
 
@@ -41,7 +44,8 @@ def empty_on_disk(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
 
 
 def _mapped(place: Path, nbytes: int) -> Tensor:
-    with tempfile.NamedTemporaryFile(dir=place, prefix=".tmp-") as file:
+    _sweep_once(place)
+    with tempfile.NamedTemporaryFile(dir=place, prefix=temporary_prefix()) as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, nbytes)  # a disk that is full later would kill the process
         return torch.from_file(file.name, shared=True, size=nbytes, dtype=torch.uint8)

@@ -1,29 +1,31 @@
 """Laws S1 and S2 on disk: folders that appear whole or not at all, and which of them a run goes on from.
 
-Every name that begins with ``.tmp-`` is unfinished or on its way out: nothing lists it, and the next save deletes it.
+Every name that begins with ``.tmp-`` is unfinished or on its way out: nothing lists it, see :mod:`toolkit.leftovers`.
 """
 
 from __future__ import annotations
 
 import errno
-import glob
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 from toolkit.errors import UserError
+from toolkit.leftovers import TMP, remove, sweep, temporary_path
 from toolkit.untrusted import read_json
 
 COMPLETE = "COMPLETE"
 FINAL, BEST = "final", "best"
 WEIGHTS = "lit_model.pth"
-_TMP, _OLD = ".tmp-", ".old-"
+_OLD = ".old-"
 _LOCK = ".lock"
 _STEP = re.compile(r"step-(\d+)")
+# In a run's folder only the process that has its lock writes such names, so that none is a live process's.
+_UNFINISHED = re.compile(rf"{re.escape(TMP)}(.+-)?({re.escape(_OLD)})?(step-\d+|{FINAL}|{BEST})(-\d+)?")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OUT_OF_REACH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
@@ -42,7 +44,7 @@ def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
     is_removed = _is_removed(folder.parent)
     for aside in folder.parent.glob(f"{_OLD}*"):
         _put_back_or_delete(aside)
-    _delete(folder.parent.glob(f"{_TMP}*"))
+    remove(path for path in folder.parent.glob(f"{TMP}*") if _UNFINISHED.fullmatch(path.name))
 
     def write_and_mark(tmp: Path) -> None:
         write(tmp)
@@ -65,8 +67,9 @@ def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None
     Raises:
         UserError: the disk is full, or the folder cannot be made; nothing is left behind.
     """
-    tmp = folder.with_name(f"{_TMP}{folder.name}-{os.getpid()}")
-    _delete(folder.parent.glob(f"{_TMP}{glob.escape(folder.name)}-*"))
+    tmp = temporary_path(folder)
+    sweep(folder.parent)
+    remove([tmp])  # of a former process with this one's id
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         tmp.mkdir()
@@ -103,9 +106,8 @@ def write_file(path: Path, write: Callable[[Path], None], flag: str) -> None:
     Raises:
         UserError: naming ``flag``: the disk is full, or the folder cannot be written; nothing is left behind.
     """
-    tmp = path.with_name(f"{_TMP}{path.name}-{os.getpid()}")
-    for left in path.parent.glob(f"{_TMP}{glob.escape(path.name)}-*"):
-        left.unlink()
+    tmp = temporary_path(path)
+    sweep(path.parent)
     try:
         write(tmp)
         _sync(tmp)
@@ -248,7 +250,7 @@ def prune(out_dir: Path, keep_last: int) -> None:
     folders = [folder for _, folder in step_folders(out_dir)]
     for folder in folders[:-keep_last] if keep_last else []:
         # Out of sight first: killed here, what is left of it is not taken for a checkpoint.
-        gone = folder.with_name(f"{_TMP}{folder.name}-{os.getpid()}")
+        gone = temporary_path(folder)
         os.rename(folder, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
@@ -358,14 +360,9 @@ def _put_back_or_delete(aside: Path) -> None:
     if not folder.exists():
         os.rename(aside, folder)
         return
-    gone = aside.with_name(f"{_TMP}{aside.name}-{os.getpid()}")
+    gone = temporary_path(aside)
     os.rename(aside, gone)
-    _delete([gone])
-
-
-def _delete(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    remove([gone])
 
 
 def _sync_tree(folder: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.checksums import check_entries, checksum_files, find_damage
+from toolkit.leftovers import sweep, temporary_prefix
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"
@@ -44,7 +45,7 @@ def choose_cache_dir(value: str | None) -> Path:
 def unfinished(folder: Path) -> Iterator[Path]:
     """Give a temporary folder beside ``folder``, to be published; what is still there at the end is removed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.parent / f"{_unfinished_prefix()}{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = folder.parent / f"{temporary_prefix()}{secrets.token_hex(4)}"
     temporary.mkdir()  # and not mkdtemp's, which is private: a cache may be shared
     try:
         yield temporary
@@ -128,12 +129,8 @@ def _read_stamp(stamp: IO[str]) -> Any:
 
 
 def clean_up(cache_dir: Path) -> None:
-    """Remove what killed preparations on this machine have left behind."""
-    prefix = _unfinished_prefix()
-    for leftover in cache_dir.glob(f"{prefix}*"):
-        pid = leftover.name[len(prefix) :].split("-")[0]
-        if pid.isdigit() and not _is_alive(int(pid)):
-            shutil.rmtree(leftover, ignore_errors=True)
+    """Remove what killed preparations have left behind."""
+    sweep(cache_dir)
     _forget_removed_folders()
 
 
@@ -142,17 +139,3 @@ def _forget_removed_folders() -> None:
         with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
             if not Path(json.loads(path.read_bytes())["folder"]).exists():
                 path.unlink()
-
-
-def _unfinished_prefix() -> str:
-    return f".unfinished-{socket.gethostname()}-"
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

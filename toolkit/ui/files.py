@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from toolkit.errors import UserError
+from toolkit.leftovers import sweep, temporary_path
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -24,7 +25,8 @@ def write_whole(path: Path, content: bytes) -> None:
         OSError: The folder cannot be written, or the disk is full; the old file is still there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    sweep(path.parent)
+    temporary = temporary_path(path)
     try:
         with open(temporary, "wb") as file:
             file.write(content)

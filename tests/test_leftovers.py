@@ -1,0 +1,90 @@
+"""What killed processes leave behind is removed by the next one, and what live processes write never is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from toolkit.checkpoints.scratch import empty_on_disk
+from toolkit.checkpoints.store import write_checkpoint, write_file, write_folder
+from toolkit.data.cache import clean_up, unfinished
+from toolkit.leftovers import sweep, temporary_path
+from toolkit.ui.files import write_whole
+
+# Each writes something of another name into the folder.
+WRITERS = {
+    "metrics": lambda folder, name: write_whole(folder / name, b"rows"),
+    "folder": lambda folder, name: write_folder(folder / name, lambda tmp: (tmp / "file").touch(), "out_dir"),
+    "file": lambda folder, name: write_file(folder / name, lambda tmp: tmp.touch(), "out_dir"),
+    "reader": lambda folder, name: empty_on_disk(torch.Size([100_000]), torch.float32, folder / name),
+    "checkpoint": lambda folder, name: write_checkpoint(folder / f"step-{len(name)}", lambda tmp: None),
+}
+
+
+def write_cache(folder: Path, name: str) -> None:
+    clean_up(folder)
+    with unfinished(folder / name):
+        pass
+
+
+WRITERS["cache"] = write_cache
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.test_leftovers import WRITERS, torch
+for name, write in WRITERS.items():
+    if not os.fork():
+        die = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+        for module, names in ((os, ("replace", "rename")), (torch, ("from_file",))):
+            for one in names:
+                setattr(module, one, die)
+        import shutil
+        shutil.rmtree = die
+        write(Path(sys.argv[1], name), "a")
+    os.wait()
+"""
+
+
+def test_the_next_start_removes_what_a_killed_one_left(tmp_path):
+    for name in WRITERS:
+        (tmp_path / name).mkdir()
+    root = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=True, cwd=root, env=environment)
+    for name, write in WRITERS.items():
+        folder = tmp_path / name
+        assert [path.name[:1] for path in folder.iterdir()] == ["."], f"{name}: was not killed in the middle"
+        write(folder, "bb")
+        assert [path for path in folder.iterdir() if path.name.startswith(".")] == [], name
+
+
+def test_live_processes_and_other_programs_keep_their_files(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    own, me = temporary_path(tmp_path / "x").name, f"-{os.getpid()}-"
+    elsewhere = own.replace("-toolkit-", "-toolkit-other", 1)
+    dead = {own.replace(me, f"-{ended.pid}-"), elsewhere}
+    kept = {own, own.replace(me, f"-{os.getppid()}-"), f"{elsewhere}-in-use", ".tmp-of-another-program", ".x.tmp", "x"}
+    for name in dead | kept:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+        for path in (tmp_path / name / "file", tmp_path / name):
+            os.utime(path, (0, time.time() - 90_000))  # more than a day
+    (tmp_path / f"{elsewhere}-in-use" / "file").write_text("more")  # which leaves the folder's own time alone
+    sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_a_link_among_them_is_not_followed(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "file").touch()
+    link = tmp_path / temporary_path(tmp_path / "x").name.replace("-toolkit-", "-toolkit-other", 1)
+    link.symlink_to(tmp_path / "data")
+    os.utime(link, (0, 0), follow_symlinks=False)
+    sweep(tmp_path)
+    assert not link.is_symlink() and (tmp_path / "data" / "file").exists()
