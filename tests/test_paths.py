@@ -19,9 +19,9 @@ from toolkit.errors import UserError
 from toolkit.paths import is_path_option
 
 NO_PATHS = {
-    "columns", "family", "group", "latent_attention", "logger_name", "model_name", "name", "options", "project", "prompt",
-    "prompt_style", "repo_id", "revision", "rope_adjustments", "run", "split", "split_names", "subset", "system",
-    "tasks", "val_split", "base_model",
+    "base_model", "columns", "family", "group", "latent_attention", "logger_name", "model_name", "name", "options",
+    "project", "prompt", "prompt_style", "repo_id", "revision", "rope_adjustments", "run", "split", "split_names",
+    "subset", "system", "tasks", "val_split",
 }  # fmt: skip
 
 
