@@ -404,9 +404,13 @@ def test_a_reader_that_leaves_is_no_fault(argv):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
-def test_a_mistake_is_said_by_the_first_of_many_processes(variable, monkeypatch, capsys):
-    for rank in ("0", "1", "7"):
-        monkeypatch.setenv(variable, rank)
-        assert cli.main(["pretrain", "--devics", "2"]) == 2
-        assert bool(capsys.readouterr().err) == (rank == "0")
+@pytest.mark.parametrize(
+    "stray",
+    [{"RANK": "5"}, {"SLURM_PROCID": "5"}, {"RANK": "5", "WORLD_SIZE": "8"}, {"RANK": "1", "SLURM_PROCID": "1"}],
+    ids=" ".join,
+)
+def test_a_mistake_is_reported_under_stray_variables_of_launchers(stray, monkeypatch, capsys):
+    for name, value in stray.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["pretrain", "nosuchmodel"]) == 2
+    assert capsys.readouterr().err.startswith("toolkit pretrain: ")

@@ -8,7 +8,8 @@ import sys
 import traceback
 
 from toolkit.commands import COMMANDS, HINTS
-from toolkit.errors import CommandEnd, did_you_mean, is_said_elsewhere
+from toolkit.distributed.rendezvous import report_failure
+from toolkit.errors import CommandEnd, did_you_mean, is_settled
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
 
@@ -56,19 +57,27 @@ def run(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         return _end(program, "interrupted", INTERRUPTED)
     except CommandEnd as error:
-        return _end(program, "" if is_said_elsewhere(error) else error, error.exit_code)
+        return _end(program, error, error.exit_code)
     except Exception as error:
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)
         traceback.print_exc()
-        return 1
+        return _end(program, f"{type(error).__name__}: {error}", 1, is_printed=True)
 
 
-def _end(program: str, message: object, code: int) -> int:
-    if os.environ.get("TOOLKIT_TRACEBACK") == "1" and sys.exc_info()[0]:
+def _end(program: str, message: object, code: int, is_printed: bool = False) -> int:
+    error, text = sys.exc_info()[1], " ".join(str(message).split())
+    if os.environ.get("TOOLKIT_TRACEBACK") == "1" and error and not is_printed:
         traceback.print_exc()
-    if text := " ".join(str(message).split()):
-        print(f"{program}: {text}", file=sys.stderr)
+
+    def report(prefix: str = "") -> None:
+        if text and not is_printed:
+            print(f"{program}: {prefix}{text}", file=sys.stderr, flush=True)
+
+    if isinstance(error, KeyboardInterrupt) or is_settled(error):
+        report()
+    else:
+        report_failure(text, code, report)
     return code
 
 

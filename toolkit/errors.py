@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Iterable
 
 
@@ -45,9 +44,13 @@ class EndedTogether(CommandEnd, RuntimeError):
         self.exit_code = exit_code
 
 
-def is_said_elsewhere(error: CommandEnd) -> bool:
-    """Whether another process prints this: torchrun and srun start a command, mistakes and all, once per device."""
-    return isinstance(error, UserError) and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") != "0"
+def settle(error: BaseException) -> None:
+    """Note that the processes of a run have agreed on how it ends, and that this error is what this one reports."""
+    error.__dict__["is_settled"] = True
+
+
+def is_settled(error: BaseException | None) -> bool:
+    return getattr(error, "is_settled", False)
 
 
 def did_you_mean(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5) -> str:

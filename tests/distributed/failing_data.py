@@ -13,16 +13,20 @@ class Fails(SyntheticTokens):
     """Fails on one rank in one way.
 
     Args:
-        rank: The local rank that fails.
+        rank: The rank that fails, on one node or of nodes with one process each.
         how: "row": a bug at its first row; "prepare": a user's mistake; "asleep": no answer; "slow": takes long;
-            "once": as "row", but not after a restart by torchrun.
+            "once": as "row", but not after a restart by torchrun;
+            "preparing": prints that, and does not come to an end.
     """
 
     rank: int = 1
     how: str = "row"
 
     def prepare(self, **options):
-        here = int(os.environ.get("LOCAL_RANK", "0"))
+        here = int(os.environ.get("LOCAL_RANK", "0")) + int(os.environ.get("NODE_RANK", "0"))
+        if here == self.rank and self.how == "preparing":
+            print("preparing", flush=True)
+            time.sleep(1000)
         if here == self.rank and self.how == "prepare":
             raise UserError("--data.how prepare: this file is broken; take another")
         prepared = super().prepare(**options)

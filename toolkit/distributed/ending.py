@@ -19,7 +19,9 @@ from torch import distributed as dist
 
 from toolkit.distributed import ranks
 from toolkit.distributed.layout import Layout
-from toolkit.errors import CommandEnd, EndedTogether, PeerLost
+from toolkit.distributed.lifeline import Lifeline
+from toolkit.distributed.rendezvous import FAILED, within
+from toolkit.errors import CommandEnd, EndedTogether, PeerLost, settle
 
 PARENT = "TOOLKIT_PARENT_PID"  # tells a process that another one of its node has started it
 _LINGER = 5.0  # seconds that a failed run gives its processes to end by themselves
@@ -37,6 +39,9 @@ class Ending:
         layout: The processes of the run.
         store: Where they leave word; None before they have met.
     """
+
+    lifeline: Lifeline | None = None
+    """Their connections to rank 0, from when they have met until the process group exists."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -65,6 +70,7 @@ class Ending:
             wait_for_children(_LINGER if met else 0)
             _kill_children()
             self._over.set()
+        settle(verdict)
         raise verdict from verdict.__cause__
 
     def _end_first(self, error: BaseException) -> BaseException:
@@ -107,7 +113,8 @@ class Ending:
             dead = self._dead()
             with suppress(Exception):
                 left = [rank for rank in self._others if self.store.check([f"left/{rank}"])]
-                for code, text in [self._hear(f"left/{rank}") for rank in left]:
+                failed = [FAILED] if self.store.check([FAILED]) else []
+                for code, text in [self._hear(key) for key in failed + [f"left/{rank}" for rank in left]]:
                     if text:
                         cause = PeerLost(text)
                         cause.exit_code = code
@@ -129,7 +136,8 @@ class Ending:
         codes = {self.layout.global_rank + i: child.poll() for i, child in enumerate(children, 1)}
         gone = sorted((code, rank) for rank, code in codes.items() if code is not None)
         if not gone:
-            return ""
+            lost = set() if self.lifeline is None else self.lifeline.lost - codes.keys()
+            return f"rank {min(lost)} has ended or its node is unreachable, {_GO_ON}" if lost else ""
         code, rank = gone[0]  # who was killed before who ended, perhaps for that reason
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"rank {rank} {how}, {_GO_ON}"
@@ -179,8 +187,8 @@ class Ending:
 
     def _say(self, key: str, error: BaseException | None = None, prefix: str = "") -> None:
         code = error.exit_code if isinstance(error, CommandEnd) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        with suppress(Exception):  # the store may be gone with rank 0, or have never been there
-            self.store.set(key, f"{code} {'' if error is None else prefix + _text(error)}")
+        with suppress(Exception):  # the store may have ended with rank 0, not answer, or have never been there
+            within(_LINGER, lambda: self.store.set(key, f"{code} {'' if error is None else prefix + _text(error)}"))
 
     def _hear(self, key: str) -> tuple[int, str]:
         code, _, text = self.store.get(key).decode().partition(" ")
@@ -189,13 +197,18 @@ class Ending:
     def _hear_first(self, seconds: float) -> tuple[int, str] | None:
         """Return the exit code and the text of rank 0; None where it does not say any."""
         deadline = time.monotonic() + seconds
-        with suppress(Exception):
+
+        def hear() -> tuple[int, str] | None:
             while time.monotonic() < deadline:
                 if self.store.check(["end"]):
                     word = self._hear("end")
                     self.store.add("read", 1)
                     return word
                 time.sleep(0.05)
+            return None
+
+        with suppress(Exception):
+            return within(seconds, hear)
         return None
 
 

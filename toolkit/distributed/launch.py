@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,13 +24,14 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from torch import distributed as dist
 from torch import nn
 
-from toolkit.distributed import ranks
+from toolkit.distributed import lifeline, ranks
 from toolkit.distributed.ending import PARENT, Ending, children, first_line, name_ranks, wait_for_children
 from toolkit.distributed.layout import Layout
+from toolkit.distributed.lifeline import Lifeline
+from toolkit.distributed.rendezvous import BOOT, name_run, open_store, within
 from toolkit.errors import PeerLost, UserError
 
 T = TypeVar("T")
-_BOOT = 60.0  # seconds that a process of this node may take to start, however short --timeout is
 _HEARTBEAT = 30.0  # seconds between two lines of a rank that waits
 _runs = count()
 
@@ -124,21 +124,24 @@ class RunGroup:
         address, limit = f"MASTER_ADDR {host}, MASTER_PORT {port}", f"within {self.timeouts.first / 60:g} minutes"
         mend = "start all processes, let every node reach this address, or raise --timeout"
         try:
-            store = _open_store(host, port, self.timeouts.first, is_host=rank == 0)
+            store = open_store(host, port, self.timeouts.first, is_host=rank == 0)
         except TimeoutError as error:
             raise UserError(f"{address}: rank 0 does not answer there {limit} ({error}); {mend}") from None
         except dist.DistError as error:
             why = first_line(error)
             raise UserError(f"{address}: cannot be used ({why}); take a free port of the first node") from None
-        # torchrun's store outlives a failed attempt, and what was said in it
-        name = f"run-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{next(_runs)}"
+        name = name_run(next(_runs))
         self._store = dist.PrefixStore(name, store)
         # Its own connection: while the process group waits for a key on the other, nothing else gets through there.
-        self.ending.store = dist.PrefixStore(name, _open_store(host, port, self.timeouts.first, is_host=False))
-        if self._store.add(f"claimed/{rank}", 1) > 1:
+        self.ending.store = dist.PrefixStore(name, open_store(host, port, self.timeouts.first, is_host=False))
+        if self._ask(lambda: self._store.add(f"claimed/{rank}", 1)) > 1:
             raise UserError(f"NODE_RANK {self.layout.node_rank}: another process is rank {rank}, too; number the nodes")
+        what = "for all processes to start"
+        if rank != 0:
+            self._wait_for(lifeline.ADDRESS, what)
+        self.ending.lifeline = self._ask(lambda: Lifeline(self._store, host, port, rank))
         try:
-            self._roll_call("here", "for all processes to start")
+            self._roll_call("here", what)
         except TimeoutError as error:
             raise UserError(f"{address}: {error} has not come there {limit}; {mend}") from None
 
@@ -153,7 +156,7 @@ class RunGroup:
             self._wait_for(f"prepared/{self.layout.node_rank}", what)
         value = prepare()
         if self.layout.local_rank == 0:
-            self._store.set(f"prepared/{self.layout.node_rank}", "")
+            self._ask(lambda: self._store.set(f"prepared/{self.layout.node_rank}", ""))
         return value
 
     def connect(self) -> None:
@@ -172,12 +175,15 @@ class RunGroup:
             raise PeerLost(
                 f"no answer from {error} for {minutes:g} minutes; does it need a longer --timeout?"
             ) from None
+        self.ending.lifeline.is_watching = False
         rank, size = self.layout.global_rank, self.layout.world_size
         if not ranks.is_distributed():
             timeout, backends = timedelta(seconds=self.timeouts.first), choose_backends(self.fabric.device)
             dist.init_process_group(store=self._store, rank=rank, world_size=size, timeout=timeout, **backends)
             atexit.register(_leave)
         ranks.set_timeout(self.timeouts.first)
+        ranks.barrier()  # nobody watches these connections any more
+        self.ending.lifeline.close()
         if not self.fabric.world_size == ranks.world_size() == size:
             raise UserError(
                 f"--devices {self.layout.devices}: {size} processes were expected on --num_nodes "
@@ -194,12 +200,12 @@ class RunGroup:
             TimeoutError: on rank 0; its text names the ranks that are missing.
         """
         assert self._store is not None
-        self._store.set(f"{name}/{self.layout.global_rank}", "")
+        self._ask(lambda: self._store.set(f"{name}/{self.layout.global_rank}", ""))
         if self.layout.global_rank != 0:
             return self._wait_for(name, what)
         started, others = time.monotonic(), range(1, self.layout.world_size)
         for rank in others:
-            seconds = max(self.timeouts.first, _BOOT if rank <= len(children) else 0)
+            seconds = max(self.timeouts.first, BOOT if rank <= len(children) else 0)
             try:
                 self._wait_for(f"{name}/{rank}", what, started + seconds)
             except TimeoutError:
@@ -209,17 +215,34 @@ class RunGroup:
 
     def _wait_for(self, key: str, what: str, deadline: float = math.inf) -> None:
         """Wait for another rank to set a key, and say so now and then. A rank that has failed ends the wait."""
-        assert self._store is not None
         started = said = time.monotonic()
-        while not self._store.check([key]):
-            if self.ending.is_near():
-                raise PeerLost("another rank has ended")
+        while not self._ask(lambda: self._is_set(key)):
             if (now := time.monotonic()) > deadline:
                 raise TimeoutError
             if now - said >= _HEARTBEAT and self.ending.speaks:
                 said = now
                 ranks.rank_print(f"waiting {what} ({now - started:.0f} s)")
             time.sleep(0.05)  # the store's own wait writes a warning whenever it comes back without the key
+
+    def _is_set(self, key: str) -> bool:
+        assert self._store is not None
+        if self._store.check([key]):
+            return True
+        if self.ending.is_near():
+            raise PeerLost("another rank has ended")
+        return False
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Ask the store something.
+
+        Raises:
+            PeerLost: it does not answer within the timeout.
+        """
+        try:
+            return within(self.timeouts.first, question)
+        except TimeoutError:
+            minutes = self.timeouts.first / 60
+            raise PeerLost(f"no answer from the store of rank 0 for {minutes:g} minutes (--timeout)") from None
 
 
 def choose_backends(device: torch.device) -> dict[str, Any]:
@@ -230,29 +253,6 @@ def choose_backends(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"backend": "gloo"}
     return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-
-
-def _open_store(host: str, port: int, seconds: float, is_host: bool) -> dist.Store:
-    """Open the store at an address; it lives in rank 0, or in torchrun.
-
-    Raises:
-        TimeoutError: nobody answers there; with the last reason as its text.
-        torch.distributed.DistError: the port is taken, or who answers is no store.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        is_host = False
-    deadline = time.monotonic() + seconds
-    while not is_host:  # torch tries as long, but writes a stack to stderr each time
-        try:
-            socket.create_connection((host, port), timeout=max(1.0, seconds)).close()
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(error.strerror or str(error)) from None
-            time.sleep(0.2)
-    timeout = timedelta(seconds=max(seconds, 5.0))
-    # multi_tenant: a later run in the same processes takes the same server
-    return dist.TCPStore(host, port, None, is_host, timeout, wait_for_workers=False, multi_tenant=True)
 
 
 def _leave() -> None:

@@ -1,0 +1,128 @@
+"""How rank 0 and the other ranks notice each other's end before the process group exists, while data is prepared.
+
+Each rank holds a TCP connection to rank 0. The system closes it with the process, however that ends and whatever it is
+busy with, and ends it some seconds after a node has lost power.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import selectors
+import socket
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+ADDRESS = "lifeline"  # the key of rank 0's address
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # seconds, seconds, probes
+
+
+class Lifeline:
+    """One rank's end of these connections, open until :meth:`close`.
+
+    Where nobody can connect, because of a firewall say, nobody is lost, and only timeouts are left.
+
+    Args:
+        store: Where rank 0 publishes its address, and the others find it.
+        host, port: Those of the store; other nodes can reach rank 0 there, or at the address it reaches the store from.
+        rank: This process.
+    """
+
+    def __init__(self, store: Store, host: str, port: int, rank: int) -> None:
+        self.lost: set[int] = set()
+        """Ranks whose processes have ended."""
+        self.is_watching = True
+        """Set to False when the process group takes over: an end is then none of this class's business."""
+        self._closed = threading.Event()
+        if rank == 0:
+            watch, connection = self._accept, _listen(store, host, port)
+        else:
+            watch, connection = self._hold, _connect(store, host, rank)
+        if connection is not None:
+            threading.Thread(target=watch, args=[connection], daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _lose(self, rank: int) -> None:
+        if self.is_watching:
+            self.lost.add(rank)
+
+    def _accept(self, server: socket.socket) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(server, selectors.EVENT_READ)
+            while not self._closed.is_set():
+                for key, _ in selector.select(timeout=0.5):
+                    if key.fileobj is server:
+                        with suppress(OSError):  # who connects may have left already
+                            selector.register(_keep_alive(server.accept()[0]), selectors.EVENT_READ)
+                        continue
+                    data = _receive(key.fileobj)
+                    if key.data is None and data:  # its first message
+                        selector.modify(key.fileobj, selectors.EVENT_READ, int.from_bytes(data, "big"))
+                    elif not data:
+                        selector.unregister(key.fileobj)
+                        key.fileobj.close()
+                        if key.data is not None:
+                            self._lose(key.data)
+            for key in list(selector.get_map().values()):
+                key.fileobj.close()
+
+    def _hold(self, connection: socket.socket) -> None:
+        with connection:
+            connection.settimeout(0.5)
+            while not self._closed.is_set():
+                try:
+                    if not connection.recv(1):
+                        break
+                except TimeoutError:
+                    continue
+                except OSError:
+                    break
+            self._lose(0)
+
+
+def _listen(store: Store, host: str, port: int) -> socket.socket | None:
+    """Open rank 0's server and publish its address at the store; empty where it cannot be opened."""
+    try:
+        with socket.create_connection((host, port), timeout=10) as probe:
+            family, own = probe.family, probe.getsockname()[0]
+        if ipaddress.ip_address(own).is_loopback:  # the store is here: other nodes reach this server by its host, too
+            own = ""
+        server = socket.create_server((own, 0), family=family)
+    except OSError:
+        store.set(ADDRESS, "")
+        return None
+    store.set(ADDRESS, f"{own} {server.getsockname()[1]}")
+    return server
+
+
+def _connect(store: Store, host: str, rank: int) -> socket.socket | None:
+    """Connect to rank 0, whose address is at the store; None where that cannot be, because of a firewall say."""
+    address, _, port = store.get(ADDRESS).decode().rpartition(" ")
+    if not port:
+        return None
+    try:
+        connection = _keep_alive(socket.create_connection((address or host, int(port)), timeout=10))
+        connection.sendall(rank.to_bytes(4, "big"))
+    except OSError:
+        return None
+    return connection
+
+
+def _keep_alive(connection: socket.socket) -> socket.socket:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
+
+
+def _receive(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(4)
+    except OSError:
+        return b""
