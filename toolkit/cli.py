@@ -9,7 +9,7 @@ import traceback
 
 from toolkit.commands import COMMANDS, HINTS
 from toolkit.distributed.rendezvous import report_failure
-from toolkit.errors import CommandEnd, did_you_mean, is_settled
+from toolkit.errors import CommandEnd, did_you_mean
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
 
@@ -70,14 +70,11 @@ def _end(program: str, message: object, code: int, is_printed: bool = False) -> 
     if os.environ.get("TOOLKIT_TRACEBACK") == "1" and error and not is_printed:
         traceback.print_exc()
 
-    def report(prefix: str = "") -> None:
+    def report(prefix: str) -> None:
         if text and not is_printed:
             print(f"{program}: {prefix}{text}", file=sys.stderr, flush=True)
 
-    if isinstance(error, KeyboardInterrupt) or is_settled(error):
-        report()
-    else:
-        report_failure(text, code, report)
+    report_failure(error, text, code, report)
     return code
 
 

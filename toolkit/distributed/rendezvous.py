@@ -19,7 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from toolkit.distributed.layout import Environ, cluster_environment, read_layout
-from toolkit.errors import UserError
+from toolkit.errors import UserError, is_settled
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -105,15 +105,16 @@ class _Place(NamedTuple):
     """Names the process, where it is not the first."""
 
 
-def report_failure(text: str, code: int, report: Callable[[str], None]) -> None:
-    """Report that this process fails before it has met the others of its run, which then end, too.
+def report_failure(error: BaseException | None, text: str, code: int, report: Callable[[str], None]) -> None:
+    """Report that this process fails. If it has not met the others of its run, they end, too.
 
     Args:
+        error: The exception, if it is one.
         text: Why it fails.
         code: Its exit code.
         report: Prints the text after a prefix. It is called unless another process has reported the same text.
     """
-    place = _find_place()
+    place = None if is_settled(error) or isinstance(error, KeyboardInterrupt) else _find_place()
     if place is None:
         return report("")
     report_once = cache(lambda: report(place.prefix))
