@@ -29,7 +29,7 @@ def undo():
     torch.compiler.reset()
 
 
-def count_graphs(model: GPT, calls: Iterable[tuple[int, bool]], *, is_ragged: bool, packed: bool = False) -> int:
+def count_graphs(model: GPT, calls: Iterable[tuple[int, bool]], longest_ragged: int = 0, packed: bool = False) -> int:
     """Graphs of a run of (tokens per row, is training), none of them broken and no limit reached."""
     graphs = 0
 
@@ -40,7 +40,7 @@ def count_graphs(model: GPT, calls: Iterable[tuple[int, bool]], *, is_ragged: bo
 
     counters.clear()
     with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend)):
-        compile_blocks(model, (Block,), is_ragged)
+        compile_blocks(model, (Block,), longest_ragged)
     for length, is_training in calls:
         ids, extra = torch.randint(0, 90, (2, length)), {}
         if packed:
@@ -55,16 +55,27 @@ def count_graphs(model: GPT, calls: Iterable[tuple[int, bool]], *, is_ragged: bo
     return graphs
 
 
-def test_blocks_that_compute_the_same_share_a_graph():
+@pytest.mark.parametrize(("calls", "longest"), [(FIXED, 0), (RAGGED, 30)], ids=["fixed", "ragged"])
+def test_blocks_that_compute_the_same_share_a_graph(calls, longest):
     """One for training and one for validation, of each kind of layer; rows of all lengths need no more."""
-    for is_ragged, calls in ((False, FIXED), (True, RAGGED)):
-        assert count_graphs(small("llama", n_layer=4), calls, is_ragged=is_ragged) == 2
-        assert count_graphs(small("llama", **GEMMA2), calls, is_ragged=is_ragged) == 4
-    assert count_graphs(small("llama", n_layer=4), RAGGED, is_ragged=True, packed=True) == 2
+    assert count_graphs(small("llama", n_layer=4), calls, longest) == 2
+    assert count_graphs(small("llama", **GEMMA2), calls, longest) == 4
+    assert count_graphs(small("llama", n_layer=4), calls, longest, packed=True) == 2
+
+
+def test_rows_shorter_and_longer_than_a_window_or_the_context_that_was_trained_share_a_graph():
+    longrope = {
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_seq_len": 12,
+        "attention_factor": 1.2,
+    }
+    for changes in (WINDOWS | {"sliding_window_indices": [1] * 6}, {"rope_adjustments": longrope}):
+        assert count_graphs(small("llama", **changes), RAGGED, 30) == 2
 
 
 def test_lengths_that_change_unexpectedly_stay_below_the_recompile_limit():
-    assert count_graphs(small("llama", **GEMMA2), RAGGED, is_ragged=False) == 6
+    assert count_graphs(small("llama", **GEMMA2), RAGGED) == 6
 
 
 @pytest.mark.slow
@@ -74,5 +85,5 @@ def test_graphs_of_every_family(name):
     config = config_from_hf(json.loads(HF_CONFIGS[name]().to_json_string()))
     layers = range(config.n_layer)
     kinds = len({(config.window(i), config.rope_index(i), config.has_experts(i)) for i in layers})
-    assert count_graphs(GPT(config), FIXED, is_ragged=False) <= 2 * kinds
-    assert count_graphs(GPT(config), RAGGED, is_ragged=True) <= 2 * kinds
+    assert count_graphs(GPT(config), FIXED) <= 2 * kinds
+    assert count_graphs(GPT(config), RAGGED, 30) <= 2 * kinds

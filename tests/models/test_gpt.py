@@ -192,6 +192,16 @@ def test_n2_long_rows_do_not_change_how_short_ones_are_rotated():
     assert not torch.allclose(model(ids)[2, :12], model(ids[2:3, :12])[0])  # longer rows are other rows
 
 
+def test_forms_for_longer_rows_give_what_the_fastest_ones_give():
+    window = small("llama", sliding_window_size=16, sliding_window_indices=[1, 0])
+    for model, length in ((window, 10), (window, 24), (longrope(), 10), (longrope(), 24)):
+        x = ids(length=length) % 50
+        expected = model(x, x)[0]
+        model.uniform_length = 40
+        torch.testing.assert_close(model(x, x)[0], expected)
+        model.uniform_length = 0
+
+
 def test_n9_packed_documents_are_rotated_by_their_own_length():
     model, ids = longrope(), torch.randint(0, 50, (1, 38))
     lengths, labels = (10, 20, 8), ids.clone()

@@ -73,6 +73,10 @@ class GPT(nn.Module):
     Args:
         config: The architecture. Its vocabulary must be known (``ModelConfig.with_vocab_size``).
 
+    Attributes:
+        uniform_length: Masks and rotations have the form that rows of so many tokens need, however short a row is: for
+            compiled blocks, of which each form is another graph. 0: each row the form that is fastest for it.
+
     The weights are torch's own random ones until :func:`toolkit.models.init.initialize` or a checkpoint sets them.
     """
 
@@ -81,6 +85,7 @@ class GPT(nn.Module):
         if config.padded_vocab_size is None:
             raise ValueError(f"the model configuration {config.name!r} has no vocab_size: it comes from the tokenizer")
         self.config = config
+        self.uniform_length = 0
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position_embedding == "learned":
@@ -134,8 +139,9 @@ class GPT(nn.Module):
         """
         is_balanced = self.training and labels is not None and self.config.n_moe_layer > 0
         counted = before_last_label(labels) if is_balanced and self.config.router_aux_loss_coef else None
-        lengths = sequence_length
-        if self.config.rotation_border is not None and input_ids.size(1) > self.config.rotation_border:
+        lengths, border = sequence_length, self.config.rotation_border
+        longest = max(input_ids.size(1), self.uniform_length if kv_cache is None else 0)
+        if border is not None and longest > border:
             lengths = document_lengths(input_ids, documents, labels)
         x, imbalances = self._embed_and_run_blocks(input_ids, positions, documents, kv_cache, counted, lengths)
         if self.config.logits_scaling != 1.0:
@@ -168,7 +174,7 @@ class GPT(nn.Module):
         if positions is None:
             positions = torch.arange(held, held + T, device=device)
         x = self._embed(input_ids, positions)
-        visibility = Visibility(held, T, device, documents)
+        visibility = Visibility(held, T, device, documents, self.uniform_length if kv_cache is None else 0)
         rotations = self._rotations(positions, held + T if lengths is None else lengths)
         imbalances: list[torch.Tensor] = []
         for i, block in enumerate(self.transformer.h):

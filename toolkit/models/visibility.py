@@ -35,16 +35,25 @@ class Visibility:
         device: Where masks are made.
         documents: (B, new), int64: which of the documents packed into a row each token belongs to; tokens see only
             their own (law N9). Not together with a cache.
+        uniform_length: See :class:`toolkit.models.gpt.GPT`.
     """
 
-    def __init__(self, held: int, new: int, device: torch.device, documents: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        held: int,
+        new: int,
+        device: torch.device,
+        documents: torch.Tensor | None = None,
+        uniform_length: int = 0,
+    ) -> None:
         assert documents is None or held == 0, "packed documents are for training, a cache is for generation"
         self._held, self._new, self._device, self._documents = held, new, device, documents
+        self._uniform_length = uniform_length
         self._known: dict[int | None, Seen] = {}
 
     def through(self, window: int | None) -> Seen:
         """What the queries see of a layer whose tokens see ``window`` tokens back, themselves included, or all."""
-        if window is not None and window >= self._held + self._new:
+        if window is not None and window >= max(self._held + self._new, self._uniform_length):
             window = None
         if window not in self._known:
             self._known[window] = self._look(window)

@@ -95,7 +95,7 @@ def set_up_model(
     seed: int,
     precision: str,
     compiler: str,
-    is_ragged: bool,
+    longest_ragged: int,
     source: Path | None,
     adapters: dict[str, torch.Tensor] | None = None,
 ) -> nn.Module:
@@ -105,7 +105,7 @@ def set_up_model(
     (law M3): no rank ever holds a second whole copy.
 
     Args:
-        is_ragged: Rows differ in length.
+        longest_ragged: Tokens of the longest row, where rows differ in length; else 0.
         source: A checkpoint folder to take the weights from.
         adapters: Values of the adapters, by name; they begin as no change where not given.
 
@@ -130,7 +130,7 @@ def set_up_model(
         materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)
     if compiler == "torch":
-        compile_blocks(module, plan.blocks, is_ragged)
+        compile_blocks(module, plan.blocks, longest_ragged)
     wrapped = fabric.setup(module)
     give_back_freed_memory()
     if shards:
@@ -139,19 +139,21 @@ def set_up_model(
     return wrapped
 
 
-def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], is_ragged: bool) -> None:
+def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longest_ragged: int) -> None:
     """Compile the blocks in place: their class and the names of their weights stay as they are.
 
     Rows of unequal length are compiled once, for all lengths: a graph that is made anew while gradients accumulate
     fails under FSDP in mixed precision, where the waiting gradient is fp32 and the weight bf16 (pytorch 111317).
     """
     torch.compiler.reset()  # what an earlier run of this process has compiled counts towards torch's limit of graphs
-    if is_ragged:
+    if longest_ragged:
+        if isinstance(module, GPT):
+            module.uniform_length = longest_ragged
         # else a length that equals another size, of a head say, is taken for the same number: one more graph
         torch.fx.experimental._config.use_duck_shape = False
     for part in module.modules():
         if isinstance(part, blocks):
-            part.compile(dynamic=True if is_ragged else None)
+            part.compile(dynamic=True if longest_ragged else None)
 
 
 def unwrapped(wrapped: nn.Module) -> nn.Module:

@@ -196,7 +196,7 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
     choose_attention_kernels(fixed_shapes=not ragged, has_masks=needs_masks(plan.config, length))
     model = set_up_model(
         fabric, plan, seed=args.seed, precision=decided.precision, compiler=args.compiler,
-        is_ragged=ragged,
+        longest_ragged=longest_ragged(data, length),
         source=start.resume_from or source if start.base is None else source,
         adapters=adapters.initial_adapters(args, plan, start.resume_from, display.message),
     )  # fmt: skip
@@ -302,6 +302,13 @@ def mean_length(rows: Rows) -> float:
     """Input tokens of a row; of all rows, where they differ. Rows of somebody's own may be shorter than the context."""
     lengths = getattr(rows, "lengths", None)
     return len(rows[0]["input_ids"]) if lengths is None else float(lengths.mean())
+
+
+def longest_ragged(data: Prepared, limit: int | None) -> int:
+    """Tokens of the longest row, ``limit`` where the lengths are not known; 0 where all rows are equally long."""
+    ragged = [rows for rows in (data.train, data.val) if is_ragged(rows)]
+    known = [getattr(rows, "lengths", None) for rows in ragged]
+    return max((limit or 1 if lengths is None else int(lengths.max()) for lengths in known), default=0)
 
 
 def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
