@@ -30,6 +30,8 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf
 from toolkit.training.evaluate import data_of_run
+from toolkit.training.state import read_meta
+from toolkit.ui.loggers import MetricsCSV
 
 
 @pytest.fixture
@@ -88,11 +90,16 @@ def test_pipes_instead_of_files_are_not_waited_for(tmp_path):
             os.mkfifo(path)
             with pytest.raises(UserError, match="not a regular file"):
                 read()
+        os.mkfifo(tmp_path / "metrics.csv")
+        with pytest.raises(UserError, match="metrics.csv: not a regular file"):
+            MetricsCSV(tmp_path / "metrics.csv", resume_step=1)
         for name in ("trainer/meta.json", "hyperparameters.yaml", ".lock"):
             (sharded / name).unlink(missing_ok=True)
             os.mkfifo(sharded / name)
         assert newest(tmp_path) == tmp_path / "plain" or newest(tmp_path) is None  # reads meta.json
         assert isinstance(data_of_run(sharded, trust=False)[0], PythonStdlib)
+        with pytest.raises(UserError, match="meta.json: not readable .*not a regular file"):
+            read_meta(sharded)
         require_free(sharded)
         with pytest.raises(UserError, match="give a folder that can be written"), exclusive(sharded):
             pass

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.untrusted import read_json
 
 FORMAT_VERSION = 1
 
@@ -90,14 +91,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """
     path = folder / "trainer" / "meta.json"
     try:
-        meta = json.loads(path.read_text())
+        meta = read_json(path)
         version = meta["format_version"]
         _ = [meta[name] for name in ("step", "tokens", "samples", "seconds", "schedule", "identity")]
     except FileNotFoundError:
         raise UserError(
             f"--resume {folder}: holds weights but no trainer state; use --initial_checkpoint_dir {folder}"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not readable ({error}); resume from an older checkpoint") from None
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format version {version}, this version of toolkit reads {FORMAT_VERSION}")

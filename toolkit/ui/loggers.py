@@ -14,6 +14,7 @@ from typing import Any
 from toolkit.args import LogArgs
 from toolkit.errors import UserError, did_you_mean
 from toolkit.ui.files import file_error, write_whole
+from toolkit.untrusted import open_regular
 
 COLUMNS = (
     "step",  # optimizer steps done
@@ -169,7 +170,8 @@ def _read(path: Path) -> list[tuple[str, dict[str, float]]]:
     """Return (line, its values); what a kill or a full disk has torn is left out."""
     if not path.exists():
         return []
-    lines = path.read_bytes().decode(errors="replace").split("\n")[:-1]  # the last has no line end: torn, or empty
+    with open_regular(path) as file:
+        lines = file.read().decode(errors="replace").split("\n")[:-1]  # the last has no line end: torn, or empty
     if lines and lines[0] + "\n" != _HEADER:
         raise UserError(f"{path}: has other columns than this version writes; move the file away, then go on")
     rows = [(line + "\n", _values(line)) for line in lines[1:]]
