@@ -7,7 +7,6 @@ The step also advances the numbers that an optimizer keeps in its groups.
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -97,8 +96,8 @@ def load_optimizer(
     by_name = {name: part for part in parts for name in part.names}
     if unknown := sorted(entries.keys() - by_name.keys()):
         raise UserError(f"{where}: optimizer state of {unknown[0]!r:.100}: the optimizer has no such parameter")
-    _load_groups(optimizer, saved, by_name, file)
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    _load_groups(optimizer, saved, by_name, file, is_torchs)
     without, missing = set(_list_of_names(saved.get("without_state", []), file)), []
     for part in parts:
         state = _create_state(optimizer, part)
@@ -115,7 +114,7 @@ def load_optimizer(
             optimizer.state[part.parameter] = state
         if part.parameter.numel() >= SMALL:
             give_back_freed_memory()
-    if missing and not may_be_empty:
+    if missing and (entries or not may_be_empty):
         lost = [part for part in missing if not without.intersection(part.names)]
         if lost or not entries:
             more = f", and of {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -177,7 +176,9 @@ def _find_parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[_Pa
     return parts
 
 
-def _load_groups(optimizer: torch.optim.Optimizer, saved: dict[str, Any], parts: dict[str, _Part], file: Path) -> None:
+def _load_groups(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], parts: dict[str, _Part], file: Path, is_torchs: bool
+) -> None:
     """Restore the numbers that an optimizer keeps in its groups."""
     groups = saved.get("param_groups", [])
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -190,15 +191,17 @@ def _load_groups(optimizer: torch.optim.Optimizer, saved: dict[str, Any], parts:
         names = _list_of_names(group.get("params"), file)
         if {parts[name].group if name in parts else None for name in names} != {i}:
             raise UserError(f"{file}: optimizer: param_groups: group {i} has other parameters than in this run")
+    if is_torchs:
+        return  # options alone, and those are the run's
     by_rank = saved.get("param_groups_by_rank")
     if isinstance(by_rank, list) and len(by_rank) == ranks.world_size():
         groups = by_rank[ranks.global_rank()]
-    is_torchs = type(optimizer).__module__.startswith("torch.optim")
-    options = inspect.signature(type(optimizer)).parameters if is_torchs else ()
+        if not isinstance(groups, list) or [type(group) for group in groups] != [dict] * len(optimizer.param_groups):
+            raise UserError(f"{file}: optimizer: param_groups_by_rank: is not a list of dictionaries for each rank")
     for group, values in zip(optimizer.param_groups, groups, strict=True):
-        for key in values.keys() - _NEVER_RESTORED - set(options):
-            if key in group and not _is_alike(values[key], group[key]):
-                kinds = f"is {_kind(values[key])}, not {_kind(group[key])}"
+        for key in values.keys() - _NEVER_RESTORED:
+            if not isinstance(key, str) or (key in group and not _is_alike(values[key], group[key])):
+                kinds = f"is {_kind(values[key])}, not {_kind(group.get(key))}"
                 raise UserError(f"{file}: optimizer: param_groups: {key!r:.100}: {kinds}")
             device = group["params"][0].device
             group[key] = values[key].to(device).clone() if isinstance(values[key], Tensor) else values[key]
