@@ -176,7 +176,7 @@ def find_place(decided: Decisions, data: Prepared, resume_from: Path | None) -> 
         args.train, progress, n_rows=len(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
     )
     if resume_from is not None:
-        longest = int(data.train.lengths.max()) if is_ragged(data.train) else math.ceil(length)
+        longest = longest_ragged(data, decided.max_seq_length) or math.ceil(length)
         require_ahead(args.train, progress, limits, longest, resume_from)
     schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
