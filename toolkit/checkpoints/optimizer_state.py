@@ -94,6 +94,7 @@ def load_optimizer(
     where, entries = _read_entries(saved, file, folder)
     parts = _find_parts(module, optimizer)
     by_name = {name: part for part in parts for name in part.names}
+    entries = {canonical_name(name): entry for name, entry in entries.items()}  # torch keeps a layer named "module"
     if unknown := sorted(entries.keys() - by_name.keys()):
         raise UserError(f"{where}: optimizer state of {unknown[0]!r:.100}: the optimizer has no such parameter")
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
