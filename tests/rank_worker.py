@@ -4,6 +4,7 @@ The cases are a JSON file: {"name", "flags", "nodes", "fault", "look_at"}. What 
 it, as ``RANK-name.json``: the exit code and what :func:`watch` notes.
 """
 
+import errno
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit import cli
+from toolkit.checkpoints import sharded
 from toolkit.checkpoints.states import full_state
 from toolkit.distributed import fsdp
 from toolkit.training import loop, run
@@ -131,9 +133,38 @@ def broken(kind: str):
         return mock.patch.object(fsdp.FSDPStrategy, "clip_gradients_norm", skewed)
     if kind == "graphs are run as they are":  # nothing is broken: what dynamo does, without a compiler's minutes
         return mock.patch.object(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+    if kind == "no permission on rank 1":
+        return mock.patch.object(sharded._Writer, "write_data", forbidden(sharded._Writer.write_data))
+    if kind == "inf in a moment on rank 1":
+        return mock.patch.object(loop, "train_step", with_inf(loop.train_step))
     if kind == "nan on rank 1":
         return mock.patch.object(loop, "train_step", ruined(loop.train_step))
     raise ValueError(kind)
+
+
+def forbidden(write_data):
+    """Rank 1 may not write."""
+
+    def write(self, *args, **options):
+        if dist.get_rank() == 1:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self.path))
+        return write_data(self, *args, **options)
+
+    return write
+
+
+def with_inf(train_step):
+    """After the third step, an optimizer state of rank 1 is not finite; the loss is."""
+    steps = iter(range(10**9))
+
+    def step(fabric, model, optimizer, micro_batches, **options):
+        result = train_step(fabric, model, optimizer, micro_batches, **options)
+        if next(steps) == 2 and dist.get_rank() == 1:
+            state = next(s for s in optimizer.state.values() if s["exp_avg_sq"].numel())
+            state["exp_avg_sq"].view(-1)[0] = float("inf")
+        return result
+
+    return step
 
 
 def ruined(train_step):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from sealing import seal
 
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.data.chat_template import ChatTemplate
@@ -42,4 +43,4 @@ def make_talker(folder: Path, block_size: int = 64) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     state = model.state_dict()
     write_model_files(folder, state_dict=state, config=config, hyperparameters=None, tokenizer=tokenizer)
-    return folder
+    return seal(folder)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from toolkit.args import PRETRAIN, OptimizerArgs
-from toolkit.checkpoints.folder import find_checkpoint_dir, load_model
+from toolkit.checkpoints.folder import find_checkpoint_dir, load_model, require_intact_model
 from toolkit.checkpoints.store import FINAL
 from toolkit.commands.pretrain import setup
 from toolkit.data.base import DataModule
@@ -59,13 +59,19 @@ class TrainResult:
     metrics: dict[str, float]
 
 
-def load(checkpoint_dir: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None) -> GPT:
+def load(
+    checkpoint_dir: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str | None = None,
+    verify_checkpoint: bool = True,
+) -> GPT:
     """Load the model of a checkpoint folder.
 
     Args:
         checkpoint_dir: A folder, or the name of one below ``checkpoints/``.
         device: Where the weights go.
         dtype: Their type: torch's, or "fp32", "bf16", "fp16"; that of the file when not given.
+        verify_checkpoint: Compare files with their checksums first; false also reads edited files.
 
     Raises:
         UserError: there is no such folder, or its weights do not fit its configuration.
@@ -75,7 +81,10 @@ def load(checkpoint_dir: str | Path, device: torch.device | str = "cpu", dtype: 
             raise UserError(f"dtype {dtype}: must be one of {', '.join(_DTYPES)}{did_you_mean(dtype, _DTYPES)}")
         dtype = _DTYPES[dtype]
     require_local("checkpoint_dir", checkpoint_dir)
-    return load_model(find_checkpoint_dir(checkpoint_dir), device, dtype)
+    folder = find_checkpoint_dir(checkpoint_dir)
+    if verify_checkpoint:
+        require_intact_model(folder)
+    return load_model(folder, device, dtype)
 
 
 def train(

@@ -14,6 +14,7 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
+from sealing import seal
 from talker import ANSWERS, make_talker
 
 from toolkit.cli import main
@@ -141,6 +142,7 @@ def test_a_full_context_ends_a_pipe(folder, monkeypatch, capsys):
 def test_no_template_is_said(folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(folder, tmp_path / "base")
     (tmp_path / "base" / "chat_template.jinja").unlink()
+    seal(tmp_path / "base")
     _, err = chat(tmp_path / "base", monkeypatch, capsys, "1\n", code=2)
     assert err.startswith("toolkit chat: --prompt_style: checkpoint_dir") and "alpaca, chatml" in err
 

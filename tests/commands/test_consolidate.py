@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from peak_memory import with_path
+from sealing import seal
 
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.checkpoints.sharded import save_sharded
@@ -41,8 +42,7 @@ def make_checkpoint(folder, config=CONFIG, steps=1):
     groups = [{"params": names, "lr": 1e-3}]
     rng = {"torch": torch.get_rng_state()}
     save_state({"optimizer": {"state": state, "param_groups": groups}, "rng": [rng]}, folder / "trainer" / "state.pth")
-    (folder / "COMPLETE").touch()
-    return folder
+    return seal(folder)
 
 
 def shard(source, folder):
@@ -55,7 +55,7 @@ def shard(source, folder):
     flat = {f"{name}|{key}": tensor for name, values in tensors.items() for key, tensor in values.items()}
     save_sharded(flat, folder / "trainer" / "optimizer")
     save_state(state, folder / "trainer" / "state.pth")
-    return folder
+    return seal(folder)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,9 @@ def test_consolidates_to_what_one_process_would_have_written(checkpoint, sharded
     assert capsys.readouterr().out == f"wrote {tmp_path / 'one'}\n"
     ours, theirs = files(tmp_path / "one"), files(checkpoint)
     assert ours.keys() == theirs.keys() and "COMPLETE" in ours and "trainer/meta.json" in ours
-    tensors = {"lit_model.pth", "trainer/state.pth"}
-    assert all(ours[name] == theirs[name] for name in ours.keys() - tensors)
+    new = {"lit_model.pth", "trainer/state.pth", "COMPLETE"}
+    assert all(ours[name] == theirs[name] for name in ours.keys() - new)
+    assert main(["verify", str(tmp_path / "one")]) == 0
     assert len(ours["lit_model.pth"]) == len(theirs["lit_model.pth"]), "tied weights are stored once"
     a, b = load_weights(tmp_path / "one"), load_weights(checkpoint)
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -115,6 +116,7 @@ def test_one_sharded_part_is_enough(checkpoint, sharded, tmp_path, part):
     else:
         shutil.rmtree(tmp_path / "mixed" / "lit_model.pth")
         shutil.copy(checkpoint / "lit_model.pth", tmp_path / "mixed")
+    seal(tmp_path / "mixed")
     assert main(["consolidate", str(tmp_path / "mixed"), str(tmp_path / "one")]) == 0
     expected = {name for name in files(checkpoint) if part != "lit_model.pth" or not name.startswith("trainer")}
     assert files(tmp_path / "one").keys() == expected
@@ -138,7 +140,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(checkpoint, sharded, tmp_path,
         (broken, tmp_path / "one", f"{broken}/trainer/optimizer: no such folder"),
         (odd, tmp_path / "one", "holds 'no bar', which is no optimizer's tensor"),
     ]:
-        assert main(["consolidate", str(source), str(out)]) == 2
+        assert main(["consolidate", str(source), str(out), "--verify_checkpoint", "false"]) == 2
         shown = capsys.readouterr().err
         assert message in shown and shown.count("\n") == 1
         assert {path.name for path in tmp_path.iterdir()} == here and not (sharded / "one").exists()

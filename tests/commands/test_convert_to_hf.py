@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sealing import seal
 
 from tests.checkpoints.test_adapters import LLAMA, make, tokens
 from toolkit.checkpoints.folder import write_model_files
@@ -48,7 +49,7 @@ def test_converts_and_verifies(checkpoint, tmp_path, capsys):
 
 def test_a_missing_or_damaged_checkpoint_is_one_line(checkpoint, tmp_path, capsys):
     os.truncate(checkpoint / "lit_model.pth", 1000)
-    for source, message in [(tmp_path / "none", "no such folder"), (checkpoint, "damaged or cut short")]:
+    for source, message in [(tmp_path / "none", "no such folder"), (checkpoint, "damaged: lit_model.pth")]:
         assert main(["convert_to_hf", str(source), str(tmp_path / "hf")]) == 2
         shown = capsys.readouterr().err
         assert message in shown and shown.count("\n") == 1
@@ -75,6 +76,7 @@ def test_without_transformers_it_ends_before_anything_is_written(checkpoint, tmp
 def test_a_model_without_a_tokenizer_says_so(checkpoint, tmp_path, capsys):
     for file in checkpoint.glob("tokenizer*"):
         file.unlink()
+    seal(checkpoint)
     convert_to_hf.setup(str(checkpoint), str(tmp_path / "hf"))
     shown = capsys.readouterr()
     assert shown.err == (f"warning: {checkpoint} holds no tokenizer.json: copy one into {tmp_path / 'hf'}\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sealing import seal
 
 from tests.checkpoints.test_adapters import make, write_adapted, write_base
 from tests.commands.test_merge_lora import add_companions
@@ -97,6 +98,7 @@ def test_a_base_that_is_gone_is_said_to_be_unchecked(tmp_path, capsys):
 def test_all_files_of_the_tokenizer_come_along(tmp_path):
     _, folder, _ = make(tmp_path)
     companions = add_companions(folder)
+    seal(folder)
     assert main(["convert_to_peft", str(folder), str(tmp_path / "peft")]) == 0
     for name in companions:
         assert (tmp_path / "peft" / name).read_bytes() == (folder / name).read_bytes(), name

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from sealing import seal
 
 from toolkit.checkpoints.adapters import AdapterInfo, base_fingerprint, write_adapter_files
 from toolkit.checkpoints.folder import load_model, write_model_files
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
         optimizer.zero_grad()
     folder = tmp_path_factory.mktemp("model")
     write_model_files(folder, state_dict=model.state_dict(), config=config, hyperparameters=None, tokenizer=tokenizer)
-    return folder
+    return seal(folder)
 
 
 def run(capsys, *argv) -> tuple[str, str]:
@@ -69,6 +70,7 @@ def test_stops_at_the_ids_of_generation_config(folder, tmp_path, capsys):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     stop = train_bpe(["abc"], vocab_size=257).encode("c")[0]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1000, stop]}))
+    seal(tmp_path)
     out, err = run(capsys, tmp_path, "--prompt", "abc", "--max_new_tokens", 30, "--temperature", 0)
     assert out == "abcé🎉ab\n"
     assert "8 tokens in" in err
@@ -107,7 +109,7 @@ def adapters(folder, tmp_path_factory):
     info = AdapterInfo(lora, folder, base_fingerprint(folder))
     write_adapter_files(out, values, info)
     write_model_files(out, state_dict=None, config=model.config, hyperparameters=None, tokenizer=Tokenizer.load(folder))
-    return out
+    return seal(out)
 
 
 def test_adapters_say_unmerged_what_they_say_merged(folder, adapters, tmp_path, capsys):
@@ -125,6 +127,7 @@ def test_a_base_that_has_moved(folder, adapters, tmp_path, capsys):
     shutil.copytree(adapters, tmp_path / "adapters")
     info = tmp_path / "adapters" / "adapter.yaml"
     info.write_text(info.read_text().replace(str(folder), "/nowhere"))
+    seal(tmp_path / "adapters")
     assert main(["generate", str(tmp_path / "adapters"), "--temperature", "0"]) == 2
     assert "say with --base_checkpoint_dir where it is now" in capsys.readouterr().err
     found, _ = run(capsys, tmp_path / "adapters", "--temperature", 0, "--base_checkpoint_dir", tmp_path / "moved")

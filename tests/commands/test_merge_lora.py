@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from sealing import seal
+
 from tests.checkpoints.test_adapters import make
 from toolkit.cli import main
 
@@ -24,6 +26,7 @@ def test_all_files_of_the_tokenizer_come_along(tmp_path):
     _, folder, _ = make(tmp_path)
     companions = add_companions(folder)
     (folder / "config.json").write_text('{"_name_or_path": "org/base"}')
+    seal(folder)
     assert main(["merge_lora", str(folder), "--out_dir", str(tmp_path / "merged")]) == 0
     assert not (tmp_path / "merged" / "config.json").exists()  # another model's: convert_to_hf writes its own
     for name in companions:

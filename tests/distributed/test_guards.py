@@ -8,11 +8,14 @@ from groups import Case, run_group
 def broken(tmp_path_factory, shared_flags):
     folder = tmp_path_factory.mktemp("guards")
     fsdp = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD"]
+    sharded = [*fsdp, "--fsdp.state_dict_type", "sharded"]
     cases = [
         Case("mesh", ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD"], fault="mesh"),
         Case("norms", [*fsdp, "--precision", "bf16-mixed"], fault="norms"),
         Case("nan-ddp", ["--strategy", "ddp", "--train.save_interval", "1"], fault="nan on rank 1"),
         Case("nan-fsdp", [*fsdp, "--train.save_interval", "1"], fault="nan on rank 1"),
+        Case("inf", [*sharded, "--train.save_interval", "1"], fault="inf in a moment on rank 1"),
+        Case("forbidden", [*sharded, "--train.save_interval", "2"], fault="no permission on rank 1"),
     ]
     results = {}
     for case in cases:  # a group each: it does not outlive the failure
@@ -53,3 +56,20 @@ def test_n7_a_non_finite_loss_on_one_rank_stops_all(broken, name):
     assert text.count("toolkit pretrain:") == 1
     assert "step 3 is not finite" in text and "on rank 1, its samples" in text and "on rank 0" not in text
     assert sorted(p.parent.name for p in (folder / name).glob("*/COMPLETE")) == ["step-00000001", "step-00000002"]
+
+
+def test_n7_a_moment_that_is_not_finite_on_one_rank_is_not_saved(broken):
+    folder, results = broken
+    assert [seen["exit"] for seen in results["inf"]] == [3, 3]
+    text = said(folder, "inf")
+    assert text.count("toolkit pretrain:") == 1 and "step-00000003 was not saved: " in text and "|exp_avg_sq" in text
+    assert sorted(p.name for p in (folder / "inf").glob("*step-*")) == ["step-00000001", "step-00000002"]
+
+
+def test_s1_a_rank_that_may_not_write_ends_all_with_one_line(broken):
+    folder, results = broken
+    assert [seen["exit"] for seen in results["forbidden"]] == [2, 2]
+    text = said(folder, "forbidden")
+    assert text.count("toolkit pretrain:") == 1 and "Traceback" not in text
+    assert "--out_dir" in text and "rank 1 could not write" in text and "Permission denied" in text
+    assert not list((folder / "forbidden").glob("*step-*"))

@@ -12,7 +12,14 @@ from toolkit.checkpoints.folder import CONFIG, fitting_weights, read_model_confi
 from toolkit.checkpoints.hf_files import read_json
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.sharded import is_sharded, read_sharded
-from toolkit.checkpoints.store import COMPLETE, WEIGHTS, is_complete, require_new_folder, write_folder
+from toolkit.checkpoints.store import (
+    COMPLETE,
+    WEIGHTS,
+    is_complete,
+    require_new_folder,
+    write_folder,
+    write_model_folder,
+)
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
 from toolkit.errors import UserError
 from toolkit.models.gpt import GPT
@@ -38,8 +45,9 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
     if not (is_sharded(checkpoint_dir / WEIGHTS) or is_sharded(checkpoint_dir / _OPTIMIZER)):
         raise UserError(f"checkpoint_dir {checkpoint_dir}: is not sharded: its {WEIGHTS} is one file already")
     # write_checkpoint would tidy up beside out_dir, where it may be no run's folder, or that of one that is running.
+    write = write_model_folder if is_complete(checkpoint_dir) else write_folder  # whose manifest marks it as complete
     nonfinite: list[str] = []
-    write_folder(out_dir, lambda tmp: nonfinite.extend(_write(tmp, checkpoint_dir)), flag="out_dir")
+    write(out_dir, lambda tmp: nonfinite.extend(_write(tmp, checkpoint_dir)), flag="out_dir")
     return nonfinite
 
 
@@ -55,8 +63,6 @@ def _write(tmp: Path, source: Path) -> list[str]:
     nonfinite = _write_weights(tmp, source)
     if (source / "trainer").exists():
         _write_state(tmp, source)
-    if is_complete(source):
-        (tmp / COMPLETE).touch()  # seen by nobody before all is on the disk and the folder has its name
     return nonfinite
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +13,15 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from toolkit.checkpoints.adapters import has_adapters_only, load_adapters, read_adapter
+from toolkit.checkpoints.adapters import (
+    has_adapters_only,
+    load_adapters,
+    named_base,
+    read_adapter,
+    read_adapter_info,
+)
 from toolkit.checkpoints.litgpt import config_from_litgpt, to_our_layout
+from toolkit.checkpoints.manifest import EDITABLE, require_intact
 from toolkit.checkpoints.store import FINAL, WEIGHTS, newest
 from toolkit.checkpoints.weights import load_weights, require_fit, save_weights
 from toolkit.errors import UserError
@@ -86,6 +96,28 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UserError(f"{path}: no such file; give the folder of a model") from error
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a model's configuration: {' '.join(str(error).split())}") from error
+
+
+def require_intact_model(
+    folder: Path,
+    base_checkpoint_dir: str | Path | None = None,
+    report: Callable[[str], None] | None = None,
+    editable: tuple[str, ...] = EDITABLE,
+) -> None:
+    """Compare the files of a model folder with its manifest, and those of its base if it holds adapters only.
+
+    ``base_checkpoint_dir``: see :func:`load_model`; the others: see
+    :func:`toolkit.checkpoints.manifest.require_intact`; notes go to stderr where there is no ``report``.
+
+    Raises:
+        DamagedCheckpointError: naming the damaged files.
+    """
+    report = report or partial(print, file=sys.stderr)
+    require_intact(folder, report, editable)
+    if has_adapters_only(folder):
+        base = read_adapter_info(folder).base if base_checkpoint_dir is None else named_base(base_checkpoint_dir)
+        if base.is_dir():
+            require_intact(base, report)
 
 
 def load_model(

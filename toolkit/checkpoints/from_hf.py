@@ -18,7 +18,7 @@ from toolkit.checkpoints.hf_files import CONFIG, Weight, close, find_weights, qu
 from toolkit.checkpoints.hf_tokenizer import converted, lone_sentencepiece
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
-from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
+from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
 from toolkit.checkpoints.weights import require_fit
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import give_back_freed_memory
@@ -72,7 +72,7 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
             if made is not None:
                 (folder / "tokenizer.json").write_bytes(made)
 
-        write_folder(out_dir, write, flag="out_dir")
+        write_model_folder(out_dir, write, flag="out_dir")
     finally:
         close()
     return notes + notes_of_tokenizer + notes_of_unused + notes_of_head + notes_of_type

@@ -22,7 +22,7 @@ from toolkit.checkpoints.folder import (
     write_model_config,
 )
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
-from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_folder
+from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_model_folder
 from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.distributed.memory import give_back_freed_memory
@@ -120,7 +120,7 @@ def merge_to(
         write_model_config(merged.config, tmp / CONFIG)
         copy_files(folder, tmp, (*FILE_PATTERNS, HYPERPARAMETERS))
 
-    write_folder(out_dir, write, flag="out_dir")
+    write_model_folder(out_dir, write, flag="out_dir")
     return merged
 
 

@@ -6,19 +6,23 @@ Every name that begins with ``.tmp-`` is unfinished or on its way out: nothing l
 from __future__ import annotations
 
 import errno
+import itertools
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from toolkit.checkpoints.manifest import COMPLETE, checksum_folder, replace_listed, write_manifest
+from toolkit.checksums import Checksum
 from toolkit.errors import UserError
 from toolkit.leftovers import TMP, remove, sweep, temporary_path
 from toolkit.untrusted import read_json
 
-COMPLETE = "COMPLETE"
 FINAL, BEST = "final", "best"
 WEIGHTS = "lit_model.pth"
 _OLD = ".old-"
@@ -30,12 +34,13 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OUT_OF_REACH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
-def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
+def write_checkpoint(folder: Path, write: Callable[[Path], Mapping[str, Checksum] | None]) -> None:
     """Write a checkpoint folder, whole or not at all (law S1). One process writes to a run's folder at a time.
 
     Args:
         folder: Where it appears. A folder of that name is replaced, and stays findable until the new one is whole.
-        write: Fills the (empty, temporary) folder that it is given.
+        write: Fills the (empty, temporary) folder that it is given; may return checksums of files, by their paths in
+            it, that other processes wrote and have computed already.
 
     Raises:
         UserError: the disk is full; the temporary folder is gone and earlier checkpoints are as they were. Or the
@@ -45,18 +50,26 @@ def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
     for aside in folder.parent.glob(f"{_OLD}*"):
         _put_back_or_delete(aside)
     remove(path for path in folder.parent.glob(f"{TMP}*") if _UNFINISHED.fullmatch(path.name))
-
-    def write_and_mark(tmp: Path) -> None:
-        write(tmp)
-        _sync_tree(tmp)  # the mark must not reach the disk before what it vouches for
-        (tmp / COMPLETE).touch()
-
-    write_folder(folder, write_and_mark, flag="--out_dir")
+    write_model_folder(folder, write, flag="--out_dir")
     if is_removed:
         raise UserError(
             f"--out_dir {folder.parent}: was removed during the run ({_LOCK} is missing); {folder.name} was still "
             "saved there, continue from it with --resume auto"
         )
+
+
+def write_model_folder(folder: Path, write: Callable[[Path], Mapping[str, Checksum] | None], flag: str) -> None:
+    """As :func:`write_folder`, with a manifest of all files (see :func:`write_checkpoint` for ``write``)."""
+
+    def write_and_list(tmp: Path) -> None:
+        known = write(tmp) or {}
+        with ThreadPoolExecutor(1) as pool:  # the disk and the processor work at the same time
+            synced = pool.submit(_sync_tree, tmp)
+            files = checksum_folder(tmp, known)
+            synced.result()  # the manifest must not reach the disk before what it lists
+        write_manifest(tmp, files)
+
+    write_folder(folder, write_and_list, flag)
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None:
@@ -101,7 +114,9 @@ def require_new_folder(out_dir: Path) -> None:
 
 
 def write_file(path: Path, write: Callable[[Path], None], flag: str) -> None:
-    """Write one file into a folder that is there, whole or not at all. ``write`` is given another name for it.
+    """Write one file into a folder that is there, whole or not at all; the folder's manifest lists it then.
+
+    ``write`` is given another name for it.
 
     Raises:
         UserError: naming ``flag``: the disk is full, or the folder cannot be written; nothing is left behind.
@@ -111,7 +126,7 @@ def write_file(path: Path, write: Callable[[Path], None], flag: str) -> None:
     try:
         write(tmp)
         _sync(tmp)
-        os.replace(tmp, path)
+        replace_listed(path.parent, path.name, lambda: os.replace(tmp, path))
         _sync(path.parent)
     except BaseException as error:
         message = _explain(error, tmp, path)
@@ -227,8 +242,29 @@ def step_folders(out_dir: Path) -> list[tuple[int, Path]]:
 
 def newest(out_dir: Path) -> Path | None:
     """Return the complete checkpoint of the highest step; ``final`` where it is as far as a step's."""
-    folders = [(step_of(path), name == FINAL, path) for name, path in _complete_folders(out_dir)]
-    return max(folders)[-1] if folders else None
+    return next(iter(newest_first(out_dir)), None)
+
+
+def newest_first(out_dir: Path) -> list[Path]:
+    """Return all complete checkpoints, by falling step, ``final`` before others of its step."""
+
+    def age(name: str, path: Path) -> tuple[float, bool, Path]:
+        step: float = step_of(path)
+        if step < 0 and name == FINAL and (path / "trainer").exists():
+            step = math.inf  # its trainer state is damaged: the first to look at, not one to overlook
+        return step, name == FINAL, path
+
+    return [path for *_, path in sorted((age(name, path) for name, path in _complete_folders(out_dir)), reverse=True)]
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is no checkpoint of its run any more, and return its new path."""
+    for number in itertools.count():
+        aside = folder.with_name(f"damaged-{folder.name.removeprefix(_OLD)}" + (f"-{number}" if number else ""))
+        if not os.path.lexists(aside):
+            os.rename(folder, aside)
+            return aside
+    raise AssertionError
 
 
 def has_best(out_dir: Path) -> bool:
@@ -237,12 +273,20 @@ def has_best(out_dir: Path) -> bool:
 
 
 def step_of(folder: Path) -> int:
-    """Return the optimizer step of a checkpoint: what its trainer wrote, else its name's; -1 if neither says."""
+    """Return the optimizer step of a checkpoint: that of its name, else that of its trainer state; -1 if unknown."""
+    if (named := step_in_name(folder)) is not None:
+        return named
     try:
-        return int(read_json(folder / "trainer" / "meta.json")["step"])
+        step = read_json(folder / "trainer" / "meta.json")["step"]
+        return step if type(step) is int else -1
     except (OSError, ValueError, KeyError, TypeError):
-        match = _STEP.fullmatch(folder.name.removeprefix(_OLD))
-        return int(match[1]) if match else -1
+        return -1
+
+
+def step_in_name(folder: Path) -> int | None:
+    """Return N of a folder named step-N, else None."""
+    match = _STEP.fullmatch(folder.name.removeprefix(_OLD))
+    return int(match[1]) if match else None
 
 
 def prune(out_dir: Path, keep_last: int) -> None:
@@ -252,7 +296,7 @@ def prune(out_dir: Path, keep_last: int) -> None:
         # Out of sight first: killed here, what is left of it is not taken for a checkpoint.
         gone = temporary_path(folder)
         os.rename(folder, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        remove([gone])
 
 
 def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
@@ -394,6 +438,8 @@ def _explain(error: BaseException, tmp: Path, folder: Path) -> str | None:
             + (f"; {before.name} with its {_size(before):,} bytes is kept" if before else "")
             + "; free some space or choose another folder"
         )
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError):  # of one rank's shards
+        return f"{error}; let every rank write there, or choose another folder"
     if isinstance(error, OSError) and not os.path.exists(tmp) and (error.errno in _OUT_OF_REACH or _is_of(error, tmp)):
         return f"{error.strerror}; choose another folder"
     return None

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "convert_to_peft": ("toolkit.commands.convert_to_peft", ("checkpoint_dir", "out_dir"), "write adapters for peft"),
     "merge_lora": ("toolkit.commands.merge_lora", ("checkpoint_dir",), "make adapters plain weights"),
     "plan": ("toolkit.commands.plan", ("command",), "batch, parameters and memory of a run, ahead of it"),
+    "verify": ("toolkit.commands.verify", ("checkpoint_dir",), "compare a checkpoint with its checksums"),
     "consolidate": ("toolkit.commands.consolidate", ("checkpoint_dir", "out_dir"), "join the shards of a checkpoint"),
 }
 

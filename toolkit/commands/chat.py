@@ -21,6 +21,7 @@ def setup(
     base_checkpoint_dir: str | None = None,
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     precision: Literal["32-true", "bf16-true"] | None = None,
+    verify_checkpoint: bool = True,
 ) -> None:
     """Talk with a model: answers on stdout as they come, everything else on stderr.
 
@@ -40,6 +41,7 @@ def setup(
         base_checkpoint_dir: The base of adapters; the folder that it had in training when not given.
         accelerator: Where to compute.
         precision: Type of weights and computation; that of the checkpoint when not given.
+        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
     """
     import sys
 
@@ -52,8 +54,9 @@ def setup(
     if max_new_tokens <= 0:
         raise UserError(f"--max_new_tokens {max_new_tokens}: must be greater than zero")
     loaded = load_checkpoint(
-        checkpoint_dir, base_checkpoint_dir=base_checkpoint_dir, accelerator=accelerator, precision=precision
-    )
+        checkpoint_dir, base_checkpoint_dir=base_checkpoint_dir, accelerator=accelerator, precision=precision,
+        verify=verify_checkpoint,
+    )  # fmt: skip
     template = find_template(loaded.tokenizer, prompt_style)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     notes: list[str] = []

@@ -15,6 +15,7 @@ def setup(
     verify: bool = False,
     merge: bool = False,
     base_checkpoint_dir: str | None = None,
+    verify_checkpoint: bool = True,
 ) -> None:
     """Write a folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
 
@@ -27,6 +28,7 @@ def setup(
         verify: Load the result with transformers and compare its logits with this program's, on the CPU in float32.
         merge: Merge LoRA adapters that have no merged weights beside them on the way.
         base_checkpoint_dir: The base of such adapters; where it was in training when not given.
+        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
     """
     import sys
     from pathlib import Path
@@ -34,11 +36,13 @@ def setup(
     import torch
 
     from toolkit.checkpoints.finite import nonfinite_warning
-    from toolkit.checkpoints.folder import find_checkpoint_dir
+    from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.hf import export_hf, require_transformers, verify_hf
     from toolkit.errors import GuardError
 
     folder = find_checkpoint_dir(checkpoint_dir)
+    if verify_checkpoint:
+        require_intact_model(folder, base_checkpoint_dir)
     wanted = None if dtype is None else getattr(torch, dtype)
     if verify:
         require_transformers()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 
 def setup(
-    checkpoint_dir: str, out_dir: str, base_checkpoint_dir: str | None = None, base_model: str | None = None
+    checkpoint_dir: str,
+    out_dir: str,
+    base_checkpoint_dir: str | None = None,
+    base_model: str | None = None,
+    verify_checkpoint: bool = True,
 ) -> None:
     """Write adapter_model.safetensors, adapter_config.json and the tokenizer's files.
 
@@ -14,16 +18,20 @@ def setup(
         base_checkpoint_dir: The base model; the folder that it had in training when not given.
         base_model: The hub name or the Hugging Face folder of the base, as base_model_name_or_path; what the base was
             imported from (download, convert_from_hf) when not given.
+        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
     """
     import shlex
     import sys
     from pathlib import Path
 
     from toolkit.checkpoints.finite import nonfinite_warning
-    from toolkit.checkpoints.folder import find_checkpoint_dir
+    from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.peft import export_peft
 
-    exported = export_peft(find_checkpoint_dir(checkpoint_dir), Path(out_dir), base_checkpoint_dir, base_model)
+    folder = find_checkpoint_dir(checkpoint_dir)
+    if verify_checkpoint:
+        require_intact_model(folder, base_checkpoint_dir)
+    exported = export_peft(folder, Path(out_dir), base_checkpoint_dir, base_model)
     if exported.nonfinite:
         print(nonfinite_warning(exported.nonfinite, out_dir), file=sys.stderr)
     print(f"wrote {out_dir}")

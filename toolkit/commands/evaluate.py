@@ -49,6 +49,7 @@ def setup(
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     precision: Precision | None = None,
     format: Literal["table", "json"] = "table",
+    verify_checkpoint: bool = True,
 ) -> None:
     """Print the loss (nats per token), the perplexity and the bits per byte of a checkpoint on text, or its results on
     tasks of lm-eval.
@@ -72,6 +73,7 @@ def setup(
         accelerator: Where to compute.
         precision: 32-true on a CPU and bf16-mixed on CUDA when not given.
         format: How to print the result.
+        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
     """
     of_text = {
         "data": None if isinstance(data, OfRun) else type(data).__name__, "split": None if split == "val" else split,
@@ -93,7 +95,7 @@ def setup(
 
     checkpoint = open_checkpoint(
         checkpoint_dir, base_checkpoint_dir=base_checkpoint_dir, tokenizer_dir=tokenizer_dir,
-        accelerator=accelerator, precision=precision,
+        accelerator=accelerator, precision=precision, verify=verify_checkpoint,
     )  # fmt: skip
     if tasks is not None:
         print_tasks(evaluate_tasks(checkpoint, tasks, micro_batch_size=micro_batch_size, **of_tasks), format)

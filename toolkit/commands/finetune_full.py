@@ -29,6 +29,7 @@ def setup(
     optimizer: OptimizerArgs = OptimizerArgs(),
     out_dir: str = FINETUNE_FULL.out_dir,
     resume: bool | str = False,
+    verify_checkpoint: bool = True,
     tokenizer_dir: str | None = None,
     accelerator: Accelerator = "auto",
     devices: Devices = "auto",
@@ -53,7 +54,9 @@ def setup(
         log: Names under which a logger files the run.
         optimizer: Which optimizer.
         out_dir: Where checkpoints and logs go.
-        resume: Go on from a checkpoint: true (the newest in out_dir), auto (the newest, if there is one), or a path.
+        resume: Go on from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if there is any), or
+            a path.
+        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
         tokenizer_dir: A folder with a tokenizer.json; the checkpoint's own when not given.
         accelerator: Where to compute.
         devices: Devices per node; auto takes all GPUs, or one process on a CPU, or what torchrun or SLURM say.

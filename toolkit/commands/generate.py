@@ -17,6 +17,7 @@ def setup(
     base_checkpoint_dir: str | None = None,
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     precision: Literal["32-true", "bf16-true"] | None = None,
+    verify_checkpoint: bool = True,
 ) -> None:
     """Let a model continue a text: prompt and continuation on stdout, statistics on stderr.
 
@@ -32,6 +33,7 @@ def setup(
         base_checkpoint_dir: The base of adapters; the folder that it had in training when not given.
         accelerator: Where to compute.
         precision: Type of weights and computation; that of the checkpoint when not given.
+        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
     """
     import sys
     import time
@@ -51,8 +53,9 @@ def setup(
     except UnicodeError as error:
         raise UserError("--prompt: is not valid UTF-8") from error
     loaded = load_checkpoint(
-        checkpoint_dir, base_checkpoint_dir=base_checkpoint_dir, accelerator=accelerator, precision=precision
-    )
+        checkpoint_dir, base_checkpoint_dir=base_checkpoint_dir, accelerator=accelerator, precision=precision,
+        verify=verify_checkpoint,
+    )  # fmt: skip
     tokenizer = loaded.tokenizer
     ids = tokenizer.encode(text)
     if not ids:  # the beginning of a document

@@ -11,6 +11,7 @@ def setup(
     base_checkpoint_dir: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     verify: bool = False,
+    verify_checkpoint: bool = True,
 ) -> None:
     """Write W + scaling B A: computed in float32 and rounded once, to the type of the base's weights or to --dtype.
 
@@ -23,6 +24,7 @@ def setup(
         base_checkpoint_dir: The base model; the folder that it had in training when not given.
         dtype: Type of all weights; that of the base's when not given.
         verify: Compare the logits of the merged weights with those of base and adapters apart, in float32.
+        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
     """
     import sys
     from pathlib import Path
@@ -30,11 +32,13 @@ def setup(
     import torch
 
     from toolkit.checkpoints.finite import nonfinite_warning
-    from toolkit.checkpoints.folder import find_checkpoint_dir
+    from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.merge import logit_difference, merge_beside, merge_to
     from toolkit.checkpoints.store import WEIGHTS
 
     folder, wanted = find_checkpoint_dir(checkpoint_dir), None if dtype is None else getattr(torch, dtype)
+    if verify_checkpoint:
+        require_intact_model(folder, base_checkpoint_dir)
     if out_dir is None:
         merged = merge_beside(folder, base_checkpoint_dir, wanted)
         print(f"wrote {folder / WEIGHTS}")

@@ -33,6 +33,7 @@ def setup(
     optimizer: OptimizerArgs = OptimizerArgs(),
     out_dir: str = PRETRAIN.out_dir,
     resume: bool | str = False,
+    verify_checkpoint: bool = True,
     initial_checkpoint_dir: str | None = None,
     tokenizer_dir: str | None = None,
     accelerator: Accelerator = "auto",
@@ -61,7 +62,9 @@ def setup(
         log: Names under which a logger files the run.
         optimizer: Which optimizer.
         out_dir: Where checkpoints and logs go.
-        resume: Go on from a checkpoint: true (the newest in out_dir), auto (the newest, if there is one), or a path.
+        resume: Go on from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if there is any), or
+            a path.
+        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
         initial_checkpoint_dir: Start from the weights of this checkpoint, or of a name below checkpoints/.
         tokenizer_dir: A folder with a tokenizer.json; without it the data module trains its own where it can.
         accelerator: Where to compute.

@@ -9,7 +9,7 @@ import torch
 
 from toolkit.args import Accelerator
 from toolkit.checkpoints.adapters import require_adapters
-from toolkit.checkpoints.folder import find_checkpoint_dir, load_model
+from toolkit.checkpoints.folder import find_checkpoint_dir, load_model, require_intact_model
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import pick_accelerator
 from toolkit.models.gpt import GPT
@@ -31,6 +31,7 @@ def load_checkpoint(
     base_checkpoint_dir: str | None,
     accelerator: Accelerator,
     precision: Literal["32-true", "bf16-true"] | None,
+    verify: bool = True,
 ) -> Loaded:
     """Load a checkpoint with its tokenizer.
 
@@ -39,12 +40,15 @@ def load_checkpoint(
         base_checkpoint_dir: Where the base of adapters is now, if it has moved.
         accelerator: Where to compute.
         precision: Type of the weights; that of the checkpoint when not given.
+        verify: Whether to compare the files with their checksums.
 
     Raises:
         UserError: something is missing or does not fit, or the base would have no effect.
     """
     folder = find_checkpoint_dir(checkpoint_dir)
     require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
+    if verify:
+        require_intact_model(folder, base_checkpoint_dir)
     device = pick_accelerator(accelerator)
     tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
     model = load_model(folder, device, _DTYPES[precision], base_checkpoint_dir)

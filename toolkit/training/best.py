@@ -6,10 +6,11 @@ The loss to beat is part of every checkpoint's progress: a resumed run, too, rep
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from toolkit.args import EvalArgs, TrainArgs
-from toolkit.checkpoints.store import has_best
+from toolkit.checkpoints.store import BEST, has_best
 from toolkit.data.base import Prepared
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
@@ -33,9 +34,10 @@ def require_choice(train: TrainArgs, evaluation: EvalArgs, data: Prepared) -> No
         raise UserError("--train.keep_best true: the run never validates; set --eval.interval")
 
 
-def forget_what_is_gone(progress: Progress, out_dir: Path) -> None:
-    """Where ``best/`` was deleted, or belongs to another folder's run, the next validation is the best one again."""
-    if not ranks.from_first(has_best(out_dir)):
+def forget_what_is_gone(progress: Progress, out_dir: Path, damaged: Collection[Path] = ()) -> None:
+    """Where ``best/`` was deleted, is among the ``damaged``, or belongs to another folder's run, the next validation is
+    the best one again."""
+    if not ranks.from_first(has_best(out_dir) and out_dir / BEST not in damaged):
         progress.best_val_loss = None
 
 

@@ -17,15 +17,17 @@ import torch
 from torch import nn
 
 from toolkit.checkpoints.adapters import AdapterInfo, write_adapter_files
+from toolkit.checkpoints.finite import nonfinite_state, shown
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.optimizer_state import load_optimizer
 from toolkit.checkpoints.sharded import check_sharded, save_sharded
 from toolkit.checkpoints.states import adapter_state, full_state, sharded_state
 from toolkit.checkpoints.store import WEIGHTS, prune, write_checkpoint
 from toolkit.checkpoints.weights import canonical_name, load_state, save_state
+from toolkit.checksums import Checksum, checksum_files
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
-from toolkit.errors import PeerLost, UserError
+from toolkit.errors import GuardError, PeerLost, UserError
 from toolkit.models.config import ModelConfig
 from toolkit.training.schedule import Schedule
 from toolkit.training.state import FORMAT_VERSION, Identity, Progress
@@ -63,8 +65,10 @@ class Checkpointer:
 
         Raises:
             UserError: it cannot be written.
+            GuardError: weights or optimizer state contain NaN or Inf; nothing is written.
         """
         folder = self.out_dir / name
+        self._require_finite(folder)
         rng = ranks.gather(rng_state(self.device))
         # Not within the try: a rank that fails in these collectives must end at once, for the others wait in them.
         if self.adapters is not None:
@@ -85,9 +89,20 @@ class Checkpointer:
             error = caught
         if ranks.vote(failed=int(error is not None))["failed"]:
             if error is None or ranks.global_rank() != 0:
-                raise PeerLost(f"{folder} could not be written") from error
+                known_to_all = isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError)
+                raise PeerLost(f"{folder} could not be written") from (None if known_to_all else error)
             raise error
         return folder
+
+    def _require_finite(self, folder: Path) -> None:
+        """Every rank looks at its own part, on its own device, before anything is gathered."""
+        found = nonfinite_state(self.module, self.optimizer)
+        if ranks.vote(nonfinite=len(found))["nonfinite"]:
+            names = sorted({name for names in ranks.gather(found) for name in names})
+            raise GuardError(
+                f"{folder} was not saved: NaN, Inf or too large numbers in {shown(names)}; lower --train.learning_rate "
+                "and resume with --resume auto (continues from the latest checkpoint)"
+            )
 
     def _save_shards(
         self,
@@ -98,9 +113,10 @@ class Checkpointer:
         moments: dict[str, torch.Tensor],
         rest: dict[str, Any],
     ) -> None:
-        def write_shards(tmp: Path) -> None:
+        def write_shards(tmp: Path) -> dict[str, Checksum]:
             save_sharded(weights, tmp / WEIGHTS)
             save_sharded(moments, tmp / TRAINER / OPTIMIZER)
+            return checksums_of_shards(tmp)
 
         if ranks.global_rank() != 0:
             tmp = ranks.from_first(None)
@@ -109,14 +125,15 @@ class Checkpointer:
             return
         told = False
 
-        def write(tmp: Path) -> None:
+        def write(tmp: Path) -> dict[str, Checksum]:
             nonlocal told
             self._write(tmp, None, rest, progress, rng)
             told = True
             ranks.from_first(tmp)
-            write_shards(tmp)
+            checksums = write_shards(tmp)
             for shards in (tmp / WEIGHTS, tmp / TRAINER / OPTIMIZER):
                 check_sharded(shards)  # not so where the nodes do not share the disk
+            return checksums
 
         try:
             write_checkpoint(folder, write)
@@ -185,6 +202,25 @@ def _load_scaler(scaler: Any, saved: Any, file: Path) -> None:
     if not isinstance(saved, dict) or {k: type(v) for k, v in saved.items()} != {k: type(v) for k, v in own.items()}:
         raise UserError(f"{file}: scaler: is not the state of a GradScaler; resume from another checkpoint")
     scaler.load_state_dict(saved)
+
+
+def checksums_of_shards(folder: Path) -> dict[str, Checksum]:
+    """Return the checksums of all ranks' shards: each computes those of the files that it has just written.
+
+    Raises:
+        RuntimeError: a rank cannot read them; on every rank.
+    """
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob(f"__{ranks.global_rank()}_*.distcp")]
+    own: dict[str, Checksum] | OSError
+    try:
+        own = checksum_files(folder, names)
+    except OSError as error:
+        own = error
+    everywhere = ranks.gather(own)
+    for rank, found in enumerate(everywhere):
+        if isinstance(found, OSError):
+            raise RuntimeError(f"rank {rank} could not read {folder}: {found}") from found
+    return {name: checksum for found in everywhere for name, checksum in found.items()}
 
 
 def seed_from(*facts: int) -> None:

@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 import toolkit.data
 from toolkit.args import Accelerator, Precision
 from toolkit.checkpoints.adapters import require_adapters
-from toolkit.checkpoints.folder import HYPERPARAMETERS, find_checkpoint_dir, load_model
+from toolkit.checkpoints.folder import HYPERPARAMETERS, find_checkpoint_dir, load_model, require_intact_model
 from toolkit.data import DataModule, PythonStdlib
 from toolkit.data.base import is_ragged
 from toolkit.data.loader import Batch, choose_padding, val_batches
@@ -55,6 +55,7 @@ def open_checkpoint(
     tokenizer_dir: str | None,
     accelerator: Accelerator,
     precision: Precision | None,
+    verify: bool = True,
 ) -> Evaluated:
     """Load what is to be evaluated.
 
@@ -63,6 +64,8 @@ def open_checkpoint(
     """
     folder = find_checkpoint_dir(checkpoint_dir)
     require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
+    if verify:
+        require_intact_model(folder, base_checkpoint_dir, _notice, editable=())  # hyperparameters.yaml names the data
     fabric = single_device_fabric(accelerator, precision)
     choose_attention_kernels(fixed_shapes=False, has_masks=True)
     dtype = torch.bfloat16 if fabric.strategy.precision.precision == "bf16-true" else torch.float32

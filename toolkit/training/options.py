@@ -62,7 +62,7 @@ def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _require_type(name: str, value: Any, hint: Any) -> None:
-    if not _fits(value, hint):
+    if not fits(value, hint):
         choices = _choices(hint)
         near = did_you_mean(value, [c.strip("'") for c in choices]) if isinstance(value, str) else ""
         raise UserError(f"{name} {value!r}: must be {' or '.join(choices)}{near}")
@@ -77,17 +77,17 @@ def _choices(hint: Any) -> list[str]:
     return ["None"] if hint is type(None) else [inspect.formatannotation(hint)]
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
     """Whether a value is of the type that an option has."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
     if origin in (Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
+        return any(fits(value, part) for part in parts)
     if origin is Literal:
         return value in parts
     if origin is tuple:
-        return isinstance(value, tuple | list) and len(value) == len(parts) and all(map(_fits, value, parts))
+        return isinstance(value, tuple | list) and len(value) == len(parts) and all(map(fits, value, parts))
     if hint in (int, float):
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
     return isinstance(value, origin or hint)

@@ -78,6 +78,8 @@ class RunArgs:
     """A folder of peft's with adapters to begin with."""
     given: dict[str, Any] | None = None
     """The command's own arguments, where their names are not these fields'."""
+    verify_checkpoint: bool = True
+    """Compare what the run starts from with its checksums."""
 
 
 def with_defaults(args: RunArgs) -> RunArgs:

@@ -6,7 +6,7 @@ import math
 import shlex
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -19,7 +19,7 @@ from lightning.fabric import Fabric
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
 from toolkit.checkpoints.folder import find_checkpoint_dir
-from toolkit.checkpoints.store import FINAL, exclusive, require_free, resolve_resume
+from toolkit.checkpoints.store import FINAL, exclusive, require_free, resolve_resume, set_aside
 from toolkit.data.base import DataModule, Prepared, Rows, is_ragged
 from toolkit.data.loader import choose_padding
 from toolkit.distributed import ranks
@@ -51,6 +51,7 @@ from toolkit.training.samples import Sampler, make_sampler
 from toolkit.training.schedule import Schedule, build_schedule
 from toolkit.training.state import Identity, Progress, read_meta
 from toolkit.training.throughput import Throughput, flops_per_token, peak_flops
+from toolkit.training.verify import find_intact, require_intact_together
 from toolkit.ui.loggers import MetricsCSV, check_loggers, make_loggers
 from toolkit.ui.plots import plot_loss
 from toolkit.ui.progress import make_progress
@@ -88,7 +89,8 @@ def run_training(args: RunArgs) -> None:
         display.phase("preparing data")
         data = group.first_then_others(lambda: prepare_data(args, decided.max_seq_length, display.message))
         group.connect()
-        start = find_place(decided, data, ranks.from_first(resume_from))
+        resume_from, damaged = find_intact(args, resume_from, layout.local_rank == 0, display)
+        start = find_place(decided, data, resume_from, damaged)
         if start.is_finished(Path(args.out_dir)):
             display.message(
                 f"{start.resume_from} has reached step {start.progress.step}: the run is finished, nothing to do"
@@ -132,6 +134,7 @@ class Start:
         mean_length: Input tokens of a row.
         flops: Of a token, counted before layers are packed or sharded; None for somebody's own model.
         sampler: Shows what the model says, if it is to be shown.
+        damaged: Newer checkpoints of the run that were skipped.
     """
 
     resume_from: Path | None
@@ -144,6 +147,7 @@ class Start:
     mean_length: float
     flops: float | None
     sampler: Sampler | None
+    damaged: list[Path]
 
     def is_finished(self, out_dir: Path) -> bool:
         """Whether there is nothing left to do, and the last checkpoint is written."""
@@ -151,7 +155,7 @@ class Start:
         return reached and self.resume_from == out_dir / FINAL
 
 
-def find_place(decided: Decisions, data: Prepared, resume_from: Path | None) -> Start:
+def find_place(decided: Decisions, data: Prepared, resume_from: Path | None, damaged: list[Path]) -> Start:
     """Find where the run stands, and require that all ranks are about to do the same.
 
     Raises:
@@ -171,7 +175,7 @@ def find_place(decided: Decisions, data: Prepared, resume_from: Path | None) -> 
     best.require_choice(args.train, args.eval, data)
     sampler = make_sampler(data, config, args.eval.max_new_tokens, usual=args.defaults.eval["max_new_tokens"])
     progress = Progress() if resume_from is None else read_progress(resume_from, identity)
-    best.forget_what_is_gone(progress, Path(args.out_dir))
+    best.forget_what_is_gone(progress, Path(args.out_dir), damaged)
     limits = build_limits(
         args.train, progress, n_rows=len(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
     )
@@ -180,7 +184,7 @@ def find_place(decided: Decisions, data: Prepared, resume_from: Path | None) -> 
         require_ahead(args.train, progress, limits, longest, resume_from)
     schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
-    return Start(resume_from, progress, model, base, identity, limits, schedule, length, flops, sampler)
+    return Start(resume_from, progress, model, base, identity, limits, schedule, length, flops, sampler, damaged)
 
 
 def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, display: Any, stack: ExitStack) -> Run:
@@ -194,6 +198,9 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
     source = find_checkpoint_dir(initial) if initial else None
     ragged, length = is_ragged(data.train) or is_ragged(data.val), decided.max_seq_length
     choose_attention_kernels(fixed_shapes=not ragged, has_masks=needs_masks(plan.config, length))
+    reads_source = source is not None and (start.resume_from is None or start.base is not None)
+    if ranks.from_first(reads_source and args.verify_checkpoint):
+        require_intact_together(source, fabric.local_rank == 0, display.message)
     model = set_up_model(
         fabric, plan, seed=args.seed, precision=decided.precision, compiler=args.compiler,
         longest_ragged=longest_ragged(data, length),
@@ -225,7 +232,7 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
         checkpointer.restore(start.resume_from, progress.step)
         display.message(f"going on from {start.resume_from}: step {progress.step}, {progress.tokens:,} tokens")
         tell_changed_schedule(start.resume_from, start.schedule, display)
-    opened = ranks.on_first(partial(open_outputs, args, out_dir, start.resume_from, progress.step, stack))
+    opened = ranks.on_first(partial(open_outputs, args, out_dir, start, display.message, stack))
     csv, loggers = opened or (None, [])
     if checkpointer.sharded:
         require_shared_disk(out_dir)
@@ -413,17 +420,19 @@ def tell_changed_schedule(folder: Path, schedule: Schedule, display: Any) -> Non
 
 
 def open_outputs(
-    args: RunArgs, out_dir: Path, resume_from: Path | None, step: int, stack: ExitStack
+    args: RunArgs, out_dir: Path, start: Start, report: Callable[[str], None], stack: ExitStack
 ) -> tuple[MetricsCSV, list[Any]]:
-    """Take the folder for this run, and open metrics.csv and the loggers.
+    """Take the folder for this run, set damaged checkpoints aside, and open metrics.csv and the loggers.
 
     Raises:
         UserError: another process runs there, or has done so a moment ago.
     """
     stack.enter_context(exclusive(out_dir))
-    if resolve_resume(args.resume, out_dir) != resume_from:
+    if resolve_resume(args.resume, out_dir) != next(iter(start.damaged), start.resume_from):
         raise UserError(f"--out_dir {out_dir}: another process has just run there; start again")
-    resume_step = None if resume_from is None else step
+    for folder in start.damaged:  # else it would count as the run's newest, and for --train.keep_last
+        report(f"renamed {folder} to {set_aside(folder).name}; delete it when you do not need it")
+    resume_step = None if start.resume_from is None else start.progress.step
     csv = MetricsCSV(out_dir / "logs" / "metrics.csv", resume_step=resume_step)
     return csv, make_loggers(args.logger_name, out_dir, args.log, hyperparameters(args), resume_step)
 

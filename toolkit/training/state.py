@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from inspect import formatannotation
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+from toolkit.checkpoints.manifest import DamagedCheckpointError
+from toolkit.checkpoints.store import step_in_name
 from toolkit.errors import UserError
+from toolkit.training.options import fits
+from toolkit.training.schedule import Schedule
 from toolkit.untrusted import read_json
 
 FORMAT_VERSION = 1
+_REQUIRED = ("step", "tokens", "samples", "seconds")
 
 
 @dataclass
@@ -84,22 +91,64 @@ def _require_equal(flag: str, old: Any, new: Any, folder: Path) -> None:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Read ``trainer/meta.json``.
+    """Read ``trainer/meta.json``, and check names, types and ranges, and that they go together.
 
     Raises:
-        UserError: it is missing, broken, or of a format that this version does not know.
+        DamagedCheckpointError: it is malformed, or cannot be what a run has written.
+        UserError: it is missing, or of a format that this version does not know.
     """
     path = folder / "trainer" / "meta.json"
     try:
         meta = read_json(path)
         version = meta["format_version"]
-        _ = [meta[name] for name in ("step", "tokens", "samples", "seconds", "schedule", "identity")]
+        if version == FORMAT_VERSION:
+            _check_meta(meta, step_in_name(folder))
     except FileNotFoundError:
         raise UserError(
             f"--resume {folder}: holds weights but no trainer state; use --initial_checkpoint_dir {folder}"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not readable ({error}); resume from an older checkpoint") from None
+        reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise DamagedCheckpointError(f"{path}: damaged: {reason:.200}; resume from an older checkpoint") from None
     if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format version {version}, this version of toolkit reads {FORMAT_VERSION}")
+        raise UserError(f"{path}: format version {version!r:.20}, this version of toolkit reads {FORMAT_VERSION}")
     return meta
+
+
+def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
+    """Raise ValueError or KeyError for what no run has written, naming the field."""
+    for prefix, values, cls in (
+        ("", meta, Progress),
+        ("schedule.", meta["schedule"], Schedule),
+        ("identity.", meta["identity"], Identity),
+    ):
+        if not isinstance(values, dict):
+            raise ValueError(f"{prefix[:-1]} must be a mapping")
+        _check_fields(prefix, values, cls)
+    step, samples, tokens = meta["step"], meta["samples"], meta["tokens"]
+    identity = meta["identity"]
+    batch, context = identity["global_batch_size"], identity["model_config"].get("block_size")
+    if step_in_name not in (None, step):
+        raise ValueError(f"step {step} in a folder named for step {step_in_name}")
+    # fewer than a batch per step: the last batch of an epoch may be short
+    if batch < 1 or not step <= samples <= step * batch:
+        raise ValueError(f"samples {samples} cannot be those of {step} steps with global_batch_size {batch}")
+    if isinstance(context, int) and tokens > samples * context:
+        raise ValueError(f"tokens {tokens} are too many for {samples} samples of at most {context} tokens")
+    tied = meta.get("tied", {})
+    if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
+        raise ValueError("tied must be a mapping of names")
+
+
+def _check_fields(prefix: str, values: dict[str, Any], cls: type) -> None:
+    """Compare values with the types of a dataclass; its numbers must be finite and not negative."""
+    hints = get_type_hints(cls)
+    for known in fields(cls):
+        has_default = known.default is not MISSING or known.default_factory is not MISSING
+        if known.name not in values and has_default and known.name not in _REQUIRED:
+            continue
+        name, value = prefix + known.name, values[known.name]
+        if not fits(value, hints[known.name]):
+            raise ValueError(f"{name} {value!r:.50} is not of type {formatannotation(hints[known.name])}")
+        if isinstance(value, int | float) and not (0 <= value < math.inf):
+            raise ValueError(f"{name} {value} must be finite and not negative")

@@ -1,0 +1,111 @@
+"""S7 verified-bytes: the manifest of a checkpoint folder."""
+
+import json
+
+import pytest
+
+from toolkit.checkpoints import manifest
+from toolkit.checkpoints.finite import nonfinite_state
+from toolkit.checkpoints.manifest import DamagedCheckpointError, read_manifest, replace_listed, require_intact
+from toolkit.checkpoints.store import prune, write_checkpoint, write_file
+from toolkit.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(tmp):
+        (tmp / "trainer").mkdir()
+        (tmp / "trainer" / "state.pth").write_bytes(b"state" * 1000)
+        for name in ("lit_model.pth", "hyperparameters.yaml", "tokenizer.json"):
+            (tmp / name).write_text(name)
+
+    write_checkpoint(tmp_path / "step-1", write)
+    return tmp_path / "step-1"
+
+
+def test_it_lists_every_file_and_names_each_damaged_one(folder):
+    listed = read_manifest(folder)
+    assert listed.keys() == {"lit_model.pth", "hyperparameters.yaml", "tokenizer.json", "trainer/state.pth"}
+    require_intact(folder, pytest.fail)
+    (folder / "hyperparameters.yaml").write_text("seed: 1")  # a record that people edit
+    require_intact(folder, pytest.fail)
+    for name in listed.keys() - {"hyperparameters.yaml"}:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="lit_model.pth .*tokenizer.json .*trainer/state.pth .*--verify"):
+        require_intact(folder, pytest.fail)
+
+
+def test_a_folder_without_one_is_read_with_a_note(folder):
+    (folder / "COMPLETE").write_bytes(b"")  # of an older version
+    (folder / "lit_model.pth").write_text("other")
+    notes = []
+    require_intact(folder, notes.append)
+    assert len(notes) == 1 and str(folder) in notes[0]
+
+
+def test_a_malformed_one_is_one_line(folder):
+    good = json.loads((folder / "COMPLETE").read_text())
+    outside = {"../other": good["files"]["lit_model.pth"]}
+    texts = ["x", "[]", "{}", "[" * 100_000, json.dumps(good | {"files": outside}), json.dumps(good | {"files": 3})]
+    for text in texts:
+        (folder / "COMPLETE").write_text(text)
+        with pytest.raises(DamagedCheckpointError, match="COMPLETE: damaged"):
+            read_manifest(folder)
+    (folder / "COMPLETE").write_text(json.dumps(good | {"format_version": 2}))
+    with pytest.raises(UserError, match="format version 2") as error:
+        read_manifest(folder)
+    assert not isinstance(error.value, DamagedCheckpointError)  # not to be skipped
+
+
+def test_a_file_that_is_replaced_or_added_later_is_listed(folder):
+    for name in ("lit_model.pth", "config.json"):
+        write_file(folder / name, lambda tmp: tmp.write_text("new"), flag="--out_dir")
+        assert read_manifest(folder)[name]["size"] == 3
+    require_intact(folder, pytest.fail)
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_crash_while_a_file_is_replaced_leaves_no_damage(folder, monkeypatch, writes):
+    real, count = manifest.write_manifest, iter(range(9))
+
+    def crash(*args):
+        if next(count) == writes:
+            raise KeyboardInterrupt
+        real(*args)
+
+    monkeypatch.setattr(manifest, "write_manifest", crash)
+    with pytest.raises(KeyboardInterrupt):
+        replace_listed(folder, "lit_model.pth", lambda: (folder / "lit_model.pth").write_text("replaced"))
+    require_intact(folder, pytest.fail)
+
+
+def test_pruning_a_link_removes_it_and_nothing_else(folder, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    write_checkpoint(tmp_path / "step-2", lambda tmp: (tmp / "lit_model.pth").write_text("w") and None)
+    prune(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "step-2"]
+    require_intact(elsewhere, pytest.fail)
+
+
+def test_what_is_not_finite_is_named():
+    import torch
+
+    module = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4), "c": torch.nn.Linear(4, 4)})
+    module["c"].requires_grad_(False).weight.data.fill_(float("-inf"))  # not trained: nothing that a step has done
+    optimizer = torch.optim.AdamW(p for p in module.parameters() if p.requires_grad)
+    sum(p.sum() for p in module.parameters() if p.requires_grad).backward()
+    optimizer.step()
+    optimizer.state[module["b"].weight]["exp_avg_sq"].fill_(3e38)  # its norm overflows, it does not
+    module["a"].half().weight.data.fill_(6e4)
+    assert nonfinite_state(module, optimizer) == []
+    module["a"].float().weight.data.fill_(3e38)
+    assert nonfinite_state(module, optimizer) == ["a.weight"], "no product with it is finite"
+    module["a"].weight.data.fill_(1)
+    for bad in (float("nan"), float("inf")):
+        module["b"].bias.data[3] = bad
+        optimizer.state[module["a"].weight]["exp_avg_sq"][0, 1] = bad
+        assert sorted(nonfinite_state(module, optimizer)) == ["a.weight|exp_avg_sq", "b.bias"]

@@ -1,0 +1,157 @@
+"""S7 verified-bytes and N7 finite-or-stop, of a run: what it reads back, what it never saves, where it resumes."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.checkpoints.weights import load_state, load_weights, save_state
+from toolkit.cli import main
+
+
+@pytest.fixture(scope="module")
+def flags(corpus) -> list[str]:
+    return [
+        "pretrain", "pico-llama", "--accelerator", "cpu", "--data", "TextFiles", "--data.train_data_path", str(corpus),
+        "--data.vocab_size", "300", "--train.global_batch_size", "8", "--train.max_seq_length", "32",
+        "--train.lr_schedule", "constant", "--train.save_interval", "2", "--train.keep_last", "0",
+        "--train.max_steps", "7",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(flags, tmp_path_factory) -> Path:
+    """A run with step-2, -4, -6 and final."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert main([*flags, "--out_dir", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """A copy of it without its end."""
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "final")
+    return tmp_path / "run"
+
+
+def step(run: Path, number: int) -> Path:
+    return run / f"step-{number:08d}"
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def resume(flags, out: Path, capsys, how="auto", *more: str) -> tuple[int, str, str]:
+    code = main([*flags, "--out_dir", str(out), "--resume", str(how), *more])
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err and len(shown.err.splitlines()) == (code != 0)
+    return code, shown.out, shown.err
+
+
+def steps(run: Path) -> list[int]:
+    with open(run / "logs" / "metrics.csv", newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("name", ["lit_model.pth", "trainer/state.pth", "COMPLETE", "trainer/meta.json"])
+def test_s7_auto_skips_a_damaged_checkpoint_and_loses_nothing(finished, run, flags, capsys, name):
+    flip(step(run, 6) / name)
+    for how in ("true", step(run, 6)):  # strict
+        code, _, err = resume(flags, run, capsys, how)
+        assert code == 2 and "step-00000006" in err and name in err
+    code, out, _ = resume(flags, run, capsys, "auto", "--train.keep_last", "1")
+    assert code == 0 and "warning: " in out and name in out and f"going on from {step(run, 4)}: step 4" in out
+    assert {path.name for path in run.iterdir() if path.is_dir()} == {
+        "logs", "final", "step-00000006", "damaged-step-00000006"
+    }  # fmt: skip
+    assert steps(run) == [1, 2, 3, 4, 5, 6, 7]
+    found, expected = load_weights(run / "final"), load_weights(finished / "final")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert main(["verify", str(step(run, 6))]) == 0
+
+
+def test_s7_a_damaged_final_checkpoint_is_written_again(finished, flags, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    (out / "final" / "trainer" / "meta.json").write_text("{")
+    code, shown, _ = resume(flags, out, capsys)
+    assert code == 0 and "final" in shown and f"going on from {step(out, 6)}" in shown
+    assert main(["verify", str(out / "final")]) == 0
+
+
+def test_s7_where_all_are_damaged_the_run_does_not_start_again(run, flags, capsys):
+    for number in (2, 4, 6):
+        flip(step(run, number) / "lit_model.pth")
+    code, _, err = resume(flags, run, capsys)
+    assert code == 2 and "lit_model.pth" in err
+    assert len(list(run.glob("step-*"))) == 3
+
+
+def test_s7_edited_files_are_read_when_asked_for(run, flags, capsys):
+    flip(step(run, 6) / "tokenizer.json")
+    code, out, _ = resume(flags, run, capsys, "true", "--verify_checkpoint", "false", "--train.max_steps", "8")
+    assert code == 0 and "damaged" not in out
+
+
+def test_n7_what_is_not_finite_is_never_saved(run, flags, capsys):
+    before = {path.name for path in run.iterdir()}
+    one_step = ("--train.save_interval", "1", "--train.max_steps", "9")
+    code, _, err = resume(flags, run, capsys, "auto", "--train.learning_rate", "1e38", *one_step)
+    assert code == 3 and "step-00000007 was not saved: NaN, Inf or too large numbers in lm_head.weight" in err
+    assert {path.name for path in run.iterdir()} == before
+    code, out, _ = resume(flags, run, capsys, "auto", *one_step)
+    assert code == 0 and f"going on from {step(run, 6)}" in out
+
+
+@pytest.mark.parametrize("where", ["weights", "moments"])
+def test_n7_what_older_versions_saved_is_checked_too(run, flags, capsys, where):
+    folder = step(run, 6)
+    (folder / "COMPLETE").write_bytes(b"")
+    if where == "weights":
+        weights = {name: tensor.clone() for name, tensor in load_weights(folder).items()}
+        weights["lm_head.weight"][3, 3] = float("nan")
+        torch.save(weights, folder / "lit_model.pth")
+        name = "lm_head.weight"
+    else:
+        state = load_state(folder / "trainer" / "state.pth", mmap=False)
+        state["optimizer"]["state"]["transformer.ln_f.weight"]["exp_avg"][0] = float("inf")
+        save_state(state, folder / "trainer" / "state.pth")
+        name = "transformer.ln_f.weight exp_avg"
+    code, _, err = resume(flags, run, capsys, "true")
+    assert code == 2 and name in err
+    code, out, _ = resume(flags, run, capsys)
+    assert code == 0 and name in out and f"going on from {step(run, 4)}" in out
+
+
+def test_a_trainer_state_that_no_run_has_written_is_one_line(run, flags, capsys):
+    folder = step(run, 6)
+    (folder / "COMPLETE").write_bytes(b"")
+    path = folder / "trainer" / "meta.json"
+    good = json.loads(path.read_text())
+    wrong = [
+        ("samples", 56), ("samples", -8), ("samples", 5), ("samples", 48.0), ("step", 2.5), ("step", "6"),
+        ("step", None), ("step", 4), ("step", True), ("tokens", -1), ("tokens", 10**9), ("tokens", "many"),
+        ("seconds", float("nan")), ("seconds", []), ("best_val_loss", "low"), ("schedule", []), ("identity", None),
+        ("schedule.peak", "high"), ("schedule.total_steps", 1.5), ("identity.data", 5), ("identity.optimizer", "AdamW"),
+        ("identity.global_batch_size", 0), ("tied", []), ("tied", {"a": 3}),
+    ]  # fmt: skip
+    for name, value in wrong:
+        bad = json.loads(json.dumps(good))
+        group, _, field = name.rpartition(".")
+        (bad[group] if group else bad)[field] = value
+        path.write_text(json.dumps(bad))
+        code, _, err = resume(flags, run, capsys, "true")
+        assert code == 2 and str(path) in err and (field in err or "samples" in err), (name, value, err)
+    for text in ["", "{", "[]", "3", "[" * 100_000, json.dumps({"format_version": 1})]:
+        path.write_text(text)
+        code, _, err = resume(flags, run, capsys, "true")
+        assert code == 2 and str(path) in err, (text[:20], err)
+    path.write_text(json.dumps(good))
+    assert resume(flags, run, capsys, "true")[0] == 0

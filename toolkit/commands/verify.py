@@ -1,0 +1,44 @@
+"""`toolkit verify`: compare checkpoints with their checksums."""
+
+from __future__ import annotations
+
+
+def setup(checkpoint_dir: str) -> None:
+    """Read all files of a checkpoint, or of all checkpoints of a run, and name those that are damaged.
+
+    The exit code is 0 if all are as they were written, and 2 otherwise.
+
+    Args:
+        checkpoint_dir: A checkpoint folder, a name below checkpoints/, or the out_dir of a run.
+    """
+    from pathlib import Path
+
+    from toolkit.checkpoints.manifest import read_manifest
+    from toolkit.checkpoints.store import is_complete, newest_first
+    from toolkit.checksums import find_damage
+    from toolkit.errors import UserError
+
+    given = Path(checkpoint_dir).expanduser()
+    given = given if given.is_dir() else Path("checkpoints") / given
+    folders = [given] if is_complete(given) else sorted(newest_first(given))
+    if not folders:
+        raise UserError(f"checkpoint_dir {checkpoint_dir}: no complete checkpoint there; give its folder or a run's")
+    failed = []
+    for folder in folders:
+        try:
+            files = read_manifest(folder)
+        except UserError as error:
+            print(error)
+            failed.append(folder)
+            continue
+        if files is None:
+            print(f"{folder}: has no checksums (an empty COMPLETE, of an older version)")
+            failed.append(folder)
+        elif damage := find_damage(folder, files):
+            print(*(f"{folder / name}: {why}" for name, why in damage.items()), sep="\n")
+            failed.append(folder)
+        else:
+            print(f"{folder}: intact, {len(files)} files, {sum(f['size'] for f in files.values()):,} bytes")
+    if failed:
+        names = ", ".join(folder.name for folder in failed)
+        raise UserError(f"checkpoint_dir {checkpoint_dir}: {len(failed)} of {len(folders)} not verified: {names}")

@@ -1,0 +1,125 @@
+"""S7 verified-bytes, by all ranks of a run together: what it starts from is intact, and they agree which one it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from toolkit.checkpoints.finite import require_finite
+from toolkit.checkpoints.manifest import (
+    EDITABLE,
+    DamagedCheckpointError,
+    describe_damage,
+    no_manifest,
+    read_manifest,
+)
+from toolkit.checkpoints.store import newest_first
+from toolkit.checksums import find_damage
+from toolkit.distributed import ranks
+from toolkit.errors import UserError
+from toolkit.training.resolve import RunArgs
+from toolkit.training.state import read_meta
+
+T = TypeVar("T")
+Report = Callable[[str], None]
+
+
+def require_intact_together(folder: Path, is_node_leader: bool, report: Report) -> bool:
+    """Compare a folder's files with its manifest; every rank calls this.
+
+    The shards are divided among all ranks; the other files are read once per node, since nodes may have copies.
+
+    Args:
+        folder: The same on every rank.
+        is_node_leader: Whether this rank is its node's first.
+        report: Is given a note where there is no manifest.
+
+    Returns:
+        Whether there is a manifest.
+
+    Raises:
+        DamagedCheckpointError: on every rank, naming the damaged files.
+    """
+    manifest = _same_on_all(lambda: read_manifest(folder))
+    if manifest is None:
+        report(no_manifest(folder))
+        return False
+    shards = sorted(name for name in manifest if name.endswith(".distcp"))
+    own = set(shards[ranks.global_rank() :: ranks.world_size()])
+    if is_node_leader:
+        own |= manifest.keys() - set(shards) - set(EDITABLE)
+    everywhere = ranks.gather(find_damage(folder, {name: manifest[name] for name in sorted(own)}))
+    damage = {
+        name: f"{why}, seen by rank {rank}" if rank else why
+        for rank, found in reversed(list(enumerate(everywhere)))
+        for name, why in found.items()
+    }
+    if damage:
+        raise DamagedCheckpointError(describe_damage(folder, dict(sorted(damage.items()))))
+    return True
+
+
+def find_intact(
+    args: RunArgs, resume_from: Path | None, is_node_leader: bool, display: Any
+) -> tuple[Path | None, list[Path]]:
+    """Return the checkpoint to go on from, and the damaged ones that were skipped for it with ``--resume auto``.
+
+    ``resume_from`` counts on rank 0 only.
+
+    Raises:
+        DamagedCheckpointError: it is damaged, or all checkpoints are.
+    """
+    is_auto = str(args.resume).lower() == "auto"
+    candidates = [] if resume_from is None else newest_first(Path(args.out_dir)) if is_auto else [resume_from]
+    if resume_from is not None:
+        display.phase("verifying the checkpoint")
+    return choose_intact(
+        candidates, strict=not is_auto, verify=args.verify_checkpoint, is_node_leader=is_node_leader,
+        report=display.message,
+    )  # fmt: skip
+
+
+def choose_intact(
+    candidates: list[Path], *, strict: bool, verify: bool, is_node_leader: bool, report: Report
+) -> tuple[Path | None, list[Path]]:
+    """Return the first intact checkpoint, and the damaged ones before it; the same on every rank, which all call this.
+
+    Args:
+        candidates: Rank 0's count; the newest first.
+        strict: Refuse a damaged one instead of taking the next.
+        verify: Whether to read the files; ``trainer/meta.json`` is checked always.
+        is_node_leader: See :func:`require_intact_together`.
+        report: Is given warnings and notes.
+
+    Raises:
+        DamagedCheckpointError: the first one is damaged and ``strict``, or all are; on every rank.
+    """
+    candidates, damaged = ranks.from_first(candidates), []
+    verify = ranks.from_first(verify)
+    for folder in candidates:
+        try:
+            if verify and not require_intact_together(folder, is_node_leader, report):
+                _same_on_all(lambda folder=folder: require_finite(folder))
+            _same_on_all(lambda folder=folder: read_meta(folder) and None)
+            return folder, damaged
+        except DamagedCheckpointError as error:
+            if strict or folder == candidates[-1]:
+                raise
+            report(f"warning: {error}; taking the next older checkpoint")
+            damaged.append(folder)
+    return None, []
+
+
+def _same_on_all(read: Callable[[], T]) -> T:
+    """Return what rank 0 reads, or raise its UserError, on every rank."""
+    value, error = None, None
+    if ranks.global_rank() == 0:
+        try:
+            value = read()
+        except UserError as caught:
+            error = caught
+    value, error = ranks.from_first((value, error))
+    if error is not None:
+        raise error
+    return value
