@@ -87,7 +87,13 @@ def test_every_command_of_finetuning_and_converting_is_understood(tmp_path, monk
         run(block, tmp_path, ARGUMENTS=str(tmp_path / "arguments"))
     monkeypatch.chdir(tmp_path)
     lines = [line.split("\0") for line in (tmp_path / "arguments").read_text().removesuffix("\0\0").split("\0\0")]
-    assert {name for name, *_ in lines} >= set(COMMANDS) - {"pretrain", "prepare_data", "generate", "consolidate"}
+    assert {name for name, *_ in lines} >= set(COMMANDS) - {
+        "pretrain",
+        "prepare_data",
+        "generate",
+        "consolidate",
+        "verify",
+    }
     for name, *options in lines:
         module, positionals, _ = COMMANDS[name]
         assert parse(name, importlib.import_module(module).setup, positionals, options) is not None
