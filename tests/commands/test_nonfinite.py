@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sealing import seal
 
 from tests.checkpoints.test_adapters import make
 from toolkit.checkpoints.folder import write_model_files
@@ -64,6 +65,7 @@ def test_adapters(tmp_path, capsys):
     name = next(name for name in adapters if ".h.0.attn.proj.lora" in name and name.endswith(".B"))
     adapters[name][0, 0] = float("nan")
     torch.save(adapters, folder / "lit_model.pth.lora")
+    seal(folder)
     (line,) = warnings_of(capsys, "convert_to_peft", folder, tmp_path / "peft")
     assert "layers.0.self_attn.o_proj.lora_B.weight" in line
     (line,) = warnings_of(capsys, "merge_lora", folder, "--out_dir", tmp_path / "merged")
