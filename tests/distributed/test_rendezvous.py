@@ -47,6 +47,7 @@ def test_a_mistake_on_the_first_rank_ends_the_others(corpus, tmp_path):
     assert finish(second) == ("", "") and second.returncode == 2
 
 
+@pytest.mark.slow
 def test_a_mistake_on_one_rank_of_torchrun_is_reported(corpus, tmp_path):
     program = tmp_path / "one_mistake.py"
     program.write_text(
