@@ -24,7 +24,7 @@ from toolkit.distributed.launch import RunGroup, Timeouts
 from toolkit.distributed.layout import Layout
 from toolkit.errors import PeerLost
 
-GO_ON = "and the run with it; --resume auto goes on with the newest checkpoint"
+GO_ON = "and the run with it; --resume auto continues from"
 
 
 def slow(*values):
@@ -47,7 +47,7 @@ def test_a_killed_rank_ends_the_run_which_resumes(corpus, tmp_path):
     process = pretrain("--devices", "2", *flags_for(corpus, tmp_path, save_interval=20))
     read_until(process, "step-00000020")
     os.kill(child_of(process), signal.SIGKILL)
-    ended(process, 1, f"rank 1 was killed by SIGKILL, {GO_ON}", within=25)
+    ended(process, 1, f"rank 1 was killed by SIGKILL, {GO_ON} {tmp_path}/step-000000", within=25)
     resumes(corpus, tmp_path)
 
 

@@ -26,7 +26,7 @@ from toolkit.errors import CommandEnd, EndedTogether, PeerLost, settle
 PARENT = "TOOLKIT_PARENT_PID"  # tells a process that another one of its node has started it
 _LINGER = 5.0  # seconds that a failed run gives its processes to end by themselves
 _GRACE = 30.0  # seconds after which a process that hangs in a failed run is ended from outside
-_GO_ON = "and the run with it; --resume auto goes on with the newest checkpoint, if one was saved"
+_GO_ON = "and the run with it"
 
 children: list[subprocess.Popen] = []
 """Local ranks 1, 2, ... of this node, in the process that has started them."""
@@ -48,6 +48,7 @@ class Ending:
         self.store: dist.Store | None = None
         self._started, self._over, self._over_elsewhere = threading.Event(), threading.Event(), threading.Event()
         self._others = range(1, layout.world_size)
+        self.resume_hint = lambda: "--resume auto continues from the newest checkpoint, if one was saved"
 
     @property
     def speaks(self) -> bool:
@@ -71,7 +72,13 @@ class Ending:
             _kill_children()
             self._over.set()
         settle(verdict)
-        raise verdict from verdict.__cause__
+        raise self._with_hint(verdict) from verdict.__cause__
+
+    def _with_hint(self, verdict: BaseException) -> BaseException:
+        """Add to what is printed here of a lost process what the run can be resumed from."""
+        if _GO_ON in str(verdict):
+            verdict.args = (f"{verdict}; {self.resume_hint()}",)
+        return verdict
 
     def _end_first(self, error: BaseException) -> BaseException:
         self._say("ended")
@@ -175,7 +182,7 @@ class Ending:
         if first:
             self._say("end", verdict)
         if str(verdict):
-            print(f"toolkit: {verdict}", file=sys.stderr, flush=True)
+            print(f"toolkit: {self._with_hint(verdict)}", file=sys.stderr, flush=True)
         _kill_children()
         os._exit(verdict.exit_code)
 

@@ -19,7 +19,7 @@ from lightning.fabric import Fabric
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
 from toolkit.checkpoints.folder import find_checkpoint_dir
-from toolkit.checkpoints.store import FINAL, exclusive, require_free, resolve_resume, set_aside
+from toolkit.checkpoints.store import FINAL, exclusive, newest, require_free, resolve_resume, set_aside
 from toolkit.data.base import DataModule, Prepared, Rows, is_ragged
 from toolkit.data.loader import choose_padding
 from toolkit.distributed import ranks
@@ -81,6 +81,7 @@ def run_training(args: RunArgs) -> None:
     timeouts = Timeouts.of(args.timeout)
     with ExitStack() as stack:
         group = stack.enter_context(launched(fabric, layout, timeouts))
+        group.ending.resume_hint = partial(resume_hint, Path(args.out_dir))
         stack.enter_context(explained_memory(args, device, layout))
         stack.enter_context(deterministic_algorithms(args.deterministic))
         display = stack.enter_context(make_progress(total_steps=None, enabled=layout.global_rank == 0))
@@ -262,6 +263,10 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
         resumed=start.resume_from is not None,
         seconds_before=progress.seconds,
     )
+
+
+def resume_hint(out_dir: Path) -> str:
+    return f"--resume auto continues from {newest(out_dir) or 'the newest checkpoint, if one was saved'}"
 
 
 def tell_the_end(run: Run, data: DataModule, out_dir: Path) -> None:
