@@ -189,7 +189,7 @@ def test_all_tokenizer_and_template_files_go_in_and_out_byte_for_byte(tmp_path):
         assert (tmp_path / "m" / name).read_bytes() == (tmp_path / "back" / name).read_bytes() == content
     assert (tmp_path / "m" / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
     ours = {str(p.relative_to(tmp_path / "m")) for p in (tmp_path / "m").rglob("*") if p.is_file()}
-    assert ours == {"lit_model.pth", "model_config.yaml", "config.json", "download.yaml", *TOKENIZER_FILES}
+    assert ours == {"COMPLETE", "lit_model.pth", "model_config.yaml", "config.json", "download.yaml", *TOKENIZER_FILES}
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == [0, 5]
     assert transformers.GenerationConfig.from_pretrained(str(tmp_path / "back")).eos_token_id == [0, 5]
 
