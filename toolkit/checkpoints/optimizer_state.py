@@ -140,7 +140,9 @@ def _read_entries(saved: Any, file: Path, folder: Path) -> tuple[Path, dict[str,
     for name, entry in entries.items() if isinstance(entries, dict) else [("state", entries)]:
         if not (isinstance(name, str) and isinstance(entry, dict) and all(isinstance(key, str) for key in entry)):
             raise UserError(f"{file}: optimizer state of {name!r:.100}: is {_kind(entry)}, not names and values")
-    return file, {name: {key: _stored(value) for key, value in entry.items()} for name, entry in entries.items()}
+    # torch's names keep what stands before those of a user's own module
+    by_name = {canonical_name(name): entry for name, entry in entries.items()}
+    return file, {name: {key: _stored(value) for key, value in entry.items()} for name, entry in by_name.items()}
 
 
 def _shard_entries(values: Any, file: Path, folder: Path) -> dict[str, dict[str, Any]]:
@@ -153,7 +155,7 @@ def _shard_entries(values: Any, file: Path, folder: Path) -> dict[str, dict[str,
     entries: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
         parameter, _, key = name.rpartition(BETWEEN)
-        entries.setdefault(parameter, {})[key] = value
+        entries.setdefault(canonical_name(parameter), {})[key] = value
     return entries
 
 
@@ -284,7 +286,7 @@ def _kind(value: Any) -> str:
 def _list_of_names(value: Any, file: Path) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise UserError(f"{file}: optimizer: params: is {_kind(value)}, not a list of names")
-    return value
+    return [canonical_name(name) for name in value]
 
 
 def _on_cpu(value: Any) -> Any:

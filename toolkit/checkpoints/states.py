@@ -103,7 +103,8 @@ def _beside(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str
     """What there is beside the state of the parameters: the groups, and the names of those that have no state."""
     groups = group_values(module, optimizer)
     names = [name for group in groups["param_groups"] for name in group["params"]]
-    return {**groups, "without_state": [name for name in names if not state.get(name)]}
+    with_state = {canonical_name(name) for name, values in state.items() if values}
+    return {**groups, "without_state": [name for name in names if name not in with_state]}
 
 
 def _on_cpu(values: dict[str, Any]) -> dict[str, Any]:
