@@ -1,0 +1,70 @@
+"""Code that runs at fixed moments of a training run: what :mod:`toolkit.training.trainer` calls and users may add to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import CallbackError, CommandEnd
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
+
+
+class Callback:
+    """Override the moments you need; each does nothing by default.
+
+    Every rank calls every moment at the same step, so that a callback may use collectives. Metrics are plain numbers,
+    the same on every rank. The order within a step: ``on_before_optimizer_step``, ``on_step_end``, the validation if one
+    is due, ``on_log``, ``on_validation_end``, ``on_checkpoint_saved``. The callbacks of the run itself come first (see
+    :func:`toolkit.training.callbacks.default_callbacks`), then the user's in the order given.
+
+    ``trainer`` offers ``model``, ``optimizer``, ``fabric``, ``data``, ``progress`` (``step``, ``tokens``, ``samples``),
+    ``config``, ``out_dir``, ``save(name)`` and ``request_stop(reason)``.
+    """
+
+    columns: tuple[str, ...] = ()
+    """Names that ``on_log`` adds to the metrics: further columns of metrics.csv."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Before the first step of this launch; the model has its weights, a resumed run its state."""
+
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+        """The gradient of the global batch is in ``trainer.model``'s parameters, checked and clipped."""
+
+    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """After an optimizer step. Metrics: loss (nats per token), learning_rate, grad_norm, step_tokens (inputs over
+        all ranks), step_seconds."""
+
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """A row of metrics is due: every ``--train.log_interval`` steps, and with every validation. What is added to
+        ``metrics`` here is seen by the callbacks that follow."""
+
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """After a validation: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb."""
+
+    def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
+        """A checkpoint is complete on disk."""
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """The run ends with an error, or after a signal."""
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """The run has reached its end, and ``final/`` is complete."""
+
+
+def notify(callbacks: Iterable[Callback], moment: str, *args: Any) -> None:
+    """Call a moment of each callback, in order.
+
+    Raises:
+        CallbackError: one failed; the message names it and the moment.
+    """
+    for callback in callbacks:
+        try:
+            getattr(callback, moment)(*args)
+        except CommandEnd:
+            raise
+        except Exception as error:
+            name = type(callback).__qualname__
+            raise CallbackError(f"callback {name} failed in {moment}: {type(error).__name__}: {error}") from error
