@@ -278,20 +278,20 @@ def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, di
     for peer in args.peers:
         if peer == "transformers":
             flag, python, needed = "transformers_python", args.transformers_python, ["transformers", "accelerate"]
-            mend = TRANSFORMERS_ENVIRONMENT
+            hint = TRANSFORMERS_ENVIRONMENT
         else:
             flag, python, needed = "litgpt_python", args.litgpt_python, ["litgpt", "litdata"]
-            mend = LITGPT_ENVIRONMENT
+            hint = LITGPT_ENVIRONMENT
             if python is None:
-                raise UserError(f"--peers {peer}: no environment given; {mend}")
+                raise UserError(f"--peers {peer}: no environment given; {hint}")
         python = python or sys.executable
         try:
             there = versions(os.path.abspath(python), *needed, "torch")
         except (OSError, subprocess.CalledProcessError, ValueError):
-            raise UserError(f"--{flag} {python}: is not a Python that runs; {mend}") from None
+            raise UserError(f"--{flag} {python}: is not a Python that runs; {hint}") from None
         for package in needed:
             if package not in there:
-                raise UserError(f"--{flag} {python}: {package} is missing there; {mend}")
+                raise UserError(f"--{flag} {python}: {package} is missing there; {hint}")
         # Not resolve(): the links of a virtual environment must stay.
         pythons[peer], found[peer] = os.path.abspath(python), there
     return pythons, found

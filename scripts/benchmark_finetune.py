@@ -72,7 +72,7 @@ def prepare(hf_dir: Path, folder: Path, python: str) -> None:
 
 def positions(folder: Path) -> list[int]:
     """Count the positions of toolkit's batches, padding included, by reading them once more."""
-    from toolkit.data.instruct_sets import JSON
+    from toolkit.data.datasets import JSON
     from toolkit.data.loader import train_batches
     from toolkit.data.tokenizer import Tokenizer
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 
-class Rows(torch.utils.data.Dataset):
+class TokenDataset(torch.utils.data.Dataset):
     """The first ``seq_length`` tokens of each block of the file."""
 
     def __init__(self, file: str, seq_length: int) -> None:
@@ -89,7 +89,7 @@ def main(settings_file: str, result_file: str) -> None:
         dataloader_num_workers=0,
         seed=settings["seed"],
     )
-    rows = Rows(settings["tokens"], settings["seq_length"])
+    rows = TokenDataset(settings["tokens"], settings["seq_length"])
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[clock]).train()
     result = {
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -20,11 +20,11 @@ from toolkit import api
 from toolkit.args import TrainArgs
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data import SyntheticTokens
+from toolkit.data.in_memory import InMemoryData
 from toolkit.data.loader import choose_padding
-from toolkit.data.ready import ReadyData
-from toolkit.errors import EndedTogether, UserError
+from toolkit.errors import PeerShutdownError, UserError
 from toolkit.models.gpt import GPT
-from toolkit.models.ready import WithLoss, find_blocks
+from toolkit.models.loss_wrapper import LossWrapper, find_blocks
 from toolkit.training import loop, run
 from toolkit.training.evaluate import open_checkpoint
 from toolkit.ui.loggers import read_metrics
@@ -115,7 +115,7 @@ TRAIN = {"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 2, "learnin
 '''
 _space: dict = {"__name__": "models_of_the_test"}
 exec(compile(MODELS, "models_of_the_test.py", "exec"), _space)
-Net, NetWithLoss, Layer, Rows, Plain, TRAIN = (
+Net, NetWithLoss, Layer, TokenDataset, Plain, TRAIN = (
     _space[name] for name in ("Net", "NetWithLoss", "Layer", "Rows", "Plain", "TRAIN")
 )
 
@@ -123,7 +123,7 @@ Net, NetWithLoss, Layer, Rows, Plain, TRAIN = (
 def train(model=None, dataset=None, **options):
     """Four steps on the CPU."""
     options["train"] = TRAIN | options.get("train", {})
-    dataset = Rows() if dataset is None else dataset
+    dataset = TokenDataset() if dataset is None else dataset
     return toolkit.train(model or Net(), dataset, **({"accelerator": "cpu", "devices": 1} | options))
 
 
@@ -223,7 +223,7 @@ def test_every_strategy_gives_the_losses_of_one_device_under_torchrun(tmp_path):
     done = run_script(script, *TORCHRUN)
     assert done.returncode == 0, done.stderr
     one = tmp_path / "one"
-    options = {"val_dataset": Rows()}
+    options = {"val_dataset": TokenDataset()}
     expected = {
         "ddp": train(out_dir=one / "plain", **options),
         "own_loss": train(NetWithLoss(), out_dir=one / "own_loss", **options),
@@ -271,7 +271,7 @@ def test_a_mistake_after_the_start_is_told_once(tmp_path):
 
 def test_ended_together_is_a_quiet_exit(monkeypatch, tmp_path):
     def end(args):
-        raise EndedTogether(3)
+        raise PeerShutdownError(3)
 
     monkeypatch.setattr(api, "run_training", end)
     with pytest.raises(SystemExit) as caught:
@@ -293,7 +293,7 @@ def test_no_script_to_start_again(monkeypatch, tmp_path):
 
 
 def test_a_module_is_trained_saved_and_resumed_bit_for_bit(tmp_path):
-    model, rows = Net(), Rows()
+    model, rows = Net(), TokenDataset()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     whole = train(model, rows, out_dir=tmp_path / "whole", train={"save_interval": 2})
     assert whole.step == 4 and whole.metrics["loss"] == losses(tmp_path / "whole")[-1]
@@ -378,7 +378,7 @@ class Returns(nn.Module):
 )
 def test_what_a_module_returns_is_checked(model, message):
     with pytest.raises(UserError, match=message):
-        WithLoss(model)(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))
+        LossWrapper(model)(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))
 
 
 def test_a_mean_loss_is_not_taken_for_logits():
@@ -387,7 +387,7 @@ def test_a_mean_loss_is_not_taken_for_logits():
             return self.weight.mean()
 
     with pytest.raises(UserError, match=r"Mean.forward\(input_ids, labels\) returns a tensor of shape \(\); it must"):
-        WithLoss(Mean(None))(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))
+        LossWrapper(Mean(None))(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))
 
 
 # ---- data
@@ -408,12 +408,12 @@ BLOCKS = [torch.arange(i, i + 13) % 64 for i in range(40)]
     ids=["tensor", "TensorDataset", "arrays", "lists", "dicts"],
 )
 def test_rows_of_every_kind_are_the_same_rows(rows):
-    ready = ReadyData(rows, None, 0, None)
+    ready = InMemoryData(rows, None, 0, None)
     row = ready.train[3]
     assert row["input_ids"].dtype == row["labels"].dtype == torch.int64
     assert row["input_ids"].tolist() == list(range(3, 15)) and row["labels"].tolist() == list(range(4, 16))
-    assert ready.content_key == ReadyData(BLOCKS, None, 0, None).content_key
-    assert ReadyData(rows, None, 0, 5).train[3]["labels"].tolist() == [4, 5, 6, 7, 8]
+    assert ready.content_key == InMemoryData(BLOCKS, None, 0, None).content_key
+    assert InMemoryData(rows, None, 0, 5).train[3]["labels"].tolist() == [4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(
@@ -460,7 +460,7 @@ def test_tokens_end_a_run_by_the_length_of_the_rows(tmp_path):
 def test_padding_of_the_widths_of_cuda_counts_in_no_metric(tmp_path, monkeypatch):
     """And --deterministic reaches torch, and only this run."""
     config, found = toolkit.ModelConfig(vocab_size=64, block_size=40, n_layer=1, n_embd=32), []
-    options = {"val_dataset": Rows(), "eval": {"interval": 2}}
+    options = {"val_dataset": TokenDataset(), "eval": {"interval": 2}}
     plain = train(config, out_dir=tmp_path / "plain", **options)
     monkeypatch.setattr(run, "choose_padding", lambda device, *facts: choose_padding("cuda", *facts))
     monkeypatch.setattr(run, "fit", lambda r: (found.append(torch.are_deterministic_algorithms_enabled()), loop.fit(r)))
@@ -492,7 +492,7 @@ def test_cudnn_attention_is_for_training_on_shapes_that_stay(tmp_path, monkeypat
     assert not allowed()
     train(config, BLOCKS, out_dir=tmp_path / "again")
     assert allowed()
-    train(config, Rows(), out_dir=tmp_path / "ragged")
+    train(config, TokenDataset(), out_dir=tmp_path / "ragged")
     assert not allowed()
 
 

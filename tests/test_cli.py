@@ -15,7 +15,7 @@ from toolkit import cli, cli_parser
 from toolkit.args import EvalArgs, TrainArgs
 from toolkit.commands import pretrain
 from toolkit.data import LitData, PythonStdlib, SyntheticTokens, TextFiles
-from toolkit.errors import GuardError, StoppedBySignal, UserError
+from toolkit.errors import GuardError, StoppedBySignalError, UserError
 
 
 def toolkit(*argv: str, **kwargs) -> subprocess.CompletedProcess:
@@ -345,7 +345,7 @@ def end_with(monkeypatch, error: BaseException) -> None:
     [
         (UserError("--x 1:\n  no"), 2, "toolkit pretrain: --x 1: no\n"),
         (GuardError("the loss is nan"), 3, "toolkit pretrain: the loss is nan\n"),
-        (StoppedBySignal(15, "saved"), 143, "toolkit pretrain: saved\n"),
+        (StoppedBySignalError(15, "saved"), 143, "toolkit pretrain: saved\n"),
         (KeyboardInterrupt(), 130, "toolkit pretrain: interrupted\n"),
         (
             RuntimeError("operator torchvision::nms does not exist"),

@@ -1,4 +1,4 @@
-"""The walls of the house: who may import whom, what is light, and what is never called (law S4)."""
+"""The walls of the house: who may import whom, what is light, and what is never called (S4)."""
 
 from __future__ import annotations
 

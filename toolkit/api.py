@@ -21,15 +21,15 @@ from toolkit.checkpoints.folder import find_checkpoint_dir, load_model, require_
 from toolkit.checkpoints.store import FINAL
 from toolkit.commands.pretrain import setup
 from toolkit.data.base import DataModule
-from toolkit.data.ready import ReadyData
+from toolkit.data.in_memory import InMemoryData
 from toolkit.distributed import ranks
 from toolkit.distributed.device import DTYPES, count_devices, pick_accelerator
-from toolkit.distributed.layout import read_layout
 from toolkit.distributed.signals import handlers_restored
-from toolkit.errors import EndedTogether, UserError, did_you_mean
+from toolkit.distributed.world import detect_world
+from toolkit.errors import PeerShutdownError, UserError, did_you_mean
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
-from toolkit.models.ready import WithLoss, find_blocks
+from toolkit.models.loss_wrapper import LossWrapper, find_blocks
 from toolkit.paths import require_local
 from toolkit.training.options import as_mapping, read_group, read_options
 from toolkit.training.run import RunArgs, run_training
@@ -121,7 +121,7 @@ def train(
 
     Raises:
         UserError: a mistake in the arguments; nothing has been written.
-        GuardError, StoppedBySignal, PeerLost: as on the command line, see :mod:`toolkit.errors`.
+        GuardError, StoppedBySignalError, PeerLostError: as on the command line, see :mod:`toolkit.errors`.
         SystemExit: on the other ranks, where rank 0 raises one of these.
     """
     arguments = read_options(setup, options)
@@ -136,8 +136,8 @@ def train(
     try:
         with handlers_restored():
             run_training(run)
-        return ranks.from_first(ranks.on_first(lambda: _result(Path(run.out_dir))))
-    except EndedTogether as error:
+        return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: _result(Path(run.out_dir))))
+    except PeerShutdownError as error:
         raise SystemExit(error.exit_code) from None  # rank 0 says why; here a traceback would only hide that
 
 
@@ -154,7 +154,7 @@ def memory_stats() -> list[dict[str, Any]]:
         stats["reserved_gb"] = torch.cuda.memory_reserved() / 1e9
         stats["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     stats |= {"rss_gb": _resident_gb(), "peak_rss_gb": peak_memory_gb(torch.device("cpu"))}
-    return ranks.gather(stats)
+    return ranks.all_gather_object(stats)
 
 
 def _resident_gb() -> float:
@@ -176,7 +176,7 @@ def _result(out_dir: Path) -> TrainResult:
 def _require_script(arguments: dict[str, Any]) -> None:
     """Refuse to start processes from where there is no script that they could run."""
     available = count_devices(pick_accelerator(arguments["accelerator"]))
-    layout = read_layout(arguments["devices"], arguments["num_nodes"], available)
+    layout = detect_world(arguments["devices"], arguments["num_nodes"], available)
     if layout.starts_processes and not hasattr(sys.modules["__main__"], "__file__"):
         raise UserError(
             f"devices {layout.devices}: a notebook, a prompt or python -c has no script to start the other processes "
@@ -223,7 +223,7 @@ def _read_module(
     blocks = find_blocks(module, block_classes)
     if arguments["compiler"] == "torch" and not blocks:
         raise UserError("compiler torch: compiles the blocks, and none were found; name their classes: block_classes")
-    return {"module": WithLoss(module), "block_classes": blocks}
+    return {"module": LossWrapper(module), "block_classes": blocks}
 
 
 def _read_data(
@@ -236,10 +236,10 @@ def _read_data(
         if val_dataset is not None or num_workers:
             name = "num_workers" if num_workers else "val_dataset"
             raise UserError(f"{name}: a DataModule has its own; set it there")
-        if isinstance(arguments.get("module"), WithLoss) and train.max_seq_length is None:
+        if isinstance(arguments.get("module"), LossWrapper) and train.max_seq_length is None:
             raise UserError("train.max_seq_length: must be given, the model's context length is not known")
         return arguments["data"] if dataset is None else dataset
-    ready = ReadyData(dataset, val_dataset, num_workers, train.max_seq_length)
+    ready = InMemoryData(dataset, val_dataset, num_workers, train.max_seq_length)
     other_limits = (train.max_steps, train.epochs, train.max_time)
     if ready.is_ragged and (train.max_tokens is not None or other_limits == (None, None, None)):
         raise UserError(

@@ -19,9 +19,9 @@ Auto = Literal["auto"]
 AUTO: Auto = "auto"
 
 
-def _require(ok: bool, flag: str, value: Any, mend: str) -> None:
+def _require(ok: bool, flag: str, value: Any, hint: str) -> None:
     if not ok:
-        raise UserError(f"--{flag} {value}: {mend}")
+        raise UserError(f"--{flag} {value}: {hint}")
 
 
 def _positive(group: str, args: Any, *names: str) -> None:

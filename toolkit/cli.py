@@ -9,7 +9,7 @@ import traceback
 
 from toolkit.commands import COMMANDS, HINTS
 from toolkit.distributed.rendezvous import report_failure
-from toolkit.errors import CommandEnd, did_you_mean
+from toolkit.errors import CommandError, did_you_mean
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
 
@@ -56,7 +56,7 @@ def run(name: str, argv: list[str]) -> int:
         raise
     except KeyboardInterrupt:
         return _end(program, "interrupted", INTERRUPTED)
-    except CommandEnd as error:
+    except CommandError as error:
         return _end(program, error, error.exit_code)
     except Exception as error:
         if "torchvision::nms does not exist" in str(error):

@@ -6,25 +6,25 @@ import difflib
 from collections.abc import Iterable
 
 
-class CommandEnd(Exception):
+class CommandError(Exception):
     """Ends a command with ``exit_code`` and its message as one line on standard error, without a traceback."""
 
     exit_code = 1
 
 
-class UserError(CommandEnd, ValueError):
+class UserError(CommandError, ValueError):
     """A mistake of the user's. The message is one line: the flag or file, its value, and the mend."""
 
     exit_code = 2
 
 
-class GuardError(CommandEnd, RuntimeError):
+class GuardError(CommandError, RuntimeError):
     """A guard stopped the run before it could do harm: a non-finite loss, replicas that differ."""
 
     exit_code = 3
 
 
-class StoppedBySignal(CommandEnd, RuntimeError):
+class StoppedBySignalError(CommandError, RuntimeError):
     """The run was asked to stop by a signal and has saved its state (exit code 128 + the signal's number)."""
 
     def __init__(self, signal_number: int, message: str) -> None:
@@ -32,11 +32,15 @@ class StoppedBySignal(CommandEnd, RuntimeError):
         self.exit_code = 128 + signal_number
 
 
-class PeerLost(CommandEnd, RuntimeError):
+class CallbackError(RuntimeError):
+    """A callback of a training run failed; the message names it and the moment."""
+
+
+class PeerLostError(CommandError, RuntimeError):
     """Another process of the run has ended or does not answer, so that this one cannot go on."""
 
 
-class EndedTogether(CommandEnd, RuntimeError):
+class PeerShutdownError(CommandError, RuntimeError):
     """This process ends because the run does; another one has said why. No message is printed."""
 
     def __init__(self, exit_code: int) -> None:

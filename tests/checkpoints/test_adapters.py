@@ -21,9 +21,9 @@ from toolkit.checkpoints.adapters import (
     read_adapter,
     write_adapter_files,
 )
+from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.fingerprint import base_fingerprint
-from toolkit.checkpoints.folder import fitting_weights, load_model, read_model_config, write_model_files
-from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.folder import load_compatible_weights, load_model, read_model_config, write_model_files
 from toolkit.checkpoints.merge import MergedWeights, merge_beside
 from toolkit.checkpoints.sharded import save_sharded
 from toolkit.checkpoints.store import COMPLETE, write_checkpoint
@@ -87,7 +87,7 @@ def test_an_adapter_folder_loads_as_base_and_adapters(made):
 
 
 def test_the_base_stays_in_its_file(made):
-    """Law M3: what is loaded is the mapped file, which all processes share."""
+    """M3: what is loaded is the mapped file, which all processes share."""
     loaded = load_model(made[1])
     maps = Path("/proc/self/maps")
     if not maps.exists():
@@ -183,7 +183,7 @@ def test_a_merge_that_breaks_leaves_the_adapters_as_they_were(tmp_path, monkeypa
     assert {p.name for p in folder.iterdir()} == files
     torch.testing.assert_close(load_model(folder)(tokens()), model(tokens()))  # its configuration is untied already
     with pytest.raises(UserError, match="run toolkit merge_lora"):
-        fitting_weights(folder, model)
+        load_compatible_weights(folder, model)
     monkeypatch.undo()
     merge_beside(folder)
     assert {p.name for p in folder.iterdir()} == files | {"lit_model.pth"}
@@ -305,9 +305,9 @@ def test_a_model_without_adapters_cannot_be_merged(made, tmp_path, capsys):
 
 
 def test_merged_weights_are_computed_one_at_a_time(made, monkeypatch):
-    """Law M2: nothing is merged before it is asked for, and the base's other weights stay views of its file."""
+    """M2: nothing is merged before it is asked for, and the base's other weights stay views of its file."""
     merged = MergedWeights(made[1])
-    weights = fitting_weights(made[0], base())
+    weights = load_compatible_weights(made[0], base())
     assert list(merged) == list(weights) and len(merged) == len(weights)
     names = [name for name in merged if merged.is_adapted(name)]
     assert len(names) == LLAMA.n_layer * 5

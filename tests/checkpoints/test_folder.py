@@ -8,7 +8,7 @@ import yaml
 
 from toolkit.checkpoints.folder import (
     find_checkpoint_dir,
-    fitting_weights,
+    load_compatible_weights,
     load_model,
     read_model_config,
     write_model_files,
@@ -129,7 +129,7 @@ def test_n10_a_tied_model_needs_one_of_the_two_and_refuses_two_that_differ(tmp_p
 def test_n10_an_untied_model_does_not_share_memory_though_its_file_does(tmp_path):
     model = save(tmp_path / "m", LLAMA)
     change(tmp_path / "m", lambda s: s.update({"lm_head.weight": s["transformer.wte.weight"]}))
-    weights = fitting_weights(tmp_path / "m", model)
+    weights = load_compatible_weights(tmp_path / "m", model)
     assert torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"])
     assert weights["lm_head.weight"].data_ptr() != weights["transformer.wte.weight"].data_ptr()
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.test_parity import HF_CONFIGS, randomize, token_ids
 from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.fp8 import dequantized
-from toolkit.checkpoints.from_hf import import_hf
+from toolkit.checkpoints.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.checkpoints.from_hf import import_hf
 from toolkit.checkpoints.hf_tokenizer import SENTENCEPIECE
+from toolkit.checkpoints.import_hf import import_hf
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 
 spm, transformers = pytest.importorskip("sentencepiece"), pytest.importorskip("transformers")

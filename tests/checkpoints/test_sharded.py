@@ -1,4 +1,4 @@
-"""Folders of shards: saved and loaded by real processes; law S4 on hostile and damaged ones; law M2."""
+"""Folders of shards: saved and loaded by real processes; S4 on hostile and damaged ones; M2."""
 
 import errno
 import os

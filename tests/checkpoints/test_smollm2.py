@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from smollm2 import gguf_file, smollm2_folder
 
+from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.from_hf import import_hf
-from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.import_hf import import_hf
 from toolkit.data.chat_template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.inference.generate import generate

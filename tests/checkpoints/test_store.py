@@ -1,4 +1,4 @@
-"""Law S1, and what --resume finds."""
+"""S1, and what --resume finds."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Law M2 at size: 3 GB of weights go in and out within a fraction of that."""
+"""M2 at size: 3 GB of weights go in and out within a fraction of that."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from peak_memory import with_path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toolkit.checkpoints.hf import to_hf_names
+from toolkit.checkpoints.export_hf import to_hf_names
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.gpt import GPT
@@ -25,8 +25,8 @@ GB = 1e9
 MEASURE = """
 import sys, time, torch
 from peak_memory import rise
-from toolkit.checkpoints.from_hf import import_hf
-from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.import_hf import import_hf
+from toolkit.checkpoints.export_hf import export_hf
 
 torch.set_num_threads(1)
 for convert, source, target in ((import_hf, "hf", "ours"), (export_hf, "ours", "out")):

@@ -1,4 +1,4 @@
-"""Law S4: files of weights that are hostile, damaged or not weights; and round trips."""
+"""S4: files of weights that are hostile, damaged or not weights; and round trips."""
 
 import os
 import pickle

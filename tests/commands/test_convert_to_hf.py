@@ -59,7 +59,9 @@ def test_a_missing_or_damaged_checkpoint_is_one_line(checkpoint, tmp_path, capsy
 @pytest.mark.parametrize("difference", [1e-3, float("nan")])
 def test_other_logits_end_it_with_a_guards_error(checkpoint, tmp_path, monkeypatch, difference):
     seen = []
-    monkeypatch.setattr("toolkit.checkpoints.hf.verify_hf", lambda _, out, *__: seen.append(Path(out)) or difference)
+    monkeypatch.setattr(
+        "toolkit.checkpoints.export_hf.verify_hf", lambda _, out, *__: seen.append(Path(out)) or difference
+    )
     with pytest.raises(GuardError, match=f"transformers computes other logits: .* so {tmp_path / 'hf'} is not written"):
         convert_to_hf.setup(str(checkpoint), str(tmp_path / "hf"), verify=True)
     assert seen and [path.name for path in tmp_path.iterdir()] == ["m"]
@@ -67,7 +69,9 @@ def test_other_logits_end_it_with_a_guards_error(checkpoint, tmp_path, monkeypat
 
 def test_without_transformers_it_ends_before_anything_is_written(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setattr("toolkit.checkpoints.hf.export_hf", lambda *_, **__: pytest.fail("too late: this takes long"))
+    monkeypatch.setattr(
+        "toolkit.checkpoints.export_hf.export_hf", lambda *_, **__: pytest.fail("too late: this takes long")
+    )
     assert main(["convert_to_hf", str(checkpoint), str(tmp_path / "hf"), "--verify", "true"]) == 2
     assert "needs transformers; run: pip install 'transformers>=4.50'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["m"]

@@ -15,7 +15,7 @@ import torch
 
 import toolkit.data
 from toolkit.data import CSV, JSON, LIMA, Alpaca, Dolly, HuggingFace, InstructionData, Parquet
-from toolkit.data.encode import Counts
+from toolkit.data.tokenize_sft import Counts
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 
@@ -341,7 +341,7 @@ def test_s5_every_ingredient_changes_the_key(prepare, plain, tmp_path, monkeypat
     assert "preparing" in said
     keys.append(data.content_key)
     assert len(set(keys)) == len(keys) == len(folders(tmp_path / "cache"))
-    monkeypatch.setattr("toolkit.data.encoded.CODE_VERSION", 10**6)
+    monkeypatch.setattr("toolkit.data.sft_dataset.CODE_VERSION", 10**6)
     assert "preparing" in prepare(MANY)[1]
 
 
@@ -434,7 +434,7 @@ def test_tokens_beyond_16_bits(prepare, tokenizer):
 def test_many_tokens_are_written_in_parts(prepare, monkeypatch, tmp_path):
     whole = list(documents(prepare(MANY)[0].train))
     shutil.rmtree(tmp_path / "cache")
-    monkeypatch.setattr("toolkit.data.encode._BATCH", 100)
+    monkeypatch.setattr("toolkit.data.tokenize_sft._BATCH", 100)
     assert list(documents(prepare(MANY)[0].train)) == whole
 
 

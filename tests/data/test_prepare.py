@@ -1,4 +1,4 @@
-"""Law S5 and the preparation of text: what is on disk is exactly the text, and never another text's."""
+"""S5 and the preparation of text: what is on disk is exactly the text, and never another text's."""
 
 import json
 import os

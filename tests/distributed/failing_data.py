@@ -32,11 +32,11 @@ class Fails(SyntheticTokens):
         prepared = super().prepare(**options)
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         if here == self.rank and self.how != "prepare" and not (restarted and self.how == "once"):
-            prepared.train = Rows(prepared.train, self.how)
+            prepared.train = TokenDataset(prepared.train, self.how)
         return prepared
 
 
-class Rows:
+class TokenDataset:
     def __init__(self, rows, how):
         self.rows, self.how = rows, how
 

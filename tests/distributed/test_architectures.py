@@ -1,4 +1,4 @@
-"""Law N3 under FSDP for blocks with windows, caps, norms of queries and keys, and norms behind attention and MLP."""
+"""N3 under FSDP for blocks with windows, caps, norms of queries and keys, and norms behind attention and MLP."""
 
 import pytest
 import torch

@@ -33,7 +33,7 @@ def test_s3_a_second_ctrl_c_interrupts_unless_it_is_an_echo(monkeypatch):
 
 
 def test_a_vote_of_one_is_its_own_result():
-    assert ranks.vote(tokens=3, stop=0) == {"tokens": 3, "stop": 0}
+    assert ranks.all_reduce_sum(tokens=3, stop=0) == {"tokens": 3, "stop": 0}
 
 
 def test_precision_follows_the_device():

@@ -1,4 +1,4 @@
-"""Law N3: the same training on 1, 2 and 4 ranks under every strategy, in one group of real gloo processes each."""
+"""N3: the same training on 1, 2 and 4 ranks under every strategy, in one group of real gloo processes each."""
 
 import math
 

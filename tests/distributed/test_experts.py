@@ -1,4 +1,4 @@
-"""Law N3 for a model with experts: the same training on one and two ranks, the balance loss and the weights too."""
+"""N3 for a model with experts: the same training on one and two ranks, the balance loss and the weights too."""
 
 import pytest
 from groups import Case, losses, run_group

@@ -17,12 +17,12 @@ from processes import PRETRAIN, child_of, ended, failing, finish, flags_for, fol
 from torch import distributed as dist
 
 from toolkit import cli
-from toolkit.distributed import ending as ending_module
 from toolkit.distributed import launch
-from toolkit.distributed.ending import Ending
+from toolkit.distributed import shutdown as ending_module
 from toolkit.distributed.launch import RunGroup, Timeouts
-from toolkit.distributed.layout import Layout
-from toolkit.errors import PeerLost
+from toolkit.distributed.shutdown import ShutdownCoordinator
+from toolkit.distributed.world import WorldInfo
+from toolkit.errors import PeerLostError
 
 GO_ON = "and the run with it; --resume auto continues from"
 
@@ -250,7 +250,7 @@ def test_a_node_that_is_alone_says_where_it_has_waited(corpus, tmp_path, node_ra
     ended(pretrain(*flags, **where), 2, f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: {missing} within 0.05 minutes")
 
 
-# ---- law S5, and what waits for what
+# ---- S5, and what waits for what
 
 
 def groups_of_two(nodes: int = 1, minutes: float | None = None) -> list[RunGroup]:
@@ -258,7 +258,7 @@ def groups_of_two(nodes: int = 1, minutes: float | None = None) -> list[RunGroup
     port, groups = free_port(), []
     for rank in (0, 1):
         place = (2, 1, 0, rank) if nodes == 1 else (1, 2, rank, 0)
-        group = RunGroup(SimpleNamespace(), Layout(*place, "by hand", False), Timeouts.of(minutes))
+        group = RunGroup(SimpleNamespace(), WorldInfo(*place, "by hand", False), Timeouts.of(minutes))
         store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=10), wait_for_workers=False)
         group._store = group.ending.store = store
         groups.append(group)
@@ -286,7 +286,7 @@ def test_s5_rank_0_prepares_first_and_the_others_wait_with_a_heartbeat(monkeypat
 def test_s5_a_rank_that_fails_in_preparing_ends_the_wait():
     first, second = groups_of_two()
     first.ending._say("ended")
-    with pytest.raises(PeerLost):
+    with pytest.raises(PeerLostError):
         second.first_then_others(lambda: pytest.fail("was called"))
 
 
@@ -300,7 +300,7 @@ def test_the_watch_over_a_process_sees_at_the_store_that_another_node_has_ended(
 
 def test_a_store_that_does_not_answer_does_not_hold_up_the_watch(monkeypatch):
     """As that of a first process that is stopped: whoever asks it waits for ever."""
-    ending = Ending(Layout(1, 2, 1, 0, "by hand", False))
+    ending = ShutdownCoordinator(WorldInfo(1, 2, 1, 0, "by hand", False))
     asked, left = threading.Event(), threading.Event()
     ending.store = SimpleNamespace(check=lambda keys: asked.set() or threading.Event().wait(30))
     monkeypatch.setattr(ending_module, "_GRACE", 0.1)

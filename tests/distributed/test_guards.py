@@ -1,4 +1,4 @@
-"""Laws N4 and N7 across ranks: what is broken on purpose is found, by every rank, before it does harm."""
+"""N4 and N7 across ranks: what is broken on purpose is found, by every rank, before it does harm."""
 
 import pytest
 from groups import Case, run_group

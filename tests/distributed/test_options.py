@@ -1,4 +1,4 @@
-"""Every option of a strategy reaches it, and a checkpoint is read once per node (law M3)."""
+"""Every option of a strategy reaches it, and a checkpoint is read once per node (M3)."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Law S2 across ranks: resume on the same ranks is bit-equal, on others it goes on with the same global sample."""
+"""S2 across ranks: resume on the same ranks is bit-equal, on others it goes on with the same global sample."""
 
 import shutil
 

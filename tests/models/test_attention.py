@@ -11,7 +11,7 @@ from toolkit.errors import UserError
 from toolkit.models.attention import sink_attention
 from toolkit.models.config import ModelConfig
 from toolkit.models.init import draw
-from toolkit.models.visibility import Seen, Visibility
+from toolkit.models.masks import AttentionMask, AttentionMaskBuilder
 
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5, [0] * 7 + [1] * 2])
 CASES = {
@@ -53,7 +53,7 @@ def plain(q, k, v, mask, scale, sinks) -> torch.Tensor:
 def test_sinks_and_their_gradients_are_the_plain_formulas(case, size):
     held, new, window, documents = CASES[case]
     q, k, v, sinks = given = inputs(new, held + new, size)
-    seen = Visibility(held, new, torch.device("cpu"), documents).through(window)
+    seen = AttentionMaskBuilder(held, new, torch.device("cpu"), documents).for_window(window)
     found = sink_attention(q, k[:, :, -seen.keys :], v[:, :, -seen.keys :], seen, 0.3, sinks)
     expected = plain(q, k, v, visible(*CASES[case]), 0.3, sinks)
     torch.testing.assert_close(found, expected)
@@ -65,7 +65,7 @@ def test_sinks_and_their_gradients_are_the_plain_formulas(case, size):
 
 def test_a_sink_takes_all_or_nothing_at_its_extremes():
     q, k, v, sinks = inputs(6, 6, 16)
-    causal = Seen(6, is_causal=True)
+    causal = AttentionMask(6, is_causal=True)
     assert sink_attention(q, k, v, causal, 0.3, sinks + 1e4).abs().max() == 0
     without = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(sink_attention(q, k, v, causal, 0.3, sinks - 1e4), without)
@@ -81,7 +81,7 @@ def test_in_bf16_the_error_is_at_most_that_of_transformers():
     module = SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
     hidden = torch.zeros(64, 64, dtype=torch.bfloat16).masked_fill(~mask, float("-inf"))
     there = theirs(module, q, k, v, hidden, scaling=scale)[0].transpose(1, 2)
-    ours = sink_attention(q, k, v, Seen(64, is_causal=True), scale, sinks)
+    ours = sink_attention(q, k, v, AttentionMask(64, is_causal=True), scale, sinks)
     error = lambda found: (found.float() - expected).pow(2).mean().sqrt()  # noqa: E731
     assert ours.dtype == torch.bfloat16 and error(ours) <= error(there)
 
@@ -91,7 +91,7 @@ def test_the_gradient_of_fp32_sinks_stays_fp32_beside_bf16_products():
     of = {}
     for dtype in (torch.float32, torch.bfloat16):
         rounded = [tensor.to(dtype) for tensor in (q, k, v)]
-        y = sink_attention(*rounded, Seen(64, is_causal=True), 24**-0.5, sinks)
+        y = sink_attention(*rounded, AttentionMask(64, is_causal=True), 24**-0.5, sinks)
         of[dtype] = torch.autograd.grad(y.float().pow(2).sum(), sinks)[0]
     assert of[torch.bfloat16].dtype == torch.float32
     assert (of[torch.bfloat16] - of[torch.float32]).norm() < 0.01 * of[torch.float32].norm()

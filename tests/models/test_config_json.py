@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 from tests.models.test_parity import HF_CONFIGS, LLAMA, from_folder, randomize, relative_error, token_ids
+from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.from_hf import import_hf
-from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.import_hf import import_hf
 from toolkit.errors import UserError
 from toolkit.models.families import FAMILIES, config_from_hf, family_of, get_config
 from toolkit.models.gpt import GPT
-from toolkit.models.rope import amplitude, inverse_frequencies
+from toolkit.models.rope import attention_factor, inverse_frequencies
 
 transformers = pytest.importorskip("transformers")
 
@@ -208,7 +208,7 @@ def test_no_rotary_value_is_our_own_fault(kind):
                     except UserError as error:
                         assert str(error).startswith("config.json: ") and "--model_config" not in str(error)
                         continue
-                    assert inverse_frequencies(config).isfinite().all() and math.isfinite(amplitude(config))
+                    assert inverse_frequencies(config).isfinite().all() and math.isfinite(attention_factor(config))
 
 
 # Where a key that is left out makes ours refuse what transformers would read otherwise than it was written.

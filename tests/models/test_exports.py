@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.models.test_parity import HF_CONFIGS, OUR_CONFIGS, randomize, relative_error, to_folder
+from toolkit.checkpoints.export_hf import to_hf_names
 from toolkit.checkpoints.folder import model_on_meta
-from toolkit.checkpoints.hf import to_hf_names
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import FAMILIES, config_from_hf, family_of, llama, tables
@@ -219,7 +219,7 @@ def test_a_weight_that_a_family_does_not_list_is_not_left_out_in_silence(tmp_pat
     model = GPT(ModelConfig(vocab_size=96))
     to_folder(model, tmp_path / "whole")
     table = llama.weights(model.config)
-    for wrong, said in ((table[:-1], "has no"), ([*table, tables.same("extra", "extra")], "cannot be without")):
+    for wrong, said in ((table[:-1], "has no"), ([*table, tables.one_to_one("extra", "extra")], "cannot be without")):
         monkeypatch.setattr(llama, "weights", lambda config, wrong=wrong: wrong)
         with pytest.raises(UserError, match=f"^(transformer.ln_f.weight|extra): .* 'llama' {said} such a weight"):
             to_folder(model, tmp_path / "wrong")

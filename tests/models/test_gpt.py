@@ -9,7 +9,7 @@ from toolkit.models import attention
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block
-from toolkit.models.rope import Rotation, inverse_frequencies
+from toolkit.models.rope import RotaryEmbedding, inverse_frequencies
 
 STYLES = {"llama": "pico-llama", "neox": "pythia-14m", "gpt2": "gpt2"}
 
@@ -107,7 +107,7 @@ def test_n8_the_rotation_is_hidden_from_fsdps_casting_of_inputs():
     from torch.distributed.utils import _apply_to_tensors
     from torch.utils._pytree import tree_map_only
 
-    rotation = Rotation(torch.arange(8), torch.ones(4))
+    rotation = RotaryEmbedding(torch.arange(8), torch.ones(4))
     for cast in (
         lambda args: _apply_to_tensors(torch.Tensor.bfloat16, args),
         lambda args: tree_map_only(torch.Tensor, torch.Tensor.bfloat16, args),
@@ -119,7 +119,7 @@ def test_n8_the_rotation_is_hidden_from_fsdps_casting_of_inputs():
 def test_rotation_turns_pairs_of_halves_by_the_angle_and_leaves_the_rest():
     x = torch.randn(1, 8, 2, 12)
     inverse = torch.tensor([1.0, 0.1, 0.01, 0.001])
-    out = Rotation(torch.arange(8), inverse).apply(x)
+    out = RotaryEmbedding(torch.arange(8), inverse).apply(x)
     a, b = torch.view_as_real(
         torch.complex(x[..., :4], x[..., 4:8])
         * torch.polar(torch.ones(8, 1, 4), torch.outer(torch.arange(8.0), inverse)[:, None])
@@ -221,7 +221,7 @@ def test_repeated_keys_and_values_are_what_groups_compute(masked, monkeypatch):
     q, k, v = (torch.randn(2, n, 9, 16, generator=generator) for n in (6, 2, 2))
     mask = torch.rand(2, 1, 9, 9, generator=generator) > 0.3 if masked else None
     expected = attention.fused_attention(q, k, v, mask, not masked, 0.3)
-    monkeypatch.setattr(attention, "takes_groups", lambda q, mask: False)
+    monkeypatch.setattr(attention, "sdpa_supports_gqa", lambda q, mask: False)
     torch.testing.assert_close(attention.fused_attention(q, k, v, mask, not masked, 0.3), expected)
 
 

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.test_parity import HF_CONFIGS, LATENT, randomize, relative_error, to_folder, token_ids
+from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.from_hf import import_hf
-from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
 from toolkit.inference.kv_cache import KVCache

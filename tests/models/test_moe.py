@@ -18,7 +18,7 @@ from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.moe import LLaMAMoE, before_last_label, imbalance
 from toolkit.models.quantize import quantize_linears
-from toolkit.training.optimizer import spared_from_decay
+from toolkit.training.optimizer import no_decay_params
 
 transformers = pytest.importorskip("transformers")
 
@@ -125,10 +125,10 @@ def test_gradients_are_those_of_transformers(style):
     ids, labels = batch([20, 20], 20)
     ours(ids, labels)[0].backward()
     for entry in family.weights(ours.config):
-        theirs = entry.to_hf([values[name].detach() for name in entry.ours])
+        theirs = entry.to_hf([values[name].detach() for name in entry.native])
         # what is not trained has no gradient, and its values stand for it
-        gradient = entry.to_hf([t.grad if (t := values[name]).requires_grad else t for name in entry.ours])
-        gradients |= {name: (v, g) for name, v, g in zip(entry.theirs, theirs, gradient, strict=True)}
+        gradient = entry.to_hf([t.grad if (t := values[name]).requires_grad else t for name in entry.native])
+        gradients |= {name: (v, g) for name, v, g in zip(entry.hf, theirs, gradient, strict=True)}
     named = stacked_as_theirs(gradients)
     hf.load_state_dict({name: value for name, (value, _) in named.items()})
     logits = hf(ids).logits
@@ -284,9 +284,9 @@ def test_n3_experts_are_drawn_like_dense_layers():
 
 
 def test_n5_experts_and_the_router_decay():
-    spared = spared_from_decay(make("qwen2_moe"))
+    spared = no_decay_params(make("qwen2_moe"))
     assert not any(".mlp." in name for name in spared)
-    spared = spared_from_decay(make(bias=True))
+    spared = no_decay_params(make(bias=True))
     assert {name for name in spared if ".h.0.mlp." in name} == {
         f"transformer.h.0.mlp.{part}.bias" for part in ("gate", "experts.fc_1", "experts.fc_2", "experts.proj")
     }

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model, write_model_files
-from toolkit.checkpoints.from_hf import import_hf
-from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.import_hf import import_hf
 from toolkit.checkpoints.store import write_checkpoint
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from toolkit.data.base import Prepared
+from toolkit.data.base import PreparedData
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize
@@ -31,8 +31,8 @@ class RaggedRows:
 
 
 @pytest.fixture
-def ragged() -> Prepared:
-    return Prepared(RaggedRows(40), RaggedRows(13), None, "key", "ragged rows")
+def ragged() -> PreparedData:
+    return PreparedData(RaggedRows(40), RaggedRows(13), None, "key", "ragged rows")
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def test_activations_grow_with_tokens_and_layers():
 def test_where_kernels_take_no_groups_keys_and_values_of_all_heads_are_kept(family, precision, monkeypatch):
     """As on CUDA in fp32 and with masks; here on the CPU, whose kernels take them."""
     job, asked = job_of(family, precision, packed=True), []
-    monkeypatch.setattr(attention, "takes_groups", lambda q, mask: bool(asked.append(mask)))
+    monkeypatch.setattr(attention, "sdpa_supports_gqa", lambda q, mask: bool(asked.append(mask)))
     monkeypatch.setattr(activations, "_repeated", lambda job: 1)
     assert plan_memory(job).activations == pytest.approx(saved_bytes(job), rel=0.02)
     assert len(asked) == job.config.n_layer

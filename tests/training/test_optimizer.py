@@ -4,7 +4,7 @@ from torch import nn
 
 from toolkit.args import PRETRAIN, OptimizerArgs
 from toolkit.errors import UserError
-from toolkit.training.optimizer import build_optimizer, parameter_groups, resolve_optimizer, spared_from_decay
+from toolkit.training.optimizer import build_optimizer, no_decay_params, parameter_groups, resolve_optimizer
 
 
 class Small(nn.Module):
@@ -21,18 +21,18 @@ class Small(nn.Module):
 @pytest.mark.parametrize("tied", [False, True])
 def test_n5_decay_spares_biases_norms_and_embeddings(tied):
     model = Small(tied)
-    groups = parameter_groups(model, 0.1, spared_from_decay(model))
+    groups = parameter_groups(model, 0.1, no_decay_params(model))
     decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
     names = {n for n, p in model.named_parameters() if id(p) in decayed}
     assert names == ({"proj.weight"} if tied else {"proj.weight", "lm_head.weight"})
-    grouped = [p for g in parameter_groups(model, 0.1, spared_from_decay(model)) for p in g["params"]]
+    grouped = [p for g in parameter_groups(model, 0.1, no_decay_params(model)) for p in g["params"]]
     assert len(grouped) == len(list(model.parameters()))
 
 
 def test_frozen_parameters_are_left_out():
     model = Small()
     model.wte.requires_grad_(False)
-    groups = parameter_groups(model, 0.1, spared_from_decay(model))
+    groups = parameter_groups(model, 0.1, no_decay_params(model))
     assert all(p is not model.wte.weight for g in groups for p in g["params"])
 
 

@@ -1,4 +1,4 @@
-"""Law S2 through the whole way of a run: optimizers that keep numbers in their groups, and damaged trainer states."""
+"""S2 through the whole way of a run: optimizers that keep numbers in their groups, and damaged trainer states."""
 
 import shutil
 

@@ -24,13 +24,13 @@ from toolkit.checkpoints.weights import load_weights
 from toolkit.data import TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.distributed.signals import handlers_restored
-from toolkit.errors import GuardError, StoppedBySignal, UserError
+from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.training import loop, run
 from toolkit.training.limits import Intervals
 from toolkit.training.resolve import RunArgs
 from toolkit.training.run import run_training
-from toolkit.training.state import Identity
+from toolkit.training.state import RunFingerprint
 
 
 def arguments(corpus: Path, out_dir: Path, *, train=None, evaluation=None, data=None, **options) -> RunArgs:
@@ -430,7 +430,7 @@ def test_s2_a_checkpoint_before_the_first_step_is_that_of_step_zero(corpus, tmp_
         return {}
 
     run_training(arguments(corpus, tmp_path / "whole", evaluation={"initial_validation": True}))
-    with monkeypatch.context() as patch, handlers_restored(), pytest.raises(StoppedBySignal):
+    with monkeypatch.context() as patch, handlers_restored(), pytest.raises(StoppedBySignalError):
         patch.setattr(loop, "run_validation", signalled)
         run_training(arguments(corpus, tmp_path / "parts", evaluation={"initial_validation": True}))
     assert folders(tmp_path / "parts") == {"step-00000000"}
@@ -451,14 +451,14 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_where_they_are_sharde
 )
 def test_nodes_that_were_started_with_other_options_are_refused(corpus, tmp_path, monkeypatch, change, flag):
     mine = arguments(corpus, tmp_path)
-    identity = Identity({}, "data", 8, 42, "32-true", {})
+    identity = RunFingerprint({}, "data", 8, 42, "32-true", {})
     heard = []
 
     def gather(facts):
         heard.append(facts)
         return heard
 
-    monkeypatch.setattr(run.ranks, "gather", gather)
+    monkeypatch.setattr(run.ranks, "all_gather_object", gather)
     run.require_same_everywhere(mine, identity)
     with pytest.raises(UserError, match=f"{flag}: on rank 1"):
         run.require_same_everywhere(replace(mine, **change), identity)

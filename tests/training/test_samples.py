@@ -17,7 +17,7 @@ from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
-from toolkit.data.base import Prepared
+from toolkit.data.base import PreparedData
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import GuardError, UserError
 from toolkit.inference.generate import generate
@@ -140,11 +140,11 @@ def test_a_long_prompt_keeps_its_end_and_leaves_room():
     rows = row(list(range(8)), [-100] * 7 + [9])
     config = replace(get_config("pico-llama"), block_size=8)
     for length, expected in ((3, [3, 4, 5, 6, 7]), (7, [7])):
-        sampler = make_sampler(Prepared(rows, None, None, "key", ""), config, length)
+        sampler = make_sampler(PreparedData(rows, None, None, "key", ""), config, length)
         assert sampler.prompt == expected
     with pytest.raises(UserError, match="--eval.max_new_tokens 8: the model takes 8 tokens in all"):
-        make_sampler(Prepared(rows, None, None, "key", ""), config, 8)
-    by_default = make_sampler(Prepared(rows, None, None, "key", ""), config, 64, usual=64)
+        make_sampler(PreparedData(rows, None, None, "key", ""), config, 8)
+    by_default = make_sampler(PreparedData(rows, None, None, "key", ""), config, 64, usual=64)
     assert by_default.max_new_tokens == 4 and by_default.prompt == [4, 5, 6, 7]
 
 

@@ -143,8 +143,8 @@ def test_csv_needs_no_further_logger(tmp_path):
 @pytest.mark.parametrize(
     ("name", "mend"), [("tensorbord", "did you mean 'tensorboard'"), ("x", "use csv, tensorboard")]
 )
-def test_an_unknown_logger_names_the_nearest(name, mend, tmp_path):
-    with pytest.raises(UserError, match=f"--logger_name {name}: no such logger.*{mend}"):
+def test_an_unknown_logger_names_the_nearest(name, hint, tmp_path):
+    with pytest.raises(UserError, match=f"--logger_name {name}: no such logger.*{hint}"):
         make_loggers(name, tmp_path, LogArgs(), {})
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from toolkit.checkpoints.finite import nonfinite_tensors
-from toolkit.checkpoints.folder import CONFIG, fitting_weights, read_model_config
-from toolkit.checkpoints.hf_files import read_json
+from toolkit.checkpoints.folder import CONFIG, load_compatible_weights, read_model_config
+from toolkit.checkpoints.hf_reader import read_json
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.sharded import is_sharded, read_sharded
 from toolkit.checkpoints.store import (
@@ -70,7 +70,7 @@ def _write_weights(tmp: Path, source: Path) -> list[str]:
     if (source / CONFIG).exists():
         with torch.device("meta"):
             model = GPT(read_model_config(source))
-        weights = fitting_weights(source, model)
+        weights = load_compatible_weights(source, model)
     else:  # of a user's own module: the run has noted which names are one tensor
         weights = load_weights(source)
         tied = read_json(source / "trainer" / "meta.json").get("tied", {})

@@ -144,12 +144,12 @@ def load_model(
     if has_adapters_only(folder):
         adapter = read_adapter(folder, base_checkpoint_dir)
         model = model_on_meta(read_model_config(adapter.base))
-        weights = fitting_weights(adapter.base, model)
+        weights = load_compatible_weights(adapter.base, model)
         add_lora(model, adapter.lora)
         adapters = load_adapters(folder, model)
     else:
         model = model_on_meta(read_model_config(folder))
-        weights = fitting_weights(folder, model)
+        weights = load_compatible_weights(folder, model)
     if tied := model.config.tie_embeddings:
         del weights[_HEAD]
     for name in weights:
@@ -167,7 +167,7 @@ def model_on_meta(config: ModelConfig) -> GPT:
         return GPT(config)
 
 
-def fitting_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+def load_compatible_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     """Read a folder's weights under the names that ``model`` (on any device, or none) has, and check that they fit.
 
     Weights that are one tensor in the model are one here, and those that are not share no memory.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from toolkit.checkpoints.hf_files import Stored, Weight
+    from toolkit.checkpoints.hf_reader import Stored, Weight
 
 METHOD = "fp8"  # config.json's word for it
 BITS = 8  # per weight
@@ -20,7 +20,7 @@ _SCALES = "_scale_inv"
 
 
 class Scaled(NamedTuple):
-    """A weight and its scales in files, read like a :class:`toolkit.checkpoints.hf_files.Stored`."""
+    """A weight and its scales in files, read like a :class:`toolkit.checkpoints.hf_reader.Stored`."""
 
     weight: Stored
     scales: Stored
@@ -66,7 +66,7 @@ def _blocks(weight: Weight, block: tuple[int, int]) -> tuple[int, ...]:
     return tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=False))
 
 
-def what_is_wrong(name: str, found: dict[str, Weight], block: tuple[int, int]) -> str:
+def describe_load_error(name: str, found: dict[str, Weight], block: tuple[int, int]) -> str:
     """Why an 8-bit weight was not joined with its scales."""
     scales, shape = found.get(f"{name}{_SCALES}"), _blocks(found[name], block)
     if scales is None:

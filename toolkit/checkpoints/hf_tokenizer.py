@@ -33,8 +33,8 @@ def converted(model: Path) -> bytes:
         import sentencepiece
         from transformers import AutoTokenizer
     except ImportError as error:
-        mend = "pip install transformers sentencepiece protobuf"
-        raise ValueError(f"{error.name} is not installed; run: {mend}") from error
+        hint = "pip install transformers sentencepiece protobuf"
+        raise ValueError(f"{error.name} is not installed; run: {hint}") from error
     try:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""In from the Hugging Face hub: the few files of a repository that make a model, at one commit (law S4)."""
+"""In from the Hugging Face hub: the few files of a repository that make a model, at one commit (S4)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from toolkit.checkpoints.from_hf import import_hf, read_hf_config, write_record
-from toolkit.checkpoints.hf_files import CONFIG, INDEX, SINGLE, quantised_bits, read_json
+from toolkit.checkpoints.hf_reader import CONFIG, INDEX, SINGLE, quantised_bits, read_json
+from toolkit.checkpoints.import_hf import import_hf, read_hf_config, write_record
 from toolkit.checkpoints.store import exclusive, full_disk, require_new_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError

@@ -15,7 +15,7 @@ from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import (
     CONFIG,
     HYPERPARAMETERS,
-    fitting_weights,
+    load_compatible_weights,
     load_model,
     model_on_meta,
     read_model_config,
@@ -33,7 +33,7 @@ from toolkit.paths import require_inside
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """A base's weights with adapters in them; each is computed when it is asked for (law M2).
+    """A base's weights with adapters in them; each is computed when it is asked for (M2).
 
     Args:
         folder: Of the adapters.
@@ -55,7 +55,7 @@ class MergedWeights(Mapping[str, Tensor]):
         self.info: AdapterInfo = read_adapter(folder, base_checkpoint_dir)
         self.config = read_model_config(self.info.base)
         model = model_on_meta(self.config)
-        self._weights = fitting_weights(self.info.base, model)
+        self._weights = load_compatible_weights(self.info.base, model)
         add_lora(model, self.info.lora)
         model.load_state_dict(load_adapters(folder, model), strict=False, assign=True)
         self._layers = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoRAMixin)}

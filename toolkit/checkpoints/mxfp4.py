@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from toolkit.checkpoints.hf_files import Stored
+    from toolkit.checkpoints.hf_reader import Stored
 
 METHOD = "mxfp4"  # config.json's word for it
 BITS = 4 + 8 / 32  # per weight
@@ -23,7 +23,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class Packed(NamedTuple):
-    """A weight in two tensors of a file, read like a :class:`toolkit.checkpoints.hf_files.Stored`."""
+    """A weight in two tensors of a file, read like a :class:`toolkit.checkpoints.hf_reader.Stored`."""
 
     blocks: Stored
     scales: Stored

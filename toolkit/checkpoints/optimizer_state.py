@@ -68,7 +68,7 @@ def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
         {"params": [names[id(p)] for p in group["params"]], **values}
         for group, values in zip(optimizer.param_groups, mine, strict=True)
     ]
-    by_rank = ranks.gather(mine)
+    by_rank = ranks.all_gather_object(mine)
     differ = any(_plain(values) != _plain(by_rank[0]) for values in by_rank)
     return {"param_groups": groups} | ({"param_groups_by_rank": by_rank} if differ else {})
 

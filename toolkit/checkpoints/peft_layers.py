@@ -18,7 +18,7 @@ from torch import Tensor
 from toolkit.checkpoints.folder import model_on_meta
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
-from toolkit.models.families.tables import Map
+from toolkit.models.families.tables import WeightMapping
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import Adapter, LoRALinear
 
@@ -48,7 +48,7 @@ class Layer:
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    entry: Map
+    entry: WeightMapping
 
     @property
     def out_features(self) -> int:
@@ -71,7 +71,7 @@ class Layer:
     @property
     def modules(self) -> list[str]:
         """The Hugging Face layers that it is, by name."""
-        return [name.removesuffix(".weight") for name in self.entry.theirs]
+        return [name.removesuffix(".weight") for name in self.entry.hf]
 
     def adapters(self, model: GPT) -> list[Placed]:
         """Its adapters in a model, in the order of their rows; the parts of several layers are these."""
@@ -108,9 +108,9 @@ def linear_layers(config: ModelConfig) -> list[Layer]:
     config = replace(config, tie_embeddings=False)  # a tied head has no entry of its own
     model, layers = model_on_meta(config), []
     for entry in family_of(config).weights(config):
-        names = tuple(name.rpartition(".")[0] for name in entry.ours)
+        names = tuple(name.rpartition(".")[0] for name in entry.native)
         parts = [model.get_submodule(name) for name in names]
-        if entry.ours[0].endswith(".weight") and all(isinstance(part, torch.nn.Linear) for part in parts):
+        if entry.native[0].endswith(".weight") and all(isinstance(part, torch.nn.Linear) for part in parts):
             layers.append(Layer(names, tuple(part.out_features for part in parts), entry))
     return layers
 

@@ -1,4 +1,4 @@
-"""Memory that the system can write out: tensors in files without a name (law M2)."""
+"""Memory that the system can write out: tensors in files without a name (M2)."""
 
 from __future__ import annotations
 

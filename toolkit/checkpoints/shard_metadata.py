@@ -1,4 +1,4 @@
-"""Law S4: the ``.metadata`` of a folder of shards, a pickle, becomes plain values, and those are checked."""
+"""S4: the ``.metadata`` of a folder of shards, a pickle, becomes plain values, and those are checked."""
 
 from __future__ import annotations
 

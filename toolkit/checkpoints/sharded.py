@@ -1,4 +1,4 @@
-"""Law S4 and torch's distributed checkpoints (DCP): folders of shards that all ranks write and read together.
+"""S4 and torch's distributed checkpoints (DCP): folders of shards that all ranks write and read together.
 
 Such a folder holds tensors only. torch's own reader unpickles its ``.metadata`` freely, and so it does the items in it
 that are no tensors; it is given metadata here that was read and checked by :mod:`toolkit.checkpoints.shard_metadata`.
@@ -22,9 +22,9 @@ from torch.futures import Future
 
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.shard_metadata import read_metadata
-from toolkit.checkpoints.weights import FileSlice, require_stored, what_is_wrong
+from toolkit.checkpoints.weights import FileSlice, describe_load_error, require_stored
 from toolkit.distributed.memory import give_back_freed_memory
-from toolkit.distributed.ranks import gather
+from toolkit.distributed.ranks import all_gather_object
 from toolkit.errors import UserError
 from toolkit.untrusted import open_regular
 
@@ -86,7 +86,7 @@ def read_sharded(folder: Path) -> dict[str, Tensor]:
     """Read whole tensors in this process alone, one after the other, under their names in the folder.
 
     They lie in files without a name, which the system writes out when memory is short, so that the memory that cannot
-    be given back stays a small multiple of the largest tensor (law M2). Needs as much free disk as they take.
+    be given back stays a small multiple of the largest tensor (M2). Needs as much free disk as they take.
 
     Raises:
         UserError: as :func:`load_sharded`, or there is no room for those files.
@@ -203,7 +203,7 @@ def _explained(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except Exception as error:  # a hostile file can make the reader raise anything
-        raise UserError(f"{path}: {what_is_wrong(error)}") from error
+        raise UserError(f"{path}: {describe_load_error(error)}") from error
 
 
 def _read(tensors: dict[str, Tensor], folder: Path, metadata: Metadata, no_dist: bool = False) -> None:
@@ -228,7 +228,7 @@ def _alike_on_all_ranks(check: Callable[[], Metadata]) -> Metadata:
         result = check()
     except UserError as error:
         message = str(error)
-    message = next(filter(None, gather(message)), None)
+    message = next(filter(None, all_gather_object(message)), None)
     if message is not None:
         raise UserError(message)
     assert result is not None

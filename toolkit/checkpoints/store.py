@@ -1,4 +1,4 @@
-"""Laws S1 and S2 on disk: folders that appear whole or not at all, and which of them a run goes on from.
+"""S1 and S2 on disk: folders that appear whole or not at all, and which of them a run goes on from.
 
 Every name that begins with ``.tmp-`` is unfinished or on its way out: nothing lists it, see :mod:`toolkit.leftovers`.
 """
@@ -35,7 +35,7 @@ _OUT_OF_REACH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EE
 
 
 def write_checkpoint(folder: Path, write: Callable[[Path], Mapping[str, Checksum] | None]) -> None:
-    """Write a checkpoint folder, whole or not at all (law S1). One process writes to a run's folder at a time.
+    """Write a checkpoint folder, whole or not at all (S1). One process writes to a run's folder at a time.
 
     Args:
         folder: Where it appears. A folder of that name is replaced, and stays findable until the new one is whole.
@@ -326,9 +326,9 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
         found = newest(out_dir)
         if found is None and resume is True:
             raise UserError(f"--resume true: no complete checkpoint in --out_dir {out_dir}; --resume auto starts one")
-        if found is None and (foreign := next(_model_folders(out_dir), None)):
+        if found is None and (existing := next(_model_folders(out_dir), None)):
             raise UserError(
-                f"--out_dir {out_dir}: {foreign.name} has no file {COMPLETE}, so it cannot be resumed and is not "
+                f"--out_dir {out_dir}: {existing.name} has no file {COMPLETE}, so it cannot be resumed and is not "
                 "overwritten; give another --out_dir"
             )
         return found
@@ -355,13 +355,13 @@ def _named_checkpoint(path: Path) -> Path:
     raise UserError(f"--resume {path}: {what}; give another, or start from its weights with --initial_checkpoint_dir")
 
 
-def _require_unused(out_dir: Path, mend: str) -> None:
+def _require_unused(out_dir: Path, hint: str) -> None:
     metrics = out_dir / "logs" / "metrics.csv"
     used = next((path for _, path in _complete_folders(out_dir)), None) or next(_model_folders(out_dir), None)
     if used is None and metrics.exists():
         used = metrics
     if used is not None:
-        raise UserError(f"--out_dir {out_dir}: already used ({used.relative_to(out_dir)} is there); {mend}")
+        raise UserError(f"--out_dir {out_dir}: already used ({used.relative_to(out_dir)} is there); {hint}")
 
 
 def _holds_model(folder: Path) -> bool:

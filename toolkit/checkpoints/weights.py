@@ -1,4 +1,4 @@
-"""Law S4: files of tensors, written so that they load with ``weights_only=True``, and read in no other way."""
+"""S4: files of tensors, written so that they load with ``weights_only=True``, and read in no other way."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def load_state(path: Path, mmap: bool = True) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # a hostile file can make the reader raise anything
-        raise UserError(f"{path}: {what_is_wrong(error)}") from error
+        raise UserError(f"{path}: {describe_load_error(error)}") from error
     if not isinstance(state, dict):
         raise UserError(f"{path}: holds a {type(state).__name__}, not a dictionary of tensors")
     return state
@@ -139,7 +139,7 @@ def require_stored(file: IO[bytes], path: Path) -> None:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise UserError(f"{path}: {what_is_wrong(error)}") from error
+        raise UserError(f"{path}: {describe_load_error(error)}") from error
     if any(e.filename.endswith("/constants.pkl") for e in entries):
         raise UserError(f"{path}: refused: it holds a program; only files of tensors are read")
     is_stored = all(e.compress_type == zipfile.ZIP_STORED and e.file_size == e.compress_size for e in entries)
@@ -147,7 +147,7 @@ def require_stored(file: IO[bytes], path: Path) -> None:
         raise UserError(f"{path}: refused: its contents are compressed, which torch.save does not do; save it again")
 
 
-def what_is_wrong(error: Exception) -> str:
+def describe_load_error(error: Exception) -> str:
     """What a failed ``torch.load`` says of the file, in one line."""
     text = str(error)
     named = re.search(r"GLOBAL ([\w.]+)", text)

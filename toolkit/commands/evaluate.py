@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from toolkit.args import Precision
-from toolkit.data import DataModule, Prepared
+from toolkit.data import DataModule, PreparedData
 
 
 @dataclass
@@ -16,7 +16,7 @@ class OfRun(DataModule):
 
     num_workers: ClassVar[int] = 0
 
-    def prepare(self, *, tokenizer: Any, max_seq_length: int, report: Callable[[str], None] = print) -> Prepared:
+    def prepare(self, *, tokenizer: Any, max_seq_length: int, report: Callable[[str], None] = print) -> PreparedData:
         raise AssertionError("stands for another one")
 
 
@@ -123,11 +123,11 @@ def require_effect(tasks: str | None, of_text: dict[str, Any], of_tasks: dict[st
         require(value is None, name, value, f"{why}; leave it out")
 
 
-def require(ok: bool, name: str, value: Any, mend: str) -> None:
+def require(ok: bool, name: str, value: Any, hint: str) -> None:
     from toolkit.errors import UserError
 
     if not ok:
-        raise UserError(f"--{name} {value}: {mend}")
+        raise UserError(f"--{name} {value}: {hint}")
 
 
 def print_tasks(result: dict[str, Any], format: str) -> None:

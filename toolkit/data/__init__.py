@@ -3,9 +3,9 @@
 The modules can be imported (and listed by the command line) without torch, litdata and tokenizers.
 """
 
-from toolkit.data.base import DataModule, Prepared, Rows
+from toolkit.data.base import DataModule, PreparedData, TokenDataset
+from toolkit.data.datasets import CSV, JSON, LIMA, Alpaca, Alpaca2k, AlpacaGPT4, Dolly, HuggingFace, Parquet
 from toolkit.data.instruct import InstructionData
-from toolkit.data.instruct_sets import CSV, JSON, LIMA, Alpaca, Alpaca2k, AlpacaGPT4, Dolly, HuggingFace, Parquet
 from toolkit.data.lit_data import LitData
 from toolkit.data.python_stdlib import PythonStdlib
 from toolkit.data.synthetic import SyntheticTokens
@@ -13,5 +13,5 @@ from toolkit.data.text_files import TextFiles
 
 __all__ = [
     "CSV", "JSON", "LIMA", "Alpaca", "Alpaca2k", "AlpacaGPT4", "DataModule", "Dolly", "HuggingFace", "InstructionData",
-    "LitData", "Parquet", "Prepared", "PythonStdlib", "Rows", "SyntheticTokens", "TextFiles",
+    "LitData", "Parquet", "PreparedData", "PythonStdlib", "SyntheticTokens", "TextFiles", "TokenDataset",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 DEFAULT_VAL_FRACTION = 0.05  # of the tokens of a text
 
 
-class Rows(Protocol):
+class TokenDataset(Protocol):
     """Map-style data. ``len(rows)`` counts the rows of the whole data set, whatever the number of ranks.
 
     ``rows[i]`` is ``{"input_ids": (T,) int64, "labels": (T,) int64}``; ``labels[t]`` is the token that follows
@@ -32,13 +32,13 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
-def is_ragged(rows: Rows | None) -> bool:
+def is_ragged(rows: TokenDataset | None) -> bool:
     """Whether rows differ in length, so that every batch may have another shape."""
     return getattr(rows, "lengths", None) is not None or getattr(rows, "is_ragged", False)
 
 
 @dataclass
-class Prepared:
+class PreparedData:
     """Data that is ready to be read.
 
     Args:
@@ -48,11 +48,11 @@ class Prepared:
         content_key: SHA-256 in hex of what the rows hold: equal keys mean equal rows.
         summary: One line for people.
         vocab_size: Where the data came as tokens, one more than the largest that they can be (SyntheticTokens) or are
-            (LitData; see ``TokenRows.survey`` for very large data); None where ``tokenizer`` made them.
+            (LitData; see ``TokenTokenDataset.survey`` for very large data); None where ``tokenizer`` made them.
     """
 
-    train: Rows
-    val: Rows | None
+    train: TokenDataset
+    val: TokenDataset | None
     tokenizer: Tokenizer | None
     content_key: str
     summary: str
@@ -72,7 +72,7 @@ class DataModule(ABC):
     @abstractmethod
     def prepare(
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> Prepared:
+    ) -> PreparedData:
         """Make rows of ``max_seq_length`` input tokens, or find them in the cache.
 
         Args:
@@ -85,10 +85,10 @@ class DataModule(ABC):
         """
 
 
-def require(ok: bool, name: str, value: Any, mend: str) -> None:
+def require(ok: bool, name: str, value: Any, hint: str) -> None:
     """Raise a UserError about the option ``--data.<name>`` unless ``ok``."""
     if not ok:
-        raise UserError(f"--data.{name} {value}: {mend}")
+        raise UserError(f"--data.{name} {value}: {hint}")
 
 
 def require_text_options(module: Any) -> None:

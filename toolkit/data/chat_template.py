@@ -10,7 +10,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.records import EmptyAnswer, answer_weights
+from toolkit.data.schemas import EmptyAnswer, answer_weights
 from toolkit.data.template_files import (
     CONFIG_FILE,
     TEMPLATE_FILE,

@@ -53,7 +53,7 @@ def write_chunks(tokens: np.ndarray, folder: Path, block_size: int) -> int:
 
 
 class TokenRows:
-    """The rows of a folder of chunks; see :class:`toolkit.data.base.Rows`. A row is a block of T + 1 tokens.
+    """The rows of a folder of chunks; see :class:`toolkit.data.base.TokenDataset`. A row is a block of T + 1 tokens.
 
     Args:
         folder: Holds ``index.json`` and the chunks that it names.
@@ -160,7 +160,7 @@ def _is_token_chunk(chunk: Any) -> bool:
 
 
 def _chunk_name(chunk: dict[str, Any]) -> str:
-    """The file of a chunk: a plain name, so that an index from elsewhere cannot point outside its folder (law S4)."""
+    """The file of a chunk: a plain name, so that an index from elsewhere cannot point outside its folder (S4)."""
     name = chunk.get("filename")
     if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\:\0"):
         raise ValueError(f"{INDEX} names the chunk {name!r}: only plain file names inside its own folder are read")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.data.base import Prepared, Rows
+from toolkit.data.base import PreparedData, TokenDataset
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -13,7 +13,7 @@ _SURVEYED = 1000  # rows of data that was not counted when it was prepared
 _CONTEXT = 4  # tokens before one that are decoded with it: some tokenizers drop a space at the beginning
 
 
-def inspect_rows(prepared: Prepared, num_samples: int) -> dict[str, Any]:
+def inspect_rows(prepared: PreparedData, num_samples: int) -> dict[str, Any]:
     """Return counts and the first ``num_samples`` documents of the training rows.
 
     Returns:
@@ -29,7 +29,7 @@ def inspect_rows(prepared: Prepared, num_samples: int) -> dict[str, Any]:
     }
 
 
-def _counts(facts: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
+def _counts(facts: dict[str, Any], prepared: PreparedData) -> dict[str, Any]:
     samples = facts["samples"]
     counts = {
         "samples": samples,
@@ -53,7 +53,7 @@ def _counts(facts: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
     return counts
 
 
-def _survey(prepared: Prepared) -> dict[str, Any]:
+def _survey(prepared: PreparedData) -> dict[str, Any]:
     """Counts of rows that nothing was counted of; of many rows the first ones stand for all."""
     surveyed = min(len(prepared.train), _SURVEYED)
     rows = [prepared.train[i] for i in range(surveyed)]
@@ -72,7 +72,7 @@ def _longest(rows: Any, facts: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"where": rows.place(source, row), "tokens": tokens} for tokens, source, row in facts["longest"]]
 
 
-def _documents(rows: Rows, count: int) -> Iterator[tuple[str, list[int], list[bool]]]:
+def _documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, list[int], list[bool]]]:
     """The first ``count`` documents: where each comes from, its tokens, and which of them are predicted."""
     left = count
     for index in range(min(count, len(rows))):
@@ -91,7 +91,7 @@ def _documents(rows: Rows, count: int) -> Iterator[tuple[str, list[int], list[bo
             yield place, ids + last, [False, *learned[: len(ids) - 1 + len(last)]]
 
 
-def _sample(prepared: Prepared, where: str, ids: list[int], trained: list[bool]) -> dict[str, Any]:
+def _sample(prepared: PreparedData, where: str, ids: list[int], trained: list[bool]) -> dict[str, Any]:
     texts = [str(i) for i in ids] if prepared.tokenizer is None else list(_texts(prepared.tokenizer, ids))
     tokens = [{"id": i, "text": text, "trained": learned} for i, text, learned in zip(ids, texts, trained, strict=True)]
     return {"where": where, "text": ("" if prepared.tokenizer else " ").join(texts), "tokens": tokens}

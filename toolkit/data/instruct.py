@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, Prepared, require
-from toolkit.data.records import require_columns
+from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, PreparedData, require
+from toolkit.data.schemas import require_columns
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
-    from toolkit.data.row_files import Splits
+    from toolkit.data.readers import Splits
     from toolkit.data.tokenizer import Tokenizer
 
 OnLong = Literal["truncate", "drop", "split", "error"]
@@ -56,8 +56,8 @@ class InstructionData(DataModule):
 
     def __post_init__(self) -> None:
         fraction = self.val_split_fraction
-        mend = "must be at least 0 and less than 1"
-        require(fraction is None or 0 <= fraction < 1, "val_split_fraction", fraction, mend)
+        hint = "must be at least 0 and less than 1"
+        require(fraction is None or 0 <= fraction < 1, "val_split_fraction", fraction, hint)
         both = self.chat_template is not None and self.prompt_style is not None
         hint = f"give either this or --data.prompt_style {self.prompt_style}, not both"
         require(not both, "chat_template", self.chat_template, hint)
@@ -76,7 +76,7 @@ class InstructionData(DataModule):
 
     def prepare(
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> Prepared:
+    ) -> PreparedData:
         """See :meth:`DataModule.prepare`; rows have up to ``max_seq_length`` input tokens."""
         name = type(self).__name__
         if tokenizer is None:
@@ -84,8 +84,8 @@ class InstructionData(DataModule):
         if max_seq_length <= 0:
             raise UserError(f"--train.max_seq_length {max_seq_length}: must be greater than zero for --data {name}")
         from toolkit.data.chat_template import ChatTemplate
-        from toolkit.data.encode import Job
-        from toolkit.data.encoded import prepare_encoded
+        from toolkit.data.sft_dataset import prepare_encoded
+        from toolkit.data.tokenize_sft import Job
 
         option, splits = self.find_rows()
         fraction = self.val_split_fraction

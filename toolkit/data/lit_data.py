@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.base import DataModule, Prepared, require
+from toolkit.data.base import DataModule, PreparedData, require
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class LitData(DataModule):
 
     def prepare(
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> Prepared:
+    ) -> PreparedData:
         """See :meth:`DataModule.prepare`; nothing is written."""
         self._verify(report)
         names = [""] if self.split_names is None else list(self.split_names)
@@ -57,7 +57,7 @@ class LitData(DataModule):
         held_out = "no val rows" if val is None else f"{len(val):,} val rows"
         summary = f"{len(train):,} train rows of {max_seq_length:,} tokens; {held_out}"
         report(f"Data: {self.data_path}: {summary}; {tails:,} tokens at the ends of chunks do not fill a row")
-        return Prepared(train, val, tokenizer, content.hexdigest(), summary, largest + 1)
+        return PreparedData(train, val, tokenizer, content.hexdigest(), summary, largest + 1)
 
     def _verify(self, report: Callable[[str], None]) -> None:
         """Check the bytes of a folder that prepare_data made; others have no checksums."""
@@ -74,13 +74,13 @@ class LitData(DataModule):
         from toolkit.data.chunks import TokenRows
 
         folder = Path(self.data_path).expanduser() / name
-        mend = "; see --data.split_names" if self.split_names else ""
+        hint = "; see --data.split_names" if self.split_names else ""
         if not folder.is_dir():
-            raise UserError(f"--data.data_path {self.data_path}: no folder {folder}{mend}")
+            raise UserError(f"--data.data_path {self.data_path}: no folder {folder}{hint}")
         try:
             rows = TokenRows(folder, block_size)
         except ValueError as error:
-            raise UserError(f"--data.data_path {self.data_path}: {error}{mend}") from error
+            raise UserError(f"--data.data_path {self.data_path}: {error}{hint}") from error
         if len(rows) == 0:
             raise UserError(
                 f"--data.data_path {self.data_path}: no chunk in {folder} holds a row of {block_size:,} tokens"

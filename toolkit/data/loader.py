@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from toolkit.data.base import Rows
+from toolkit.data.base import TokenDataset
 from toolkit.data.order import shuffled_index
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -87,7 +87,7 @@ class Batch:
 def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], longest: int, padding: Padding) -> Batch:
     """Stack rows to (B, T), T by the longest of them or else ``longest``; None becomes a row without supervised tokens.
 
-    Padding is neither supervised nor counted (law N2).
+    Padding is neither supervised nor counted (N2).
     """
     width = padding.width(max((len(row["input_ids"]) for row in rows if row is not None), default=longest))
     input_ids = torch.full((len(rows), width), padding.token, dtype=torch.int64)
@@ -111,7 +111,7 @@ def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], longest: int,
 class _MicroBatches(Dataset):
     """Indexed by a list of row numbers, gives a Batch: a worker hands over whole micro-batches."""
 
-    def __init__(self, rows: Rows, padding: Padding) -> None:
+    def __init__(self, rows: TokenDataset, padding: Padding) -> None:
         self.rows = rows
         self.padding = padding
 
@@ -123,7 +123,7 @@ class _MicroBatches(Dataset):
 
 def _start_worker(_worker: int) -> None:
     # Launchers signal every process of a run: the training process reacts, and needs its workers to finish the step
-    # (law S3). They end when it tells them to, or when it has ended; see _close_all, too.
+    # (S3). They end when it tells them to, or when it has ended; see _close_all, too.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # Windows has no SIGUSR1
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -139,7 +139,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _load(rows: Rows, micro_batches: Iterable[list[int]], num_workers: int, padding: Padding) -> Iterator[Batch]:
+def _load(
+    rows: TokenDataset, micro_batches: Iterable[list[int]], num_workers: int, padding: Padding
+) -> Iterator[Batch]:
     loader = DataLoader(
         _MicroBatches(rows, padding),
         sampler=micro_batches,
@@ -196,7 +198,7 @@ def _longest_first(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def train_batches(
-    rows: Rows,
+    rows: TokenDataset,
     *,
     seed: int,
     start_position: int,
@@ -227,7 +229,7 @@ def train_batches(
         padding: How rows of unequal length are filled up.
 
     Raises:
-        ValueError: if the global batch does not divide (law N1) or there are no rows.
+        ValueError: if the global batch does not divide (N1) or there are no rows.
     """
     if global_batch_size % (world_size * micro_batch_size):
         raise ValueError(
@@ -249,7 +251,7 @@ def train_batches(
 
 
 def val_batches(
-    rows: Rows,
+    rows: TokenDataset,
     *,
     micro_batch_size: int,
     rank: int,

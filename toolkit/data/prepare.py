@@ -5,7 +5,7 @@
                                               manifest.json   what is there, and what it was made from
                                               checksums.json  of all of these files
 
-A folder appears whole or not at all: it is made under another name and renamed (law S5). Paths and dates of the
+A folder appears whole or not at all: it is made under another name and renamed (S5). Paths and dates of the
 sources are no part of the key, so moved or copied text is found again, and changed text never is.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.data import documents
-from toolkit.data.base import Prepared
+from toolkit.data.base import PreparedData
 from toolkit.data.cache import DAMAGE, HEARTBEAT, MANIFEST, choose_cache_dir, clean_up, publish, unfinished, verify
 from toolkit.data.chunks import TokenRows, write_chunks
 from toolkit.data.tokenizer import Tokenizer, train_bpe
@@ -58,7 +58,9 @@ class TextSources:
     cache_dir: str | None
 
 
-def prepare_text(sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report) -> Prepared:
+def prepare_text(
+    sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
+) -> PreparedData:
     """Find the rows of ``sources`` in the cache or make them.
 
     Raises:
@@ -93,7 +95,7 @@ def prepare_text(sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_l
 
 def _find(
     folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
-) -> tuple[Prepared | None, str]:
+) -> tuple[PreparedData | None, str]:
     """What lies ready in the cache, or the reason why nothing does."""
     if not folder.exists():
         return None, "not prepared yet"
@@ -122,7 +124,7 @@ def _key(
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _open(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int) -> Prepared:
+def _open(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int) -> PreparedData:
     """Read a prepared folder. Raises one of DAMAGE if it is not whole."""
     manifest = json.loads((folder / MANIFEST).read_bytes())
     if not isinstance(manifest, dict) or manifest.get("key") != key:
@@ -141,7 +143,7 @@ def _open(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: i
     train = rows["train"]
     if train is None:
         raise ValueError(f"{MANIFEST} names no training rows")
-    return Prepared(
+    return PreparedData(
         train=train,
         val=rows["val"],
         tokenizer=tokenizer,

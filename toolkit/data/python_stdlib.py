@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, Prepared, require_text_options
+from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, PreparedData, require_text_options
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class PythonStdlib(DataModule):
 
     def prepare(
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> Prepared:
+    ) -> PreparedData:
         """See :meth:`DataModule.prepare`."""
         from toolkit.data.prepare import TextSources, prepare_text
 

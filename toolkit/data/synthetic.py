@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.base import DataModule, Prepared, require
+from toolkit.data.base import DataModule, PreparedData, require
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ class SyntheticTokens(DataModule):
 
     def prepare(
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> Prepared:
+    ) -> PreparedData:
         """See :meth:`DataModule.prepare`; there is nothing to prepare."""
         block_size = max_seq_length + 1
         facts = f"synthetic {self.vocab_size} {self.num_rows} {self.seed} {block_size}"
@@ -45,7 +45,7 @@ class SyntheticTokens(DataModule):
         summary = f"{self.num_rows:,} rows of {max_seq_length:,} random tokens out of {self.vocab_size:,}"
         report(f"Data: {summary}")
         rows = SyntheticRows(self.vocab_size, self.num_rows, self.seed, block_size)
-        return Prepared(rows, None, tokenizer, key, summary, self.vocab_size)
+        return PreparedData(rows, None, tokenizer, key, summary, self.vocab_size)
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,17 @@ from torch import nn
 from toolkit.args import Accelerator, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import ShardedStrategy
-from toolkit.distributed.launch import Launched
-from toolkit.distributed.layout import Layout, cluster_environment
+from toolkit.distributed.launch import LauncherMixin
 from toolkit.distributed.memory import keep_freed_memory
 from toolkit.distributed.strategy import StrategyPlan
+from toolkit.distributed.world import WorldInfo, cluster_environment
 
 
-class _DDP(Launched, DDPStrategy):
+class _DDP(LauncherMixin, DDPStrategy):
     """Fabric's DDP, started in our way."""
 
 
-class _Sharded(Launched, ShardedStrategy):
+class _Sharded(LauncherMixin, ShardedStrategy):
     """FSDP, started in our way."""
 
 
@@ -60,7 +60,7 @@ def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..
 
 def build_fabric(
     plan: StrategyPlan,
-    layout: Layout,
+    layout: WorldInfo,
     *,
     accelerator: str,
     precision: Precision,
@@ -68,7 +68,7 @@ def build_fabric(
     ddp: DDPArgs,
     block_classes: set[type[nn.Module]],
 ) -> Fabric:
-    """Build Fabric for a plan; :func:`toolkit.distributed.launch.launched` starts its processes.
+    """Build Fabric for a plan; :func:`toolkit.distributed.launch.launch_processes` starts its processes.
 
     Args:
         accelerator: "cpu", "cuda" or "mps".

@@ -1,7 +1,7 @@
-"""How the processes of a run start and meet; :mod:`toolkit.distributed.ending` is how they end.
+"""How the processes of a run start and meet; :mod:`toolkit.distributed.shutdown` is how they end.
 
 They meet twice: first at a store on rank 0 (torch's TCPStore), where they wait for each other while the data is
-prepared (law S5), then in the process group, for the collectives.
+prepared (S5), then in the process group, for the collectives.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ from torch import distributed as dist
 from torch import nn
 
 from toolkit.distributed import lifeline, ranks
-from toolkit.distributed.ending import PARENT, Ending, children, first_line, name_ranks, wait_for_children
-from toolkit.distributed.layout import Layout
 from toolkit.distributed.lifeline import Lifeline
 from toolkit.distributed.rendezvous import BOOT, name_run, open_store, within
-from toolkit.errors import PeerLost, UserError
+from toolkit.distributed.shutdown import (
+    PARENT,
+    ShutdownCoordinator,
+    children,
+    first_line,
+    name_ranks,
+    wait_for_children,
+)
+from toolkit.distributed.world import WorldInfo
+from toolkit.errors import PeerLostError, UserError
 
 T = TypeVar("T")
 _HEARTBEAT = 30.0  # seconds between two lines of a rank that waits
@@ -48,7 +55,7 @@ class Timeouts(NamedTuple):
         return cls(30 * 60, 5 * 60) if minutes is None else cls(minutes * 60, minutes * 60)
 
 
-class Launched:
+class LauncherMixin:
     """For Fabric's strategies of several processes: starting them is one thing, the process group another."""
 
     def _configure_launcher(self: Any) -> None:
@@ -82,13 +89,13 @@ class _Launcher(_SubprocessScriptLauncher):
 
 
 @contextmanager
-def launched(fabric: Fabric, layout: Layout, timeouts: Timeouts) -> Iterator[RunGroup]:
+def launch_processes(fabric: Fabric, layout: WorldInfo, timeouts: Timeouts) -> Iterator[RunGroup]:
     """Start the processes of a run; they end together, with one message and the exit code of what went wrong.
 
     Raises:
         UserError: the processes do not find each other within the timeout.
-        PeerLost: another process is gone, or does not answer.
-        EndedTogether: another process says why the run ends.
+        PeerLostError: another process is gone, or does not answer.
+        PeerShutdownError: another process says why the run ends.
     """
     fabric.launch()
     group = RunGroup(fabric, layout, timeouts)
@@ -97,7 +104,7 @@ def launched(fabric: Fabric, layout: Layout, timeouts: Timeouts) -> Iterator[Run
         return
     group.ending.watch()
     try:
-        group.meet()
+        group.rendezvous()
         yield group
         ranks.barrier()
     except BaseException as error:
@@ -108,12 +115,12 @@ def launched(fabric: Fabric, layout: Layout, timeouts: Timeouts) -> Iterator[Run
 class RunGroup:
     """The processes of one run, from their first meeting on. In a run of one process there is nothing to wait for."""
 
-    def __init__(self, fabric: Fabric, layout: Layout, timeouts: Timeouts) -> None:
+    def __init__(self, fabric: Fabric, layout: WorldInfo, timeouts: Timeouts) -> None:
         self.fabric, self.layout, self.timeouts = fabric, layout, timeouts
-        self.ending = Ending(layout)
+        self.ending = ShutdownCoordinator(layout)
         self._store: dist.Store | None = None
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         """Wait for all ranks at the store.
 
         Raises:
@@ -122,11 +129,11 @@ class RunGroup:
         environment, rank = self.fabric.strategy.cluster_environment, self.layout.global_rank
         host, port = environment.main_address, environment.main_port
         address, limit = f"MASTER_ADDR {host}, MASTER_PORT {port}", f"within {self.timeouts.first / 60:g} minutes"
-        mend = "start all processes, let every node reach this address, or raise --timeout"
+        hint = "start all processes, let every node reach this address, or raise --timeout"
         try:
             store = open_store(host, port, self.timeouts.first, is_host=rank == 0)
         except TimeoutError as error:
-            raise UserError(f"{address}: rank 0 does not answer there {limit} ({error}); {mend}") from None
+            raise UserError(f"{address}: rank 0 does not answer there {limit} ({error}); {hint}") from None
         except dist.DistError as error:
             why = first_line(error)
             raise UserError(f"{address}: cannot be used ({why}); take a free port of the first node") from None
@@ -143,10 +150,10 @@ class RunGroup:
         try:
             self._roll_call("here", what)
         except TimeoutError as error:
-            raise UserError(f"{address}: {error} has not come there {limit}; {mend}") from None
+            raise UserError(f"{address}: {error} has not come there {limit}; {hint}") from None
 
     def first_then_others(self, prepare: Callable[[], T]) -> T:
-        """Call ``prepare`` on rank 0, then on the first rank of each other node, then on the rest (law S5)."""
+        """Call ``prepare`` on rank 0, then on the first rank of each other node, then on the rest (S5)."""
         if self._store is None:
             return prepare()
         what = "for the data to be prepared"
@@ -159,11 +166,11 @@ class RunGroup:
             self._ask(lambda: self._store.set(f"prepared/{self.layout.node_rank}", ""))
         return value
 
-    def connect(self) -> None:
+    def init_process_group(self) -> None:
         """Make the process group.
 
         Raises:
-            PeerLost: a rank does not come within the timeout.
+            PeerLostError: a rank does not come within the timeout.
             UserError: there are more or fewer processes than the layout says.
         """
         if self._store is None:
@@ -172,7 +179,7 @@ class RunGroup:
             self._roll_call("ready", "for all ranks to have the data")
         except TimeoutError as error:
             minutes = self.timeouts.first / 60
-            raise PeerLost(
+            raise PeerLostError(
                 f"no answer from {error} for {minutes:g} minutes; does it need a longer --timeout?"
             ) from None
         self.ending.lifeline.is_watching = False
@@ -219,7 +226,7 @@ class RunGroup:
         while not self._ask(lambda: self._is_set(key)):
             if (now := time.monotonic()) > deadline:
                 raise TimeoutError
-            if now - said >= _HEARTBEAT and self.ending.speaks:
+            if now - said >= _HEARTBEAT and self.ending.is_reporter:
                 said = now
                 ranks.rank_print(f"waiting {what} ({now - started:.0f} s)")
             time.sleep(0.05)  # the store's own wait writes a warning whenever it comes back without the key
@@ -228,21 +235,21 @@ class RunGroup:
         assert self._store is not None
         if self._store.check([key]):
             return True
-        if self.ending.is_near():
-            raise PeerLost("another rank has ended")
+        if self.ending.peer_failed():
+            raise PeerLostError("another rank has ended")
         return False
 
     def _ask(self, question: Callable[[], T]) -> T:
         """Ask the store something.
 
         Raises:
-            PeerLost: it does not answer within the timeout.
+            PeerLostError: it does not answer within the timeout.
         """
         try:
             return within(self.timeouts.first, question)
         except TimeoutError:
             minutes = self.timeouts.first / 60
-            raise PeerLost(f"no answer from the store of rank 0 for {minutes:g} minutes (--timeout)") from None
+            raise PeerLostError(f"no answer from the store of rank 0 for {minutes:g} minutes (--timeout)") from None
 
 
 def choose_backends(device: torch.device) -> dict[str, Any]:

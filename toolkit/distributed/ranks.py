@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
-from toolkit.errors import PeerLost
+from toolkit.errors import PeerLostError
 
 T = TypeVar("T")
 _timeout = 30 * 60.0
@@ -36,10 +36,10 @@ def world_size() -> int:
 
 def barrier() -> None:
     """Wait until all ranks are here."""
-    vote(here=1)
+    all_reduce_sum(here=1)
 
 
-def vote(**values: int) -> dict[str, int]:
+def all_reduce_sum(**values: int) -> dict[str, int]:
     """Sum each value over all ranks, in one collective. Flags are 0 or 1: above zero means that some rank says yes."""
     if not is_distributed():
         return values
@@ -55,7 +55,7 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def from_first(value: T) -> T:
+def broadcast_from_rank0(value: T) -> T:
     """Return rank 0's value on every rank."""
     if not is_distributed():
         return value
@@ -64,7 +64,7 @@ def from_first(value: T) -> T:
     return box[0]
 
 
-def gather(value: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """Return the values of all ranks, by rank."""
     if not is_distributed():
         return [value]
@@ -111,7 +111,7 @@ def timeout() -> float:
 
 
 @contextmanager
-def patience(seconds: float, otherwise: float) -> Iterator[None]:
+def extended_timeout(seconds: float, otherwise: float) -> Iterator[None]:
     """Wait ``seconds`` for other ranks within, one of which may write to a slow disk; ``otherwise`` afterwards."""
     set_timeout(seconds)
     try:
@@ -120,11 +120,11 @@ def patience(seconds: float, otherwise: float) -> Iterator[None]:
         set_timeout(otherwise)
 
 
-def on_first(act: Callable[[], T]) -> T | None:
+def run_on_rank0(act: Callable[[], T]) -> T | None:
     """Do something on rank 0 only and return what comes of it there; where it fails, it fails on all ranks.
 
     Raises:
-        PeerLost: on the other ranks, if rank 0 could not.
+        PeerLostError: on the other ranks, if rank 0 could not.
     """
     value, error = None, None
     if global_rank() == 0:
@@ -132,6 +132,6 @@ def on_first(act: Callable[[], T]) -> T | None:
             value = act()
         except Exception as caught:
             error = caught
-    if vote(failed=int(error is not None))["failed"]:
-        raise error if error is not None else PeerLost("rank 0 has ended")
+    if all_reduce_sum(failed=int(error is not None))["failed"]:
+        raise error if error is not None else PeerLostError("rank 0 has ended")
     return value

@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from toolkit.distributed.layout import Environ, cluster_environment, read_layout
+from toolkit.distributed.world import Environ, cluster_environment, detect_world
 from toolkit.errors import UserError, is_settled
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _open_to_publish(place: _Place, seconds: float) -> Store | None:
 
 
 def _publish(store: Store, place: _Place, text: str, code: int) -> None:
-    """See :class:`toolkit.distributed.ending.Ending` for what the keys mean."""
+    """See :class:`toolkit.distributed.shutdown.ShutdownCoordinator` for what the keys mean."""
     store.compare_set(FAILED, "", f"{code} {place.prefix}{text}")
     store.set("ended", "")
     if place.rank != 0:
@@ -167,7 +167,7 @@ def _find_place(environ: Environ = os.environ) -> _Place | None:
     has_launcher = bool({"LOCAL_RANK", "SLURM_NTASKS"} & environ.keys())
     try:
         nodes = None if has_launcher or not by_hand else max(2, int(environ["NODE_RANK"]) + 1)
-        layout = read_layout("auto", nodes, None, environ)
+        layout = detect_world("auto", nodes, None, environ)
         if layout.world_size == 1:
             return None
         environment = cluster_environment(layout)

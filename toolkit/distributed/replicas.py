@@ -1,4 +1,4 @@
-"""Law N4: after the first step, the copies of the model that a strategy keeps must be equal, bit for bit."""
+"""N4: after the first step, the copies of the model that a strategy keeps must be equal, bit for bit."""
 
 from __future__ import annotations
 

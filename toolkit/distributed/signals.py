@@ -1,4 +1,4 @@
-"""Law S3: a signal asks the loop to stop; it does not interrupt a step."""
+"""S3: a signal asks the loop to stop; it does not interrupt a step."""
 
 from __future__ import annotations
 

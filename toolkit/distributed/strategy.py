@@ -51,7 +51,7 @@ def plan_strategy(
 ) -> StrategyPlan:
     """Decide the strategy, with its mesh written out.
 
-    A shard group of one rank becomes ddp: torch would train copies that never meet (law N4).
+    A shard group of one rank becomes ddp: torch would train copies that never meet (N4).
 
     Raises:
         UserError: the strategy cannot be had on these devices, or an option of it would have no effect.
@@ -85,9 +85,9 @@ def _require_dtypes(fsdp: FSDPArgs, precision: Precision) -> None:
     """Refuse dtypes that the precision cannot compute with."""
     fits = {"32-true": ("fp32",), "bf16-true": ("bf16",), "bf16-mixed": ("bf16", "fp32"), "16-mixed": ("fp16", "fp32")}
     if fsdp.param_dtype is not None and fsdp.param_dtype not in fits[precision]:
-        mend = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}[fsdp.param_dtype]
+        hint = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}[fsdp.param_dtype]
         raise UserError(
-            f"--fsdp.param_dtype {fsdp.param_dtype}: does not go with --precision {precision}; use --precision {mend}"
+            f"--fsdp.param_dtype {fsdp.param_dtype}: does not go with --precision {precision}; use --precision {hint}"
         )
     if fsdp.reduce_dtype == "fp16" and precision != "16-mixed":
         raise UserError("--fsdp.reduce_dtype fp16: needs the gradient scaler of --precision 16-mixed; use bf16 or fp32")

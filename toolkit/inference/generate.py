@@ -40,7 +40,7 @@ def generate(
     Ends after ``max_new_tokens``, at a token of ``eos_ids`` (which is not yielded), or where prompt and new tokens
     together fill the model's ``block_size``, which is said through ``notice``.
 
-    In a run of several ranks all of them call this, and take all tokens (law S6): they get those of rank 0.
+    In a run of several ranks all of them call this, and take all tokens (S6): they get those of rank 0.
 
     Args:
         model: On the device and in the dtype to compute with, in evaluation mode; Fabric's wrapper of it, too.
@@ -85,7 +85,7 @@ def prefill(model: GPT, ids: Tensor, cache: KVCache) -> Tensor:
     Returns:
         (B, 1): the tokens to run next.
     """
-    length, border = ids.size(1), model.config.rotation_border
+    length, border = ids.size(1), model.config.original_max_position
     if border is not None and (max(cache.made_for, cache.length) > border) != (length > border):
         cache.truncate(0)
     cache.made_for = length
@@ -111,7 +111,7 @@ def _generate(model, prompt_ids, count, wanted, settings, eos_ids, seed, use_cac
         with without_cudnn_attention():  # every token has another length of the cache
             inputs = prefill(model, ids, cache) if use_cache else ids
             logits = model(inputs, kv_cache=cache)[:, -1]
-        token = ranks.from_first(int(sample(logits, **settings, generator=generator)))
+        token = ranks.broadcast_from_rank0(int(sample(logits, **settings, generator=generator)))
         if token in eos_ids:
             return
         yield token

@@ -57,7 +57,7 @@ class HarnessLM(TemplateLM):
         if tokenizer.bos_id is None and tokenizer.eos_id is None:
             raise UserError(f"{tokenizer.name}: has neither bos nor eos, one of which must begin a text")
         self._model, self._tokens = model, tokenizer
-        self._batch_size = batch_size if model.config.rotation_border is None else 1
+        self._batch_size = batch_size if model.config.original_max_position is None else 1
         self._template, self._notice, self._noted = template, notice, False
         weight = model.transformer.wte.weight
         self._device, self._dtype = weight.device, weight.dtype

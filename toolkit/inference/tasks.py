@@ -96,8 +96,8 @@ def _manager_for(names: list[str], include_path: str | None) -> Any:
     manager = TaskManager(include_path=include_path)
     for name in names:
         if name not in manager.all_tasks:
-            mend = "give a name that lm-eval knows, or --include_path FOLDER with a task file"
-            raise UserError(f"--tasks {name}: no such task{did_you_mean(name, manager.all_tasks) or f'; {mend}'}")
+            hint = "give a name that lm-eval knows, or --include_path FOLDER with a task file"
+            raise UserError(f"--tasks {name}: no such task{did_you_mean(name, manager.all_tasks) or f'; {hint}'}")
     return manager
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from toolkit.models.config import ModelConfig
+from toolkit.models.masks import AttentionMask
 from toolkit.models.norm import make_qk_norm
-from toolkit.models.rope import Rotation
-from toolkit.models.visibility import Seen
+from toolkit.models.rope import RotaryEmbedding
 
 
 class LayerCache(Protocol):
@@ -41,8 +41,8 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        seen: Seen,
-        rotation: Rotation | None = None,
+        seen: AttentionMask,
+        rotation: RotaryEmbedding | None = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """(B, T, n_embd) -> (B, T, n_embd)."""
@@ -62,7 +62,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.update(k, v)
         k, v = k[:, :, -seen.keys :], v[:, :, -seen.keys :]
         if self.cap is not None:
-            y = capped_attention(q, k, v, seen, self.scale, self.cap)
+            y = softcap_attention(q, k, v, seen, self.scale, self.cap)
         elif self.sinks is not None:
             y = sink_attention(q, k, v, seen, self.scale, self.sinks)
         else:
@@ -93,14 +93,14 @@ def fused_attention(
         (B, n_head, T, width), in the dtype of q.
     """
     repeats = q.size(1) // k.size(1)
-    if repeats > 1 and not takes_groups(q, mask):
+    if repeats > 1 and not sdpa_supports_gqa(q, mask):
         k, v, repeats = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), 1
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=repeats > 1
     )
 
 
-def takes_groups(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def sdpa_supports_gqa(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Whether a fused kernel takes grouped queries.
 
     On CUDA that is FlashAttention alone, which takes neither masks nor fp32; with grouped queries torch would choose
@@ -109,8 +109,8 @@ def takes_groups(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
     return not q.is_cuda or mask is None and q.dtype != torch.float32 and q.size(-1) <= 256
 
 
-def capped_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float, cap: float
+def softcap_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: AttentionMask, scale: float, cap: float
 ) -> torch.Tensor:
     """Attention whose scores s become cap * tanh(s / cap) (Gemma 2), which no fused kernel of torch's computes.
 
@@ -138,7 +138,7 @@ def capped_attention(
 
 
 def sink_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float, sinks: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: AttentionMask, scale: float, sinks: torch.Tensor
 ) -> torch.Tensor:
     """Attention in which each head has one score more, of a key without a value: what takes a share of the softmax and
     gives nothing (gpt-oss, OpenAI 2025, arXiv 2508.10925).

@@ -185,7 +185,7 @@ class ModelConfig:
         return rope_kind(self.rope_adjustments)
 
     @property
-    def rotation_border(self) -> int | None:
+    def original_max_position(self) -> int | None:
         """The length beyond which a sequence is rotated otherwise (longrope); None where all are rotated alike."""
         return self.rope_adjustments["original_max_seq_len"] if self.rope_kind == "longrope" else None
 

@@ -13,11 +13,11 @@ from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.lora import LoRALinear
 from toolkit.models.loss import head_loss
+from toolkit.models.masks import AttentionMask, AttentionMaskBuilder
 from toolkit.models.mlp import make_mlp
 from toolkit.models.moe import LLaMAMoE, before_last_label
 from toolkit.models.norm import make_norm
-from toolkit.models.rope import Rotation, amplitude, document_lengths, inverse_frequencies
-from toolkit.models.visibility import Seen, Visibility
+from toolkit.models.rope import RotaryEmbedding, attention_factor, document_lengths, inverse_frequencies
 
 
 class Block(nn.Module):
@@ -41,8 +41,8 @@ class Block(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        seen: Seen,
-        rotation: Rotation | None,
+        seen: AttentionMask,
+        rotation: RotaryEmbedding | None,
         cache: LayerCache | None = None,
         counted: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +122,7 @@ class GPT(nn.Module):
                 -100 where there is nothing to learn.
             positions: (T,) or (B, T), int64; counted on from what the cache holds when not given.
             documents: (B, T), int64: which of the documents packed into a row each token belongs to; tokens see only
-                their own (law N9). ``positions`` should start at 0 in each. Not together with a cache.
+                their own (N9). ``positions`` should start at 0 in each. Not together with a cache.
             kv_cache: One cache per block; the new keys and values are appended to it.
             sequence_length: Tokens of the whole sequence, where this pass and the cache hold its beginning only; one
                 kind of rotation (longrope) depends on it.
@@ -132,14 +132,14 @@ class GPT(nn.Module):
             log-likelihoods in nats, an fp32 scalar, and the number of supervised tokens, an int64 scalar tensor. In
             training mode, ``loss_sum`` of a model with experts also has ``router_aux_loss_coef`` times the mean over
             the layers of each row's :func:`toolkit.models.moe.imbalance`, times the row's supervised tokens: so it
-            is the same whatever the split of a global batch into micro-batches (law N2).
+            is the same whatever the split of a global batch into micro-batches (N2).
 
         Raises:
             ValueError: The sequence is longer than ``config.block_size``.
         """
         is_balanced = self.training and labels is not None and self.config.n_moe_layer > 0
         counted = before_last_label(labels) if is_balanced and self.config.router_aux_loss_coef else None
-        lengths, border = sequence_length, self.config.rotation_border
+        lengths, border = sequence_length, self.config.original_max_position
         longest = max(input_ids.size(1), self.uniform_length if kv_cache is None else 0)
         if border is not None and longest > border:
             lengths = document_lengths(input_ids, documents, labels)
@@ -174,11 +174,11 @@ class GPT(nn.Module):
         if positions is None:
             positions = torch.arange(held, held + T, device=device)
         x = self._embed(input_ids, positions)
-        visibility = Visibility(held, T, device, documents, self.uniform_length if kv_cache is None else 0)
+        visibility = AttentionMaskBuilder(held, T, device, documents, self.uniform_length if kv_cache is None else 0)
         rotations = self._rotations(positions, held + T if lengths is None else lengths)
         imbalances: list[torch.Tensor] = []
         for i, block in enumerate(self.transformer.h):
-            seen, rotation = visibility.through(block.window), rotations.get(block.rope_index)
+            seen, rotation = visibility.for_window(block.window), rotations.get(block.rope_index)
             x = block(x, seen, rotation, None if kv_cache is None else kv_cache[i], counted)
             if isinstance(x, tuple):
                 x, imbalance = x
@@ -193,23 +193,23 @@ class GPT(nn.Module):
             x = x * torch.full((), self.config.n_embd**0.5, dtype=x.dtype, device=x.device)
         return x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
 
-    def _rotations(self, positions: torch.Tensor, lengths: torch.Tensor | int) -> dict[int, Rotation]:
+    def _rotations(self, positions: torch.Tensor, lengths: torch.Tensor | int) -> dict[int, RotaryEmbedding]:
         """By the rope index of the layers; layers of another index are not rotated."""
         if self.config.position_embedding == "learned":
             return {}
         used = {self.config.rope_index(layer) for layer in range(self.config.n_layer)} - {-1}
         return {
-            index: Rotation(
+            index: RotaryEmbedding(
                 positions,
                 self._frequencies_of(lengths, positions.device, local=index == 1),
-                amplitude(self.config, local=index == 1),
+                attention_factor(self.config, local=index == 1),
             )
             for index in used
         }
 
     def _frequencies_of(self, lengths: torch.Tensor | int, device: torch.device, local: bool) -> torch.Tensor:
         """(rope_n_elem / 2,), or (B, T, rope_n_elem / 2) where each token has a length of its own."""
-        border = self.config.rotation_border
+        border = self.config.original_max_position
         is_long = False if border is None else lengths > border
         if isinstance(is_long, bool):
             return self._frequencies_on(device, local, is_long)

@@ -9,7 +9,7 @@
 | ``attn.sinks`` (as transformers has them) | normal, 0.02 |
 
 Means are zero. The table is GPT-2's (Radford et al. 2019, section 2.3, and its Hugging Face implementation). A tied
-head is the embedding, drawn under the embedding's name.
+head is the embedding, init_weight under the embedding's name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def generator_of(name: str, seed: int) -> torch.Generator:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Return the name under which each parameter is drawn, by ``id(parameter)``.
+    """Return the name under which each parameter is init_weight, by ``id(parameter)``.
 
     Of a tied pair the last name counts: that is ``transformer.wte.weight``. The ids are good while the model lives.
     """
@@ -102,12 +102,12 @@ class Materializer:
 
 def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
     """Give every parameter of a GPT (it needs ``model.config``) its initial value, in place."""
-    materialize = Materializer(model, drawn(model, seed), device)
+    materialize = Materializer(model, init_weight(model, seed), device)
     for module in model.modules():
         materialize(module)
 
 
-def drawn(model: nn.Module, seed: int) -> Callable[[str, torch.Size], torch.Tensor]:
+def init_weight(model: nn.Module, seed: int) -> Callable[[str, torch.Size], torch.Tensor]:
     """Return the function from name and shape to initial value."""
     config = model.config
     return lambda name, shape: draw(name, shape, seed=seed, config=config)

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from toolkit.models.attention import LayerCache
 from toolkit.models.config import ModelConfig
-from toolkit.models.rope import Rotation
-from toolkit.models.visibility import Seen
+from toolkit.models.masks import AttentionMask
+from toolkit.models.rope import RotaryEmbedding
 
 NORM_EPS = 1e-6  # of the two norms here, whatever norm_eps is: so have DeepSeek's own code and transformers
 
@@ -50,8 +50,8 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        seen: Seen,
-        rotation: Rotation | None = None,
+        seen: AttentionMask,
+        rotation: RotaryEmbedding | None = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """(B, T, n_embd) -> (B, T, n_embd). A cache holds (B, 1, T, kv_lora_rank) and (B, 1, T, qk_rope_head_dim)."""

@@ -1,4 +1,4 @@
-"""Head and cross-entropy in one, so that the logits of a whole batch never exist (law M1).
+"""Head and cross-entropy in one, so that the logits of a whole batch never exist (M1).
 
 The rows (tokens) go through the head a chunk at a time. A chunk's logits are turned into its loss and, in the same
 buffer, into the gradient of the logits; the gradients of input and weight are made at once, in the forward pass, and

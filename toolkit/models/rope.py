@@ -43,7 +43,7 @@ def document_lengths(
     """How many tokens the document of each token has, (B, T) int64.
 
     With labels those up to the document's last supervised one: what comes after it changes no loss, and padding must
-    not make a row longer, or the loss would depend on which rows are computed together (law N2).
+    not make a row longer, or the loss would depend on which rows are computed together (N2).
 
     Args:
         input_ids: (B, T).
@@ -58,7 +58,7 @@ def document_lengths(
     return (last - first).clamp(min=0).gather(1, documents)
 
 
-def amplitude(config: ModelConfig, local: bool = False) -> float:
+def attention_factor(config: ModelConfig, local: bool = False) -> float:
     """What cosines and sines are multiplied by, which sharpens attention over long contexts (YaRN and longrope)."""
     adjustments = config.rope_adjustments
     if local or config.rope_kind not in ("yarn", "longrope"):
@@ -106,7 +106,7 @@ def _llama3_scaling(inverse: torch.Tensor, adjustments: dict[str, float]) -> tor
     return (1 - keep) * inverse / adjustments["factor"] + keep * inverse
 
 
-class Rotation:
+class RotaryEmbedding:
     """Rotates queries and keys by their positions; made once per forward pass and shared by the blocks.
 
     A plain object and not a pair of tensors: FSDP casts every floating-point tensor among a block's arguments to the
@@ -115,14 +115,14 @@ class Rotation:
     Args:
         positions: (T,) or (B, T), int64.
         inverse: What :func:`inverse_frequencies` returns, on the device of the positions; or (B, T, rope_n_elem / 2).
-        amplitude: What :func:`amplitude` returns.
+        attention_factor: What :func:`attention_factor` returns.
     """
 
     __slots__ = ("cos", "sin")
 
-    def __init__(self, positions: torch.Tensor, inverse: torch.Tensor, amplitude: float = 1.0) -> None:
+    def __init__(self, positions: torch.Tensor, inverse: torch.Tensor, attention_factor: float = 1.0) -> None:
         angles = (positions[..., None].float() * inverse).unsqueeze(-2)  # (..., T, 1, n/2), the 1 for the heads
-        cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
+        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
         self.cos = torch.cat((cos, cos), dim=-1)
         self.sin = torch.cat((-sin, sin), dim=-1)
 

@@ -141,7 +141,7 @@ def _fused_kernel(job: Job) -> float:
 
 
 def _repeated(job: Job) -> float:
-    """The share of layers where keys and values are repeated for all heads, see attention.takes_groups."""
+    """The share of layers where keys and values are repeated for all heads, see attention.sdpa_supports_gqa."""
     config = job.config
     if job.device != "cuda" or config.n_query_groups == config.n_head:
         return 0

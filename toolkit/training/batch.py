@@ -1,4 +1,4 @@
-"""Law N1: how a global batch is cut into micro-batches."""
+"""N1: how a global batch is cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def plan_batch(global_batch_size: int, micro_batch_size: int, devices: int = 1, 
     batches = " or ".join(str(n) for n in (below, above) if n)
     per_rank, rest = divmod(global_batch_size, world_size)
     micro = max((m for m in range(1, min(per_rank, micro_batch_size) + 1) if per_rank % m == 0), default=0)
-    mend = f"use --train.global_batch_size {batches}"
+    hint = f"use --train.global_batch_size {batches}"
     if micro and not rest:
-        mend += f", or --train.micro_batch_size {micro}"
+        hint += f", or --train.micro_batch_size {micro}"
     raise UserError(
         f"--train.global_batch_size {global_batch_size}: not a multiple of {unit} = {devices} devices x {num_nodes} "
-        f"nodes x --train.micro_batch_size {micro_batch_size}; {mend}"
+        f"nodes x --train.micro_batch_size {micro_batch_size}; {hint}"
     )

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from toolkit.args import EvalArgs, TrainArgs
 from toolkit.checkpoints.store import BEST, has_best
-from toolkit.data.base import Prepared
+from toolkit.data.base import PreparedData
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.training.state import Progress
 
 
-def require_choice(train: TrainArgs, evaluation: EvalArgs, data: Prepared) -> None:
+def check_config(train: TrainArgs, evaluation: EvalArgs, data: PreparedData) -> None:
     """Make sure that there are validations to choose by, where the best checkpoint is to be kept.
 
     Raises:
@@ -34,17 +34,17 @@ def require_choice(train: TrainArgs, evaluation: EvalArgs, data: Prepared) -> No
         raise UserError("--train.keep_best true: the run never validates; set --eval.interval")
 
 
-def forget_what_is_gone(progress: Progress, out_dir: Path, damaged: Collection[Path] = ()) -> None:
+def reset_if_missing(progress: Progress, out_dir: Path, damaged: Collection[Path] = ()) -> None:
     """Where ``best/`` was deleted, is among the ``damaged``, or belongs to another folder's run, the next validation is
     the best one again."""
-    if not ranks.from_first(has_best(out_dir) and out_dir / BEST not in damaged):
+    if not ranks.broadcast_from_rank0(has_best(out_dir) and out_dir / BEST not in damaged):
         progress.best_val_loss = None
 
 
 def is_best(progress: Progress, metrics: dict[str, float]) -> bool:
     """Whether a validation has the lowest loss so far, which is noted; the same on every rank."""
     loss, before = metrics.get("val_loss"), progress.best_val_loss
-    better = ranks.from_first(loss is not None and (before is None or loss < before))
+    better = ranks.broadcast_from_rank0(loss is not None and (before is None or loss < before))
     if better:
         progress.best_val_loss = loss
     return better

@@ -1,4 +1,4 @@
-"""Law S2: everything that a run needs to go on where it stopped, written beside the weights in ``trainer/``.
+"""S2: everything that a run needs to go on where it stopped, written beside the weights in ``trainer/``.
 
 All ranks save and restore together. What a rank holds is gathered first; rank 0 then writes the folder, and with
 ``sharded`` every rank its shards into it. A rank that cannot write fails the save on all of them.
@@ -27,10 +27,10 @@ from toolkit.checkpoints.weights import canonical_name, load_state, save_state
 from toolkit.checksums import Checksum, checksum_files
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
-from toolkit.errors import GuardError, PeerLost, UserError
+from toolkit.errors import GuardError, PeerLostError, UserError
 from toolkit.models.config import ModelConfig
 from toolkit.training.schedule import Schedule
-from toolkit.training.state import FORMAT_VERSION, Identity, Progress
+from toolkit.training.state import FORMAT_VERSION, Progress, RunFingerprint
 
 TRAINER, STATE, OPTIMIZER = "trainer", "state.pth", "optimizer"
 
@@ -47,7 +47,7 @@ class Checkpointer:
     config: ModelConfig | None
     tokenizer: Tokenizer | None
     hyperparameters: dict[str, Any] | None
-    identity: Identity
+    identity: RunFingerprint
     schedule: Schedule
     keep_last: int
     """Step checkpoints to keep; 0 keeps all."""
@@ -69,7 +69,7 @@ class Checkpointer:
         """
         folder = self.out_dir / name
         self._require_finite(folder)
-        rng = ranks.gather(rng_state(self.device))
+        rng = ranks.all_gather_object(rng_state(self.device))
         # Not within the try: a rank that fails in these collectives must end at once, for the others wait in them.
         if self.adapters is not None:
             state = adapter_state(self.module, self.optimizer)
@@ -87,18 +87,18 @@ class Checkpointer:
                 prune(self.out_dir, self.keep_last)
         except Exception as caught:
             error = caught
-        if ranks.vote(failed=int(error is not None))["failed"]:
+        if ranks.all_reduce_sum(failed=int(error is not None))["failed"]:
             if error is None or ranks.global_rank() != 0:
                 known_to_all = isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError)
-                raise PeerLost(f"{folder} could not be written") from (None if known_to_all else error)
+                raise PeerLostError(f"{folder} could not be written") from (None if known_to_all else error)
             raise error
         return folder
 
     def _require_finite(self, folder: Path) -> None:
         """Every rank looks at its own part, on its own device, before anything is gathered."""
         found = nonfinite_state(self.module, self.optimizer)
-        if ranks.vote(nonfinite=len(found))["nonfinite"]:
-            names = sorted({name for names in ranks.gather(found) for name in names})
+        if ranks.all_reduce_sum(nonfinite=len(found))["nonfinite"]:
+            names = sorted({name for names in ranks.all_gather_object(found) for name in names})
             raise GuardError(
                 f"{folder} was not saved: NaN, Inf or too large numbers in {shown(names)}; lower --train.learning_rate "
                 "and resume with --resume auto (continues from the latest checkpoint)"
@@ -119,7 +119,7 @@ class Checkpointer:
             return checksums_of_shards(tmp)
 
         if ranks.global_rank() != 0:
-            tmp = ranks.from_first(None)
+            tmp = ranks.broadcast_from_rank0(None)
             if tmp is not None:
                 write_shards(tmp)
             return
@@ -129,7 +129,7 @@ class Checkpointer:
             nonlocal told
             self._write(tmp, None, rest, progress, rng)
             told = True
-            ranks.from_first(tmp)
+            ranks.broadcast_from_rank0(tmp)
             checksums = write_shards(tmp)
             for shards in (tmp / WEIGHTS, tmp / TRAINER / OPTIMIZER):
                 check_sharded(shards)  # not so where the nodes do not share the disk
@@ -139,7 +139,7 @@ class Checkpointer:
             write_checkpoint(folder, write)
         finally:
             if not told:  # the others wait for the folder's name
-                ranks.from_first(None)
+                ranks.broadcast_from_rank0(None)
 
     def _write(
         self,
@@ -216,7 +216,7 @@ def checksums_of_shards(folder: Path) -> dict[str, Checksum]:
         own = checksum_files(folder, names)
     except OSError as error:
         own = error
-    everywhere = ranks.gather(own)
+    everywhere = ranks.all_gather_object(own)
     for rank, found in enumerate(everywhere):
         if isinstance(found, OSError):
             raise RuntimeError(f"rank {rank} could not read {folder}: {found}") from found

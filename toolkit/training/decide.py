@@ -15,7 +15,7 @@ from toolkit.training.resolve import RunArgs, choose_length, choose_model, with_
 
 
 @dataclass(frozen=True)
-class Decisions:
+class ResolvedConfig:
     """A run before anything is started.
 
     Args:
@@ -42,7 +42,7 @@ class Decisions:
         return self.args.precision
 
 
-def decide(args: RunArgs, device: str, devices: int, num_nodes: int, precision: Precision) -> Decisions:
+def resolve_config(args: RunArgs, device: str, devices: int, num_nodes: int, precision: Precision) -> ResolvedConfig:
     """Decide what the run of ``args`` is on so many devices per node.
 
     Raises:
@@ -65,7 +65,7 @@ def decide(args: RunArgs, device: str, devices: int, num_nodes: int, precision: 
             "--optimizer.name Adafactor: looks at whole matrices, and fsdp gives it parts; use --strategy ddp or AdamW"
         )
     optimizer = resolve_optimizer(args.optimizer, args.defaults.optimizer, precision, args.optimizer_class)
-    return Decisions(args, device, strategy, batch, config, length, optimizer)
+    return ResolvedConfig(args, device, strategy, batch, config, length, optimizer)
 
 
 def _require_fit_for_adapters(args: RunArgs, strategy: str) -> None:

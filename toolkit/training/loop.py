@@ -17,11 +17,11 @@ from torch import nn
 
 from toolkit.args import EvalArgs, TrainArgs
 from toolkit.checkpoints.store import BEST
-from toolkit.data.base import Prepared
+from toolkit.data.base import PreparedData
 from toolkit.data.loader import Padding, train_batches, val_batches
 from toolkit.distributed import ranks
 from toolkit.distributed.signals import SignalWatch
-from toolkit.errors import GuardError, StoppedBySignal
+from toolkit.errors import GuardError, StoppedBySignalError
 from toolkit.training import best
 from toolkit.training.batch import BatchPlan
 from toolkit.training.checkpointer import Checkpointer
@@ -42,7 +42,7 @@ class Run:
     fabric: Fabric
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    data: Prepared
+    data: PreparedData
     plan: BatchPlan
     limits: Limits
     intervals: Intervals
@@ -79,7 +79,7 @@ def fit(run: Run) -> None:
     """Train until a limit is reached, and write ``final/``.
 
     Raises:
-        StoppedBySignal: a signal came; the state has been saved.
+        StoppedBySignalError: a signal came; the state has been saved.
         GuardError: the loss or the gradient is not finite; nothing has been saved.
     """
     with SignalWatch() as signals:
@@ -117,7 +117,7 @@ def train_until_done(run: Run, signals: SignalWatch) -> None:
 
         # The one vote of the step: what the ranks must agree on, summed over them.
         left = math.inf if limits.max_seconds is None else run.launched + limits.max_seconds - step_started
-        agreed = ranks.vote(
+        agreed = ranks.all_reduce_sum(
             n_tokens=sum(batch.n_tokens for batch in micro_batches),
             n_inputs=sum(batch.n_inputs for batch in micro_batches),
             signalled=int(signals.received > 0),
@@ -186,10 +186,10 @@ def is_due(interval: int | None, step: int) -> bool:
 
 
 def stop_for_signal(run: Run, signals: SignalWatch) -> None:
-    signal_number = max(ranks.gather(signals.received))
+    signal_number = max(ranks.all_gather_object(signals.received))
     folder = save(run, f"step-{run.progress.step:08d}")
     signals.ignore()
-    raise StoppedBySignal(
+    raise StoppedBySignalError(
         signal_number, f"stopped after step {run.progress.step}; {folder} is saved, go on with --resume auto"
     )
 

@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from torch import distributed as dist
 from torch import nn
 
-from toolkit.checkpoints.folder import fitting_weights, read_model_config
+from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.sharded import is_sharded
 from toolkit.checkpoints.states import load_sharded_weights, tied_names
 from toolkit.checkpoints.store import WEIGHTS
@@ -25,11 +25,11 @@ from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block
-from toolkit.models.init import Materializer, drawn
+from toolkit.models.init import Materializer, init_weight
 from toolkit.models.lora import adapter_values, add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import quantize_linears
-from toolkit.training.optimizer import spared_from_decay
+from toolkit.training.optimizer import no_decay_params
 from toolkit.training.throughput import flops_per_token
 
 
@@ -44,7 +44,7 @@ class Plan:
         blocks: The classes of its blocks.
         sizes: Elements of each parameter, by name.
         tied: See :func:`toolkit.checkpoints.states.tied_names`.
-        spared: See :func:`toolkit.training.optimizer.spared_from_decay`.
+        no_decay_params: See :func:`toolkit.training.optimizer.no_decay_params`.
         facts: What may not change on resume.
         lora: What is adapted by low rank, where the weights themselves are frozen.
         quantize: How the blocks' weights are quantised when they are read.
@@ -56,7 +56,7 @@ class Plan:
     blocks: tuple[type[nn.Module], ...]
     sizes: dict[str, int]
     tied: dict[str, str]
-    spared: frozenset[str]
+    no_decay_params: frozenset[str]
     facts: dict[str, Any]
     lora: LoRAConfig | None = None
     quantize: str | None = None
@@ -84,7 +84,7 @@ def plan_model(
         shapes = [f"{canonical_name(name)} {tuple(p.shape)}" for name, p in module.named_parameters()]
         facts = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
     return Plan(
-        module, ready, config, blocks, sizes, tied_names(module), spared_from_decay(module), facts, lora, quantize
+        module, ready, config, blocks, sizes, tied_names(module), no_decay_params(module), facts, lora, quantize
     )
 
 
@@ -102,7 +102,7 @@ def set_up_model(
     """Give the model its weights and wrap it as the strategy has it.
 
     Every rank makes one unit after the other from the seed, or reads it from a file that all share, and keeps its part
-    (law M3): no rank ever holds a second whole copy.
+    (M3): no rank ever holds a second whole copy.
 
     Args:
         longest_ragged: Tokens of the longest row, where rows differ in length; else 0.
@@ -162,14 +162,14 @@ def unwrapped(wrapped: nn.Module) -> nn.Module:
 
 
 def check_replicas(wrapped: nn.Module, plan: Plan, shards: int) -> None:
-    """Law N4, see :func:`toolkit.distributed.replicas.require_equal_replicas`."""
+    """N4, see :func:`toolkit.distributed.replicas.require_equal_replicas`."""
     parts = {canonical_name(name): p for name, p in unwrapped(wrapped).named_parameters()}
     sizes = {canonical_name(name): size for name, size in plan.sizes.items()}
     require_equal_replicas(parts, sizes, shards)
 
 
 def describe_model(plan: Plan, seq_length: int) -> str:
-    """Name, parameters and FLOPs per token (law N8) in a few words."""
+    """Name, parameters and FLOPs per token (N8) in a few words."""
     name = plan.module._get_name() if plan.config is None else plan.config.name
     text = f"{name}: {sum(plan.sizes.values()):,} parameters"
     trained = sum(p.numel() for p in plan.module.parameters() if p.requires_grad)
@@ -206,8 +206,8 @@ def _values(
     if shards:
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
     if source is None:
-        return drawn(plan.module, seed)
-    weights = fitting_weights(source, _on_meta(plan.config))
+        return init_weight(plan.module, seed)
+    weights = load_compatible_weights(source, _on_meta(plan.config))
     if plan.lora is None:
         return lambda name, shape: weights[name]
     if plan.quantize is not None:

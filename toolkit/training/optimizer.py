@@ -40,8 +40,8 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return known[match]
 
 
-def spared_from_decay(model: nn.Module) -> frozenset[str]:
-    """Return the canonical names of the parameters that do not decay (law N5): biases, norms and embeddings.
+def no_decay_params(model: nn.Module) -> frozenset[str]:
+    """Return the canonical names of the parameters that do not decay (N5): biases, norms and embeddings.
 
     Tied heads are embeddings; the biases of experts are matrices. To be asked before a strategy wraps the model: shards
     have one dimension, all of them.
@@ -54,12 +54,12 @@ def spared_from_decay(model: nn.Module) -> frozenset[str]:
     return frozenset(canonical_name(name) for name, p in model.named_parameters() if is_spared(name, p))
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, spared: frozenset[str]) -> list[dict[str, Any]]:
-    """Split the trained parameters, whole or sharded, into those that decay and those that are spared."""
+def parameter_groups(model: nn.Module, weight_decay: float, no_decay_params: frozenset[str]) -> list[dict[str, Any]]:
+    """Split the trained parameters, whole or sharded, into those that decay and those that are no_decay_params."""
     decay, rest = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (rest if canonical_name(name) in spared else decay).append(parameter)
+            (rest if canonical_name(name) in no_decay_params else decay).append(parameter)
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
@@ -102,13 +102,13 @@ def build_optimizer(
     options: dict[str, Any],
     learning_rate: float,
     precision: str = "32-true",
-    spared: frozenset[str] | None = None,
+    no_decay_params: frozenset[str] | None = None,
     given_class: type[torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that :func:`resolve_optimizer` describes, fused where the class and the device have that.
 
     Not under 16-mixed: a fused optimizer takes the fp16 scale off the gradients itself, and clipping would see them
-    scaled. ``spared`` is what :func:`spared_from_decay` said of the model; needed where the model is wrapped.
+    scaled. ``no_decay_params`` is what :func:`no_decay_params` said of the model; needed where the model is wrapped.
 
     Raises:
         UserError: the class refuses a value.
@@ -116,9 +116,9 @@ def build_optimizer(
     given = dict(options)
     name = given.pop("name")
     cls = given_class or optimizer_class(name)
-    spared = spared_from_decay(model) if spared is None else spared
+    no_decay_params = no_decay_params(model) if no_decay_params is None else no_decay_params
     takes = inspect.signature(cls).parameters
-    groups = parameter_groups(model, given.pop("weight_decay", 0.0), spared)
+    groups = parameter_groups(model, given.pop("weight_decay", 0.0), no_decay_params)
     if "weight_decay" not in takes:
         groups = [{"params": [p for group in groups for p in group["params"]]}]
     if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & given.keys():

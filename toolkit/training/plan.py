@@ -19,14 +19,14 @@ from toolkit.args import FINETUNE_FULL, FINETUNE_LORA, PRETRAIN, DDPArgs, Precis
 from toolkit.checkpoints.folder import find_checkpoint_dir, write_model_files
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import count_devices, pick_precision
-from toolkit.distributed.layout import read_layout
 from toolkit.distributed.strategy import StrategyPlan
+from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.training.batch import BatchPlan
-from toolkit.training.decide import decide
+from toolkit.training.decide import resolve_config
 from toolkit.training.finetune import finetune_args
 from toolkit.training.memory_plan import Job, Memory, Parameters, build_on_meta, count_parameters, plan_memory
 from toolkit.training.resolve import RunArgs
@@ -83,7 +83,7 @@ def plan_run(args: RunArgs, place: Place) -> RunPlan:
     train = args.train
     if all(limit is None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time)):
         args = replace(args, train=replace(train, max_steps=1))  # the length does not matter here
-    decided = decide(args, place.device, place.devices, place.num_nodes, choose_precision(args, place.device))
+    decided = resolve_config(args, place.device, place.devices, place.num_nodes, choose_precision(args, place.device))
     args = replace(decided.args, precision=args.precision)  # another command may have another default
     batch, seq_length = decided.batch, decided.max_seq_length
     config = with_known_vocabulary(decided.config, args)
@@ -285,8 +285,8 @@ def out_of_memory(args: RunArgs, place: Place, device_memory_gb: float | None = 
     largest = sorted(plan.memory.parts().items(), key=lambda part: -part[1])[:3]
     needs = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.1f}" for name, size in largest)
     changes = ", then ".join(f"{a.change} ({a.memory_gb:.1f} GB)" for a in advice_for(plan, limit))
-    mend = f"use {changes}" if changes else "use a smaller model"
-    return UserError(f"{start}: this run needs about {plan.memory.total / 1e9:.1f} GB ({needs}, ...); {mend}")
+    hint = f"use {changes}" if changes else "use a smaller model"
+    return UserError(f"{start}: this run needs about {plan.memory.total / 1e9:.1f} GB ({needs}, ...); {hint}")
 
 
 # ---- from the arguments of a command
@@ -301,7 +301,7 @@ def place_of(args: RunArgs) -> Place:
     device = "cuda" if args.accelerator == "auto" else args.accelerator
     here = count_devices(device) if args.devices == "auto" else None
     somewhere = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # no launcher has a say
-    layout = read_layout(args.devices, args.num_nodes, here or None, somewhere)
+    layout = detect_world(args.devices, args.num_nodes, here or None, somewhere)
     return Place(device, layout.devices, layout.num_nodes)
 
 

@@ -25,9 +25,9 @@ from toolkit.args import (
     fill,
 )
 from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
-from toolkit.data.base import DataModule, Prepared, Rows
+from toolkit.data.base import DataModule, PreparedData, TokenDataset
 from toolkit.data.chunks import TokenRows
-from toolkit.data.ready import ReadyData
+from toolkit.data.in_memory import InMemoryData
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig, ModelOverrides
@@ -143,7 +143,7 @@ def choose_length(train: TrainArgs, config: ModelConfig | None) -> int | None:
     return length
 
 
-def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], None]) -> Prepared:
+def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], None]) -> PreparedData:
     """Prepare the data with the tokenizer of the run: --tokenizer_dir, else the initial checkpoint's, else its own.
 
     Raises:
@@ -163,7 +163,7 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
     return data
 
 
-def _sequences(rows: Rows, seq_length: int | None) -> str:
+def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
     """What the rows are, and what gives more of them."""
     if not hasattr(rows, "lengths"):
         of_length = f" of {seq_length} tokens" if seq_length else ""
@@ -172,7 +172,7 @@ def _sequences(rows: Rows, seq_length: int | None) -> str:
     return "rows of packed samples; give more of them, no packing" if packed else "samples; give more of them"
 
 
-def with_vocabulary(config: ModelConfig | None, data: Prepared) -> ModelConfig | None:
+def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConfig | None:
     """The config with the vocabulary of the tokenizer, or of data that comes as tokens, where it has none of its own.
 
     A tokenizer may have tokens that the model does not embed (Gemma 3's has one for images), if the data has none of
@@ -207,7 +207,7 @@ def with_vocabulary(config: ModelConfig | None, data: Prepared) -> ModelConfig |
     return config
 
 
-def _largest_token(rows: Rows) -> int:
+def _largest_token(rows: TokenDataset) -> int:
     if isinstance(rows, TokenRows):
         return rows.survey()[1]
     return max(int(torch.as_tensor(row[name]).max()) for row in rows for name in ("input_ids", "labels"))
@@ -215,7 +215,7 @@ def _largest_token(rows: Rows) -> int:
 
 def is_repeatable(args: RunArgs) -> bool:
     """Whether the options say all of the run: no object from Python takes part."""
-    ready = args.module is not None or isinstance(args.data, ReadyData) or args.optimizer_class is not None
+    ready = args.module is not None or isinstance(args.data, InMemoryData) or args.optimizer_class is not None
     return not ready
 
 
@@ -233,5 +233,5 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
     kind = type(args.data)
     own = getattr(toolkit.data, kind.__name__, None) is kind
     path = kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
-    plain["data"] = {"class_path": path, "init_args": {} if isinstance(args.data, ReadyData) else plain["data"]}
+    plain["data"] = {"class_path": path, "init_args": {} if isinstance(args.data, InMemoryData) else plain["data"]}
     return plain

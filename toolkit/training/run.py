@@ -20,7 +20,7 @@ from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
 from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.store import FINAL, exclusive, newest, require_free, resolve_resume, set_aside
-from toolkit.data.base import DataModule, Prepared, Rows, is_ragged
+from toolkit.data.base import DataModule, PreparedData, TokenDataset, is_ragged
 from toolkit.data.loader import choose_padding
 from toolkit.distributed import ranks
 from toolkit.distributed.device import (
@@ -31,16 +31,16 @@ from toolkit.distributed.device import (
     pick_precision,
 )
 from toolkit.distributed.fabric import build_fabric
-from toolkit.distributed.launch import RunGroup, Timeouts, launched
-from toolkit.distributed.layout import Layout, read_layout
+from toolkit.distributed.launch import RunGroup, Timeouts, launch_processes
 from toolkit.distributed.memory import keep_freed_memory
+from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.families import why_not_exported
+from toolkit.models.families import export_error
 from toolkit.models.gpt import Block
 from toolkit.training import adapters, best
 from toolkit.training.checkpointer import Checkpointer, seed_from
-from toolkit.training.decide import Decisions, decide
+from toolkit.training.decide import ResolvedConfig, resolve_config
 from toolkit.training.evaluate import option_to_trust
 from toolkit.training.limits import Limits, build_intervals, build_limits, require_ahead
 from toolkit.training.loop import Run, fit
@@ -49,7 +49,7 @@ from toolkit.training.optimizer import build_optimizer
 from toolkit.training.resolve import RunArgs, hyperparameters, is_repeatable, prepare_data, with_vocabulary
 from toolkit.training.samples import Sampler, make_sampler
 from toolkit.training.schedule import Schedule, build_schedule
-from toolkit.training.state import Identity, Progress, read_meta
+from toolkit.training.state import Progress, RunFingerprint, read_meta
 from toolkit.training.throughput import Throughput, flops_per_token, peak_flops
 from toolkit.training.verify import find_intact, require_intact_together
 from toolkit.ui.loggers import MetricsCSV, check_loggers, make_loggers
@@ -62,36 +62,36 @@ def run_training(args: RunArgs) -> None:
 
     Raises:
         UserError: a mistake in the arguments; nothing has been written.
-        GuardError, StoppedBySignal: see :func:`toolkit.training.loop.fit`.
-        PeerLost, EndedTogether: see :func:`toolkit.distributed.launch.launched`.
+        GuardError, StoppedBySignalError: see :func:`toolkit.training.loop.fit`.
+        PeerLostError, PeerShutdownError: see :func:`toolkit.distributed.launch.launch_processes`.
     """
     launch_time = time.perf_counter()
     device = pick_accelerator(args.accelerator)
-    layout = read_layout(args.devices, args.num_nodes, count_devices(device))
+    layout = detect_world(args.devices, args.num_nodes, count_devices(device))
     precision = pick_precision(args.precision, device, args.defaults.cuda_precision)
-    decided = decide(args, device, layout.devices, layout.num_nodes, precision)
+    decided = resolve_config(args, device, layout.devices, layout.num_nodes, precision)
     args = decided.args
     check_loggers(args.logger_name, args.log)
     alone = layout.world_size == 1 or (layout.starts_processes and layout.num_nodes == 1)  # nobody waits yet
-    resume_from = find_start(args) if alone else None
+    resume_from = resolve_resume_path(args) if alone else None
     fabric = build_fabric(
         decided.strategy, layout, accelerator=device, precision=precision, fsdp=args.fsdp, ddp=args.ddp,
         block_classes=set(args.block_classes or (Block,)),
     )  # fmt: skip
     timeouts = Timeouts.of(args.timeout)
     with ExitStack() as stack:
-        group = stack.enter_context(launched(fabric, layout, timeouts))
+        group = stack.enter_context(launch_processes(fabric, layout, timeouts))
         group.ending.resume_hint = partial(resume_hint, Path(args.out_dir))
-        stack.enter_context(explained_memory(args, device, layout))
+        stack.enter_context(oom_advice(args, device, layout))
         stack.enter_context(deterministic_algorithms(args.deterministic))
         display = stack.enter_context(make_progress(total_steps=None, enabled=layout.global_rank == 0))
         if layout.global_rank == 0 and not alone:
-            resume_from = find_start(args)
+            resume_from = resolve_resume_path(args)
         display.phase("preparing data")
         data = group.first_then_others(lambda: prepare_data(args, decided.max_seq_length, display.message))
-        group.connect()
+        group.init_process_group()
         resume_from, damaged = find_intact(args, resume_from, layout.local_rank == 0, display)
-        start = find_place(decided, data, resume_from, damaged)
+        start = prepare_run_state(decided, data, resume_from, damaged)
         if start.is_finished(Path(args.out_dir)):
             display.message(
                 f"{start.resume_from} has reached step {start.progress.step}: the run is finished, nothing to do"
@@ -104,13 +104,13 @@ def run_training(args: RunArgs) -> None:
             f"peak learning rate {start.schedule.peak:.3g}"
         )
         display.message(f"Strategy: {decided.strategy}")
-        if start.model.config is not None and (why := why_not_exported(start.model.config)) is not None:
+        if start.model.config is not None and (why := export_error(start.model.config)) is not None:
             display.message(f"note: {why}")
         run = build_run(fabric, decided, data, start, display, stack)
         run.launched = launch_time
         run.after_first_step = lambda: after_first_step(run, start.model, decided.strategy.shards, group)
-        run.patient = partial(ranks.patience, timeouts.first, timeouts.later)
-        keep_freed_memory(device)  # only now: what loading has freed goes back (law M3)
+        run.patient = partial(ranks.extended_timeout, timeouts.first, timeouts.later)
+        keep_freed_memory(device)  # only now: what loading has freed goes back (M3)
         status = "failed"
         try:
             fit(run)
@@ -118,11 +118,11 @@ def run_training(args: RunArgs) -> None:
         finally:
             ranks.set_timeout(timeouts.first)  # a logger may have much to send
             close_logs(run, Path(args.out_dir), status)
-        tell_the_end(run, args.data, Path(args.out_dir))
+        log_summary(run, args.data, Path(args.out_dir))
 
 
 @dataclass(frozen=True)
-class Start:
+class RunState:
     """Where a run begins, and where it will end.
 
     Args:
@@ -142,7 +142,7 @@ class Start:
     progress: Progress
     model: Plan
     base: AdapterInfo | None
-    identity: Identity
+    identity: RunFingerprint
     limits: Limits
     schedule: Schedule
     mean_length: float
@@ -156,7 +156,9 @@ class Start:
         return reached and self.resume_from == out_dir / FINAL
 
 
-def find_place(decided: Decisions, data: Prepared, resume_from: Path | None, damaged: list[Path]) -> Start:
+def prepare_run_state(
+    decided: ResolvedConfig, data: PreparedData, resume_from: Path | None, damaged: list[Path]
+) -> RunState:
     """Find where the run stands, and require that all ranks are about to do the same.
 
     Raises:
@@ -167,16 +169,16 @@ def find_place(decided: Decisions, data: Prepared, resume_from: Path | None, dam
     model = plan_model(config, args.module, args.block_classes, args.lora, args.quantize)
     length = mean_length(data.train)
     base = None if args.lora is None else adapters.describe_base(args)
-    identity = Identity(
+    identity = RunFingerprint(
         model.facts, data.content_key, decided.batch.global_batch_size, args.seed, decided.precision,
         decided.optimizer, {} if base is None else adapters.facts(base),
     )  # fmt: skip
     require_same_weights(args, base, resume_from)
     require_same_everywhere(args, identity)
-    best.require_choice(args.train, args.eval, data)
+    best.check_config(args.train, args.eval, data)
     sampler = make_sampler(data, config, args.eval.max_new_tokens, usual=args.defaults.eval["max_new_tokens"])
     progress = Progress() if resume_from is None else read_progress(resume_from, identity)
-    best.forget_what_is_gone(progress, Path(args.out_dir), damaged)
+    best.reset_if_missing(progress, Path(args.out_dir), damaged)
     limits = build_limits(
         args.train, progress, n_rows=len(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
     )
@@ -185,10 +187,12 @@ def find_place(decided: Decisions, data: Prepared, resume_from: Path | None, dam
         require_ahead(args.train, progress, limits, longest, resume_from)
     schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
-    return Start(resume_from, progress, model, base, identity, limits, schedule, length, flops, sampler, damaged)
+    return RunState(resume_from, progress, model, base, identity, limits, schedule, length, flops, sampler, damaged)
 
 
-def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, display: Any, stack: ExitStack) -> Run:
+def build_run(
+    fabric: Fabric, decided: ResolvedConfig, data: PreparedData, start: RunState, display: Any, stack: ExitStack
+) -> Run:
     """Build the model and its optimizer, bring back their state, and open the folder of the run.
 
     Raises:
@@ -200,7 +204,7 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
     ragged, length = is_ragged(data.train) or is_ragged(data.val), decided.max_seq_length
     choose_attention_kernels(fixed_shapes=not ragged, has_masks=needs_masks(plan.config, length))
     reads_source = source is not None and (start.resume_from is None or start.base is not None)
-    if ranks.from_first(reads_source and args.verify_checkpoint):
+    if ranks.broadcast_from_rank0(reads_source and args.verify_checkpoint):
         require_intact_together(source, fabric.local_rank == 0, display.message)
     model = set_up_model(
         fabric, plan, seed=args.seed, precision=decided.precision, compiler=args.compiler,
@@ -210,7 +214,12 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
     )  # fmt: skip
     seed_from(args.seed, ranks.global_rank())  # else dropout would draw the same on all ranks
     optimizer = build_optimizer(
-        unwrapped(model), decided.optimizer, start.schedule.peak, decided.precision, plan.spared, args.optimizer_class
+        unwrapped(model),
+        decided.optimizer,
+        start.schedule.peak,
+        decided.precision,
+        plan.no_decay_params,
+        args.optimizer_class,
     )
     checkpointer = Checkpointer(
         out_dir=out_dir,
@@ -233,7 +242,7 @@ def build_run(fabric: Fabric, decided: Decisions, data: Prepared, start: Start, 
         checkpointer.restore(start.resume_from, progress.step)
         display.message(f"going on from {start.resume_from}: step {progress.step}, {progress.tokens:,} tokens")
         tell_changed_schedule(start.resume_from, start.schedule, display)
-    opened = ranks.on_first(partial(open_outputs, args, out_dir, start, display.message, stack))
+    opened = ranks.run_on_rank0(partial(open_outputs, args, out_dir, start, display.message, stack))
     csv, loggers = opened or (None, [])
     if checkpointer.sharded:
         require_shared_disk(out_dir)
@@ -269,7 +278,7 @@ def resume_hint(out_dir: Path) -> str:
     return f"--resume auto continues from {newest(out_dir) or 'the newest checkpoint, if one was saved'}"
 
 
-def tell_the_end(run: Run, data: DataModule, out_dir: Path) -> None:
+def log_summary(run: Run, data: DataModule, out_dir: Path) -> None:
     if run.skipped_steps:
         run.display.message(f"the fp16 scaler left out {run.skipped_steps} steps")
     progress = run.progress
@@ -291,13 +300,13 @@ def next_commands(run: Run, data: DataModule, out_dir: Path) -> list[str]:
     commands = {
         f'toolkit generate {final} --prompt "..."': run.data.tokenizer is not None,
         f"toolkit evaluate {final}{trust}": run.data.val is not None,
-        f"toolkit convert_to_hf {final} {hf}{merge}": why_not_exported(config) is None,
+        f"toolkit convert_to_hf {final} {hf}{merge}": export_error(config) is None,
     }
     return [command for command, is_possible in commands.items() if is_possible]
 
 
 @contextmanager
-def explained_memory(args: RunArgs, device: str, layout: Layout) -> Iterator[None]:
+def oom_advice(args: RunArgs, device: str, layout: WorldInfo) -> Iterator[None]:
     """Turn running out of memory into a UserError that says what the run needs and how it would fit."""
     try:
         yield
@@ -310,13 +319,13 @@ def explained_memory(args: RunArgs, device: str, layout: Layout) -> Iterator[Non
         raise out_of_memory(args, Place(device, layout.devices, layout.num_nodes)) from error
 
 
-def mean_length(rows: Rows) -> float:
+def mean_length(rows: TokenDataset) -> float:
     """Input tokens of a row; of all rows, where they differ. Rows of somebody's own may be shorter than the context."""
     lengths = getattr(rows, "lengths", None)
     return len(rows[0]["input_ids"]) if lengths is None else float(lengths.mean())
 
 
-def longest_ragged(data: Prepared, limit: int | None) -> int:
+def longest_ragged(data: PreparedData, limit: int | None) -> int:
     """Tokens of the longest row, ``limit`` where the lengths are not known; 0 where all rows are equally long."""
     ragged = [rows for rows in (data.train, data.val) if is_ragged(rows)]
     known = [getattr(rows, "lengths", None) for rows in ragged]
@@ -334,13 +343,13 @@ def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
     )
 
 
-def find_start(args: RunArgs) -> Path | None:
+def resolve_resume_path(args: RunArgs) -> Path | None:
     """Return the checkpoint to go on from, if any."""
     require_free(Path(args.out_dir))
     return resolve_resume(args.resume, Path(args.out_dir))
 
 
-def require_same_everywhere(args: RunArgs, identity: Identity) -> None:
+def require_same_everywhere(args: RunArgs, identity: RunFingerprint) -> None:
     """Compare what the ranks are about to do.
 
     Raises:
@@ -351,7 +360,7 @@ def require_same_everywhere(args: RunArgs, identity: Identity) -> None:
         facts |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
     names = ("strategy", "compiler", "deterministic", "timeout", "resume")
     facts |= {f"--{name}": getattr(args, name) for name in names}
-    everywhere = ranks.gather(facts)
+    everywhere = ranks.all_gather_object(facts)
     for rank, theirs in enumerate(everywhere):
         if name := next((name for name in facts if theirs[name] != everywhere[0][name]), None):
             raise UserError(
@@ -378,7 +387,9 @@ def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: P
     elif args.from_peft is not None:
         loaded["--from_peft"] = str(Path(args.from_peft).resolve()), peft_fingerprint(args.from_peft)
     host = socket.gethostname()
-    everywhere = ranks.gather({flag: (f"{folder} (on {host})", value) for flag, (folder, value) in loaded.items()})
+    everywhere = ranks.all_gather_object(
+        {flag: (f"{folder} (on {host})", value) for flag, (folder, value) in loaded.items()}
+    )
     for rank, there in enumerate(everywhere):
         for flag in there.keys() | everywhere[0].keys():
             (folder, value), (first_folder, first_value) = (
@@ -397,11 +408,11 @@ def require_shared_disk(out_dir: Path) -> None:
     Raises:
         UserError: a node does not see it.
     """
-    blind = [rank for rank, sees in enumerate(ranks.gather(out_dir.is_dir())) if not sees]
-    if blind:
+    ranks_without_access = [rank for rank, sees in enumerate(ranks.all_gather_object(out_dir.is_dir())) if not sees]
+    if ranks_without_access:
         raise UserError(
-            f"--out_dir {out_dir}: rank {blind[0]} does not see it; give a folder on a disk that all nodes share, or "
-            "--fsdp.state_dict_type full"
+            f"--out_dir {out_dir}: rank {ranks_without_access[0]} does not see it; give a folder on a disk that all "
+            "nodes share, or --fsdp.state_dict_type full"
         )
 
 
@@ -410,10 +421,10 @@ def after_first_step(run: Run, model_plan: Any, shards: int, group: RunGroup) ->
     group.first_step_done()
 
 
-def read_progress(folder: Path, identity: Identity) -> Progress:
+def read_progress(folder: Path, identity: RunFingerprint) -> Progress:
     """Read how far a checkpoint had come, and check that it belongs to the same run."""
     meta = read_meta(folder)
-    identity.require_same(meta["identity"], folder)
+    identity.check_matches(meta["identity"], folder)
     return Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
 
 
@@ -425,7 +436,7 @@ def tell_changed_schedule(folder: Path, schedule: Schedule, display: Any) -> Non
 
 
 def open_outputs(
-    args: RunArgs, out_dir: Path, start: Start, report: Callable[[str], None], stack: ExitStack
+    args: RunArgs, out_dir: Path, start: RunState, report: Callable[[str], None], stack: ExitStack
 ) -> tuple[MetricsCSV, list[Any]]:
     """Take the folder for this run, set damaged checkpoints aside, and open metrics.csv and the loggers.
 

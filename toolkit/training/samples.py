@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.data.base import Prepared, Rows
+from toolkit.data.base import PreparedData, TokenDataset
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
@@ -36,7 +36,7 @@ class Sampler:
     tokenizer: Tokenizer | None
 
     def show(self, model: nn.Module, step: int, display: Any) -> None:
-        """Print what the model says now; every rank calls it (law S6). It draws nothing, so that training goes on as
+        """Print what the model says now; every rank calls it (S6). It draws nothing, so that training goes on as
         if it had not been.
 
         Args:
@@ -77,7 +77,7 @@ class Sampler:
 
 
 def make_sampler(
-    data: Prepared, config: ModelConfig | None, max_new_tokens: int, usual: int | None = None
+    data: PreparedData, config: ModelConfig | None, max_new_tokens: int, usual: int | None = None
 ) -> Sampler | None:
     """Choose the prompt: that of the first held-out row, or training row where nothing is held out.
 
@@ -108,11 +108,11 @@ def make_sampler(
             "prompt; give fewer"
         )
     rows = data.val if data.val is not None and len(data.val) else data.train
-    prompt = ranks.from_first(first_prompt(rows))
+    prompt = ranks.broadcast_from_rank0(first_prompt(rows))
     return Sampler(prompt[max_new_tokens - config.block_size :], max_new_tokens, data.tokenizer)
 
 
-def first_prompt(rows: Rows) -> list[int]:
+def first_prompt(rows: TokenDataset) -> list[int]:
     """The tokens of the first row up to the first that is learned; of text, all of which is, its first tokens."""
     row = rows[0]
     ids, learned = row["input_ids"].tolist(), (row["labels"] >= 0).tolist()

@@ -1,4 +1,4 @@
-"""Law N5: the learning rate of every step, a pure function of the step's number."""
+"""N5: the learning rate of every step, a pure function of the step's number."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Identity:
+class RunFingerprint:
     """What may not change between the launches of a run."""
 
     model_config: dict[str, Any]
@@ -52,7 +52,7 @@ class Identity:
     adapters: dict[str, Any] = field(default_factory=dict)
     """Options of low-rank adapters, by flag, and what they stand on; empty where all weights are trained."""
 
-    def require_same(self, saved: dict[str, Any], folder: Path) -> None:
+    def check_matches(self, saved: dict[str, Any], folder: Path) -> None:
         """Compare with what a checkpoint was made with.
 
         Raises:
@@ -84,10 +84,10 @@ _HASHED = {
 def _require_equal(flag: str, old: Any, new: Any, folder: Path) -> None:
     if old == new:
         return
-    mend = "give the same, or another --out_dir"
+    hint = "give the same, or another --out_dir"
     if flag in _HASHED:
-        raise UserError(f"{flag}: {folder} was trained with {_HASHED[flag]}; {mend}")
-    raise UserError(f"{flag} {new}: {folder} was trained with {old}; {mend}")
+        raise UserError(f"{flag}: {folder} was trained with {_HASHED[flag]}; {hint}")
+    raise UserError(f"{flag} {new}: {folder} was trained with {old}; {hint}")
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
     for prefix, values, cls in (
         ("", meta, Progress),
         ("schedule.", meta["schedule"], Schedule),
-        ("identity.", meta["identity"], Identity),
+        ("identity.", meta["identity"], RunFingerprint),
     ):
         if not isinstance(values, dict):
             raise ValueError(f"{prefix[:-1]} must be a mapping")

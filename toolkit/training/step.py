@@ -1,4 +1,4 @@
-"""One optimizer step: the gradient of the global batch's mean loss (law N2), checked before it is used (law N7)."""
+"""One optimizer step: the gradient of the global batch's mean loss (N2), checked before it is used (N7)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_SKIPPED_IN_A_ROW = 50
 
 class StepResult(NamedTuple):
     loss: float
-    """Mean over the supervised tokens of the global batch, in nats (law N2)."""
+    """Mean over the supervised tokens of the global batch, in nats (N2)."""
     grad_norm: float
     """Norm of the whole gradient before clipping, the same on all ranks."""
     skipped: bool
@@ -63,17 +63,17 @@ def train_step(
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     finite = math.isfinite(grad_norm)
     if not math.isfinite(loss_sum) or (not finite and scaler is None):
-        raise GuardError(_what_is_not_finite(float(mine), grad_norm, micro_batches))
+        raise GuardError(describe_nonfinite(float(mine), grad_norm, micro_batches))
     optimizer.step()  # with a scaler, this leaves the weights alone where the gradient is not finite
     optimizer.zero_grad(set_to_none=True)
     return StepResult(loss_sum / max(1, n_tokens), grad_norm, skipped=not finite)
 
 
-def _what_is_not_finite(loss_sum: float, grad_norm: float, micro_batches: list[Batch]) -> str:
+def describe_nonfinite(loss_sum: float, grad_norm: float, micro_batches: list[Batch]) -> str:
     """Name the ranks whose loss is not finite, or all where only the gradient is not; the same text on every rank."""
     ids = [row for batch in micro_batches for row in batch.ids if row >= 0]
-    everywhere = list(enumerate(ranks.gather((loss_sum, ids))))
-    guilty = [found for found in everywhere if not math.isfinite(found[1][0])] or everywhere
+    everywhere = list(enumerate(ranks.all_gather_object((loss_sum, ids))))
+    nonfinite_ranks = [found for found in everywhere if not math.isfinite(found[1][0])] or everywhere
     return f"gradient norm {grad_norm:.6g}, " + "; ".join(
-        f"loss {loss:.6g} on rank {rank}, its samples: {rows}" for rank, (loss, rows) in guilty
+        f"loss {loss:.6g} on rank {rank}, its samples: {rows}" for rank, (loss, rows) in nonfinite_ranks
     )

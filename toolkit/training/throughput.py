@@ -1,4 +1,4 @@
-"""Law N8: tokens per second, FLOPs and memory, computed from what ran over stated formulas."""
+"""N8: tokens per second, FLOPs and memory, computed from what ran over stated formulas."""
 
 from __future__ import annotations
 

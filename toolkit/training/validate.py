@@ -1,4 +1,4 @@
-"""Law N6: validation is a token-weighted mean over all ranks."""
+"""N6: validation is a token-weighted mean over all ranks."""
 
 from __future__ import annotations
 

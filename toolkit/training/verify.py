@@ -49,7 +49,7 @@ def require_intact_together(folder: Path, is_node_leader: bool, report: Report) 
     own = set(shards[ranks.global_rank() :: ranks.world_size()])
     if is_node_leader:
         own |= manifest.keys() - set(shards) - set(EDITABLE)
-    everywhere = ranks.gather(find_damage(folder, {name: manifest[name] for name in sorted(own)}))
+    everywhere = ranks.all_gather_object(find_damage(folder, {name: manifest[name] for name in sorted(own)}))
     damage = {
         name: f"{why}, seen by rank {rank}" if rank else why
         for rank, found in reversed(list(enumerate(everywhere)))
@@ -95,8 +95,8 @@ def choose_intact(
     Raises:
         DamagedCheckpointError: the first one is damaged and ``strict``, or all are; on every rank.
     """
-    candidates, damaged = ranks.from_first(candidates), []
-    verify = ranks.from_first(verify)
+    candidates, damaged = ranks.broadcast_from_rank0(candidates), []
+    verify = ranks.broadcast_from_rank0(verify)
     for folder in candidates:
         try:
             if verify and not require_intact_together(folder, is_node_leader, report):
@@ -119,7 +119,7 @@ def _same_on_all(read: Callable[[], T]) -> T:
             value = read()
         except UserError as caught:
             error = caught
-    value, error = ranks.from_first((value, error))
+    value, error = ranks.broadcast_from_rank0((value, error))
     if error is not None:
         raise error
     return value

@@ -14,8 +14,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def file_error(path: Path, error: OSError) -> UserError:
     """Return the one line that says what the system refused to do with ``path``, and the mend."""
-    mend = "free some space" if error.errno in _NO_SPACE else "check the path and its permissions"
-    return UserError(f"{path}: {error.strerror or error}; {mend}")
+    hint = "free some space" if error.errno in _NO_SPACE else "check the path and its permissions"
+    return UserError(f"{path}: {error.strerror or error}; {hint}")
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -104,7 +104,7 @@ def family_of(config: ModelConfig) -> ModuleType:
     return FAMILIES[config.family]
 
 
-def why_not_exported(config: ModelConfig) -> str | None:
+def export_error(config: ModelConfig) -> str | None:
     """Return why such a model cannot go out to Hugging Face; None where it can."""
     try:
         family_of(config).to_hf(config)

@@ -138,7 +138,7 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     return hf_config.write_decoder(config, architecture, bos_token_id, eos_token_id, **values)
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     return tables.decoder_weights(config, moe=_experts, attention=_attention)
@@ -150,31 +150,31 @@ def is_unused(name: str, config: ModelConfig) -> bool:
     return config.family == "deepseek_v3" and layer is not None and int(layer[1]) >= config.n_layer
 
 
-def _attention(config: ModelConfig, ours: str, theirs: str) -> list[tables.Map]:
-    sizes, ours, theirs = config.latent_attention, f"{ours}.attn", f"{theirs}.self_attn"
+def _attention(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
+    sizes, native, hf = config.latent_attention, f"{native}.attn", f"{hf}.self_attn"
     assert sizes is not None
     nope, rope, rank = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], sizes["kv_lora_rank"]
     pairs = tables.interleave_pairs(config.n_head, nope, rope)
-    maps = tables.linear(f"{ours}.q_b", f"{theirs}.{'q_b_proj' if sizes['q_lora_rank'] else 'q_proj'}", False, pairs)
+    maps = tables.linear(f"{native}.q_b", f"{hf}.{'q_b_proj' if sizes['q_lora_rank'] else 'q_proj'}", False, pairs)
     if sizes["q_lora_rank"]:
-        maps += tables.linear(f"{ours}.q_a", f"{theirs}.q_a_proj", False)
-        maps += tables.linear(f"{ours}.q_a_norm", f"{theirs}.q_a_layernorm", False)
+        maps += tables.linear(f"{native}.q_a", f"{hf}.q_a_proj", False)
+        maps += tables.linear(f"{native}.q_a_norm", f"{hf}.q_a_layernorm", False)
     shared_key = tables.interleave_pairs(1, rank, rope)
-    maps += tables.linear(f"{ours}.kv_a", f"{theirs}.kv_a_proj_with_mqa", False, shared_key)
-    maps += tables.linear(f"{ours}.kv_a_norm", f"{theirs}.kv_a_layernorm", False)
+    maps += tables.linear(f"{native}.kv_a", f"{hf}.kv_a_proj_with_mqa", False, shared_key)
+    maps += tables.linear(f"{native}.kv_a_norm", f"{hf}.kv_a_layernorm", False)
     heads = tables.interleave_heads(config.n_head, nope, sizes["v_head_dim"])
-    maps += tables.linear(f"{ours}.kv_b", f"{theirs}.kv_b_proj", False, heads)
-    return maps + tables.linear(f"{ours}.proj", f"{theirs}.o_proj", False)
+    maps += tables.linear(f"{native}.kv_b", f"{hf}.kv_b_proj", False, heads)
+    return maps + tables.linear(f"{native}.proj", f"{hf}.o_proj", False)
 
 
-def _experts(config: ModelConfig, ours: str, theirs: str) -> list[tables.Map]:
-    ours, theirs = f"{ours}.mlp", f"{theirs}.mlp"
-    maps = tables.linear(f"{ours}.gate", f"{theirs}.gate", False)
+def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
+    native, hf = f"{native}.mlp", f"{hf}.mlp"
+    maps = tables.linear(f"{native}.gate", f"{hf}.gate", False)
     if config.router_scores == "sigmoid":
-        maps.append(tables.same(f"{ours}.correction", f"{theirs}.gate.e_score_correction_bias"))
-    maps += tables.experts(config, f"{ours}.experts", f"{theirs}.experts", tables.GATED)
+        maps.append(tables.one_to_one(f"{native}.correction", f"{hf}.gate.e_score_correction_bias"))
+    maps += tables.experts(config, f"{native}.experts", f"{hf}.experts", tables.GATED)
     for mine, their in tables.GATED.items():
-        maps += tables.linear(f"{ours}.shared_expert.{mine}", f"{theirs}.shared_experts.{their}", False)
+        maps += tables.linear(f"{native}.shared_expert.{mine}", f"{hf}.shared_experts.{their}", False)
     return maps
 
 

@@ -106,7 +106,7 @@ def _is_new(config: ModelConfig) -> bool:
     return not config.shared_attention_norm or 1 < config.n_query_groups < config.n_head
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     by_group = tables.interleave_groups(config.n_head, config.n_query_groups, config.head_size)
@@ -119,7 +119,7 @@ def weights(config: ModelConfig) -> list[tables.Map]:
             maps += tables.linear(f"{both}.norm_1", f"{both}.ln_attn", True)
             maps += tables.linear(f"{both}.norm_2", f"{both}.ln_mlp", True)
         qkv = f"{both}.self_attention.query_key_value.weight"
-        maps.append(tables.same(f"{both}.attn.qkv.weight", qkv, by_group))
+        maps.append(tables.one_to_one(f"{both}.attn.qkv.weight", qkv, by_group))
         maps += tables.linear(f"{both}.attn.proj", f"{both}.self_attention.dense", False)
         maps += tables.linear(f"{both}.mlp.fc", f"{both}.mlp.dense_h_to_4h", False)
         maps += tables.linear(f"{both}.mlp.proj", f"{both}.mlp.dense_4h_to_h", False)

@@ -51,7 +51,9 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,),
     )  # fmt: skip
     # transformers gives the names that other models have precedence
-    config_json = config_json | {ours: config_json[name] for ours, name in _OTHER_NAMES.items() if name in config_json}
+    config_json = config_json | {
+        native: config_json[name] for native, name in _OTHER_NAMES.items() if name in config_json
+    }
     vocab_size = config_json.get("vocab_size", 50257)
     return ModelConfig(
         name=hf_config.model_name(config_json),
@@ -98,12 +100,12 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     }
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     transposed = tables.transpose()
     maps = tables.embedding_and_head(config, "transformer.wte.weight", "lm_head")
-    maps.append(tables.same("transformer.wpe.weight", "transformer.wpe.weight"))
+    maps.append(tables.one_to_one("transformer.wpe.weight", "transformer.wpe.weight"))
     for i in range(config.n_layer):
         block = f"transformer.h.{i}"
         maps += tables.linear(f"{block}.norm_1", f"{block}.ln_1", True)

@@ -126,20 +126,22 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     }
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     per_head = tables.interleave_groups(config.n_head, config.n_head, config.head_size)
     maps = tables.embedding_and_head(config, "gpt_neox.embed_in.weight", "embed_out")
     for i in range(config.n_layer):
-        ours, theirs = f"transformer.h.{i}", f"gpt_neox.layers.{i}"
-        maps += tables.linear(f"{ours}.norm_1", f"{theirs}.input_layernorm", True)
+        native, hf = f"transformer.h.{i}", f"gpt_neox.layers.{i}"
+        maps += tables.linear(f"{native}.norm_1", f"{hf}.input_layernorm", True)
         for kind in ("weight", "bias"):
-            maps.append(tables.same(f"{ours}.attn.qkv.{kind}", f"{theirs}.attention.query_key_value.{kind}", per_head))
-        maps += tables.linear(f"{ours}.attn.proj", f"{theirs}.attention.dense", True)
-        maps += tables.linear(f"{ours}.norm_2", f"{theirs}.post_attention_layernorm", True)
-        maps += tables.linear(f"{ours}.mlp.fc", f"{theirs}.mlp.dense_h_to_4h", True)
-        maps += tables.linear(f"{ours}.mlp.proj", f"{theirs}.mlp.dense_4h_to_h", True)
+            maps.append(
+                tables.one_to_one(f"{native}.attn.qkv.{kind}", f"{hf}.attention.query_key_value.{kind}", per_head)
+            )
+        maps += tables.linear(f"{native}.attn.proj", f"{hf}.attention.dense", True)
+        maps += tables.linear(f"{native}.norm_2", f"{hf}.post_attention_layernorm", True)
+        maps += tables.linear(f"{native}.mlp.fc", f"{hf}.mlp.dense_h_to_4h", True)
+        maps += tables.linear(f"{native}.mlp.proj", f"{hf}.mlp.dense_4h_to_h", True)
     return maps + tables.linear("transformer.ln_f", "gpt_neox.final_layer_norm", True)
 
 

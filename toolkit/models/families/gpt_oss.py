@@ -86,25 +86,26 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     return hf_config.write_decoder(config, "GptOssForCausalLM", bos_token_id, eos_token_id, **values)
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     sinks = [
-        tables.same(f"transformer.h.{i}.attn.sinks", f"model.layers.{i}.self_attn.sinks") for i in range(config.n_layer)
+        tables.one_to_one(f"transformer.h.{i}.attn.sinks", f"model.layers.{i}.self_attn.sinks")
+        for i in range(config.n_layer)
     ]
     return tables.decoder_weights(config, moe=_experts) + sinks
 
 
-def _experts(config: ModelConfig, ours: str, theirs: str) -> list[tables.Map]:
+def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
     """Their experts are stacked, too, with gate and up projection in one, element by element, and (in, out) each."""
-    mine, their = f"{ours}.mlp.experts", f"{theirs}.mlp.experts"
+    mine, their = f"{native}.mlp.experts", f"{hf}.mlp.experts"
     gate_up = tuple(f"{mine}.{name}" for name in ("fc_1", "fc_2"))
-    maps = tables.linear(f"{ours}.mlp.gate", f"{theirs}.mlp.router", True)
+    maps = tables.linear(f"{native}.mlp.gate", f"{hf}.mlp.router", True)
     for kind, there, steps in (("weight", "", (tables.transpose(),)), ("bias", "_bias", ())):
         maps += [
-            tables.Map(tuple(f"{name}.{kind}" for name in gate_up), (f"{their}.gate_up_proj{there}",),
+            tables.WeightMapping(tuple(f"{name}.{kind}" for name in gate_up), (f"{their}.gate_up_proj{there}",),
                        (*steps, tables.interleave())),
-            tables.same(f"{mine}.proj.{kind}", f"{their}.down_proj{there}", *steps),
+            tables.one_to_one(f"{mine}.proj.{kind}", f"{their}.down_proj{there}", *steps),
         ]  # fmt: skip
     return maps
 

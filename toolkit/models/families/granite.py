@@ -47,7 +47,7 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     )
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     return tables.decoder_weights(config)

@@ -258,7 +258,7 @@ def write_rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
     kind, adjustments = config.rope_kind, config.rope_adjustments
     if kind is None or adjustments is None:
         return None
-    names = {ours: theirs for ours, theirs in _LLAMA3_NAMES.items() if ours in adjustments}
+    names = {native: hf for native, hf in _LLAMA3_NAMES.items() if native in adjustments}
     return {"rope_type": kind} | {names.get(name, name): value for name, value in adjustments.items()}
 
 

@@ -65,16 +65,16 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     return hf_config.write_decoder(config, "MixtralForCausalLM", bos_token_id, eos_token_id, **experts)
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     return tables.decoder_weights(config, moe=_experts)
 
 
-def _experts(config: ModelConfig, ours: str, theirs: str) -> list[tables.Map]:
-    maps = tables.linear(f"{ours}.mlp.gate", f"{theirs}.block_sparse_moe.gate", False)
+def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
+    maps = tables.linear(f"{native}.mlp.gate", f"{hf}.block_sparse_moe.gate", False)
     names = {"fc_1": "w1", "fc_2": "w3", "proj": "w2"}
-    return maps + tables.experts(config, f"{ours}.mlp.experts", f"{theirs}.block_sparse_moe.experts", names)
+    return maps + tables.experts(config, f"{native}.mlp.experts", f"{hf}.block_sparse_moe.experts", names)
 
 
 def _check(config: ModelConfig) -> None:

@@ -48,25 +48,27 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     )  # fmt: skip
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     maps = [
-        tables.same("transformer.wte.weight", "model.embed_tokens.weight"),
+        tables.one_to_one("transformer.wte.weight", "model.embed_tokens.weight"),
         *tables.linear("lm_head", "lm_head", True),
     ]
     for i in range(config.n_layer):
-        ours, theirs = f"transformer.h.{i}", f"model.layers.{i}"
-        maps += tables.linear(f"{ours}.norm_1", f"{theirs}.input_layernorm", True)
+        native, hf = f"transformer.h.{i}", f"model.layers.{i}"
+        maps += tables.linear(f"{native}.norm_1", f"{hf}.input_layernorm", True)
         for kind in ("weight", "bias"):
-            projections = tuple(f"{theirs}.self_attn.{p}_proj.{kind}" for p in "qkv")
-            maps.append(tables.Map((f"{ours}.attn.qkv.{kind}",), projections, (tables.split_rows(q, kv, kv),)))
+            projections = tuple(f"{hf}.self_attn.{p}_proj.{kind}" for p in "qkv")
+            maps.append(
+                tables.WeightMapping((f"{native}.attn.qkv.{kind}",), projections, (tables.split_rows(q, kv, kv),))
+            )
         for p in "qk" if config.norm_qk else "":
-            maps += tables.linear(f"{ours}.attn.norm_{p}", f"{theirs}.self_attn.{p}_layernorm", True)
-        maps += tables.linear(f"{ours}.attn.proj", f"{theirs}.self_attn.dense", True)
-        maps += tables.linear(f"{ours}.mlp.fc", f"{theirs}.mlp.fc1", True)
-        maps += tables.linear(f"{ours}.mlp.proj", f"{theirs}.mlp.fc2", True)
+            maps += tables.linear(f"{native}.attn.norm_{p}", f"{hf}.self_attn.{p}_layernorm", True)
+        maps += tables.linear(f"{native}.attn.proj", f"{hf}.self_attn.dense", True)
+        maps += tables.linear(f"{native}.mlp.fc", f"{hf}.mlp.fc1", True)
+        maps += tables.linear(f"{native}.mlp.proj", f"{hf}.mlp.fc2", True)
     return maps + tables.linear("transformer.ln_f", "model.final_layernorm", True)
 
 

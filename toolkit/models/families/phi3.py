@@ -104,7 +104,7 @@ def _write_longrope(config: ModelConfig, adjustments: dict[str, Any]) -> dict[st
     }  # fmt: skip
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     return tables.decoder_weights(config, fused=True)

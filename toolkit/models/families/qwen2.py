@@ -124,7 +124,7 @@ def write_windows(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     return tables.decoder_weights(config)

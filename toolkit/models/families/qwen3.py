@@ -58,7 +58,7 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     return hf_config.write_decoder(config, "Qwen3ForCausalLM", bos_token_id, eos_token_id, **windows)
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     return tables.decoder_weights(config)

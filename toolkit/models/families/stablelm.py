@@ -66,7 +66,7 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     )  # fmt: skip
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     return tables.decoder_weights(config)

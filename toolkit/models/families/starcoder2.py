@@ -50,21 +50,23 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     )  # fmt: skip
 
 
-def weights(config: ModelConfig) -> list[tables.Map]:
+def weights(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the table of weight names, both directions."""
     _check(config)
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     maps = tables.embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
     for i in range(config.n_layer):
-        ours, theirs = f"transformer.h.{i}", f"model.layers.{i}"
-        maps += tables.linear(f"{ours}.norm_1", f"{theirs}.input_layernorm", True)
+        native, hf = f"transformer.h.{i}", f"model.layers.{i}"
+        maps += tables.linear(f"{native}.norm_1", f"{hf}.input_layernorm", True)
         for kind in ("weight", "bias") if config.bias else ("weight",):
-            projections = tuple(f"{theirs}.self_attn.{p}_proj.{kind}" for p in "qkv")
-            maps.append(tables.Map((f"{ours}.attn.qkv.{kind}",), projections, (tables.split_rows(q, kv, kv),)))
-        maps += tables.linear(f"{ours}.attn.proj", f"{theirs}.self_attn.o_proj", config.bias)
-        maps += tables.linear(f"{ours}.norm_2", f"{theirs}.post_attention_layernorm", True)
-        maps += tables.linear(f"{ours}.mlp.fc", f"{theirs}.mlp.c_fc", config.bias)
-        maps += tables.linear(f"{ours}.mlp.proj", f"{theirs}.mlp.c_proj", config.bias)
+            projections = tuple(f"{hf}.self_attn.{p}_proj.{kind}" for p in "qkv")
+            maps.append(
+                tables.WeightMapping((f"{native}.attn.qkv.{kind}",), projections, (tables.split_rows(q, kv, kv),))
+            )
+        maps += tables.linear(f"{native}.attn.proj", f"{hf}.self_attn.o_proj", config.bias)
+        maps += tables.linear(f"{native}.norm_2", f"{hf}.post_attention_layernorm", True)
+        maps += tables.linear(f"{native}.mlp.fc", f"{hf}.mlp.c_fc", config.bias)
+        maps += tables.linear(f"{native}.mlp.proj", f"{hf}.mlp.c_proj", config.bias)
     return maps + tables.linear("transformer.ln_f", "model.norm", True)
 
 

@@ -1,4 +1,4 @@
-"""Code that runs at fixed moments of a training run: what :mod:`toolkit.training.trainer` calls and users may add to."""
+"""Code that runs at fixed moments of a training run: what the Trainer calls, and what users may add to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import CallbackError, CommandEnd
+from toolkit.errors import CallbackError, CommandError
 
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
@@ -16,9 +16,9 @@ class Callback:
     """Override the moments you need; each does nothing by default.
 
     Every rank calls every moment at the same step, so that a callback may use collectives. Metrics are plain numbers,
-    the same on every rank. The order within a step: ``on_before_optimizer_step``, ``on_step_end``, the validation if one
-    is due, ``on_log``, ``on_validation_end``, ``on_checkpoint_saved``. The callbacks of the run itself come first (see
-    :func:`toolkit.training.callbacks.default_callbacks`), then the user's in the order given.
+    the same on every rank. The order within a step: ``on_before_optimizer_step``, ``on_step_end``, the validation if
+    one is due, ``on_log``, ``on_validation_end``, ``on_checkpoint_saved``. The callbacks of the run itself come first
+    (see :func:`toolkit.training.callbacks.default_callbacks`), then the user's in the order given.
 
     ``trainer`` offers ``model``, ``optimizer``, ``fabric``, ``data``, ``progress`` (``step``, ``tokens``, ``samples``),
     ``config``, ``out_dir``, ``save(name)`` and ``request_stop(reason)``.
@@ -63,7 +63,7 @@ def notify(callbacks: Iterable[Callback], moment: str, *args: Any) -> None:
     for callback in callbacks:
         try:
             getattr(callback, moment)(*args)
-        except CommandEnd:
+        except CommandError:
             raise
         except Exception as error:
             name = type(callback).__qualname__

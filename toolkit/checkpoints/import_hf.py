@@ -1,4 +1,4 @@
-"""In from Hugging Face: a folder with config.json and weights becomes a model folder (laws S1, S4 and M2)."""
+"""In from Hugging Face: a folder with config.json and weights becomes a model folder (S1, S4 and M2)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 import yaml
 from torch import Tensor
 
+from toolkit.checkpoints.export_hf import to_hf_names
 from toolkit.checkpoints.finite import nonfinite_tensors, nonfinite_warning
-from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config, write_model_files
-from toolkit.checkpoints.hf import to_hf_names
-from toolkit.checkpoints.hf_files import CONFIG, Weight, close, find_weights, quantised_bits, read_json
+from toolkit.checkpoints.folder import load_compatible_weights, model_on_meta, read_model_config, write_model_files
+from toolkit.checkpoints.hf_reader import CONFIG, Weight, close, find_weights, quantised_bits, read_json
 from toolkit.checkpoints.hf_tokenizer import converted, lone_sentencepiece
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
@@ -57,9 +57,9 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
     made, notes_of_tokenizer = _look_at_tokenizer(hf_dir, config)
     try:
         found, notes_of_unused = _without_unused(_with_prefix(find_weights(hf_dir), config), config)
-        config, notes_of_head = _settle_head(found, config)
+        config, notes_of_head = resolve_tied_head(found, config)
         _require_fit(found, config, hf_dir)
-        dtype, notes_of_type = _settle_type(found, config, dtype)
+        dtype, notes_of_type = resolve_dtype(found, config, dtype)
 
         def write(folder: Path) -> None:
             weights, nonfinite = _convert(found, config, dtype, beside=out_dir)
@@ -106,14 +106,14 @@ def is_import_of(folder: Path, hf_dir: Path) -> bool:
     ours, theirs = read_model_config(folder), read_hf_config(hf_dir, name="theirs")
     if _architecture(ours) != _architecture(theirs):
         return False
-    weights = fitting_weights(folder, model_on_meta(ours))
+    weights = load_compatible_weights(folder, model_on_meta(ours))
     try:
         found, _ = _without_unused(_with_prefix(find_weights(hf_dir), theirs), theirs)
-        _require_fit(found, _settle_head(found, theirs)[0], hf_dir)
+        _require_fit(found, resolve_tied_head(found, theirs)[0], hf_dir)
         for entry in family_of(ours).weights(ours):
-            if entry.ours[0].startswith("transformer.h.0."):
-                read = entry.from_hf([found[name].read() for name in entry.theirs])
-                if not all(_equal_but_for_rounding(weights[n], t) for n, t in zip(entry.ours, read, strict=True)):
+            if entry.native[0].startswith("transformer.h.0."):
+                read = entry.from_hf([found[name].read() for name in entry.hf])
+                if not all(_equal_but_for_rounding(weights[n], t) for n, t in zip(entry.native, read, strict=True)):
                     return False
     finally:
         close()
@@ -166,17 +166,17 @@ def _about_code(hf_dir: Path) -> list[str]:
 
 def _look_at_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[bytes | None, list[str]]:
     """A tokenizer.json made of a SentencePiece model, where there is only that, and what the user should know of it."""
-    mend = "copy one with what belongs to it beside the weights; training and evaluate also take --tokenizer_dir"
+    hint = "copy one with what belongs to it beside the weights; training and evaluate also take --tokenizer_dir"
     if (hf_dir / "tokenizer.json").is_file():
         return None, _about_size(Tokenizer.load(hf_dir, flag="hf_dir"), config)
     model = lone_sentencepiece(hf_dir)
     if model is None:
-        return None, [f"warning: {hf_dir} holds no tokenizer.json: {mend}"]
+        return None, [f"warning: {hf_dir} holds no tokenizer.json: {hint}"]
     try:
         made = converted(model)
         about_size = _about_size(Tokenizer({"tokenizer.json": made}, model.name), config)
     except ValueError as error:
-        return None, [f"warning: {hf_dir} holds no tokenizer.json, and {model.name} was not made one: {error}; {mend}"]
+        return None, [f"warning: {hf_dir} holds no tokenizer.json, and {model.name} was not made one: {error}; {hint}"]
     return made, [f"tokenizer.json was made of {model.name}; the two encode alike what was tried", *about_size]
 
 
@@ -192,7 +192,7 @@ def _about_size(tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
 def _with_prefix(found: dict[str, Weight], config: ModelConfig) -> dict[str, Weight]:
     """Name weights as all others are that were saved without the head's module around them (openai-community/gpt2), or
     with a model around theirs that sees images, too (google/gemma-3-4b-it)."""
-    wanted = {name for entry in family_of(config).weights(config) for name in entry.theirs}
+    wanted = {name for entry in family_of(config).weights(config) for name in entry.hf}
     prefix = _their_name(config, _EMBEDDING).split(".")[0]
     renamed = {}
     for name, stored in found.items():
@@ -211,11 +211,11 @@ def _without_unused(found: dict[str, Weight], config: ModelConfig) -> tuple[dict
 
 def _their_name(config: ModelConfig, ours: str) -> str:
     config = dataclasses.replace(config, tie_embeddings=False)  # or the head has no name
-    return next(entry.theirs[0] for entry in family_of(config).weights(config) if entry.ours == (ours,))
+    return next(entry.hf[0] for entry in family_of(config).weights(config) if entry.native == (ours,))
 
 
-def _settle_head(found: dict[str, Weight], config: ModelConfig) -> tuple[ModelConfig, list[str]]:
-    """Keep one tensor of a tied head and embedding, whichever are there (law N10).
+def resolve_tied_head(found: dict[str, Weight], config: ModelConfig) -> tuple[ModelConfig, list[str]]:
+    """Keep one tensor of a tied head and embedding, whichever are there (N10).
 
     Where both are there and differ, they stay two, as in transformers 5 (4 would drop the head).
     """
@@ -242,12 +242,12 @@ def _require_fit(found: dict[str, Weight], config: ModelConfig, hf_dir: Path) ->
     require_fit(stored, wanted, hf_dir, CONFIG)
 
 
-def _settle_type(
+def resolve_dtype(
     found: dict[str, Weight], config: ModelConfig, dtype: torch.dtype | None
 ) -> tuple[torch.dtype, list[str]]:
     """The type of all weights: the one asked for, else theirs; of several, the one that holds them all."""
     entries = family_of(config).weights(config)
-    settled = {name for entry in entries if type_of(entry.ours[0], None) is not None for name in entry.theirs}
+    settled = {name for entry in entries if type_of(entry.native[0], None) is not None for name in entry.hf}
     types = {stored.dtype for name, stored in found.items() if name not in settled}
     if dtype is not None:
         return dtype, []
@@ -268,8 +268,8 @@ def _convert(
     weights: dict[str, Tensor] = {}
     nonfinite: list[str] = []
     for entry in family_of(config).weights(config):
-        theirs = [found[name].read() for name in entry.theirs]
-        for name, tensor in zip(entry.ours, entry.from_hf(theirs), strict=True):
+        theirs = [found[name].read() for name in entry.hf]
+        for name, tensor in zip(entry.native, entry.from_hf(theirs), strict=True):
             wanted = type_of(name, dtype)
             if tensor.dtype != wanted or all(tensor is not one for one in theirs):
                 tensor = empty_on_disk(tensor.shape, wanted, beside).copy_(tensor)

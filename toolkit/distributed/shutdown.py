@@ -18,10 +18,10 @@ from typing import NoReturn
 from torch import distributed as dist
 
 from toolkit.distributed import ranks
-from toolkit.distributed.layout import Layout
 from toolkit.distributed.lifeline import Lifeline
 from toolkit.distributed.rendezvous import FAILED, within
-from toolkit.errors import CommandEnd, EndedTogether, PeerLost, settle
+from toolkit.distributed.world import WorldInfo
+from toolkit.errors import CommandError, PeerLostError, PeerShutdownError, settle
 
 PARENT = "TOOLKIT_PARENT_PID"  # tells a process that another one of its node has started it
 _LINGER = 5.0  # seconds that a failed run gives its processes to end by themselves
@@ -32,7 +32,7 @@ children: list[subprocess.Popen] = []
 """Local ranks 1, 2, ... of this node, in the process that has started them."""
 
 
-class Ending:
+class ShutdownCoordinator:
     """One process's part in the end of a run.
 
     Args:
@@ -43,7 +43,7 @@ class Ending:
     lifeline: Lifeline | None = None
     """Their connections to rank 0, from when they have met until the process group exists."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: WorldInfo) -> None:
         self.layout = layout
         self.store: dist.Store | None = None
         self._started, self._over, self._over_elsewhere = threading.Event(), threading.Event(), threading.Event()
@@ -51,17 +51,17 @@ class Ending:
         self.resume_hint = lambda: "--resume auto continues from the newest checkpoint, if one was saved"
 
     @property
-    def speaks(self) -> bool:
-        """Whether this process speaks for its node where rank 0 cannot."""
+    def is_reporter(self) -> bool:
+        """Whether this process is_reporter for its node where rank 0 cannot."""
         return self.layout.local_rank == 0 or self.layout.global_rank == 1
 
-    def is_near(self) -> bool:
+    def peer_failed(self) -> bool:
         """Whether some process has ended already."""
         return bool(self._dead()) or self.store.check(["ended"])
 
     def end(self, error: BaseException) -> NoReturn:
         """Leave word of why this process ends, learn why the others do, and raise what is to be said here."""
-        if isinstance(error, PeerLost) and error.__cause__ is not None:
+        if isinstance(error, PeerLostError) and error.__cause__ is not None:
             error = error.__cause__  # why this rank has failed the others
         self._started.set()
         met = self.store is not None
@@ -81,11 +81,11 @@ class Ending:
         return verdict
 
     def _end_first(self, error: BaseException) -> BaseException:
-        self._say("ended")
+        self._publish("ended")
         disconnect()
         if _is_loss(error):
-            error = self._find_cause(error)
-        self._say("end", error)
+            error = self._root_cause(error)
+        self._publish("end", error)
         deadline = time.monotonic() + _LINGER
         with suppress(Exception):  # the store lives in this process: keep it until the other nodes have read it
             while len(children) < len(self._others) and self.store.add("read", 0) < len(self._others):
@@ -97,23 +97,25 @@ class Ending:
     def _end_other(self, error: BaseException) -> BaseException:
         rank, own, dead = self.layout.global_rank, not _is_loss(error), self._dead()
         if own:
-            self._say(f"left/{rank}", error, f"rank {rank}: ")
+            self._publish(f"left/{rank}", error, f"rank {rank}: ")
         else:
-            self._say(f"left/{rank}", PeerLost(dead) if dead else None)
-        self._say("ended")
+            self._publish(f"left/{rank}", PeerLostError(dead) if dead else None)
+        self._publish("ended")
         disconnect()
-        quiet = not own or isinstance(error, CommandEnd | KeyboardInterrupt)
-        word = self._hear_first(2 * _LINGER if quiet else 1.0)
+        quiet = not own or isinstance(error, CommandError | KeyboardInterrupt)
+        word = self._read_rank0(2 * _LINGER if quiet else 1.0)
         if word is not None and (quiet or word[1] == _text(error)):  # what fails on all ranks is said once
-            return EndedTogether(word[0])
+            return PeerShutdownError(word[0])
         if self.store is None and self.layout.local_rank != 0:  # nobody has met; one line from each node
-            return EndedTogether(getattr(error, "exit_code", 1))
+            return PeerShutdownError(getattr(error, "exit_code", 1))
         return error if own else self._without_first()
 
-    def _without_first(self) -> CommandEnd:
-        return PeerLost(f"rank 0 is gone or does not answer, {_GO_ON}") if self.speaks else EndedTogether(1)
+    def _without_first(self) -> CommandError:
+        return (
+            PeerLostError(f"rank 0 is gone or does not answer, {_GO_ON}") if self.is_reporter else PeerShutdownError(1)
+        )
 
-    def _find_cause(self, error: BaseException | None) -> PeerLost:
+    def _root_cause(self, error: BaseException | None) -> PeerLostError:
         """Why another rank has ended: what it says itself, which may take a moment, or what is seen from here."""
         deadline, left = time.monotonic() + _LINGER / 2, []
         while time.monotonic() < deadline:
@@ -121,22 +123,22 @@ class Ending:
             with suppress(Exception):
                 left = [rank for rank in self._others if self.store.check([f"left/{rank}"])]
                 failed = [FAILED] if self.store.check([FAILED]) else []
-                for code, text in [self._hear(key) for key in failed + [f"left/{rank}" for rank in left]]:
+                for code, text in [self._read(key) for key in failed + [f"left/{rank}" for rank in left]]:
                     if text:
-                        cause = PeerLost(text)
+                        cause = PeerLostError(text)
                         cause.exit_code = code
                         return cause
             if dead or len(left) == len(self._others):
                 break
             time.sleep(0.05)
         if dead := self._dead():
-            return PeerLost(dead)
-        if isinstance(error, PeerLost):
+            return PeerLostError(dead)
+        if isinstance(error, PeerLostError):
             return error
         names = name_ranks([rank for rank in self._others if rank not in left] or self._others)
         if "imed out" in str(error):
-            return PeerLost(f"no answer from {names} for {ranks.timeout() / 60:g} minutes (--timeout), {_GO_ON}")
-        return PeerLost(f"{names} is gone, {_GO_ON}")
+            return PeerLostError(f"no answer from {names} for {ranks.timeout() / 60:g} minutes (--timeout), {_GO_ON}")
+        return PeerLostError(f"{names} is gone, {_GO_ON}")
 
     def _dead(self) -> str:
         """Which of the processes that this one has started is gone, and how; empty while all are there."""
@@ -178,9 +180,9 @@ class Ending:
         if self._over.wait(_GRACE):
             return
         first = self.layout.global_rank == 0
-        verdict = self._find_cause(None) if first else self._without_first()
+        verdict = self._root_cause(None) if first else self._without_first()
         if first:
-            self._say("end", verdict)
+            self._publish("end", verdict)
         if str(verdict):
             print(f"toolkit: {self._with_hint(verdict)}", file=sys.stderr, flush=True)
         _kill_children()
@@ -192,23 +194,25 @@ class Ending:
 
     # ---- words at the store
 
-    def _say(self, key: str, error: BaseException | None = None, prefix: str = "") -> None:
-        code = error.exit_code if isinstance(error, CommandEnd) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    def _publish(self, key: str, error: BaseException | None = None, prefix: str = "") -> None:
+        code = (
+            error.exit_code if isinstance(error, CommandError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        )
         with suppress(Exception):  # the store may have ended with rank 0, not answer, or have never been there
             within(_LINGER, lambda: self.store.set(key, f"{code} {'' if error is None else prefix + _text(error)}"))
 
-    def _hear(self, key: str) -> tuple[int, str]:
+    def _read(self, key: str) -> tuple[int, str]:
         code, _, text = self.store.get(key).decode().partition(" ")
         return int(code), text
 
-    def _hear_first(self, seconds: float) -> tuple[int, str] | None:
+    def _read_rank0(self, seconds: float) -> tuple[int, str] | None:
         """Return the exit code and the text of rank 0; None where it does not say any."""
         deadline = time.monotonic() + seconds
 
         def hear() -> tuple[int, str] | None:
             while time.monotonic() < deadline:
                 if self.store.check(["end"]):
-                    word = self._hear("end")
+                    word = self._read("end")
                     self.store.add("read", 1)
                     return word
                 time.sleep(0.05)
@@ -247,13 +251,13 @@ def _kill_children() -> None:
 
 def _is_loss(error: BaseException) -> bool:
     """Whether torch says that another process has gone or does not answer."""
-    if isinstance(error, PeerLost | dist.DistError):
+    if isinstance(error, PeerLostError | dist.DistError):
         return True
     return type(error) is RuntimeError and "/gloo/" in str(error)  # gloo's own has no class, but the path of its source
 
 
 def _text(error: BaseException) -> str:
-    if isinstance(error, CommandEnd):
+    if isinstance(error, CommandError):
         return str(error)
     return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {first_line(error)}"
 

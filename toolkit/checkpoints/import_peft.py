@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import model_on_meta
-from toolkit.checkpoints.from_hf import is_import_of
+from toolkit.checkpoints.import_hf import is_import_of
 from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, TEXT_MODEL, Layer, Placed, linear_layers
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError

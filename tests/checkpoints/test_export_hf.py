@@ -1,4 +1,4 @@
-"""Out to Hugging Face: what transformers loads computes the same (all three styles), and law M2."""
+"""Out to Hugging Face: what transformers loads computes the same (all three styles), and M2."""
 
 import dataclasses
 import json
@@ -10,8 +10,8 @@ import torch
 from peak_memory import with_path
 from safetensors import safe_open
 
+from toolkit.checkpoints.export_hf import export_hf, verify_hf
 from toolkit.checkpoints.folder import load_model, write_model_files
-from toolkit.checkpoints.hf import export_hf, verify_hf
 from toolkit.checkpoints.store import write_checkpoint
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import GuardError, UserError
@@ -317,7 +317,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from peak_memory import rise
-from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.weights import load_weights
 
 torch.set_num_threads(1)

@@ -51,7 +51,7 @@ def find_weights(hf_dir: Path) -> dict[str, Weight]:
     A quantised weight and its scales are one weight in 16 bits.
 
     Raises:
-        UserError: there are none, an index points outside the folder (law S4), or a file is missing or damaged.
+        UserError: there are none, an index points outside the folder (S4), or a file is missing or damaged.
     """
     where: dict[str, Any] = {}
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
@@ -80,7 +80,9 @@ def find_weights(hf_dir: Path) -> dict[str, Weight]:
         weights = fp8.joined(weights, block)
     for name, stored in weights.items():
         if stored.dtype == torch.float8_e4m3fn and block is not None:
-            raise UserError(f"{stored.file}: {fp8.what_is_wrong(name, weights, block)}; copy or download it again")
+            raise UserError(
+                f"{stored.file}: {fp8.describe_load_error(name, weights, block)}; copy or download it again"
+            )
         if stored.dtype in _QUANTISED.values():
             raise _no_weight(stored.file, name, _NAMES[stored.dtype])
     return weights

@@ -14,7 +14,7 @@ from toolkit.errors import UserError, did_you_mean
 from toolkit.models.labels import IGNORE_INDEX
 
 
-class WithLoss(nn.Module):
+class LossWrapper(nn.Module):
     """A module whose forward takes input_ids and labels (B, T) and returns ``(loss_sum, n_tokens)``, as GPT's does.
 
     Args:
@@ -22,7 +22,7 @@ class WithLoss(nn.Module):
             (B, T, vocabulary), or an object that has them as ``.logits``. It is the attribute ``module``, a name that
             :func:`toolkit.checkpoints.weights.canonical_name` leaves out: on disk the names are its own.
 
-    The logits are the module's to make, whole: law M1 is kept by GPT only.
+    The logits are the module's to make, whole: M1 is kept by GPT only.
     """
 
     def __init__(self, module: nn.Module) -> None:

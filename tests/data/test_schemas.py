@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from toolkit.data.records import EmptyAnswer, require_columns, to_record
-from toolkit.data.row_files import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, find_splits, place
+from toolkit.data.readers import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, find_splits, place
+from toolkit.data.schemas import EmptyAnswer, require_columns, to_record
 from toolkit.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -347,7 +347,7 @@ def test_folder_without_training_rows(tmp_path):
 def test_missing_extras_are_named(tmp_path, monkeypatch):
     import sys
 
-    from toolkit.data.row_files import load_hub_split
+    from toolkit.data.readers import load_hub_split
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)

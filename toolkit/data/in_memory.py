@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.base import DataModule, Prepared
+from toolkit.data.base import DataModule, PreparedData
 from toolkit.errors import UserError
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SAMPLE = 32  # rows that are looked at before a run
 
 
-class ReadyData(DataModule):
+class InMemoryData(DataModule):
     """A map-style dataset whose items are 1-D tensors of T + 1 tokens, or ``{"input_ids": (T,), "labels": (T,)}``.
 
     Args:
@@ -49,7 +49,7 @@ class ReadyData(DataModule):
 
     def prepare(
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
-    ) -> Prepared:
+    ) -> PreparedData:
         """See :meth:`DataModule.prepare`; there is nothing to prepare."""
         longest = max(self.lengths)
         if max_seq_length and longest > max_seq_length:
@@ -61,11 +61,11 @@ class ReadyData(DataModule):
         held_out = "" if self.val is None else f" and {len(self.val):,} held-out"
         summary = f"{len(self.train):,}{held_out} rows of {tokens} tokens"
         report(f"Data: {summary}")
-        return Prepared(self.train, self.val, tokenizer, self.content_key, summary)
+        return PreparedData(self.train, self.val, tokenizer, self.content_key, summary)
 
 
 class ReadyRows:
-    """A dataset as :class:`~toolkit.data.base.Rows`; ``name`` is for messages."""
+    """A dataset as :class:`~toolkit.data.base.TokenDataset`; ``name`` is for messages."""
 
     def __init__(self, name: str, dataset: Any, max_length: int | None) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, str | Mapping):

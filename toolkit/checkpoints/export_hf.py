@@ -1,4 +1,4 @@
-"""Out to Hugging Face: a model folder becomes one that ``AutoModelForCausalLM.from_pretrained`` loads (law M2)."""
+"""Out to Hugging Face: a model folder becomes one that ``AutoModelForCausalLM.from_pretrained`` loads (M2)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
 from toolkit.checkpoints.finite import nonfinite_tensors
-from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
-from toolkit.checkpoints.hf_files import CONFIG, FORMAT_NAMES, read_json
+from toolkit.checkpoints.folder import load_compatible_weights, model_on_meta, read_model_config
+from toolkit.checkpoints.hf_reader import CONFIG, FORMAT_NAMES, read_json
 from toolkit.checkpoints.merge import MergedWeights, copy_files
 from toolkit.checkpoints.scratch import SMALL
 from toolkit.checkpoints.store import require_new_folder, write_folder
@@ -23,7 +23,7 @@ from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import GuardError, UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
-from toolkit.models.families.tables import Map
+from toolkit.models.families.tables import WeightMapping
 from toolkit.models.moe import type_of
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -137,7 +137,7 @@ def _read(
 ) -> tuple[ModelConfig, Mapping[str, Tensor]]:
     if not has_adapters_only(folder):
         config = read_model_config(folder)
-        return config, fitting_weights(folder, model_on_meta(config))
+        return config, load_compatible_weights(folder, model_on_meta(config))
     if not merge:
         raise UserError(
             f"checkpoint_dir {folder}: holds adapters and no merged weights; --merge true merges them on the way, "
@@ -176,14 +176,14 @@ def _write_weights(
     return nonfinite
 
 
-def _whole_table(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[Map]:
+def _whole_table(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[WeightMapping]:
     """Return the family's table of names.
 
     Raises:
         UserError: it has not all weights of the model, or others: none is left out in silence.
     """
     maps = family_of(config).weights(config)
-    listed = {name for entry in maps for name in entry.ours}
+    listed = {name for entry in maps for name in entry.native}
     there = weights.keys() - ({"lm_head.weight"} if config.tie_embeddings else set())
     if wrong := sorted(listed ^ there):
         has = "has no" if wrong[0] in there else "cannot be without"
@@ -195,12 +195,12 @@ def _whole_table(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[Map
 
 
 def to_hf_names(
-    maps: list[Map], weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    maps: list[WeightMapping], weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, tensor), converting one entry of the family's table at a time."""
     for entry in maps:
-        ours = [weights[name].to(type_of(name, dtype)) for name in entry.ours]
-        yield from zip(entry.theirs, entry.to_hf(ours), strict=True)
+        ours = [weights[name].to(type_of(name, dtype)) for name in entry.native]
+        yield from zip(entry.hf, entry.to_hf(ours), strict=True)
 
 
 def _split(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from toolkit.models.visibility import Visibility
+from toolkit.models.masks import AttentionMaskBuilder
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def plain(held: int, new: int, window: int | None, documents: torch.Tensor | Non
 
 def as_mask(held: int, new: int, window: int | None, documents: torch.Tensor | None) -> torch.Tensor:
     """The same from what is given to the kernels."""
-    seen = Visibility(held, new, CPU, documents).through(window)
+    seen = AttentionMaskBuilder(held, new, CPU, documents).for_window(window)
     mask = seen.mask
     if mask is None:
         mask = torch.ones(new, seen.keys, dtype=torch.bool)
@@ -46,10 +46,10 @@ def test_n9_documents_are_the_plain_definition(window):
 
 
 def test_the_kernels_fast_paths_are_taken():
-    assert Visibility(0, 9, CPU).through(None) == (9, None, True)  # plainly causal
-    assert Visibility(0, 9, CPU).through(9) == (9, None, True)  # a window that holds everything
-    assert Visibility(5, 1, CPU).through(None) == (6, None, False)  # one new token sees all
-    assert Visibility(5, 1, CPU).through(4) == (4, None, False)  # or the last ones
-    assert Visibility(20, 2, CPU).through(4).mask.shape == (2, 5)  # keys that nobody sees are left out
-    one = Visibility(0, 9, CPU)
-    assert one.through(3).mask is one.through(3).mask  # made once for all layers
+    assert AttentionMaskBuilder(0, 9, CPU).for_window(None) == (9, None, True)  # plainly causal
+    assert AttentionMaskBuilder(0, 9, CPU).for_window(9) == (9, None, True)  # a window that holds everything
+    assert AttentionMaskBuilder(5, 1, CPU).for_window(None) == (6, None, False)  # one new token sees all
+    assert AttentionMaskBuilder(5, 1, CPU).for_window(4) == (4, None, False)  # or the last ones
+    assert AttentionMaskBuilder(20, 2, CPU).for_window(4).mask.shape == (2, 5)  # keys that nobody sees are left out
+    one = AttentionMaskBuilder(0, 9, CPU)
+    assert one.for_window(3).mask is one.for_window(3).mask  # made once for all layers

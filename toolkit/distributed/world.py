@@ -23,7 +23,7 @@ _LOCALHOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Layout:
+class WorldInfo:
     """The processes of a run, one per device, and the place of this one among them.
 
     ``launcher`` is who set the ranks. "by hand" is everything that sets LOCAL_RANK: a person, an unknown launcher, and
@@ -49,9 +49,9 @@ class Layout:
         return self.node_rank * self.devices + self.local_rank
 
 
-def read_layout(
+def detect_world(
     devices: int | Literal["auto"], num_nodes: int | None, available: int | None, environ: Environ = os.environ
-) -> Layout:
+) -> WorldInfo:
     """Read from the environment how the processes of this run were started, or are to be.
 
     Args:
@@ -81,7 +81,7 @@ def read_layout(
     return layout
 
 
-def cluster_environment(layout: Layout) -> ClusterEnvironment:
+def cluster_environment(layout: WorldInfo) -> ClusterEnvironment:
     """Return what tells Fabric the same, for ``Fabric(plugins=[...])``.
 
     Lightning's environments read ``os.environ`` whenever they are asked, so variables are set there where the launcher
@@ -98,7 +98,7 @@ def cluster_environment(layout: Layout) -> ClusterEnvironment:
     return LightningEnvironment()
 
 
-def _read_torchrun(devices: int | str, num_nodes: int | None, environ: Environ) -> Layout:
+def _read_torchrun(devices: int | str, num_nodes: int | None, environ: Environ) -> WorldInfo:
     world, per_node = _number("WORLD_SIZE", environ, 1), _number("LOCAL_WORLD_SIZE", environ, 1)
     nodes = world // per_node
     says = f"torchrun started {_count(per_node, 'process', 'processes')} on this node (LOCAL_WORLD_SIZE={per_node})"
@@ -113,7 +113,7 @@ def _read_torchrun(devices: int | str, num_nodes: int | None, environ: Environ) 
         )
     local_rank = _number("LOCAL_RANK", environ, 0, below=per_node)
     node_rank = _number("GROUP_RANK", environ, 0, below=nodes, default=0 if nodes == 1 else None)
-    return _checked(Layout(per_node, nodes, node_rank, local_rank, "torchrun", False), environ)
+    return _checked(WorldInfo(per_node, nodes, node_rank, local_rank, "torchrun", False), environ)
 
 
 def _is_slurm_task(environ: Environ) -> bool:
@@ -133,7 +133,7 @@ def _is_slurm_task(environ: Environ) -> bool:
     )
 
 
-def _read_slurm(devices: int | str, num_nodes: int | None, available: int | None, environ: Environ) -> Layout:
+def _read_slurm(devices: int | str, num_nodes: int | None, available: int | None, environ: Environ) -> WorldInfo:
     tasks = _number("SLURM_NTASKS", environ, 1)
     nodes = _number("SLURM_NNODES", environ, 1, default=num_nodes or 1)
     # The batch script itself: SLURM numbers it 0 of all tasks, and the others do not exist before srun.
@@ -162,13 +162,13 @@ def _read_slurm(devices: int | str, num_nodes: int | None, available: int | None
     if "LOCAL_RANK" in environ:  # the first process of a node, after it has started the others
         return _read_by_hand(devices, nodes, environ)
     node_rank = _number("SLURM_NODEID", environ, 0, below=nodes)
-    return Layout(devices, nodes, node_rank, 0, "slurm", starts_processes=True)
+    return WorldInfo(devices, nodes, node_rank, 0, "slurm", starts_processes=True)
 
 
-def _slurm_task(devices: int, nodes: int, environ: Environ) -> Layout:
+def _slurm_task(devices: int, nodes: int, environ: Environ) -> WorldInfo:
     """One task per device. Tasks that are dealt out in turns would make every shard group cross all nodes."""
     rank, local_rank = _number("SLURM_PROCID", environ, 0), _number("SLURM_LOCALID", environ, 0)
-    layout = Layout(devices, nodes, _number("SLURM_NODEID", environ, 0, below=nodes), local_rank, "slurm", False)
+    layout = WorldInfo(devices, nodes, _number("SLURM_NODEID", environ, 0, below=nodes), local_rank, "slurm", False)
     if local_rank >= devices or rank != layout.global_rank:
         raise UserError(
             f"SLURM_PROCID={rank}: is task {local_rank} of node {layout.node_rank} (SLURM_LOCALID, SLURM_NODEID), but "
@@ -177,7 +177,7 @@ def _slurm_task(devices: int, nodes: int, environ: Environ) -> Layout:
     return layout
 
 
-def _read_by_hand(devices: int | str, num_nodes: int | None, environ: Environ) -> Layout:
+def _read_by_hand(devices: int | str, num_nodes: int | None, environ: Environ) -> WorldInfo:
     """LOCAL_RANK is set: all processes exist. What is not known is asked for, as a wrong guess waits for nobody."""
     world = _number("WORLD_SIZE", environ, 1, default=0)
     per_node = _number("LOCAL_WORLD_SIZE", environ, 1, default=1 if world == 1 else 0)
@@ -201,19 +201,19 @@ def _read_by_hand(devices: int | str, num_nodes: int | None, environ: Environ) -
     # On one node too: without it every process of Fabric's takes a free port of its own, and waits there.
     if devices * nodes > 1:
         _require(["MASTER_ADDR"] * (nodes > 1) + ["MASTER_PORT"], nodes, environ)
-    return _checked(Layout(devices, nodes, node_rank, local_rank, "by hand", False), environ)
+    return _checked(WorldInfo(devices, nodes, node_rank, local_rank, "by hand", False), environ)
 
 
-def _read_nothing(devices: int | str, num_nodes: int | None, available: int | None, environ: Environ) -> Layout:
+def _read_nothing(devices: int | str, num_nodes: int | None, available: int | None, environ: Environ) -> WorldInfo:
     """No launcher: this process is the first of its node."""
     devices, nodes = (available or 1) if devices == "auto" else devices, num_nodes or 1
     if "RANK" in environ and (world := _number("WORLD_SIZE", environ, 1, default=1)) > 1:
-        mend = "set it to the rank within the node, or unset RANK for processes that the toolkit starts"
-        raise UserError(f"RANK={environ['RANK']}: is one of WORLD_SIZE={world}, but LOCAL_RANK is not set; {mend}")
+        hint = "set it to the rank within the node, or unset RANK for processes that the toolkit starts"
+        raise UserError(f"RANK={environ['RANK']}: is one of WORLD_SIZE={world}, but LOCAL_RANK is not set; {hint}")
     node_rank = _node_rank(nodes, environ)
     if nodes > 1:
         _require(["MASTER_ADDR", "MASTER_PORT"], nodes, environ)
-    return Layout(devices, nodes, node_rank, 0, "toolkit", starts_processes=devices > 1)
+    return WorldInfo(devices, nodes, node_rank, 0, "toolkit", starts_processes=devices > 1)
 
 
 def _node_rank(nodes: int, environ: Environ, default: int | None = None) -> int:
@@ -236,19 +236,19 @@ def _what_to_set(nodes: int) -> str:
     return f"set NODE_RANK to 0 ... {nodes - 1}, one per node, and MASTER_ADDR and MASTER_PORT of the first on all"
 
 
-def _check_available(layout: Layout, available: int | None, environ: Environ) -> None:
+def _check_available(layout: WorldInfo, available: int | None, environ: Environ) -> None:
     if available is None or layout.devices <= available:
         return
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     has = _count(available, "device") + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible else "")
     if layout.launcher == "slurm" and not layout.starts_processes:
-        mend = "every task must see all devices of its node: use srun --gpus-per-node, not --gpus-per-task"
-        raise UserError(f"--devices {layout.devices}: this task sees {has}; {mend}")
-    mend = f"torchrun --nproc_per_node {available}" if layout.launcher == "torchrun" else f"--devices {available}"
-    raise UserError(f"--devices {layout.devices}: this machine has {has}; use {mend}")
+        hint = "every task must see all devices of its node: use srun --gpus-per-node, not --gpus-per-task"
+        raise UserError(f"--devices {layout.devices}: this task sees {has}; {hint}")
+    hint = f"torchrun --nproc_per_node {available}" if layout.launcher == "torchrun" else f"--devices {available}"
+    raise UserError(f"--devices {layout.devices}: this machine has {has}; use {hint}")
 
 
-def _checked(layout: Layout, environ: Environ) -> Layout:
+def _checked(layout: WorldInfo, environ: Environ) -> WorldInfo:
     if (rank := _number("RANK", environ, 0, default=layout.global_rank)) != layout.global_rank:
         raise UserError(
             f"RANK={rank}: process {layout.local_rank} of node {layout.node_rank}, with {layout.devices} on each node, "
@@ -276,7 +276,7 @@ def _count(count: int, one: str, many: str | None = None) -> str:
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
-def _slurm_environment(layout: Layout) -> ClusterEnvironment:
+def _slurm_environment(layout: WorldInfo) -> ClusterEnvironment:
     from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
     # Set by --ntasks-per-node only, but Lightning refuses to run without; srun may have been given another number.
@@ -294,6 +294,6 @@ def _slurm_environment(layout: Layout) -> ClusterEnvironment:
     return LightningEnvironment()
 
 
-def _set_node(layout: Layout) -> None:
+def _set_node(layout: WorldInfo) -> None:
     """LOCAL_WORLD_SIZE tells the processes that this one starts what "--devices auto" was here."""
     os.environ["NODE_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(layout.node_rank), str(layout.devices)

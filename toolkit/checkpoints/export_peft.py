@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapter_info
+from toolkit.checkpoints.export_hf import write_safetensors
 from toolkit.checkpoints.finite import nonfinite_tensors
-from toolkit.checkpoints.folder import fitting_weights, model_on_meta, read_model_config
-from toolkit.checkpoints.from_hf import read_origin
-from toolkit.checkpoints.hf import write_safetensors
-from toolkit.checkpoints.hf_files import read_json
+from toolkit.checkpoints.folder import load_compatible_weights, model_on_meta, read_model_config
+from toolkit.checkpoints.hf_reader import read_json
+from toolkit.checkpoints.import_hf import read_origin
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.peft_layers import (
     PREFIX,
@@ -85,7 +85,7 @@ def export_peft(
     def weight_of(name: str) -> Tensor:
         if not base_weights:
             base = read_adapter(checkpoint_dir, base_checkpoint_dir).base
-            base_weights.update(fitting_weights(base, model_on_meta(read_model_config(base))))
+            base_weights.update(load_compatible_weights(base, model_on_meta(read_model_config(base))))
         return base_weights[name]
 
     tensors: dict[str, Tensor] = {}

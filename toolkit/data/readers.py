@@ -286,8 +286,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             except UnicodeDecodeError as error:
                 raise UserError(f"{path} line {number:,}: is not UTF-8 text; convert the file") from error
             except json.JSONDecodeError as error:
-                mend = "; a file with one JSON value over many lines must end in .json" if text in b"[{" else ""
-                where = f"at column {error.colno}{mend}"
+                hint = "; a file with one JSON value over many lines must end in .json" if text in b"[{" else ""
+                where = f"at column {error.colno}{hint}"
                 raise UserError(f"{path} line {number:,}: broken JSON: {error.msg} {where}") from error
             except RecursionError as error:
                 raise UserError(f"{path} line {number:,}: broken JSON: nested too deeply") from error

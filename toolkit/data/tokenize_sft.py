@@ -14,8 +14,8 @@ import numpy as np
 
 from toolkit.data.cache import HEARTBEAT
 from toolkit.data.chat_template import ChatTemplate, Encoded, encode_text
-from toolkit.data.records import EmptyAnswer, Record, to_record
-from toolkit.data.row_files import RowSource, Splits, place
+from toolkit.data.readers import RowSource, Splits, place
+from toolkit.data.schemas import EmptyAnswer, Record, to_record
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.distributed.layout import Layout, cluster_environment, read_layout
+from toolkit.distributed.world import WorldInfo, cluster_environment, detect_world
 from toolkit.errors import UserError
 
 SBATCH = Path(__file__).parents[2] / "scripts" / "slurm" / "pretrain.sbatch"
@@ -95,8 +95,8 @@ READ = {
 @pytest.mark.parametrize("case", READ)
 def test_what_the_launcher_says_is_read(case):
     devices, num_nodes, available, environ, expected = READ[case]
-    layout = read_layout(devices, num_nodes, available, environ)
-    assert layout == Layout(*expected)
+    layout = detect_world(devices, num_nodes, available, environ)
+    assert layout == WorldInfo(*expected)
     assert layout.world_size == expected[0] * expected[1]
     assert layout.global_rank == expected[2] * expected[0] + expected[3]
 
@@ -171,7 +171,7 @@ REFUSED = {
 def test_what_contradicts_is_refused_in_one_line(case):
     devices, num_nodes, available, environ, words = REFUSED[case]
     with pytest.raises(UserError) as refusal:
-        read_layout(devices, num_nodes, available, environ)
+        detect_world(devices, num_nodes, available, environ)
     message = str(refusal.value)
     assert "\n" not in message and len(message) < 260
     position = 0
@@ -190,7 +190,7 @@ def fabric_environment(monkeypatch, layout_of, **variables):
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    return cluster_environment(read_layout(*layout_of))
+    return cluster_environment(detect_world(*layout_of))
 
 
 @pytest.mark.parametrize("wrong", [{}, {"SLURM_NTASKS_PER_NODE": "7"}])
@@ -215,7 +215,7 @@ def test_a_slurm_task_per_node_starts_the_processes_of_its_node(monkeypatch):
     assert (environment.main_address, environment.main_port) == ("gpu07", 15000 + 4567)
     monkeypatch.setenv("LOCAL_RANK", "5")  # as Fabric's launcher does for the sixth process
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert read_layout("auto", None, 8) == Layout(8, 2, 1, 5, "by hand", False)
+    assert detect_world("auto", None, 8) == WorldInfo(8, 2, 1, 5, "by hand", False)
 
 
 def test_two_runs_of_one_job_on_one_node_do_not_share_a_port(monkeypatch):
@@ -226,8 +226,8 @@ def test_two_runs_of_one_job_on_one_node_do_not_share_a_port(monkeypatch):
 WORKER = """
 import json, os, sys, torch
 from lightning.fabric import Fabric
-from toolkit.distributed.layout import cluster_environment, read_layout
-layout = read_layout({devices!r}, None, None)
+from toolkit.distributed.world import cluster_environment, detect_world
+layout = detect_world({devices!r}, None, None)
 fabric = Fabric(accelerator="cpu", devices=layout.devices, num_nodes=layout.num_nodes, strategy="ddp",
                 plugins=[cluster_environment(layout)])
 fabric.launch()
@@ -334,4 +334,4 @@ def test_what_the_slurm_script_asks_for_is_what_toolkit_is_told():
     assert (asked["nodes"], asked["ntasks-per-node"], asked["gpus-per-node"]) == ("2", "8", "8")
     assert asked["signal"] == "USR1@120" and asked["job-name"] not in ("bash", "interactive")
     tasks = slurm(9, 16, 2, SLURM_JOB_NAME=asked["job-name"])
-    assert read_layout(8, 2, 8, tasks) == Layout(8, 2, 1, 1, "slurm", False)
+    assert detect_world(8, 2, 8, tasks) == WorldInfo(8, 2, 1, 1, "slurm", False)

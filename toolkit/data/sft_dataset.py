@@ -5,7 +5,7 @@
                                               manifest.json             what is there, and the counts for people
                                               checksums.json            of all of these files
 
-Which samples share a row is decided here, so the order of rows stays a pure function of their number (law S2).
+Which samples share a row is decided here, so the order of rows stays a pure function of their number (S2).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.data.base import Prepared
+from toolkit.data.base import PreparedData
 from toolkit.data.cache import DAMAGE, MANIFEST, choose_cache_dir, clean_up, publish, unfinished, verify
-from toolkit.data.encode import Counts, encode_samples
 from toolkit.data.order import shuffled_index
 from toolkit.data.packing import best_fit
+from toolkit.data.tokenize_sft import Counts, encode_samples
 from toolkit.errors import UserError
 from toolkit.models.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from toolkit.data.encode import Job
+    from toolkit.data.tokenize_sft import Job
 
 CODE_VERSION = 5  # raise it when the same rows and options would give other tokens, or other counts
 _VAL_SEED = 0  # of the permutation whose first samples are held out
@@ -39,7 +39,7 @@ _INDEX = ("offsets", "sources", "numbers", "train_members", "train_starts", "val
 _CONTENT = ("tokens", "trained", "offsets", "train_members", "train_starts", "val_members", "val_starts")
 
 
-def prepare_encoded(job: Job, report: Callable[[str], None]) -> Prepared:
+def prepare_encoded(job: Job, report: Callable[[str], None]) -> PreparedData:
     """Find the rows of ``job`` in the cache or make them.
 
     Raises:
@@ -135,8 +135,8 @@ class Store:
         self.__dict__.update(state)
 
 
-class EncodedRows:
-    """The rows of one split; see :class:`toolkit.data.base.Rows`.
+class PackedDataset:
+    """The rows of one split; see :class:`toolkit.data.base.TokenDataset`.
 
     A packed row also has ``positions``, which begin at 0 in every document, and ``documents``, 0, 1, ... for its first,
     second, ... document, both (T,) int64. The last input of a document has the label that ends it: no document is
@@ -144,7 +144,7 @@ class EncodedRows:
 
     Attributes:
         lengths: (n,) int64, the input tokens of each row.
-        facts: What the preparation counted, over both splits (see :class:`toolkit.data.encode.Counts`).
+        facts: What the preparation counted, over both splits (see :class:`toolkit.data.tokenize_sft.Counts`).
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class EncodedRows:
         return self._members[self._starts[index] : self._starts[index + 1]].tolist()
 
 
-def _find(folder: Path, key: str, job: Job, report: Callable[[str], None]) -> tuple[Prepared | None, str]:
+def _find(folder: Path, key: str, job: Job, report: Callable[[str], None]) -> tuple[PreparedData | None, str]:
     """What lies ready in the cache, or the reason why nothing does."""
     if not folder.exists():
         return None, "not prepared yet"
@@ -196,7 +196,7 @@ def _find(folder: Path, key: str, job: Job, report: Callable[[str], None]) -> tu
         return None, f"what is there is damaged ({error!s})"
 
 
-def _open(folder: Path, key: str, job: Job) -> Prepared:
+def _open(folder: Path, key: str, job: Job) -> PreparedData:
     """Read a prepared folder. Raises one of DAMAGE if it is not whole."""
     manifest = json.loads((folder / MANIFEST).read_bytes())
     if not isinstance(manifest, dict) or manifest.get("key") != key:
@@ -209,12 +209,12 @@ def _open(folder: Path, key: str, job: Job) -> Prepared:
     splits = {}
     for split in ("train", "val"):
         chosen = index[f"{split}_members"], index[f"{split}_starts"]
-        rows = EncodedRows(store, *chosen, packed=job.packing != "none", facts=facts)
+        rows = PackedDataset(store, *chosen, packed=job.packing != "none", facts=facts)
         splits[split] = rows if len(rows) else None
     if splits["train"] is None:
         raise ValueError("there are no training rows")
     tokenizer = job.tokenizer if job.template is None else job.template.export_tokenizer()
-    return Prepared(splits["train"], splits["val"], tokenizer, manifest["content_key"], summary(facts, job))
+    return PreparedData(splits["train"], splits["val"], tokenizer, manifest["content_key"], summary(facts, job))
 
 
 def _content_key(folder: Path, arrays: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 
-class Seen(NamedTuple):
+class AttentionMask(NamedTuple):
     """What a layer's queries see of its keys.
 
     Args:
@@ -24,17 +24,17 @@ class Seen(NamedTuple):
     is_causal: bool = False
 
 
-class Visibility:
+class AttentionMaskBuilder:
     """What the queries of one forward pass see, by the window of the layer.
 
-    A plain object: see :class:`toolkit.models.rope.Rotation`.
+    A plain object: see :class:`toolkit.models.rope.RotaryEmbedding`.
 
     Args:
         held: Tokens in the cache of keys and values.
         new: Tokens of this pass, which follow them.
         device: Where masks are made.
         documents: (B, new), int64: which of the documents packed into a row each token belongs to; tokens see only
-            their own (law N9). Not together with a cache.
+            their own (N9). Not together with a cache.
         uniform_length: See :class:`toolkit.models.gpt.GPT`.
     """
 
@@ -49,9 +49,9 @@ class Visibility:
         assert documents is None or held == 0, "packed documents are for training, a cache is for generation"
         self._held, self._new, self._device, self._documents = held, new, device, documents
         self._uniform_length = uniform_length
-        self._known: dict[int | None, Seen] = {}
+        self._known: dict[int | None, AttentionMask] = {}
 
-    def through(self, window: int | None) -> Seen:
+    def for_window(self, window: int | None) -> AttentionMask:
         """What the queries see of a layer whose tokens see ``window`` tokens back, themselves included, or all."""
         if window is not None and window >= max(self._held + self._new, self._uniform_length):
             window = None
@@ -59,13 +59,13 @@ class Visibility:
             self._known[window] = self._look(window)
         return self._known[window]
 
-    def _look(self, window: int | None) -> Seen:
+    def _look(self, window: int | None) -> AttentionMask:
         total = self._held + self._new
         if self._documents is None:
             if self._new == 1:  # the newest token sees all that its window holds
-                return Seen(total if window is None else window)
+                return AttentionMask(total if window is None else window)
             if window is None and self._held == 0:
-                return Seen(total, is_causal=True)
+                return AttentionMask(total, is_causal=True)
         keys = total if window is None else min(total, self._new + window - 1)
         queries = torch.arange(self._held, total, device=self._device)[:, None]
         at = torch.arange(total - keys, total, device=self._device)
@@ -74,4 +74,4 @@ class Visibility:
             mask &= at > queries - window
         if self._documents is not None:
             mask = (mask & (self._documents[:, :, None] == self._documents[:, None, -keys:]))[:, None]
-        return Seen(keys, mask)
+        return AttentionMask(keys, mask)

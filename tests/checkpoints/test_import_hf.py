@@ -1,4 +1,4 @@
-"""In from Hugging Face: everything comes along, nothing wrong gets in (laws S1, S4, N10), and law M2."""
+"""In from Hugging Face: everything comes along, nothing wrong gets in (S1, S4, N10), and M2."""
 
 import json
 import os
@@ -11,9 +11,9 @@ import torch
 from peak_memory import with_path
 from safetensors.torch import load_file, save_file
 
+from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model, read_model_config
-from toolkit.checkpoints.from_hf import import_hf
-from toolkit.checkpoints.hf import export_hf
+from toolkit.checkpoints.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe
@@ -394,7 +394,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from peak_memory import rise
-from toolkit.checkpoints.from_hf import import_hf
+from toolkit.checkpoints.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 
 torch.set_num_threads(1)
