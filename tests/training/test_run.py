@@ -110,6 +110,13 @@ def test_a_run_learns_and_leaves_the_documented_layout(corpus, tmp_path):
     assert (out / "loss.png").stat().st_size > 1000
 
 
+def test_a_model_that_exceeds_the_memory_is_refused_before_its_weights_are_initialized(corpus, tmp_path):
+    options = arguments(corpus, tmp_path / "run", model_config=ModelOverrides(n_embd=1_000_000))
+    with pytest.raises(UserError, match=r"needs about [\d,.]+ GB \(optimizer .*, weights .*use a smaller model"):
+        run_training(options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_n3_the_same_run_twice_is_bit_equal_and_other_micro_batches_agree(corpus, tmp_path):
     for name, micro in (("a", 4), ("b", 4), ("c", 8), ("d", 1)):
         run_training(arguments(corpus, tmp_path / name, train={"micro_batch_size": micro}))

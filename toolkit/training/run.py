@@ -106,6 +106,10 @@ def run_training(args: RunArgs) -> None:
         display.message(f"Strategy: {decided.strategy}")
         if start.model.config is not None and (why := why_not_exported(start.model.config)) is not None:
             display.message(f"note: {why}")
+        if not start.model.ready and args.optimizer_class is None:
+            from toolkit.training.plan import require_memory  # which plans runs of all commands
+
+            require_memory(decided, layout.devices, start.model.config, start.model.module)
         run = build_run(fabric, decided, data, start, display, stack)
         run.launched = launch_time
         run.after_first_step = lambda: after_first_step(run, start.model, decided.strategy.shards, group)
