@@ -19,14 +19,14 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 
 from toolkit.args import PRETRAIN, DDPArgs, EvalArgs, FSDPArgs, LogArgs, OptimizerArgs, TrainArgs
-from toolkit.checkpoints.store import exclusive
+from toolkit.checkpoints.lock import exclusive
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data import TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import GuardError, StoppedBySignal, UserError
 from toolkit.models.config import ModelOverrides
-from toolkit.training import loop, run
+from toolkit.training import agreement, loop, run
 from toolkit.training.limits import Intervals
 from toolkit.training.resolve import RunArgs
 from toolkit.training.run import run_training
@@ -465,10 +465,10 @@ def test_nodes_that_were_started_with_other_options_are_refused(corpus, tmp_path
         heard.append(facts)
         return heard
 
-    monkeypatch.setattr(run.ranks, "gather", gather)
-    run.require_same_everywhere(mine, identity)
+    monkeypatch.setattr(agreement.ranks, "gather", gather)
+    agreement.require_same_everywhere(mine, identity)
     with pytest.raises(UserError, match=f"{flag}: on rank 1"):
-        run.require_same_everywhere(replace(mine, **change), identity)
+        agreement.require_same_everywhere(replace(mine, **change), identity)
 
 
 @pytest.mark.parametrize(
