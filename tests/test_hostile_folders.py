@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from sealing import seal
 
 from tests.checkpoints.test_adapters import make
 from tests.commands.test_consolidate import make_checkpoint, shard
 from toolkit.checkpoints.adapters import read_adapter_info
 from toolkit.checkpoints.folder import read_model_config
+from toolkit.checkpoints.lock import exclusive, require_free
 from toolkit.checkpoints.shard_metadata import read_metadata
 from toolkit.checkpoints.sharded import read_sharded
-from toolkit.checkpoints.store import exclusive, newest, require_free, resolve_resume
+from toolkit.checkpoints.store import newest, resolve_resume
 from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main
 from toolkit.data import PythonStdlib
@@ -98,7 +100,7 @@ def test_pipes_instead_of_files_are_not_waited_for(tmp_path):
             os.mkfifo(sharded / name)
         assert newest(tmp_path) == tmp_path / "plain" or newest(tmp_path) is None  # reads meta.json
         assert isinstance(data_of_run(sharded, trust=False)[0], PythonStdlib)
-        with pytest.raises(UserError, match="meta.json: not readable .*not a regular file"):
+        with pytest.raises(UserError, match="meta.json: damaged: .*not a regular file"):
             read_meta(sharded)
         require_free(sharded)
         with pytest.raises(UserError, match="give a folder that can be written"), exclusive(sharded):
@@ -179,6 +181,7 @@ def test_the_data_that_a_checkpoint_names_is_not_used_without_the_flag(tmp_path,
     def name_data(cls: str, **options) -> None:
         values = {"data": {"class_path": cls, "init_args": options}, "train": {"max_seq_length": 8}}
         (folder / "hyperparameters.yaml").write_text(yaml.safe_dump(values))
+        seal(folder)  # as a stranger can
 
     command = ["evaluate", str(folder), "--accelerator", "cpu", "--eval.max_iters", "1"]
     for cls, options, shown in (
@@ -248,6 +251,7 @@ def test_conversions_on_a_full_disk_are_one_line(tmp_path, capsys):
     _, adapters, _ = make(tmp_path)
     sharded = shard(make_checkpoint(tmp_path / "plain"), tmp_path / "sharded")
     (sharded / "tokenizer.json").write_bytes(bytes(20_000))
+    seal(sharded)
     with full_disk(tmp_path / "disk"):
         for command, folder in (("convert_to_peft", adapters), ("consolidate", sharded)):
             assert main([command, str(folder), str(tmp_path / "disk/out")]) == 2, command

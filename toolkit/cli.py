@@ -61,17 +61,16 @@ def run(name: str, argv: list[str]) -> int:
     except Exception as error:
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)
-        traceback.print_exc()
-        return _end(program, f"{type(error).__name__}: {error}", 1, is_printed=True)
+        return _end(program, f"{type(error).__name__}: {error}", 1, is_fault=True)
 
 
-def _end(program: str, message: object, code: int, is_printed: bool = False) -> int:
+def _end(program: str, message: object, code: int, is_fault: bool = False) -> int:
     error, text = sys.exc_info()[1], " ".join(str(message).split())
-    if os.environ.get("TOOLKIT_TRACEBACK") == "1" and error and not is_printed:
+    if is_fault or (os.environ.get("TOOLKIT_TRACEBACK") == "1" and error):
         traceback.print_exc()
 
     def report(prefix: str) -> None:
-        if text and not is_printed:
+        if text and not is_fault:
             print(f"{program}: {prefix}{text}", file=sys.stderr, flush=True)
 
     report_failure(error, text, code, report)

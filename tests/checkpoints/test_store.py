@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from toolkit.checkpoints import store
+from toolkit.checkpoints.lock import exclusive
 from toolkit.checkpoints.store import (
-    exclusive,
     is_complete,
     newest,
     prune,

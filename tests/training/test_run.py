@@ -19,14 +19,14 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 
 from toolkit.args import PRETRAIN, DDPArgs, EvalArgs, FSDPArgs, LogArgs, OptimizerArgs, TrainArgs
-from toolkit.checkpoints.store import exclusive
+from toolkit.checkpoints.lock import exclusive
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data import TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.models.config import ModelOverrides
-from toolkit.training import loop, run
+from toolkit.training import agreement, loop, run
 from toolkit.training.limits import Intervals
 from toolkit.training.resolve import RunArgs
 from toolkit.training.run import run_training
@@ -108,6 +108,13 @@ def test_a_run_learns_and_leaves_the_documented_layout(corpus, tmp_path):
     assert yaml.safe_load((final / "hyperparameters.yaml").read_text())["train"]["max_steps"] == 30
     assert yaml.safe_load((final / "model_config.yaml").read_text())["tie_embeddings"] is True
     assert (out / "loss.png").stat().st_size > 1000
+
+
+def test_a_model_that_exceeds_the_memory_is_refused_before_its_weights_are_initialized(corpus, tmp_path):
+    options = arguments(corpus, tmp_path / "run", model_config=ModelOverrides(n_embd=1_000_000))
+    with pytest.raises(UserError, match=r"needs about [\d,.]+ GB \(optimizer .*, weights .*use a smaller model"):
+        run_training(options)
+    assert not (tmp_path / "run").exists()
 
 
 def test_n3_the_same_run_twice_is_bit_equal_and_other_micro_batches_agree(corpus, tmp_path):
@@ -458,10 +465,10 @@ def test_nodes_that_were_started_with_other_options_are_refused(corpus, tmp_path
         heard.append(facts)
         return heard
 
-    monkeypatch.setattr(run.ranks, "all_gather_object", gather)
-    run.require_same_everywhere(mine, identity)
+    monkeypatch.setattr(agreement.ranks, "gather", gather)
+    agreement.require_same_everywhere(mine, identity)
     with pytest.raises(UserError, match=f"{flag}: on rank 1"):
-        run.require_same_everywhere(replace(mine, **change), identity)
+        agreement.require_same_everywhere(replace(mine, **change), identity)
 
 
 @pytest.mark.parametrize(

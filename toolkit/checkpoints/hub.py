@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 from toolkit.checkpoints.hf_reader import CONFIG, INDEX, SINGLE, quantised_bits, read_json
 from toolkit.checkpoints.import_hf import import_hf, read_hf_config, write_record
-from toolkit.checkpoints.store import exclusive, full_disk, require_new_folder
+from toolkit.checkpoints.lock import exclusive
+from toolkit.checkpoints.store import full_disk, require_new_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
@@ -33,6 +35,17 @@ def pick_accelerator(accelerator: Accelerator) -> str:
         there = " or ".join(name for name, is_there in available.items() if is_there)
         raise UserError(f"--accelerator {accelerator}: no such device on this machine; use {there} or auto")
     return accelerator
+
+
+def device_memory(accelerator: str) -> float:
+    """Return the bytes of a CUDA device, or of this machine with its swap; infinity where that is not known."""
+    if accelerator == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    with suppress(OSError):
+        if accelerator == "cpu":
+            lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+            return sum(int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal")) * 1024
+    return math.inf
 
 
 def pick_precision(precision: Precision | None, accelerator: str, on_cuda: Precision = "bf16-mixed") -> Precision:

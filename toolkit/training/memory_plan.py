@@ -130,6 +130,11 @@ class Memory:
         held = self.weights + self.quantized_base + self.adapters + self.optimizer + self.unsharded_unit
         return held + self.context + (step + self.gradients if self.waits else max(step, self.gradients))
 
+    @property
+    def held(self) -> float:
+        """What is there at once in every optimizer step, however little the model's activations take."""
+        return self.weights + self.quantized_base + self.adapters + self.gradients + self.optimizer
+
     def parts(self) -> dict[str, float]:
         """The parts by name, in the order of the fields."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "waits"}

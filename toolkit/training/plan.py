@@ -18,15 +18,16 @@ import torch
 from toolkit.args import FINETUNE_FULL, FINETUNE_LORA, PRETRAIN, DDPArgs, Precision
 from toolkit.checkpoints.folder import find_checkpoint_dir, write_model_files
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.distributed.device import count_devices, pick_precision
+from toolkit.distributed.device import count_devices, device_memory, pick_precision
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
+from toolkit.models.gpt import GPT
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.training.batch import BatchPlan
-from toolkit.training.decide import resolve_config
+from toolkit.training.decide import ResolvedConfig, resolve_config
 from toolkit.training.finetune import finetune_args
 from toolkit.training.memory_plan import Job, Memory, Parameters, build_on_meta, count_parameters, plan_memory
 from toolkit.training.resolve import RunArgs
@@ -88,17 +89,23 @@ def plan_run(args: RunArgs, place: Place) -> RunPlan:
     batch, seq_length = decided.batch, decided.max_seq_length
     config = with_known_vocabulary(decided.config, args)
     assert seq_length is not None
-    job = Job(
-        config, decided.precision, decided.strategy, batch.micro_batch_size, batch.accumulation, seq_length,
-        decided.optimizer, place.device,
-        args.lora, args.quantize, getattr(args.data, "packing", "none") != "none", args.fsdp, args.ddp,
-        args.optimizer_class,
-    )  # fmt: skip
+    job = job_of(decided, config)
     model = build_on_meta(job)
     parameters, memory = count_parameters(model), plan_memory(job, model)
     return RunPlan(
         args, place, config, decided.precision, decided.strategy, batch, seq_length, decided.optimizer, parameters,
         memory,
+    )  # fmt: skip
+
+
+def job_of(decided: ResolvedConfig, config: ModelConfig) -> Job:
+    """Return what the memory of a run depends on; ``config`` has its vocabulary."""
+    args, batch = decided.args, decided.batch
+    return Job(
+        config, decided.precision, decided.strategy, batch.micro_batch_size, batch.accumulation, decided.max_seq_length,
+        decided.optimizer, decided.device,
+        args.lora, args.quantize, getattr(args.data, "packing", "none") != "none", args.fsdp, args.ddp,
+        args.optimizer_class,
     )  # fmt: skip
 
 
@@ -278,15 +285,41 @@ def out_of_memory(args: RunArgs, place: Place, device_memory_gb: float | None = 
         return UserError(f"{start}; use {smaller}")
     plan = plan_run(args, place)
     if device_memory_gb is None:
-        known = place.device == "cuda" and torch.cuda.is_available()
-        device_memory_gb = torch.cuda.get_device_properties(0).total_memory / 1e9 if known else math.inf
+        device_memory_gb = device_memory(place.device) / 1e9
     # it did not fit, whatever the formula says: others may hold a part of the device
     limit = min(device_memory_gb, 0.9 * plan.memory.total / 1e9)
-    largest = sorted(plan.memory.parts().items(), key=lambda part: -part[1])[:3]
-    needs = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:.1f}" for name, size in largest)
     changes = ", then ".join(f"{a.change} ({a.memory_gb:.1f} GB)" for a in advice_for(plan, limit))
     hint = f"use {changes}" if changes else "use a smaller model"
-    return UserError(f"{start}: this run needs about {plan.memory.total / 1e9:.1f} GB ({needs}, ...); {hint}")
+    return UserError(f"{start}: this run needs about {_needs(plan.memory)}; {hint}")
+
+
+def require_memory(decided: ResolvedConfig, devices: int, config: ModelConfig, model: GPT) -> None:
+    """Refuse a run whose weights, gradients and optimizer state alone exceed the memory of its devices.
+
+    Else it would initialize weights for minutes, until the system ends it without a word.
+
+    Args:
+        decided: The run's.
+        devices: Per node; on a CPU they are processes, which share its memory.
+        config: With its vocabulary.
+        model: On the meta device.
+
+    Raises:
+        UserError: names the model, the memory that it needs and what there is.
+    """
+    limit = device_memory(decided.device) / (devices if decided.device == "cpu" else 1)
+    memory = plan_memory(job_of(decided, config), model)
+    if memory.held > limit:
+        raise UserError(
+            f"{config.name}: needs about {_needs(memory)} per device, and there are {limit / 1e9:,.1f}; "
+            "use a smaller model, or see toolkit plan --help for what makes it fit"
+        )
+
+
+def _needs(memory: Memory) -> str:
+    largest = sorted(memory.parts().items(), key=lambda part: -part[1])[:3]
+    parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:,.1f}" for name, size in largest)
+    return f"{memory.total / 1e9:,.1f} GB ({parts}, ...)"
 
 
 # ---- from the arguments of a command

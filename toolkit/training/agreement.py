@@ -1,0 +1,82 @@
+"""What the ranks of a run compare before it begins: options, data, the weights that each reads, and the shared disk."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+from toolkit.checkpoints.adapters import AdapterInfo
+from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
+from toolkit.checkpoints.folder import find_checkpoint_dir
+from toolkit.distributed import ranks
+from toolkit.errors import UserError
+from toolkit.training.resolve import RunArgs
+from toolkit.training.state import RunFingerprint
+
+
+def require_same_everywhere(args: RunArgs, identity: RunFingerprint) -> None:
+    """Compare what the ranks are about to do.
+
+    Raises:
+        UserError: a node was started with other options, or sees other data.
+    """
+    facts = asdict(identity)
+    for group in ("train", "eval", "optimizer", "fsdp", "ddp"):
+        facts |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
+    names = ("strategy", "compiler", "deterministic", "timeout", "resume")
+    facts |= {f"--{name}": getattr(args, name) for name in names}
+    everywhere = ranks.all_gather_object(facts)
+    for rank, theirs in enumerate(everywhere):
+        if name := next((name for name in facts if theirs[name] != everywhere[0][name]), None):
+            raise UserError(
+                f"{name} {theirs[name]}: on rank {rank}, and {everywhere[0][name]} on rank 0; start every process with "
+                "the same options, and let all nodes read the same files"
+            )
+
+
+def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: Path | None) -> None:
+    """Compare what the ranks are about to load: by checksums on disk, so that it takes no time.
+
+    Raises:
+        UserError: a node has other weights, or another trainer state, than rank 0 has.
+    """
+    if ranks.world_size() == 1:
+        return
+    loaded: dict[str, tuple[str, str]] = {}  # by flag: the folder on this node, and the fingerprint of what it holds
+    if args.initial_checkpoint_dir is not None and (resume_from is None or base is not None):
+        flag = "--initial_checkpoint_dir" if args.given is None else "checkpoint_dir"
+        folder = find_checkpoint_dir(args.initial_checkpoint_dir)
+        loaded[flag] = str(folder.resolve()), base_fingerprint(folder) if base is None else base.base_hash
+    if resume_from is not None:
+        loaded["--resume"] = str(resume_from.resolve()), resume_fingerprint(resume_from)
+    elif args.from_peft is not None:
+        loaded["--from_peft"] = str(Path(args.from_peft).resolve()), peft_fingerprint(args.from_peft)
+    host = socket.gethostname()
+    everywhere = ranks.all_gather_object(
+        {flag: (f"{folder} (on {host})", value) for flag, (folder, value) in loaded.items()}
+    )
+    for rank, there in enumerate(everywhere):
+        for flag in there.keys() | everywhere[0].keys():
+            (folder, value), (first_folder, first_value) = (
+                x.get(flag, ("nothing", "")) for x in (there, everywhere[0])
+            )
+            if value != first_value:
+                raise UserError(
+                    f"{flag}: rank {rank} would load {folder}, and rank 0 {first_folder}, with other weights or "
+                    "trainer state; give all nodes the same checkpoint"
+                )
+
+
+def require_shared_disk(out_dir: Path) -> None:
+    """Every rank writes its shards into the one folder that rank 0 has made.
+
+    Raises:
+        UserError: a node does not see it.
+    """
+    ranks_without_access = [rank for rank, sees in enumerate(ranks.all_gather_object(out_dir.is_dir())) if not sees]
+    if ranks_without_access:
+        raise UserError(
+            f"--out_dir {out_dir}: rank {ranks_without_access[0]} does not see it; give a folder on a disk that all "
+            "nodes share, or --fsdp.state_dict_type full"
+        )
