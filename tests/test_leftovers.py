@@ -12,7 +12,7 @@ import torch
 
 from toolkit.checkpoints.scratch import empty_on_disk
 from toolkit.checkpoints.store import write_checkpoint, write_file, write_folder
-from toolkit.data.cache import clean_up, unfinished
+from toolkit.data.cache import clean_up, staging_folder
 from toolkit.leftovers import sweep, temporary_path
 from toolkit.ui.files import write_whole
 
@@ -28,7 +28,7 @@ WRITERS = {
 
 def write_cache(folder: Path, name: str) -> None:
     clean_up(folder)
-    with unfinished(folder / name):
+    with staging_folder(folder / name):
         pass
 
 

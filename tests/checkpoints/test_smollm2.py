@@ -40,7 +40,7 @@ def models(folders):
 
 def prompt(folders):
     tokenizer = Tokenizer.load(folders[1])
-    return tokenizer, torch.tensor(ChatTemplate.of(tokenizer, None).encode_prompt(QUESTION))
+    return tokenizer, torch.tensor(ChatTemplate.from_tokenizer(tokenizer, None).encode_prompt(QUESTION))
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def test_transformers_renders_the_exported_template_to_the_same_tokens(folders):
         )
         for folder in (hub, back)
     )
-    assert expected == again == ChatTemplate.of(Tokenizer.load(ours), None).encode_prompt(conversation)
+    assert expected == again == ChatTemplate.from_tokenizer(Tokenizer.load(ours), None).encode_prompt(conversation)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from toolkit.cli import main
-from toolkit.data.inspection import _texts
+from toolkit.data.inspection import _decode_each
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.ui.tokens import bracketed, print_inspection
 
@@ -143,10 +143,10 @@ def test_a_name_below_checkpoints(inspect, tokenizer_dir, tmp_path, monkeypatch)
 def test_each_token_shows_its_part_of_the_text(tokenizer_dir):
     tokenizer = Tokenizer.load(tokenizer_dir)
     text = "naïve 你好, \N{ROCKET} <|im_end|> \N{REPLACEMENT CHARACTER}."
-    pieces = list(_texts(tokenizer, ids := tokenizer.encode(text)))
+    pieces = list(_decode_each(tokenizer, ids := tokenizer.encode(text)))
     assert "".join(pieces) == text and len(pieces) == len(ids)
     assert "你" in pieces and "ï" in pieces and "<|im_end|>" in pieces
-    assert list(_texts(tokenizer, tokenizer.encode("你")[:2]))[-1] == "\N{REPLACEMENT CHARACTER}"
+    assert list(_decode_each(tokenizer, tokenizer.encode("你")[:2]))[-1] == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_text_cannot_steer_the_terminal():

@@ -141,7 +141,7 @@ def five(make):
         "alpaca": with_bos(),
     }.items():
         folder = make({**TEMPLATES, "chatml": CHATML}.get(name), **settings)
-        ours = ChatTemplate.of(Tokenizer.load(folder), "alpaca" if name == "alpaca" else None)
+        ours = ChatTemplate.from_tokenizer(Tokenizer.load(folder), "alpaca" if name == "alpaca" else None)
         found[name] = ours, AutoTokenizer.from_pretrained(folder), ours.source
     return found
 
@@ -157,8 +157,8 @@ def test_tokens_and_labels_equal_transformers(five, name, conversation):
         messages, chat_template=marked(name, source), return_dict=True, return_assistant_tokens_mask=True
     )
     assert encoded.ids == expected["input_ids"]
-    assert encoded.trained == [bool(m) for m in expected["assistant_masks"]]
-    assert any(encoded.trained)
+    assert encoded.loss_mask == [bool(m) for m in expected["assistant_masks"]]
+    assert any(encoded.loss_mask)
     prompt = theirs.apply_chat_template(messages[:-1], chat_template=source, add_generation_prompt=True)
     assert ours.encode_prompt(messages[:-1]) == prompt["input_ids"]
 
@@ -170,9 +170,9 @@ def answers_of(messages):
 def parts(template, messages, train_on="answers"):
     """The text of every run of trained tokens."""
     encoded = template.encode(messages, train_on)
-    assert len(encoded.ids) == len(encoded.trained)
+    assert len(encoded.ids) == len(encoded.loss_mask)
     runs, before = [], False
-    for id_, trained in zip(encoded.ids, encoded.trained, strict=True):
+    for id_, trained in zip(encoded.ids, encoded.loss_mask, strict=True):
         if trained:
             runs = [*runs[:-1], [*runs[-1], id_]] if before else [*runs, [id_]]
         before = trained
@@ -196,7 +196,7 @@ def test_every_trained_turn_holds_its_end_of_turn_token_and_nothing_after_it(fiv
     assert parts(ours, messages, "last_answer") == expected[-1:]
     assert ours.end_of_turn == expected[0].removeprefix("Red.")
     everything = ours.encode(messages, "all")
-    assert everything.ids == ours.encode(messages, "answers").ids and all(everything.trained)
+    assert everything.ids == ours.encode(messages, "answers").ids and all(everything.loss_mask)
 
 
 def test_real_smollm2():
@@ -204,7 +204,7 @@ def test_real_smollm2():
     from smollm2 import smollm2_folder
 
     folder = smollm2_folder()
-    template = ChatTemplate.of(Tokenizer.load(folder), None)
+    template = ChatTemplate.from_tokenizer(Tokenizer.load(folder), None)
     assert template.source == TEMPLATES["smollm2"]
     messages = [user("Name 12 colours."), assistant(" Größe 🙂"), user("No"), assistant("\nBlue.")]
     encoded = template.encode(messages, "answers")
@@ -215,7 +215,7 @@ def test_real_smollm2():
     expected = [(system_ids + question + header, False), (answer, True), ([198], False)]
     expected += [(second + header, False), ([198, 23390, 30, 2], True), ([198], False)]
     assert encoded.ids == [i for ids, _ in expected for i in ids]
-    assert encoded.trained == [trained for ids, trained in expected for _ in ids]
+    assert encoded.loss_mask == [trained for ids, trained in expected for _ in ids]
     generation = json.loads(template.export_tokenizer().files["generation_config.json"])
     assert generation["eos_token_id"] == [2] and template.end_of_turn == "<|im_end|>"
 
@@ -258,7 +258,7 @@ def test_every_style_is_listed():
 @pytest.mark.parametrize("style", STYLES)
 def test_prompt_styles(make, style):
     tokenizer = Tokenizer.load(make(**with_bos()))
-    template = ChatTemplate.of(tokenizer, style)
+    template = ChatTemplate.from_tokenizer(tokenizer, style)
     expected = STYLES[style].replace("<b>", "<|begin_of_text|>").replace("<e>", "<|endoftext|>")
     assert template.render(TWO) == expected
     for i in (1, 3):  # what a chat shows the model is what stood before the answer
@@ -275,14 +275,16 @@ def test_prompt_styles(make, style):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_styles_begin_with_bos_only_where_the_tokenizer_does(make, style):
-    without = ChatTemplate.of(Tokenizer.load(make()), style)
-    not_added = ChatTemplate.of(Tokenizer.load(make(bos_token="<|begin_of_text|>", add_bos_token=False)), style)
+    without = ChatTemplate.from_tokenizer(Tokenizer.load(make()), style)
+    not_added = ChatTemplate.from_tokenizer(
+        Tokenizer.load(make(bos_token="<|begin_of_text|>", add_bos_token=False)), style
+    )
     expected = STYLES[style].replace("<b>", "").replace("<e>", "<|endoftext|>")
     assert without.render(TWO) == not_added.render(TWO) == expected
 
 
 def test_alpaca_with_input_and_system(make):
-    template = ChatTemplate.of(Tokenizer.load(make()), "alpaca")
+    template = ChatTemplate.from_tokenizer(Tokenizer.load(make()), "alpaca")
     assert template.render(CONVERSATIONS["input"]) == (
         "Below is an instruction that describes a task, paired with an input that provides further context. "
         "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n"
@@ -294,15 +296,15 @@ def test_alpaca_with_input_and_system(make):
 
 def test_llama2_with_system_and_vicuna_with_system(make):
     tokenizer = Tokenizer.load(make())
-    text = ChatTemplate.of(tokenizer, "llama2").render(CONVERSATIONS["system"])
+    text = ChatTemplate.from_tokenizer(tokenizer, "llama2").render(CONVERSATIONS["system"])
     assert text == "[INST] <<SYS>>\nYou are terse.\n<</SYS>>\n\nName a colour. [/INST] Red. <|endoftext|>"
-    text = ChatTemplate.of(tokenizer, "vicuna").render(CONVERSATIONS["system"])
+    text = ChatTemplate.from_tokenizer(tokenizer, "vicuna").render(CONVERSATIONS["system"])
     assert text == "You are terse. USER: Name a colour. ASSISTANT: Red.<|endoftext|>"
 
 
 def test_a_style_on_a_vocabulary_without_its_tokens_ends_turns_with_eos_and_says_so(make):
     tokenizer = Tokenizer.load(make(markup=[]))
-    template = ChatTemplate.of(tokenizer, "chatml")
+    template = ChatTemplate.from_tokenizer(tokenizer, "chatml")
     assert template.end_of_turn == "<|endoftext|>"
     assert parts(template, TWO) == ["a<|endoftext|>", "b<|endoftext|>"]
     assert len(template.notes) == 2
@@ -339,14 +341,14 @@ def test_a_style_on_a_vocabulary_without_its_tokens_ends_turns_with_eos_and_says
     ],
 )  # fmt: skip
 def test_unusual_templates(make, source, expected):
-    assert parts(ChatTemplate.of(Tokenizer.load(make(source)), None), TWO) == expected
+    assert parts(ChatTemplate.from_tokenizer(Tokenizer.load(make(source)), None), TWO) == expected
 
 
 def test_a_template_without_end_of_turn_is_changed_said_and_exported(make, tmp_path):
     from transformers import AutoTokenizer
 
     source = "{% for m in messages %}\n{{ m.role + ':' + m.content | trim }}\n{% endfor %}"
-    template = ChatTemplate.of(Tokenizer.load(make("\n" + source)), None)
+    template = ChatTemplate.from_tokenizer(Tokenizer.load(make("\n" + source)), None)
     assert "no token" in template.notes[0]
     assert template.render(TWO) == "\nuser:q\nassistant:a<|endoftext|>\nuser:r\nassistant:b<|endoftext|>\n"
     template.export_tokenizer().save(tmp_path)
@@ -356,7 +358,7 @@ def test_a_template_without_end_of_turn_is_changed_said_and_exported(make, tmp_p
 
 def test_a_template_that_ends_only_the_last_answer_takes_one_answer(make):
     source = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}{{ eos_token }}"
-    template = ChatTemplate.of(Tokenizer.load(make(source)), None)
+    template = ChatTemplate.from_tokenizer(Tokenizer.load(make(source)), None)
     assert parts(template, TWO[:2]) == ["a<|endoftext|>"]
     with pytest.raises(UserError, match="ends message 2 with no token"):
         template.encode(TWO, "answers")
@@ -375,7 +377,7 @@ def test_offsets_that_leave_spaces_out_change_nothing(make):
     def trim(core):
         core.post_processor = processors.ByteLevel(trim_offsets=True)
 
-    trimmed, full = (ChatTemplate.of(Tokenizer.load(make(CHATML, change=c)), None) for c in (trim, None))
+    trimmed, full = (ChatTemplate.from_tokenizer(Tokenizer.load(make(CHATML, change=c)), None) for c in (trim, None))
     for messages in CONVERSATIONS.values():
         assert trimmed.encode(messages, "answers") == full.encode(messages, "answers")
     spaces = [user("x"), assistant(" \n  a")]
@@ -389,7 +391,7 @@ def test_a_sentencepiece_like_tokenizer(sentencepiece_dir):
     tokenizer = Tokenizer.load(sentencepiece_dir)
     theirs = AutoTokenizer.from_pretrained(sentencepiece_dir)
     for style in ("llama2", "alpaca", "plain"):
-        template = ChatTemplate.of(tokenizer, style)
+        template = ChatTemplate.from_tokenizer(tokenizer, style)
         for conversation in ("two turns", "unicode", "leading space", "leading newline"):
             messages = CONVERSATIONS[conversation]
             expected = theirs.apply_chat_template(messages, chat_template=template.source)["input_ids"]
@@ -401,7 +403,7 @@ def test_a_sentencepiece_like_tokenizer(sentencepiece_dir):
 
 
 def test_a_token_across_the_border_belongs_to_the_answer(make):
-    template = ChatTemplate.of(Tokenizer.load(make()), "plain")
+    template = ChatTemplate.from_tokenizer(Tokenizer.load(make()), "plain")
     (answer,) = parts(template, [user("the mo"), assistant("del reads")])
     assert answer == " model reads<|endoftext|>"
 
@@ -418,8 +420,8 @@ def joins_newlines():
 def test_the_prompt_of_every_answer_is_what_training_had_before_it(joins_newlines, train_on):
     messages = [user("q"), assistant("It."), user("r"), assistant("No.\n\nYes"), user("s"), assistant("b")]
     for style in prompt_styles():
-        template = ChatTemplate.of(joins_newlines, style)
-        again = ChatTemplate.of(template.export_tokenizer(), None)
+        template = ChatTemplate.from_tokenizer(joins_newlines, style)
+        again = ChatTemplate.from_tokenizer(template.export_tokenizer(), None)
         ids = template.encode(messages, train_on).ids
         assert joins_newlines.decode(ids, False) == template.render(messages)
         for i in (1, 3, 5):
@@ -427,7 +429,7 @@ def test_the_prompt_of_every_answer_is_what_training_had_before_it(joins_newline
             assert ids[: len(prompt)] == prompt == again.encode_prompt(messages[:i])
         assert any("encoded apart" in note for note in template.notes) == (style == "llama3")
     answers = ["It.<|endoftext|>", "No.\n\nYes<|endoftext|>", "b<|endoftext|>"]
-    assert parts(ChatTemplate.of(joins_newlines, "llama3"), messages) == answers
+    assert parts(ChatTemplate.from_tokenizer(joins_newlines, "llama3"), messages) == answers
 
 
 def test_where_encoding_apart_would_change_the_text_the_difference_is_only_said(sentencepiece_dir):
@@ -435,7 +437,7 @@ def test_where_encoding_apart_would_change_the_text_the_difference_is_only_said(
     source = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
     source += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     tokenizer = Tokenizer.load(sentencepiece_dir).with_files({"chat_template.jinja": source.encode()})
-    template = ChatTemplate.of(tokenizer, None)
+    template = ChatTemplate.from_tokenizer(tokenizer, None)
     assert [note.partition(": ")[2].partition(": ")[2] for note in template.notes] == [
         "prompts have other tokens alone, as a model that answers gets them, than in training"
     ]
@@ -444,7 +446,7 @@ def test_where_encoding_apart_would_change_the_text_the_difference_is_only_said(
 
 def test_template_file_wins_over_the_settings_and_the_default_of_a_list_is_taken(make):
     def source(config, **files):
-        return ChatTemplate.of(Tokenizer.load(make(files=files, chat_template=config)), None).source
+        return ChatTemplate.from_tokenizer(Tokenizer.load(make(files=files, chat_template=config)), None).source
 
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
     assert source("x", **{"chat_template.jinja": CHATML}) == source(CHATML) == source(named) == CHATML
@@ -470,7 +472,7 @@ def test_template_file_wins_over_the_settings_and_the_default_of_a_list_is_taken
 )
 def test_unusable_templates_are_one_line(make, settings, style, message):
     with pytest.raises(UserError, match=message) as error:
-        ChatTemplate.of(Tokenizer.load(make(**settings)), style)
+        ChatTemplate.from_tokenizer(Tokenizer.load(make(**settings)), style)
     assert "\n" not in str(error.value)
 
 
@@ -503,9 +505,9 @@ def test_templates_have_limits_of_time_and_memory(make, monkeypatch, template, m
     monkeypatch.setattr(template_process, "MEMORY", 1 << 29)
     tokenizer = Tokenizer.load(make(template))
     with pytest.raises(UserError, match=f"chat_template.jinja: .*({message})") as error:
-        ChatTemplate.of(tokenizer, None)
+        ChatTemplate.from_tokenizer(tokenizer, None)
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
-    assert ChatTemplate.of(tokenizer, "chatml").render(TWO).startswith("<|im_start|>user")
+    assert ChatTemplate.from_tokenizer(tokenizer, "chatml").render(TWO).startswith("<|im_start|>user")
 
 
 def test_the_process_of_templates_starts_again_after_idling_and_in_a_fork(five):
@@ -536,7 +538,7 @@ def test_an_interrupted_request_does_not_answer_the_next_one(five, monkeypatch):
 
 
 def test_a_role_order_that_the_template_refuses(make):
-    template = ChatTemplate.of(Tokenizer.load(make()), "llama2")
+    template = ChatTemplate.from_tokenizer(Tokenizer.load(make()), "llama2")
     for messages in ([assistant("a")], [user("q"), user("q"), assistant("a")], [user("q"), system("s")]):
         with pytest.raises(UserError, match="refuses the messages: roles must be user, assistant"):
             template.encode(messages, "answers")
@@ -557,7 +559,7 @@ def test_an_end_of_turn_token_that_gets_lost_in_the_text_is_refused(make):
         core.add_special_tokens([AddedToken("</turn>", single_word=True)])
 
     source = "{% for m in messages %}{{ m.content + '</turn>' }}{% endfor %}"
-    template = ChatTemplate.of(Tokenizer.load(make(source, change=change)), None)
+    template = ChatTemplate.from_tokenizer(Tokenizer.load(make(source, change=change)), None)
     assert parts(template, [user("q."), assistant("a.")]) == ["a.</turn>"]
     with pytest.raises(UserError, match="answer 1 does not end with the token </turn>"):
         template.encode([user("q."), assistant("a")], "answers")
@@ -565,7 +567,7 @@ def test_an_end_of_turn_token_that_gets_lost_in_the_text_is_refused(make):
 
 def test_without_an_answer_nothing_is_trained(five):
     encoded = five["chatml"][0].encode([user("q")], "answers")
-    assert encoded.ids and not any(encoded.trained)
+    assert encoded.ids and not any(encoded.loss_mask)
 
 
 def call(name, arguments, **more):
@@ -589,7 +591,7 @@ def test_tool_calls_that_the_template_shows_are_trained(five, messages):
         messages, chat_template=marked("qwen3", source), return_dict=True, return_assistant_tokens_mask=True
     )
     assert encoded.ids == expected["input_ids"]
-    assert encoded.trained == [bool(m) for m in expected["assistant_masks"]]
+    assert encoded.loss_mask == [bool(m) for m in expected["assistant_masks"]]
     answer = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich <|im_end|>"}}\n</tool_call><|im_end|>'
     assert parts(ours, messages)[0].removeprefix("<think>\n\n</think>\n\n") == answer
 
@@ -634,7 +636,7 @@ def test_tools_are_rendered_and_masked_as_transformers_does(five):
                 messages, tools, chat_template=marks, return_dict=True, return_assistant_tokens_mask=True
             )
             assert encoded.ids == expected["input_ids"]
-            assert encoded.trained == [bool(m) for m in expected["assistant_masks"]] and any(encoded.trained)
+            assert encoded.loss_mask == [bool(m) for m in expected["assistant_masks"]] and any(encoded.loss_mask)
             assert ("clock" in template._tokenizer.decode(encoded.ids)) == (tools is not None or messages is SAID)
 
 
@@ -645,7 +647,9 @@ def test_tools_that_the_template_does_not_show_are_refused(five, make):
     named = [{"name": "tool_use", "template": CHATML}, {"name": "default", "template": "{{ tools }}" + CHATML}]
     for files, settings in (({"additional_chat_templates/tool_use.jinja": CHATML}, CHATML), ({}, named)):
         tokenizer = Tokenizer.load(make(chat_template=settings))
-        template = ChatTemplate.of(tokenizer.with_files({name: text.encode() for name, text in files.items()}), None)
+        template = ChatTemplate.from_tokenizer(
+            tokenizer.with_files({name: text.encode() for name, text in files.items()}), None
+        )
         with pytest.raises(UserError, match="tool_use.* --data.chat_template"):
             template.encode(TWO, "answers", TOOLS)
 
@@ -654,13 +658,15 @@ def test_a_weight_of_0_masks_an_answer(five):
     for ours, _, _ in five.values():
         plain, masked = TWO, [TWO[0], {**TWO[1], "weight": 0}, {**TWO[2], "weight": 0}, {**TWO[3], "weight": 1.0}]
         assert ours.encode(masked, "answers") == ours.encode(plain, "last_answer")
-        assert not any(ours.encode([*TWO[:3], {**TWO[3], "weight": 0}], "last_answer").trained)
+        assert not any(ours.encode([*TWO[:3], {**TWO[3], "weight": 0}], "last_answer").loss_mask)
         first, both = ours.encode([*TWO[:3], {**TWO[3], "weight": 0}], "answers"), ours.encode(plain, "answers")
-        second = ours.encode(plain, "last_answer").trained
+        second = ours.encode(plain, "last_answer").loss_mask
         assert first.ids == both.ids
-        assert first.trained == [a and not b for a, b in zip(both.trained, second, strict=True)] and any(first.trained)
+        assert first.loss_mask == [a and not b for a, b in zip(both.loss_mask, second, strict=True)] and any(
+            first.loss_mask
+        )
         everything = ours.encode([*TWO[:3], {**TWO[3], "weight": 0}], "all")
-        assert everything.ids == both.ids and everything.trained == [not trained for trained in second]
+        assert everything.ids == both.ids and everything.loss_mask == [not trained for trained in second]
 
 
 def test_other_weights_are_refused(five):
@@ -675,7 +681,7 @@ def test_other_weights_are_refused(five):
 
 def test_what_follows_must_not_depend_on_the_answer(make):
     source = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{{ messages[-1].content | length }}"
-    template = ChatTemplate.of(Tokenizer.load(make(source)), None)
+    template = ChatTemplate.from_tokenizer(Tokenizer.load(make(source)), None)
     with pytest.raises(UserError, match="message 2 depends on its text"):
         template.encode([user("q"), assistant("a")], "answers")
 
@@ -683,7 +689,7 @@ def test_what_follows_must_not_depend_on_the_answer(make):
 def test_the_date_is_today_in_a_chat_and_fixed_in_training(make):
     from datetime import datetime
 
-    template = ChatTemplate.of(Tokenizer.load(make("{{ strftime_now('%Y-%m-%d') }}" + CHATML)), None)
+    template = ChatTemplate.from_tokenizer(Tokenizer.load(make("{{ strftime_now('%Y-%m-%d') }}" + CHATML)), None)
     assert template.render(TWO).startswith("2024-07-26<|im_start|>")
     prompt = template._tokenizer.decode(template.encode_prompt(TWO[:1]))
     assert prompt.startswith(datetime.now().strftime("%Y-%m-"))
@@ -692,7 +698,7 @@ def test_the_date_is_today_in_a_chat_and_fixed_in_training(make):
 
 def test_tojson_is_not_escaped_and_none_is_left_out(make):
     source = "{{ messages[0] | tojson }}" + CHATML
-    template = ChatTemplate.of(Tokenizer.load(make(source)), None)
+    template = ChatTemplate.from_tokenizer(Tokenizer.load(make(source)), None)
     text = template.render([user("<ö>", name=None)])
     assert text.startswith('{"role": "user", "content": "<ö>"}<|im_start|>')
 
@@ -702,13 +708,13 @@ def test_an_overridden_template_is_exported(make, tmp_path):
 
     for settings in ({"chat_template": "x"}, {"template": "x"}, {}):
         tokenizer = Tokenizer.load(make(**settings, **with_bos()))
-        template = ChatTemplate.of(tokenizer, "chatml")
+        template = ChatTemplate.from_tokenizer(tokenizer, "chatml")
         assert any("instead of the checkpoint's own" in note for note in template.notes) == bool(settings)
         exported = template.export_tokenizer()
         exported.save(tmp_path)
         theirs = AutoTokenizer.from_pretrained(tmp_path)
         assert theirs.apply_chat_template(TWO)["input_ids"] == template.encode(TWO, "answers").ids
-        again = ChatTemplate.of(Tokenizer.load(tmp_path), None)
+        again = ChatTemplate.from_tokenizer(Tokenizer.load(tmp_path), None)
         assert again.encode(TWO, "answers") == template.encode(TWO, "answers")
         said = exported.settings("tokenizer_config.json").get("chat_template")
         assert said == (template.source if "chat_template" in settings else None)
@@ -720,15 +726,15 @@ def test_a_template_file_is_used_and_exported(make, tmp_path):
     file.write_bytes(b"\xef\xbb\xbfMine.\r\n" + CHATML.encode())
     for settings in ({"chat_template": "x"}, {"template": "x"}, {}):
         tokenizer = Tokenizer.load(make(**settings))
-        template = ChatTemplate.of(tokenizer, None, str(file))
+        template = ChatTemplate.from_tokenizer(tokenizer, None, str(file))
         assert template.render(TWO).startswith("Mine.\n<|im_start|>user")
         assert any("instead of the checkpoint's own" in note for note in template.notes) == bool(settings)
-        again = ChatTemplate.of(template.export_tokenizer(), None)
+        again = ChatTemplate.from_tokenizer(template.export_tokenizer(), None)
         assert again.source == template.source == "Mine.\n" + CHATML
     (tmp_path / "binary").write_bytes(b"\xff")
     for name, message in (("none", "no such file"), (".", "not a regular file"), ("binary", "not UTF-8")):
         with pytest.raises(UserError, match=f"--data.chat_template .*{name}: .*{message}"):
-            ChatTemplate.of(tokenizer, None, str(tmp_path / name))
+            ChatTemplate.from_tokenizer(tokenizer, None, str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -748,7 +754,7 @@ def test_the_exported_generation_config_stops_at_the_end_of_turn(make, before, e
         if said is not None:
             before = {**before, "eos_token_id": [ids[t] for t in said] if isinstance(said, list) else ids[said]}
         tokenizer = tokenizer.with_files({"generation_config.json": json.dumps(before).encode()})
-    exported = ChatTemplate.of(tokenizer, None).export_tokenizer()
+    exported = ChatTemplate.from_tokenizer(tokenizer, None).export_tokenizer()
     config = json.loads(exported.files["generation_config.json"])
     assert config["eos_token_id"] == [ids[t] for t in expected]
     assert config.get("temperature") == (before or {}).get("temperature")
@@ -760,7 +766,7 @@ def test_plain_text_has_one_bos_and_an_eos(make):
     tokenizer = Tokenizer.load(make(**with_bos()))
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
     encoded = encode_text(tokenizer, "the model")
-    assert encoded.ids == [bos, *tokenizer.encode("the model", bos=False), eos] and all(encoded.trained)
+    assert encoded.ids == [bos, *tokenizer.encode("the model", bos=False), eos] and all(encoded.loss_mask)
     assert encode_text(tokenizer, "<|begin_of_text|>the model") == encoded
     assert encode_text(Tokenizer.load(make()), "the model").ids == encoded.ids[1:]
     with pytest.raises(UserError, match="no eos"):

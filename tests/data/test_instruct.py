@@ -286,7 +286,7 @@ def test_held_out_samples_that_are_also_trained_on_are_counted_and_said(prepare,
     held_out = Counter(map(str, documents(data.val)))
     repeats = sum(held_out[document] for document in set(map(str, documents(data.train))))
     assert 0 < repeats < 18 == held_out.total()
-    assert data.train.facts["val_samples_also_trained"] == repeats
+    assert data.train.statistics["val_samples_also_trained"] == repeats
     assert f"{repeats} of 18 held-out samples are also trained on" in said
     assert "also trained" not in prepare(MANY, 500, val_split_fraction=0.2)[1]
 
@@ -439,14 +439,14 @@ def test_many_tokens_are_written_in_parts(prepare, monkeypatch, tmp_path):
 
 
 def test_longest_samples_are_named(prepare):
-    facts = prepare(MANY, 60)[0].train.facts
+    statistics = prepare(MANY, 60)[0].train.statistics
     sizes = [len(inputs) + 1 for inputs, _ in documents(prepare(MANY, 500)[0].train)]
     order = sorted(range(60), key=lambda i: (-sizes[i], i))[:5]
     assert [tuple(entry) for entry in facts["longest"]] == [(sizes[i], 0, i + 1) for i in order]
     counts = Counts()
     for number in range(1, 8):
         counts.measure(5, 0, number)
-    assert [number for *_, number in counts.facts()["longest"]] == [1, 2, 3, 4, 5]
+    assert [number for *_, number in counts.to_dict()["longest"]] == [1, 2, 3, 4, 5]
 
 
 # ---- the modules
@@ -578,7 +578,7 @@ def test_chatterbot(tokenizer, tmp_path):
     data = JSON(str(path), cache_dir=str(tmp_path), packing="best_fit")
     data = data.prepare(tokenizer=tokenizer, max_seq_length=1024, report=lambda _: None)
     efficiency = data.train.lengths.sum() / (len(data.train) * 1024)
-    assert efficiency > 0.97 and 0.3 < data.train.facts["trained_tokens"] / data.train.facts["tokens"] < 0.9
+    assert efficiency > 0.97 and 0.3 < data.train.statistics["trained_tokens"] / data.train.statistics["tokens"] < 0.9
     assert np.array_equal(data.train.lengths, [len(data.train[i]["labels"]) for i in range(len(data.train))])
     found = {tokenizer.decode(inputs, False) for inputs, _ in documents(data.train)}
     assert any(f"user\n{turns[0]}<|im_end|>\n<|im_start|>assistant\n{turns[1]}<|im_end|>" in text for text in found)

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from toolkit.data.readers import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, find_splits, place
-from toolkit.data.schemas import EmptyAnswer, require_columns, to_record
+from toolkit.data.readers import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, find_splits, describe_row
+from toolkit.data.schemas import EmptyAnswerError, require_columns, to_record
 from toolkit.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -120,7 +120,7 @@ def test_columns_of_other_names():
 def test_bad_rows_are_one_line(row, message):
     with pytest.raises(UserError, match=f"^file line 7: .*{message}") as error:
         to_record(row, "file line 7")
-    assert "\n" not in str(error.value) and not isinstance(error.value, EmptyAnswer)
+    assert "\n" not in str(error.value) and not isinstance(error.value, EmptyAnswerError)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_bad_rows_are_one_line(row, message):
     ],
 )
 def test_empty_answers(row):
-    with pytest.raises(EmptyAnswer, match="^file line 7: .*empty"):
+    with pytest.raises(EmptyAnswerError, match="^file line 7: .*empty"):
         to_record(row, "file line 7")
 
 
@@ -141,11 +141,11 @@ def test_empty_answers(row):
 
 
 def read(path, kinds=JSON_KINDS, name="json_path"):
-    """The splits of a path, each as a list of (place, row)."""
+    """The splits of a path, each as a list of (describe_row, row)."""
     splits = find_splits(str(path), name, kinds)
 
     def rows(sources):
-        return [(place(source, number), row) for source in sources for number, row in source.rows()]
+        return [(describe_row(source, number), row) for source in sources for number, row in source.rows()]
 
     return rows(splits.train), None if splits.val is None else rows(splits.val)
 

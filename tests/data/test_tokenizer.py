@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from toolkit.data.tokenizer import Tokenizer, _panic_as_error, train_bpe
+from toolkit.data.tokenizer import Tokenizer, _translate_panic, train_bpe
 from toolkit.errors import UserError
 
 TEXTS = [
@@ -263,5 +263,5 @@ def test_a_panic_of_the_library_is_one_line(trained, capfd):
             encode(text)
         assert "\n" not in str(error.value)
     assert tokenizer.encode("ab")
-    with pytest.raises(KeyboardInterrupt), _panic_as_error("mine"):
+    with pytest.raises(KeyboardInterrupt), _translate_panic("mine"):
         raise KeyboardInterrupt

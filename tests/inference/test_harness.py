@@ -67,7 +67,7 @@ def wrappers(corpus, tmp_path_factory):
     state = model.state_dict()
     write_model_files(folder / "ours", state_dict=state, config=config, hyperparameters=None, tokenizer=tokenizer)
     export_hf(folder / "ours", folder / "theirs")
-    template = ChatTemplate.of(tokenizer, None)
+    template = ChatTemplate.from_tokenizer(tokenizer, None)
     ours = harness.HarnessLM(model, tokenizer, batch_size=3, template=template, notice=lambda line: None)
     return ours, HFLM(pretrained=str(folder / "theirs"), device="cpu", dtype="float32", batch_size=2)
 

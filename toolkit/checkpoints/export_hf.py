@@ -293,7 +293,7 @@ def _end_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
     if said is not None:
         return said
     try:
-        ends = ChatTemplate.of(tokenizer, None).export_tokenizer().settings(GENERATION_FILE)["eos_token_id"]
+        ends = ChatTemplate.from_tokenizer(tokenizer, None).export_tokenizer().settings(GENERATION_FILE)["eos_token_id"]
     except UserError:  # no template, or none that ends turns: then eos alone ends a text
         return tokenizer.eos_id
     return ends if len(ends) > 1 else ends[0]

@@ -1,6 +1,6 @@
-"""What models are trained on: data modules, preparation, tokenizer, and the order of samples.
+"""Training data: data modules, preparation, tokenizer, and sample order.
 
-The modules can be imported (and listed by the command line) without torch, litdata and tokenizers.
+The data modules import (and the command line lists them) without torch, litdata or tokenizers.
 """
 
 from toolkit.data.base import DataModule, PreparedData, TokenDataset

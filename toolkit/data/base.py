@@ -1,4 +1,4 @@
-"""What a data module is, and what it hands to training. No torch at import: the command line lists the modules."""
+"""The data module interface and the data it returns. No torch at import: the command line lists the modules."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
 
 
-DEFAULT_VAL_FRACTION = 0.05  # of the tokens of a text
+DEFAULT_VAL_FRACTION = 0.05  # share of the tokens to hold out
 
 
 class TokenDataset(Protocol):
-    """Map-style data. ``len(rows)`` counts the rows of the whole data set, whatever the number of ranks.
+    """A map-style dataset. ``len(dataset)`` counts all rows, independent of the number of ranks.
 
-    ``rows[i]`` is ``{"input_ids": (T,) int64, "labels": (T,) int64}``; ``labels[t]`` is the token that follows
-    ``input_ids[t]``, or -100 where nothing is to be learned. Where a row packs several documents there are also
-    "positions" (T,), counted anew in each, and "documents" (T,), their numbers.
+    ``dataset[i]`` is ``{"input_ids": (T,) int64, "labels": (T,) int64}``. ``labels[t]`` is the token that follows
+    ``input_ids[t]``, or -100 where the loss is masked. Packed rows also have "positions" (T,), which restart at 0 in
+    every document, and "documents" (T,), the document indices.
 
-    Rows of unequal length have ``lengths``, (n,) int64 of numpy: the input tokens of each row; or, where these are not
-    known, ``is_ragged``.
+    A dataset of variable-length rows has ``lengths``, a numpy (n,) int64 array of input tokens per row, or sets
+    ``is_ragged`` if the lengths are unknown.
     """
 
     def __len__(self) -> int: ...
@@ -32,23 +32,23 @@ class TokenDataset(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
-def is_ragged(rows: TokenDataset | None) -> bool:
-    """Whether rows differ in length, so that every batch may have another shape."""
-    return getattr(rows, "lengths", None) is not None or getattr(rows, "is_ragged", False)
+def is_ragged(dataset: TokenDataset | None) -> bool:
+    """Whether rows differ in length, so that batch shapes may vary."""
+    return getattr(dataset, "lengths", None) is not None or getattr(dataset, "is_ragged", False)
 
 
 @dataclass
 class PreparedData:
-    """Data that is ready to be read.
+    """Datasets that are ready to read.
 
     Args:
         train: The training rows.
-        val: The held-out rows, where there are any.
-        tokenizer: What made the tokens; None where the data came as tokens and none was given.
-        content_key: SHA-256 in hex of what the rows hold: equal keys mean equal rows.
-        summary: One line for people.
-        vocab_size: Where the data came as tokens, one more than the largest that they can be (SyntheticTokens) or are
-            (LitData; see ``TokenTokenDataset.survey`` for very large data); None where ``tokenizer`` made them.
+        val: The validation rows, or None.
+        tokenizer: The tokenizer of the tokens; None for pre-tokenized data without one.
+        content_key: Hex SHA-256 of the row contents: equal keys mean equal rows.
+        summary: One line for the log.
+        vocab_size: For pre-tokenized data, one more than the largest possible token (SyntheticTokens) or the largest
+            token found (LitData; ``TokenRows.survey`` samples very large data). None if ``tokenizer`` made the tokens.
     """
 
     train: TokenDataset
@@ -60,11 +60,11 @@ class PreparedData:
 
 
 class DataModule(ABC):
-    """A kind of data. A subclass is a dataclass whose fields are the user's options.
+    """A data source. A subclass is a dataclass whose fields are the command-line options.
 
-    Every subclass has ``num_workers``: the processes that read rows during training (0: the training process itself).
-    Options of the same name have the same default in every subclass: on the command line a default of one class
-    passes to another when only ``--data`` changes.
+    Every subclass has ``num_workers``, the number of data loading processes (0: the training process reads).
+    An option has the same default in every subclass: on the command line, the default of one class carries over to
+    another when only ``--data`` changes.
     """
 
     num_workers: int
@@ -73,15 +73,15 @@ class DataModule(ABC):
     def prepare(
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
     ) -> PreparedData:
-        """Make rows of ``max_seq_length`` input tokens, or find them in the cache.
+        """Return rows of ``max_seq_length`` input tokens, from the cache if they are there.
 
         Args:
-            tokenizer: The tokenizer of ``--tokenizer_dir``; without one the module trains its own if it can.
+            tokenizer: The tokenizer of ``--tokenizer_dir``; if None, text modules train one.
             max_seq_length: T, the input tokens of a row (blocks on disk hold T + 1).
-            report: Takes lines for people: prepared or taken from the cache, sizes, seconds.
+            report: Receives progress lines: cache hit or miss, sizes, seconds.
 
         Raises:
-            UserError: if an option or a file is unusable.
+            UserError: An option or a file is invalid.
         """
 
 
@@ -92,7 +92,7 @@ def require(ok: bool, name: str, value: Any, hint: str) -> None:
 
 
 def require_text_options(module: Any) -> None:
-    """Check the options that the modules of text share."""
+    """Check the options shared by the text modules."""
     fraction, vocab_size, workers = module.val_fraction, module.vocab_size, module.num_workers
     require(fraction is None or 0 <= fraction < 1, "val_fraction", fraction, "must be at least 0 and less than 1")
     require(vocab_size > 256, "vocab_size", vocab_size, "must be at least 257: the 256 bytes and <|endoftext|>")

@@ -1,6 +1,6 @@
-"""Folders of prepared data: each appears whole or not at all (S5), and is verified before it is read (S7).
+"""Cache folders of prepared data: published atomically (S5) and verified before they are read (S7).
 
-What a killed process left is removed.
+Leftovers of killed processes are removed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from toolkit.leftovers import sweep, temporary_prefix
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"
-DAMAGE = (ValueError, TypeError, KeyError, OSError)  # what reading a damaged folder can raise
-HEARTBEAT = 10.0  # seconds between two lines while long data is read
-_ANNOUNCED = 1 << 31  # bytes: verifying so many takes seconds
+DAMAGE_ERRORS = (ValueError, TypeError, KeyError, OSError)  # raised on reading a damaged folder
+HEARTBEAT = 10.0  # seconds between progress lines
+_ANNOUNCE_BYTES = 1 << 31  # verifying this much takes seconds
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/toolkit/data``, or the same under ``~/.cache``."""
+    """Return ``$XDG_CACHE_HOME/toolkit/data``, with ``~/.cache`` as the default."""
     return _user_cache() / "data"
 
 
@@ -37,29 +37,29 @@ def _user_cache() -> Path:
 
 
 def choose_cache_dir(value: str | None) -> Path:
-    """The folder of ``--data.cache_dir``, or the default one."""
+    """Return the folder of ``--data.cache_dir``, or the default."""
     return Path(value).expanduser() if value else default_cache_dir()
 
 
 @contextmanager
-def unfinished(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder beside ``folder``, to be published; what is still there at the end is removed."""
+def staging_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to ``folder`` to fill and :func:`publish`; remove it on exit if unpublished."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f"{temporary_prefix()}{secrets.token_hex(4)}"
-    temporary.mkdir()  # and not mkdtemp's, which is private: a cache may be shared
+    temporary.mkdir()  # not mkdtemp, whose folders are private: a cache may be shared
     try:
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def publish(temporary: Path, folder: Path, is_whole: Callable[[], bool]) -> None:
-    """Rename ``temporary`` to ``folder``, unless another process was quicker: then ``folder`` ``is_whole``.
+def publish(temporary: Path, folder: Path, is_intact: Callable[[], bool]) -> None:
+    """Write checksums, then rename ``temporary`` to ``folder``, unless another process published first.
 
-    The checksums of its files are written first.
+    If ``folder`` exists and ``is_intact()``, it is kept; a damaged one is replaced.
 
     Raises:
-        OSError: if it cannot be read or renamed.
+        OSError: Reading or renaming failed.
     """
     files = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
     (temporary / CHECKSUMS).write_text(json.dumps({"files": checksum_files(temporary, files)}), encoding="utf-8")
@@ -68,8 +68,8 @@ def publish(temporary: Path, folder: Path, is_whole: Callable[[], bool]) -> None
     except OSError:
         if not folder.exists():
             raise
-        if is_whole():
-            return  # another process was quicker; its data is the same
+        if is_intact():
+            return  # another process published the same data first
         damaged = temporary.with_name(f"{temporary.name}-damaged")
         os.rename(folder, damaged)
         os.rename(temporary, folder)
@@ -77,25 +77,25 @@ def publish(temporary: Path, folder: Path, is_whole: Callable[[], bool]) -> None
 
 
 def verify(folder: Path, report: Callable[[str], None]) -> None:
-    """Compare the files of ``folder`` with their checksums, unless this user's processes on this machine did before.
+    """Compare the files of ``folder`` with their checksums, once per user and machine.
 
-    That is known by the sizes, times and inodes of the files, which are noted in ``~/.cache/toolkit/verified``.
+    Stamps in ``~/.cache/toolkit/verified`` record the sizes, mtimes and inodes of verified files.
 
     Raises:
-        ValueError: naming a file that is damaged.
-        OSError: the checksums or the files cannot be read.
+        ValueError: A file is damaged; the message names it.
+        OSError: The checksums or the files cannot be read.
     """
     if not (folder / CHECKSUMS).is_file():
         raise ValueError(f"{CHECKSUMS} is missing")
     content = json.loads((folder / CHECKSUMS).read_bytes())
     files = check_entries(content.get("files") if isinstance(content, dict) else None)
     with _open_stamp(folder) as stamp:
-        stats = {name: (folder / name).stat() for name in files}  # before the bytes: a later change is seen next time
+        stats = {name: (folder / name).stat() for name in files}  # before reading: a later change is detected next time
         versions = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats.items()}
         seen = {"folder": str(folder.resolve()), "checksums": content, "versions": versions}
         if stamp is not None and _read_stamp(stamp) == seen:
             return
-        if (size := sum(stat.st_size for stat in stats.values())) >= _ANNOUNCED:
+        if (size := sum(stat.st_size for stat in stats.values())) >= _ANNOUNCE_BYTES:
             report(f"Data: verifying {size / 1e9:,.1f} GB in {folder}, once on this machine")
         if damaged := find_damage(folder, files):
             raise ValueError("; ".join(f"{name}: {why}" for name, why in damaged.items()))
@@ -107,7 +107,7 @@ def verify(folder: Path, report: Callable[[str], None]) -> None:
 
 @contextmanager
 def _open_stamp(folder: Path) -> Iterator[IO[str] | None]:
-    """The note about a folder, locked so that of several ranks one verifies; None where none can be kept."""
+    """Yield the stamp file of a folder, locked so that only one rank verifies; None if it cannot be written."""
     stamps = _user_cache() / "verified"
     name = hashlib.sha256(f"{socket.gethostname()} {folder.resolve()}".encode()).hexdigest()[:32]
     with contextlib.ExitStack() as stack:
@@ -129,12 +129,8 @@ def _read_stamp(stamp: IO[str]) -> Any:
 
 
 def clean_up(cache_dir: Path) -> None:
-    """Remove what killed preparations have left behind."""
+    """Remove leftovers of killed preparations and stamps of deleted folders."""
     sweep(cache_dir)
-    _forget_removed_folders()
-
-
-def _forget_removed_folders() -> None:
     for path in (_user_cache() / "verified").glob("*.json"):
         with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
             if not Path(json.loads(path.read_bytes())["folder"]).exists():

@@ -1,8 +1,8 @@
-"""Folders of tokens in LitData's chunk format: written with LitData's writer, read by global row number.
+"""Token folders in LitData's chunk format: written with LitData's writer, read by global row index.
 
-``litdata.optimize`` writes the same files but starts processes for it: 6 s more, and a script that calls us without a
-``__main__`` guard would start itself again. ``StreamingDataset`` reads them, but looks for updates on the network,
-divides its length by the number of ranks, and takes at least twice as long for a row at random.
+``litdata.optimize`` writes the same files but starts processes: 6 s more, and a calling script without a ``__main__``
+guard would run itself again. ``StreamingDataset`` reads them, but checks for updates over the network, divides its
+length by the number of ranks, and is at least twice as slow for random access.
 """
 
 from __future__ import annotations
@@ -24,55 +24,55 @@ from torch import Tensor
 INDEX = "index.json"
 _TOKENS_PER_CHUNK = 1 << 23  # 16 or 32 MB
 _OPEN_CHUNKS = 128  # each holds a file descriptor
-_READ_WHOLE = 1 << 30  # bytes
-_SAMPLES, _SAMPLE = 16, 1 << 14  # pieces of a chunk of larger data, and tokens in each
+_READ_ALL_BYTES = 1 << 30  # above this, survey() samples
+_SAMPLES, _SAMPLE = 16, 1 << 14  # samples per chunk, tokens per sample
 _PIECE = 1 << 22  # tokens
 
 
 def write_chunks(tokens: np.ndarray, folder: Path, block_size: int) -> int:
-    """Write the whole blocks of ``tokens`` (1-d, uint16 or int32, a memory map is fine) as LitData chunks.
+    """Write the full blocks of ``tokens`` (1-D, uint16 or int32, may be a memory map) as LitData chunks.
 
-    Every chunk holds whole blocks, so LitData's TokensLoader drops nothing either.
+    Every chunk holds only full blocks, so LitData's TokensLoader drops nothing either.
 
     Returns:
-        The tokens left over at the end, fewer than ``block_size``.
+        The number of leftover tokens at the end, less than ``block_size``.
     """
     from litdata import TokensLoader
     from litdata.streaming.writer import BinaryWriter
 
-    whole = len(tokens) // block_size * block_size
+    n_full = len(tokens) // block_size * block_size
     per_chunk = max(1, _TOKENS_PER_CHUNK // block_size) * block_size
     # One item is one chunk: the writer closes a chunk when a second item would not fit.
     writer = BinaryWriter(str(folder), chunk_size=per_chunk, item_loader=TokensLoader())
-    for i, start in enumerate(range(0, whole, per_chunk)):
-        writer[i] = torch.from_numpy(np.array(tokens[start : min(start + per_chunk, whole)]))
+    for i, start in enumerate(range(0, n_full, per_chunk)):
+        writer[i] = torch.from_numpy(np.array(tokens[start : min(start + per_chunk, n_full)]))
     writer.done()
-    # The one writer's index is the index. (Its merge would wait for those of all ranks of a process group.)
+    # One writer, so its index is complete. (LitData's merge would wait for all ranks of a process group.)
     os.replace(folder / f"{writer.rank}.{INDEX}", folder / INDEX)
-    return len(tokens) - whole
+    return len(tokens) - n_full
 
 
 class TokenRows:
-    """The rows of a folder of chunks; see :class:`toolkit.data.base.TokenDataset`. A row is a block of T + 1 tokens.
+    """The rows of a chunk folder; see :class:`toolkit.data.base.TokenDataset`. A row is a block of T + 1 tokens.
 
     Args:
-        folder: Holds ``index.json`` and the chunks that it names.
+        folder: Contains ``index.json`` and the chunks it lists.
         block_size: T + 1.
 
     Attributes:
-        tail_tokens: Tokens at the ends of the chunks that do not fill a block.
+        tail_tokens: Tokens at the chunk ends that do not fill a block.
 
     Raises:
-        ValueError: if the index is broken, names a file outside its folder, or a chunk is missing or cut short.
+        ValueError: The index is invalid or names a file outside its folder, or a chunk is missing or truncated.
     """
 
     def __init__(self, folder: str | Path, block_size: int) -> None:
         self.folder = Path(folder)
         self.block_size = block_size
         index = _read_index(self.folder)
-        self.dtype = _dtype(index["config"])
-        self._files = [_chunk_name(chunk) for chunk in index["chunks"]]
-        # A chunk begins with its number of items and where each of them begins and the last ends, in uint32.
+        self.dtype = _parse_dtype(index["config"])
+        self._files = [_parse_chunk_name(chunk) for chunk in index["chunks"]]
+        # A chunk starts with a uint32 header: the number of items, then n + 1 item offsets.
         self._offsets = [4 * (chunk["chunk_size"] + 2) for chunk in index["chunks"]]
         self._sizes = [chunk["dim"] for chunk in index["chunks"]]
         self._check_sizes()
@@ -92,10 +92,10 @@ class TokenRows:
         return {"input_ids": block[:-1], "labels": block[1:]}
 
     def survey(self) -> tuple[bytes, int]:
-        """Read through the tokens once.
+        """Scan the tokens once.
 
-        Up to 1 GiB all of them; of more, 16 blocks of 16 Ki tokens of every chunk, evenly spaced from its first token
-        to its last: what lies between them goes unnoticed.
+        Up to 1 GiB, every token is read. Larger data is sampled: 16 blocks of 16 Ki tokens per chunk, evenly spaced
+        from its first token to its last; changes between the samples are not detected.
 
         Returns:
             SHA-256 of the index and the tokens, and the largest token.
@@ -107,10 +107,10 @@ class TokenRows:
         return digest.digest(), largest
 
     def _samples(self) -> Iterator[np.ndarray]:
-        """The pieces of the chunks that :meth:`survey` reads, none of them empty."""
-        whole = sum(self._sizes) * self.dtype.itemsize <= _READ_WHOLE
+        """Yield the non-empty chunk pieces that :meth:`survey` reads."""
+        reads_all = sum(self._sizes) * self.dtype.itemsize <= _READ_ALL_BYTES
         for chunk, size in enumerate(self._sizes):
-            if whole or size <= _SAMPLES * _SAMPLE:
+            if reads_all or size <= _SAMPLES * _SAMPLE:
                 starts, length = range(0, size, _PIECE), _PIECE
             else:
                 starts, length = [i * (size - _SAMPLE) // (_SAMPLES - 1) for i in range(_SAMPLES)], _SAMPLE
@@ -118,14 +118,14 @@ class TokenRows:
                 yield self._tokens(chunk)[start : start + length]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # memory maps do not travel to other processes
+        return {**self.__dict__, "_open": {}}  # memory maps cannot be pickled
 
     def _tokens(self, chunk: int) -> np.ndarray:
         if chunk not in self._open:
             if len(self._open) >= _OPEN_CHUNKS:
                 del self._open[next(iter(self._open))]
             path, shape = self.folder / self._files[chunk], (self._sizes[chunk],)
-            # As a plain array: slices of np.memmap itself are slow.
+            # A plain array: slicing np.memmap itself is slow.
             self._open[chunk] = np.asarray(np.memmap(path, self.dtype, "r", self._offsets[chunk], shape))
         return self._open[chunk]
 
@@ -135,14 +135,14 @@ class TokenRows:
             needed = offset + size * self.dtype.itemsize
             found = path.stat().st_size if path.is_file() else None
             if found is None or found < needed:
-                problem = "is missing" if found is None else f"is cut short: {found:,} of {needed:,} bytes"
+                problem = "is missing" if found is None else f"is truncated: {found:,} of {needed:,} bytes"
                 raise ValueError(f"{path} {problem}")
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     if not path.is_file():
-        raise ValueError(f"{folder} holds no {INDEX}")
+        raise ValueError(f"{folder} contains no {INDEX}")
     index = None
     with contextlib.suppress(ValueError):
         index = json.loads(path.read_bytes())
@@ -150,7 +150,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not an index of LitData chunks")
     chunks = index.get("chunks")
     if not isinstance(chunks, list) or not all(map(_is_token_chunk, chunks)):
-        raise ValueError(f"{path} does not describe chunks of tokens (written with TokensLoader)")
+        raise ValueError(f"{path} does not describe token chunks (written with TokensLoader)")
     return index
 
 
@@ -159,20 +159,20 @@ def _is_token_chunk(chunk: Any) -> bool:
     return all(type(n) is int and n >= 0 for n in numbers)
 
 
-def _chunk_name(chunk: dict[str, Any]) -> str:
-    """The file of a chunk: a plain name, so that an index from elsewhere cannot point outside its folder (S4)."""
+def _parse_chunk_name(chunk: dict[str, Any]) -> str:
+    """Return the file name of a chunk: no path, so that an untrusted index cannot point outside its folder (S4)."""
     name = chunk.get("filename")
     if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\:\0"):
-        raise ValueError(f"{INDEX} names the chunk {name!r}: only plain file names inside its own folder are read")
+        raise ValueError(f"{INDEX} lists the chunk {name!r}: only plain file names inside the folder are allowed")
     return name
 
 
-def _dtype(config: dict[str, Any]) -> np.dtype:
-    """The type of the tokens, from a data format such as ``no_header_tensor:16``."""
+def _parse_dtype(config: dict[str, Any]) -> np.dtype:
+    """Return the token dtype for a data format such as ``no_header_tensor:16``."""
     from litdata.constants import _NUMPY_DTYPES_MAPPING, _TORCH_DTYPES_MAPPING
 
     if config.get("compression") or config.get("encryption"):
-        raise ValueError("compressed or encrypted chunks are not read; write them plain")
+        raise ValueError("compressed or encrypted chunks are not supported; write them uncompressed")
     try:
         (data_format,) = config["data_format"]
         kind, number = data_format.split(":")
@@ -183,7 +183,7 @@ def _dtype(config: dict[str, Any]) -> np.dtype:
         else:
             raise ValueError(kind)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"the data format {config.get('data_format')!r} is not one of plain tokens") from error
+        raise ValueError(f"the data format {config.get('data_format')!r} is not a supported token format") from error
     if dtype.kind not in "iu":
-        raise ValueError(f"the tokens are {dtype}, not whole numbers")
+        raise ValueError(f"the tokens are {dtype}, not integers")
     return dtype

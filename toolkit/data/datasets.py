@@ -1,4 +1,4 @@
-"""Instruction data of one's own in files, from the Hugging Face hub, and well-known sets by their name."""
+"""Instruction data: user-provided files, Hugging Face datasets, and well-known datasets by name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class JSON(InstructionData):
-    """Rows of a JSON or JSON lines file.
+    """Instruction data from a JSON or JSON Lines file.
 
     Args:
-        json_path: A .jsonl with a row per line; a .json with a list of rows or {"train": [...], "val": [...]}; or a
-            folder with train.json[l] and, if there is one, val.json[l] (also validation or test).
+        json_path: A .jsonl with one row per line; a .json with a list of rows or {"train": [...], "val": [...]}; or a
+            folder with train.json[l] and optionally val.json[l] (also validation or test).
     """
 
     json_path: str
@@ -30,10 +30,10 @@ class JSON(InstructionData):
 
 @dataclass
 class CSV(InstructionData):
-    """Rows of a CSV file whose first line names the columns.
+    """Instruction data from a CSV file with a header line.
 
     Args:
-        csv_path: The file, or a folder with train.csv and, if there is one, val.csv (also validation or test).
+        csv_path: The file, or a folder with train.csv and optionally val.csv (also validation or test).
     """
 
     csv_path: str
@@ -46,10 +46,10 @@ class CSV(InstructionData):
 
 @dataclass
 class Parquet(InstructionData):
-    """Rows of a Parquet file.
+    """Instruction data from a Parquet file.
 
     Args:
-        parquet_path: The file, or a folder with train.parquet (or train-*.parquet) and, if there is one, val.parquet
+        parquet_path: The file, or a folder with train.parquet (or train-*.parquet) and optionally val.parquet
             (also validation or test).
     """
 
@@ -64,13 +64,13 @@ class Parquet(InstructionData):
 
 @dataclass
 class HuggingFace(InstructionData):
-    """A data set of the Hugging Face hub, through the datasets library. Rows with an empty answer are left out.
+    """A dataset from the Hugging Face hub, loaded with the datasets library. Rows with an empty answer are skipped.
 
     Args:
-        repo_id: Its name, such as tatsu-lab/alpaca, or a local folder with such a data set.
-        subset: One of its configurations.
-        split: The training rows, such as train or train[:1000].
-        val_split: The held-out rows; a share of the training rows when not given.
+        repo_id: Dataset name, such as tatsu-lab/alpaca, or a local dataset folder.
+        subset: Dataset configuration (subset) name.
+        split: Training split, such as train or train[:1000].
+        val_split: Validation split; by default a share of the training rows is held out.
     """
 
     repo_id: str
@@ -91,8 +91,8 @@ class HuggingFace(InstructionData):
 
 
 @dataclass
-class _NamedSet(InstructionData):
-    """A set of the hub under its own name."""
+class _NamedDataset(InstructionData):
+    """A hub dataset under its own name."""
 
     local_path: str | None = None
 
@@ -109,55 +109,55 @@ class _NamedSet(InstructionData):
 
 
 @dataclass
-class Alpaca(_NamedSet):
-    """Stanford's 52,002 instructions with answers of text-davinci-003 (tatsu-lab/alpaca; CC BY-NC 4.0).
+class Alpaca(_NamedDataset):
+    """Stanford's 52,002 instructions with answers from text-davinci-003 (tatsu-lab/alpaca; CC BY-NC 4.0).
 
     Args:
-        local_path: A file or folder with these rows, instead of the hub.
+        local_path: Local file or folder with this dataset, instead of the hub.
     """
 
     repo_id = "tatsu-lab/alpaca"
 
 
 @dataclass
-class Alpaca2k(_NamedSet):
-    """2,000 rows of Alpaca, for trying things out (mhenrichsen/alpaca_2k_test).
+class Alpaca2k(_NamedDataset):
+    """2,000 rows of Alpaca for quick experiments (mhenrichsen/alpaca_2k_test).
 
     Args:
-        local_path: A file or folder with these rows, instead of the hub.
+        local_path: Local file or folder with this dataset, instead of the hub.
     """
 
     repo_id = "mhenrichsen/alpaca_2k_test"
 
 
 @dataclass
-class AlpacaGPT4(_NamedSet):
-    """Alpaca's instructions with answers of GPT-4 (vicgalle/alpaca-gpt4; CC BY-NC 4.0).
+class AlpacaGPT4(_NamedDataset):
+    """Alpaca's instructions with answers from GPT-4 (vicgalle/alpaca-gpt4; CC BY-NC 4.0).
 
     Args:
-        local_path: A file or folder with these rows, instead of the hub.
+        local_path: Local file or folder with this dataset, instead of the hub.
     """
 
     repo_id = "vicgalle/alpaca-gpt4"
 
 
 @dataclass
-class Dolly(_NamedSet):
-    """15,011 instructions with contexts and answers by people (databricks/databricks-dolly-15k; CC BY-SA 3.0).
+class Dolly(_NamedDataset):
+    """15,011 instructions with human-written contexts and answers (databricks/databricks-dolly-15k; CC BY-SA 3.0).
 
     Args:
-        local_path: A file or folder with these rows, instead of the hub.
+        local_path: Local file or folder with this dataset, instead of the hub.
     """
 
     repo_id = "databricks/databricks-dolly-15k"
 
 
 @dataclass
-class LIMA(_NamedSet):
-    """1,030 carefully chosen conversations (GAIR/lima; its licence must be accepted on the hub).
+class LIMA(_NamedDataset):
+    """1,030 curated conversations (GAIR/lima; accept its license on the hub first).
 
     Args:
-        local_path: A file or folder with these rows, instead of the hub.
+        local_path: Local file or folder with this dataset, instead of the hub.
     """
 
     repo_id = "GAIR/lima"

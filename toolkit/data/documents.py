@@ -1,4 +1,4 @@
-"""Documents: UTF-8 text files, in an order that depends on nothing but their contents."""
+"""Documents: UTF-8 text files, in an order that depends only on their contents."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from toolkit.errors import UserError
 
-_READ = 1 << 20
-PIECE = 1 << 18  # characters that are encoded at once
-BATCH = 1 << 22  # characters that are encoded in parallel
+_READ_SIZE = 1 << 20
+PIECE = 1 << 18  # characters tokenized at once
+BATCH = 1 << 22  # characters tokenized in parallel
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Document:
     r"""A text file.
 
     Args:
-        sha256: Of its content, in hex.
-        size: Bytes of its text, as :func:`pieces` reads it.
+        sha256: Hex digest of the file contents.
+        size: Bytes of text, as :func:`pieces` reads it.
         path: The file.
-        option: How the user named it.
-        crlf: Line ends that are \r\n in the file and \n in the text.
-        has_bom: Whether the file begins with a byte order mark, which is no part of the text.
+        option: The command-line option that named it.
+        crlf: Number of \r\n line endings, read as \n.
+        has_bom: Whether the file starts with a byte order mark, which is dropped from the text.
     """
 
     sha256: str
@@ -40,25 +40,25 @@ class Document:
 
 
 class Piece(NamedTuple):
-    """Part of a document, or the whole."""
+    """A part of a document, or all of it."""
 
     text: str
     ends_document: bool
 
 
 def fingerprint(paths: list[Path], option: str) -> list[Document]:
-    """Hash files and sort them by their hash: a shuffled order that is a pure function of the contents.
+    """Hash files and sort them by hash: a shuffled order that is a pure function of the contents.
 
-    Empty files are left out: they are no documents.
+    Empty files are skipped.
 
     Raises:
-        UserError: naming ``option``, if a file cannot be read or none has text.
+        UserError: A file cannot be read, or all are empty; the message names ``option``.
     """
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading let other threads run
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading release the GIL
         hashed = list(pool.map(lambda path: _hash(path, option), paths))
     documents = sorted((d for d in hashed if d.size), key=lambda d: (d.sha256, d.path))
     if not documents:
-        raise UserError(f"{option}: holds no text; give files that are not empty")
+        raise UserError(f"{option}: contains no text; provide non-empty files")
     return documents
 
 
@@ -68,7 +68,7 @@ def _hash(path: Path, option: str) -> Document:
         with open(path, "rb") as file:
             has_bom = file.read(len(BOM_UTF8)) == BOM_UTF8
             file.seek(0)
-            while block := file.read(_READ):
+            while block := file.read(_READ_SIZE):
                 digest.update(block)
                 size += len(block)
                 crlf += block.count(b"\r\n") + (last == b"\r" and block[:1] == b"\n")
@@ -79,46 +79,46 @@ def _hash(path: Path, option: str) -> Document:
 
 
 def describe_changes(documents: list[Document]) -> str | None:
-    """One line about line ends and byte order marks that are read in another way than they are written."""
-    crlf, marks = sum(d.crlf for d in documents), sum(d.has_bom for d in documents)
-    parts = [f"read {crlf:,} line ends \\r\\n as \\n"] if crlf else []
-    parts += [f"left out {marks:,} byte order mark{'s' if marks > 1 else ''}"] if marks else []
+    """Describe normalized line endings and dropped byte order marks, or return None."""
+    crlf, boms = sum(d.crlf for d in documents), sum(d.has_bom for d in documents)
+    parts = [f"normalized {crlf:,} \\r\\n line endings to \\n"] if crlf else []
+    parts += [f"dropped {boms:,} byte order mark{'s' if boms > 1 else ''}"] if boms else []
     return ", ".join(parts) or None
 
 
 def pieces(document: Document, size: int | None = PIECE) -> Iterator[Piece]:
-    r"""Read a document in pieces of about ``size`` characters; None reads it whole.
+    r"""Read a document in pieces of about ``size`` characters; None reads it in one piece.
 
-    Line ends are \n, also where the file has \r\n, and a byte order mark at the beginning is left out.
+    \r\n line endings become \n, and a leading byte order mark is dropped.
 
-    It is cut only between a line that ends in a visible character and one that begins with a letter: there the
-    tokenizers that :meth:`Tokenizer.splits_at_newlines` finds cut as well.
+    Cuts fall only between a line that ends in a visible character and one that starts with a letter: tokenizers with
+    :meth:`Tokenizer.splits_at_newlines` split there as well, so the token ids do not change.
 
     Raises:
-        UserError: if it is not UTF-8.
+        UserError: The file is not UTF-8 or cannot be read.
     """
     try:
         with open(document.path, encoding="utf-8-sig", newline="") as file:
-            rest = held = ""
+            rest = carry = ""
             while block := file.read(size or -1):
-                block = held + block
-                held = "\r" if block.endswith("\r") else ""  # its \n may come with the next block
-                rest += block[: len(block) - len(held)].replace("\r\n", "\n")
+                block = carry + block
+                carry = "\r" if block.endswith("\r") else ""  # its \n may be in the next block
+                rest += block[: len(block) - len(carry)].replace("\r\n", "\n")
                 if size and (cut := _last_line_end(rest, len(rest) - size)):
                     yield Piece(rest[:cut], False)
                     rest = rest[cut:]
-            yield Piece(rest + held, True)
+            yield Piece(rest + carry, True)
     except UnicodeDecodeError as error:
         raise UserError(
             f"{document.option}: {document.path} is not UTF-8 text ({error.reason} at byte {error.start});"
-            " convert it, or leave it out with a glob such as 'folder/**/*.txt'"
+            " convert it, or exclude it with a glob such as 'folder/**/*.txt'"
         ) from error
     except OSError as error:
         raise UserError(f"{document.option}: {document.path} cannot be read: {error.strerror}") from error
 
 
 def _last_line_end(text: str, start: int) -> int:
-    """Where the last line that may be cut off ends, looking no further back than ``start``; 0 if there is none."""
+    """Return the last valid cut position at or after ``start``; 0 if there is none."""
     end = len(text) - 1
     while (end := text.rfind("\n", max(start, 1), end)) > 0:
         if text[end + 1].isalpha() and not text[end - 1].isspace():
@@ -127,7 +127,7 @@ def _last_line_end(text: str, start: int) -> int:
 
 
 def batches(documents: list[Document], cut: bool) -> Iterator[list[Piece]]:
-    """The pieces of all documents in lists of about BATCH characters; ``cut=False`` leaves documents whole."""
+    """Yield pieces of all documents in lists of about BATCH characters; ``cut=False`` keeps each document intact."""
     batch, size = [], 0
     for document in documents:
         for piece in pieces(document, PIECE if cut else None):
@@ -141,7 +141,7 @@ def batches(documents: list[Document], cut: bool) -> Iterator[list[Piece]]:
 
 
 def sample(documents: list[Document], limit: int) -> Iterator[str]:
-    """The first ``limit`` characters of the stream of documents, as texts."""
+    """Yield the first ``limit`` characters of the documents."""
     for document in documents:
         for piece in pieces(document):
             if limit <= 0:

@@ -1,4 +1,4 @@
-"""What training will see, in plain values: the tokens of some rows with their labels, and counts over all of them."""
+"""Data inspection as plain values: tokens and labels of sample rows, and counts over the dataset."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from toolkit.data.base import PreparedData, TokenDataset
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.models.labels import IGNORE_INDEX
 
-_SURVEYED = 1000  # rows of data that was not counted when it was prepared
-_CONTEXT = 4  # tokens before one that are decoded with it: some tokenizers drop a space at the beginning
+_SURVEY_ROWS = 1000  # counted if the dataset has no statistics
+_CONTEXT = 4  # preceding tokens decoded with each token: some tokenizers drop a leading space
 
 
 def inspect_rows(prepared: PreparedData, num_samples: int) -> dict[str, Any]:
@@ -18,62 +18,66 @@ def inspect_rows(prepared: PreparedData, num_samples: int) -> dict[str, Any]:
 
     Returns:
         ``counts`` by name; ``longest``, a list of ``{"where", "tokens"}``; and ``samples``, a list of documents with
-        ``where``, ``text`` and ``tokens``: ``{"id", "text", "trained"}`` each, the first of which is never predicted.
-        The bytes of a character that spans several tokens show in the last of them.
+        ``where``, ``text`` and ``tokens``: ``{"id", "text", "trained"}`` each; the first token is never a target. A
+        character that spans several tokens appears in the last of them.
     """
-    facts = getattr(prepared.train, "facts", None)
+    statistics = getattr(prepared.train, "statistics", None)
     return {
-        "counts": _survey(prepared) if facts is None else _counts(facts, prepared),
-        "longest": [] if facts is None else _longest(prepared.train, facts),
-        "samples": [_sample(prepared, *found) for found in _documents(prepared.train, num_samples)],
+        "counts": _count_rows(prepared) if statistics is None else _select_counts(statistics, prepared),
+        "longest": [] if statistics is None else _describe_longest(prepared.train, statistics),
+        "samples": [
+            _describe_sample(prepared, *document) for document in _iterate_documents(prepared.train, num_samples)
+        ],
     }
 
 
-def _counts(facts: dict[str, Any], prepared: PreparedData) -> dict[str, Any]:
-    samples = facts["samples"]
+def _select_counts(statistics: dict[str, Any], prepared: PreparedData) -> dict[str, Any]:
+    samples = statistics["samples"]
     counts = {
         "samples": samples,
-        "tokens": facts["tokens"],
-        "trained_tokens": facts["trained_tokens"],
-        "trained_percent": 100 * facts["trained_tokens"] / facts["tokens"],
-        "truncated": facts["truncated"],
-        "truncated_percent": 100 * facts["truncated"] / samples,
-        "split": facts["split"],
-        "dropped": facts["dropped"],
-        "dropped_percent": 100 * facts["dropped"] / samples,
-        "dropped_too_long": facts["too_long"],
-        "dropped_without_trained_token": facts["untrained"],
-        "dropped_empty_answer": facts["empty"],
+        "tokens": statistics["tokens"],
+        "trained_tokens": statistics["trained_tokens"],
+        "trained_percent": 100 * statistics["trained_tokens"] / statistics["tokens"],
+        "truncated": statistics["truncated"],
+        "truncated_percent": 100 * statistics["truncated"] / samples,
+        "split": statistics["split"],
+        "dropped": statistics["dropped"],
+        "dropped_percent": 100 * statistics["dropped"] / samples,
+        "dropped_too_long": statistics["too_long"],
+        "dropped_without_trained_token": statistics["untrained"],
+        "dropped_empty_answer": statistics["empty"],
         "train_rows": len(prepared.train),
         "val_rows": 0 if prepared.val is None else len(prepared.val),
-        "val_samples_also_trained": facts["val_samples_also_trained"],
+        "val_samples_also_trained": statistics["val_samples_also_trained"],
     }
-    if facts["packing"] != "none":
-        counts["packing_efficiency_percent"] = 100 * facts["packing_efficiency"]
+    if statistics["packing"] != "none":
+        counts["packing_efficiency_percent"] = 100 * statistics["packing_efficiency"]
     return counts
 
 
-def _survey(prepared: PreparedData) -> dict[str, Any]:
-    """Counts of rows that nothing was counted of; of many rows the first ones stand for all."""
-    surveyed = min(len(prepared.train), _SURVEYED)
+def _count_rows(prepared: PreparedData) -> dict[str, Any]:
+    """Count the first rows of a dataset without statistics."""
+    surveyed = min(len(prepared.train), _SURVEY_ROWS)
     rows = [prepared.train[i] for i in range(surveyed)]
     tokens = sum(len(row["input_ids"]) for row in rows)
-    trained = sum(int((row["labels"] != IGNORE_INDEX).sum()) for row in rows)
+    n_targets = sum(int((row["labels"] != IGNORE_INDEX).sum()) for row in rows)
     return {
         "train_rows": len(prepared.train),
         "val_rows": 0 if prepared.val is None else len(prepared.val),
         "surveyed_rows": surveyed,
         "tokens_per_row": tokens / surveyed,
-        "trained_percent": 100 * trained / max(tokens, 1),
+        "trained_percent": 100 * n_targets / max(tokens, 1),
     }
 
 
-def _longest(rows: Any, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"where": rows.place(source, row), "tokens": tokens} for tokens, source, row in facts["longest"]]
+def _describe_longest(rows: Any, statistics: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"where": rows.describe_row(source, row), "tokens": tokens} for tokens, source, row in statistics["longest"]
+    ]
 
 
-def _documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, list[int], list[bool]]]:
-    """The first ``count`` documents: where each comes from, its tokens, and which of them are predicted."""
+def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, list[int], list[bool]]]:
+    """Yield the first ``count`` documents: their origin, token ids and loss mask."""
     left = count
     for index in range(min(count, len(rows))):
         row = {name: values.tolist() for name, values in rows[index].items()}
@@ -84,28 +88,29 @@ def _documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, list[int],
             if not left:
                 return
             left -= 1
-            here = [i for i, number in enumerate(numbers) if number == document]
-            ids, targets = [inputs[i] for i in here], [labels[i] for i in here]
-            learned = [target != IGNORE_INDEX for target in targets]
-            last = targets[-1:] if learned[-1] else []  # the token that is a label only
-            yield place, ids + last, [False, *learned[: len(ids) - 1 + len(last)]]
+            indices = [i for i, number in enumerate(numbers) if number == document]
+            ids, targets = [inputs[i] for i in indices], [labels[i] for i in indices]
+            loss_mask = [target != IGNORE_INDEX for target in targets]
+            last = targets[-1:] if loss_mask[-1] else []  # a label, but not an input
+            yield place, ids + last, [False, *loss_mask[: len(ids) - 1 + len(last)]]
 
 
-def _sample(prepared: PreparedData, where: str, ids: list[int], trained: list[bool]) -> dict[str, Any]:
-    texts = [str(i) for i in ids] if prepared.tokenizer is None else list(_texts(prepared.tokenizer, ids))
-    tokens = [{"id": i, "text": text, "trained": learned} for i, text, learned in zip(ids, texts, trained, strict=True)]
+def _describe_sample(prepared: PreparedData, where: str, ids: list[int], loss_mask: list[bool]) -> dict[str, Any]:
+    texts = [str(i) for i in ids] if prepared.tokenizer is None else list(_decode_each(prepared.tokenizer, ids))
+    samples = zip(ids, texts, loss_mask, strict=True)
+    tokens = [{"id": i, "text": text, "trained": is_target} for i, text, is_target in samples]
     return {"where": where, "text": ("" if prepared.tokenizer else " ").join(texts), "tokens": tokens}
 
 
-def _texts(tokenizer: Tokenizer, ids: list[int]) -> Iterator[str]:
-    """The text of each token, as it stands among the others."""
-    start = 0  # tokens from here on are decoded with the next one
+def _decode_each(tokenizer: Tokenizer, ids: list[int]) -> Iterator[str]:
+    """Yield the text of each token, decoded in context."""
+    start = 0  # first token of the decoding context
     for i in range(len(ids)):
         before = tokenizer.decode(ids[start:i], skip_special_tokens=False)
         after = tokenizer.decode(ids[start : i + 1], skip_special_tokens=False)
-        stays = len(before.rstrip(UNFINISHED))
-        if after.endswith(UNFINISHED) and i + 1 < len(ids) and len(after) - stays < 4:
+        prefix = len(before.rstrip(UNFINISHED))
+        if after.endswith(UNFINISHED) and i + 1 < len(ids) and len(after) - prefix < 4:
             yield ""
         else:
-            yield after[stays:]
+            yield after[prefix:]
             start = max(start, i + 1 - _CONTEXT)

@@ -1,4 +1,4 @@
-"""Instruction data: conversations and plain text for finetuning, one row per sample or several packed together."""
+"""Instruction data: conversations and plain text for finetuning, one sample per row or packed."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ Packing = Literal["none", "best_fit"]
 
 @dataclass(kw_only=True)
 class InstructionData(DataModule):
-    """Rows with instruction/input/output, prompt/completion, messages, conversations or text, told apart one by one.
+    """Rows with instruction/input/output, prompt/completion, messages, conversations or text, detected per row.
 
     Args:
-        val_split_fraction: Share of the samples to hold out; 0.05 when not given and there is no held-out file, 0 for
-            none.
-        prompt_style: The chat template: alpaca, chatml, llama2, llama3, ...; the checkpoint's own when not given.
-        chat_template: A file with the chat template (jinja) to use instead; it is saved with the model.
-        mask_prompt: Learn the answers only; false also learns the prompts.
-        train_on: Which tokens are learned: those of all answers, of the last answer, or all; "answers" when not given.
-        on_long: What becomes of samples longer than a row: cut off the end, drop the sample, split it into several
-            rows, or refuse it.
-        packing: "best_fit" puts several samples into each row; they do not see each other.
-        columns: Columns of other names, as in '{"prompt": "question", "completion": "reply"}'.
-        cache_dir: Where prepared data is kept; ~/.cache/toolkit/data when not given.
-        num_workers: Processes that read rows during training; 0 reads in the training process.
+        val_split_fraction: Share of the samples to hold out; 0 for none. Default 0.05, unless there is a validation
+            file.
+        prompt_style: Chat template: alpaca, chatml, llama2, llama3, ...; the checkpoint's own by default.
+        chat_template: Jinja file with the chat template to use instead; it is saved with the model.
+        mask_prompt: Mask the loss on prompts; false trains on them, too.
+        train_on: Tokens with loss: those of all answers, of the last answer, or all. Default "answers".
+        on_long: For samples longer than a row: truncate the end, drop the sample, split it into several rows, or
+            raise an error.
+        packing: "best_fit" packs several samples into each row, without attention between them.
+        columns: Column name mapping, such as '{"prompt": "question", "completion": "reply"}'.
+        cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
+        num_workers: Data loading processes; 0 reads in the training process.
     """
 
     val_split_fraction: float | None = None
@@ -51,7 +51,7 @@ class InstructionData(DataModule):
     cache_dir: str | None = None
     num_workers: int = 0
 
-    # Rows with an empty answer are left out and counted, instead of refused: the user cannot mend published sets.
+    # Skip and count rows with an empty answer instead of raising an error: users cannot fix published datasets.
     skips_empty_answers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -62,16 +62,16 @@ class InstructionData(DataModule):
         hint = f"give either this or --data.prompt_style {self.prompt_style}, not both"
         require(not both, "chat_template", self.chat_template, hint)
         if not self.mask_prompt and self.train_on not in (None, "all"):
-            raise UserError(f"--data.mask_prompt false: trains on everything, but --data.train_on is {self.train_on}")
+            raise UserError(f"--data.mask_prompt false: trains on all tokens, but --data.train_on is {self.train_on}")
         require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
         require_columns(self.columns)
 
     @abstractmethod
     def find_rows(self) -> tuple[str, Splits]:
-        """Return how the user named the rows, such as ``--data.json_path faq.jsonl``, and where they are.
+        """Return the option that names the rows, such as ``--data.json_path faq.jsonl``, and their sources.
 
         Raises:
-            UserError: if there are none.
+            UserError: There are none.
         """
 
     def prepare(
@@ -80,25 +80,25 @@ class InstructionData(DataModule):
         """See :meth:`DataModule.prepare`; rows have up to ``max_seq_length`` input tokens."""
         name = type(self).__name__
         if tokenizer is None:
-            raise UserError(f"--data {name}: needs the tokenizer of the model; give --tokenizer_dir")
+            raise UserError(f"--data {name}: needs the tokenizer of the model; specify --tokenizer_dir")
         if max_seq_length <= 0:
             raise UserError(f"--train.max_seq_length {max_seq_length}: must be greater than zero for --data {name}")
         from toolkit.data.chat_template import ChatTemplate
-        from toolkit.data.sft_dataset import prepare_encoded
-        from toolkit.data.tokenize_sft import Job
+        from toolkit.data.sft_dataset import prepare_sft
+        from toolkit.data.tokenize_sft import SFTConfig
 
         option, splits = self.find_rows()
         fraction = self.val_split_fraction
         if splits.val is not None and fraction is not None:
-            raise UserError(f"--data.val_split_fraction {fraction}: leave it out: {option} has held-out rows")
+            raise UserError(f"--data.val_split_fraction {fraction}: remove it: {option} has validation rows")
         template, no_template = None, None
         try:
-            template = ChatTemplate.of(tokenizer, self.prompt_style, self.chat_template)
+            template = ChatTemplate.from_tokenizer(tokenizer, self.prompt_style, self.chat_template)
         except UserError as error:
             if self.prompt_style is not None or self.chat_template is not None:
                 raise
-            no_template = error  # plain text needs none
-        job = Job(
+            no_template = error  # plain text needs no template
+        config = SFTConfig(
             module=re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(),
             option=option,
             splits=splits,
@@ -111,7 +111,7 @@ class InstructionData(DataModule):
             on_long=self.on_long,
             packing=self.packing,
             max_seq_length=max_seq_length,
-            val_fraction=0.0 if splits.val is not None else DEFAULT_VAL_FRACTION if fraction is None else fraction,
+            val_fraction=0.0 if splits.val is not None else (DEFAULT_VAL_FRACTION if fraction is None else fraction),
             cache_dir=self.cache_dir,
         )
-        return prepare_encoded(job, report)
+        return prepare_sft(config, report)

@@ -1,4 +1,4 @@
-"""Tokens that lie ready in LitData's chunk format."""
+"""Pre-tokenized data in LitData's chunk format."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class LitData(DataModule):
-    """Existing chunks of tokens, written by litdata.optimize with its TokensLoader (or by prepare_data).
+    """Pre-tokenized chunks, written by litdata.optimize with its TokensLoader (or by prepare_data).
 
     Args:
-        data_path: The folder of the splits, or of the chunks themselves.
-        split_names: Folders below data_path that hold the training and the held-out chunks; null if data_path itself
-            holds the training chunks.
-        num_workers: Processes that read rows during training; 0 reads in the training process.
+        data_path: Folder of the splits, or of the chunks themselves.
+        split_names: Subfolders of data_path with the training and validation chunks; null if data_path itself contains
+            the training chunks.
+        num_workers: Data loading processes; 0 reads in the training process.
     """
 
     data_path: str
@@ -40,37 +40,37 @@ class LitData(DataModule):
         """See :meth:`DataModule.prepare`; nothing is written."""
         self._verify(report)
         names = [""] if self.split_names is None else list(self.split_names)
-        rows = [self._rows(name, max_seq_length + 1) for name in names]
+        splits = [self._open_split(name, max_seq_length + 1) for name in names]
         content = hashlib.sha256(f"{max_seq_length + 1}".encode())
         largest = 0
-        for split in rows:
-            digest, largest_here = split.survey()
+        for split in splits:
+            digest, split_largest = split.survey()
             content.update(digest)
-            largest = max(largest, largest_here)
+            largest = max(largest, split_largest)
         if tokenizer is not None and largest >= tokenizer.vocab_size:
             raise UserError(
-                f"--data.data_path {self.data_path}: holds the token {largest:,}, but {tokenizer.name} knows"
+                f"--data.data_path {self.data_path}: contains token {largest:,}, but {tokenizer.name} has only"
                 f" {tokenizer.vocab_size:,}: the chunks were made with another tokenizer"
             )
-        train, val = rows[0], rows[1] if len(rows) > 1 else None
-        tails = sum(split.tail_tokens for split in rows)
+        train, val = splits[0], splits[1] if len(splits) > 1 else None
+        tails = sum(split.tail_tokens for split in splits)
         held_out = "no val rows" if val is None else f"{len(val):,} val rows"
         summary = f"{len(train):,} train rows of {max_seq_length:,} tokens; {held_out}"
-        report(f"Data: {self.data_path}: {summary}; {tails:,} tokens at the ends of chunks do not fill a row")
+        report(f"Data: {self.data_path}: {summary}; {tails:,} leftover tokens at chunk ends do not fill a row")
         return PreparedData(train, val, tokenizer, content.hexdigest(), summary, largest + 1)
 
     def _verify(self, report: Callable[[str], None]) -> None:
-        """Check the bytes of a folder that prepare_data made; others have no checksums."""
-        from toolkit.data.cache import CHECKSUMS, DAMAGE, verify
+        """Check the bytes of a folder written by prepare_data; others have no checksums."""
+        from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, verify
 
         folder = Path(self.data_path).expanduser()
         if (folder / CHECKSUMS).is_file():
             try:
                 verify(folder, report)
-            except DAMAGE as error:
+            except DAMAGE_ERRORS as error:
                 raise UserError(f"--data.data_path {self.data_path}: is damaged ({error}); prepare it again") from error
 
-    def _rows(self, name: str, block_size: int) -> TokenRows:
+    def _open_split(self, name: str, block_size: int) -> TokenRows:
         from toolkit.data.chunks import TokenRows
 
         folder = Path(self.data_path).expanduser() / name
@@ -83,7 +83,7 @@ class LitData(DataModule):
             raise UserError(f"--data.data_path {self.data_path}: {error}{hint}") from error
         if len(rows) == 0:
             raise UserError(
-                f"--data.data_path {self.data_path}: no chunk in {folder} holds a row of {block_size:,} tokens"
-                " (--train.max_seq_length + 1); give more text or shorter rows"
+                f"--data.data_path {self.data_path}: no chunk in {folder} has a row of {block_size:,} tokens"
+                " (--train.max_seq_length + 1); provide more text or reduce --train.max_seq_length"
             )
         return rows

@@ -1,5 +1,5 @@
-"""From rows to batches. Which rows a rank reads in a step is a pure function of (seed, step, rank), so a run can be
-continued at any step, on another number of ranks, without replaying what went before."""
+"""Rows to batches. The rows of a rank in a step are a pure function of (seed, step, rank): a run resumes at any step,
+on any number of ranks, without replaying earlier steps."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from toolkit.data.base import TokenDataset
 from toolkit.data.order import shuffled_index
 from toolkit.models.labels import IGNORE_INDEX
 
-FILLER = -1  # the row number of a row that only fills up a batch
+FILLER = -1  # row index of a filler row, which only completes a batch
 PAD_MULTIPLE = 64  # tokens
 
 
 class Padding(NamedTuple):
-    """How the rows of a micro-batch are made equally long: as the longest of them.
+    """How to pad a micro-batch to the length of its longest row.
 
     Args:
-        multiple: Its tokens are rounded up to a multiple of this.
-        limit: But not beyond so many, which is all that the model takes.
-        token: The input token of padding and fillers.
+        multiple: Round the length up to a multiple of this.
+        limit: The maximum of the rounded length, the model's context length.
+        token: The input token of padding and filler rows.
     """
 
     multiple: int = 1
@@ -41,7 +41,7 @@ class Padding(NamedTuple):
     token: int = 0
 
     def width(self, longest: int) -> int:
-        """Tokens per row, (T)."""
+        """Return the padded length, T."""
         rounded = -(-longest // self.multiple) * self.multiple
         return max(longest, rounded if self.limit is None else min(rounded, self.limit))
 
@@ -50,12 +50,12 @@ NO_ROUNDING = Padding()
 
 
 def choose_padding(device_type: str, is_ragged: bool, limit: int | None) -> Padding:
-    """Round up on CUDA, where every new length costs: kernels are chosen and memory is cut for each of them.
+    """Round lengths up on CUDA, where every new length selects kernels and fragments memory.
 
-    On a CPU a token of padding costs as much as any other. ``limit`` None: what the model takes is not known.
+    On a CPU, padding tokens cost as much as real ones. ``limit`` None: the context length is unknown.
     """
-    rounds = device_type == "cuda" and is_ragged and limit is not None
-    return Padding(PAD_MULTIPLE, limit) if rounds else NO_ROUNDING
+    should_round = device_type == "cuda" and is_ragged and limit is not None
+    return Padding(PAD_MULTIPLE, limit) if should_round else NO_ROUNDING
 
 
 @dataclass
@@ -64,10 +64,10 @@ class Batch:
 
     Args:
         input_ids: (B, T) int64.
-        labels: (B, T) int64, aligned with the logits: the next token, or -100 where nothing is to be learned.
-        ids: Row numbers, -1 for a filler.
-        n_tokens: Supervised tokens.
-        n_inputs: Input tokens of real rows; fillers and padding are left out.
+        labels: (B, T) int64, aligned with the logits: the next token, or -100 where the loss is masked.
+        ids: Row indices, -1 for a filler row.
+        n_tokens: Number of supervised tokens.
+        n_inputs: Number of input tokens, without filler rows and padding.
     """
 
     input_ids: Tensor
@@ -76,16 +76,16 @@ class Batch:
     n_tokens: int
     n_inputs: int
     packed: dict[str, Tensor] = field(default_factory=dict)
-    """Where rows hold several documents: "positions" and "documents", (B, T) int64 each."""
+    """For packed rows: "positions" and "documents", (B, T) int64 each."""
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """What the model's forward takes, on its device."""
-        given = {"input_ids": self.input_ids, "labels": self.labels, **self.packed}
-        return {name: tensor.to(device, non_blocking=True) for name, tensor in given.items()}
+        """Return the arguments of the model's forward, on ``device``."""
+        tensors = {"input_ids": self.input_ids, "labels": self.labels, **self.packed}
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], longest: int, padding: Padding) -> Batch:
-    """Stack rows to (B, T), T by the longest of them or else ``longest``; None becomes a row without supervised tokens.
+    """Stack rows to (B, T), padded to the longest row, or ``longest`` if all are None. None becomes a filler row.
 
     Padding is neither supervised nor counted (N2).
     """
@@ -93,7 +93,7 @@ def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], longest: int,
     input_ids = torch.full((len(rows), width), padding.token, dtype=torch.int64)
     labels = torch.full((len(rows), width), IGNORE_INDEX, dtype=torch.int64)
     n_inputs = 0
-    # padding is a document of its own, so that no row of attention is empty
+    # Padding is a separate document, so that no row of the attention mask is empty.
     packed = {name: torch.full_like(labels, filler) for name, filler in (("positions", 0), ("documents", -1))}
     is_packed = any(row is not None and "documents" in row for row in rows)
     for i, row in enumerate(rows):
@@ -109,7 +109,7 @@ def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], longest: int,
 
 
 class _MicroBatches(Dataset):
-    """Indexed by a list of row numbers, gives a Batch: a worker hands over whole micro-batches."""
+    """Maps a list of row indices to a Batch, so that a worker returns complete micro-batches."""
 
     def __init__(self, rows: TokenDataset, padding: Padding) -> None:
         self.rows = rows
@@ -122,19 +122,19 @@ class _MicroBatches(Dataset):
 
 
 def _start_worker(_worker: int) -> None:
-    # Launchers signal every process of a run: the training process reacts, and needs its workers to finish the step
-    # (S3). They end when it tells them to, or when it has ended; see _close_all, too.
+    # Launchers signal every process of a run. The training process handles the signal and needs its workers to finish
+    # the step (S3). Workers end when it closes them or exits; see also _close_all.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # Windows has no SIGUSR1
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    # The threads of the tokenizers library do not survive a fork; a worker that tokenises must do without them.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # The threads of the tokenizers library do not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _end_with_parent() -> None:
-    """End this worker when the training process has ended, killed perhaps. Torch's watchdog needs seconds for that, and
-    does not see it while a row is read."""
+def _exit_with_parent() -> None:
+    """Exit this worker when the training process has ended or was killed. Torch's watchdog takes seconds, and does not
+    run while a row is read."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -148,41 +148,41 @@ def _load(
         batch_size=None,
         num_workers=num_workers,
         worker_init_fn=_start_worker,
-        # DataLoader draws a seed for its workers: not from the global generator, whose state belongs to the run.
+        # DataLoader draws a seed for its workers; the global generator's state must not change.
         generator=torch.Generator(),
     )
-    batches = _hold(iter(loader))
-    _open.add(batches)
+    batches = _as_generator(iter(loader))
+    _open_loaders.add(batches)
     return batches
 
 
-def _hold(batches: Iterator[Batch]) -> Generator[Batch, None, None]:
+def _as_generator(batches: Iterator[Batch]) -> Generator[Batch, None, None]:
     yield from batches
 
 
-_open: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
+_open_loaders: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    """End the workers of loaders that something, a traceback say, still holds at exit.
+    """Close loaders that are still referenced at exit, for example by a traceback.
 
-    multiprocessing would send them the SIGTERM that they ignore, and wait for ever. Its hook runs after this one.
+    multiprocessing would send their workers SIGTERM, which they ignore, and wait forever. Its hook runs after this one.
     """
-    for batches in list(_open):
+    for batches in list(_open_loaders):
         batches.close()
 
 
 def _step_ids(
-    start: int, n: int, seed: int, total: int | None, layout: tuple[int, int, int, int], lengths: np.ndarray | None
+    start: int, n: int, seed: int, total: int | None, batch_shape: tuple[int, int, int, int], lengths: np.ndarray | None
 ) -> np.ndarray:
-    """Row numbers of one rank in the step that begins at position ``start``, (accumulation, micro_batch_size).
+    """Return the row indices of one rank in the step at position ``start``, (accumulation, micro_batch_size).
 
-    -1 beyond the end of the run. Rows of unequal ``lengths`` stay in their global batch, so that the run is the same,
-    but come to its micro-batches longest first: neighbours need little padding, on all ranks at once, and if memory
-    does not suffice that shows early.
+    Positions beyond the end of the run give -1. Rows of unequal ``lengths`` stay in their global batch but are sorted
+    longest first across its micro-batches: neighbors need little padding, on all ranks at the same time, and an
+    out-of-memory error appears early.
     """
-    global_size, micro_size, rank, world_size = layout
+    global_size, micro_size, rank, world_size = batch_shape
     positions = start + np.arange(global_size)
     ids = shuffled_index(positions, n, seed)
     if total is not None:
@@ -193,7 +193,7 @@ def _step_ids(
 
 
 def _longest_first(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The order of rows by length; fillers last, equal ones as they came."""
+    """Return a stable order by descending length, filler rows last."""
     return np.argsort(np.where(ids == FILLER, 0, -lengths[ids]), kind="stable")
 
 
@@ -210,32 +210,32 @@ def train_batches(
     num_workers: int,
     padding: Padding = NO_ROUNDING,
 ) -> Iterator[list[Batch]]:
-    """Yield, per optimizer step from ``start_position`` on, the micro-batches of this rank.
+    """Yield the micro-batches of this rank for each optimizer step, starting at ``start_position``.
 
-    A global batch is the next G positions of the shuffled stream, cut at ``total_positions`` (None: endless).
-    In the short last batch fillers stand in for what is missing, so that shapes and counts are equal on all ranks. Rows
-    are read as they are asked for; workers read a few micro-batches ahead.
+    A global batch is the next G positions of the shuffled stream, up to ``total_positions`` (None: infinite). Filler
+    rows complete a short last batch, so that shapes and counts are equal on all ranks. Rows are read lazily; workers
+    prefetch a few micro-batches.
 
     Args:
-        rows: What to read.
-        seed: Chooses the order.
-        start_position: Rows read before; going there costs nothing.
+        rows: The dataset.
+        seed: Seed of the sample order.
+        start_position: Rows consumed before; seeking is free.
         total_positions: Rows in the run, over all epochs.
-        global_batch_size: Rows per step, G; a whole number of ``world_size * micro_batch_size``.
+        global_batch_size: Rows per step, G; a multiple of ``world_size * micro_batch_size``.
         micro_batch_size: Rows per micro-batch.
-        rank: This process, from 0.
-        world_size: How many processes share the global batch.
-        num_workers: Reading processes; 0 reads here. The result is the same.
-        padding: How rows of unequal length are filled up.
+        rank: Rank of this process.
+        world_size: Number of data-parallel ranks.
+        num_workers: Data loading processes; 0 reads in this process. The result is the same.
+        padding: How to pad rows of unequal length.
 
     Raises:
-        ValueError: if the global batch does not divide (N1) or there are no rows.
+        ValueError: The global batch is not divisible (N1), or there are no rows.
     """
     if global_batch_size % (world_size * micro_batch_size):
         raise ValueError(
             f"a global batch of {global_batch_size} rows does not divide into {world_size} x {micro_batch_size}"
         )
-    layout = (global_batch_size, micro_batch_size, rank, world_size)
+    batch_shape = (global_batch_size, micro_batch_size, rank, world_size)
     size = global_batch_size
     starts = count(start_position, size) if total_positions is None else range(start_position, total_positions, size)
     n = len(rows)
@@ -243,7 +243,7 @@ def train_batches(
         raise ValueError("there are no rows to train on")
     lengths = getattr(rows, "lengths", None)
     micro_batches = (
-        ids for start in starts for ids in _step_ids(start, n, seed, total_positions, layout, lengths).tolist()
+        ids for start in starts for ids in _step_ids(start, n, seed, total_positions, batch_shape, lengths).tolist()
     )
     batches = _load(rows, micro_batches, num_workers, padding)
     accumulation = global_batch_size // (world_size * micro_batch_size)
@@ -260,10 +260,10 @@ def val_batches(
     num_workers: int = 0,
     padding: Padding = NO_ROUNDING,
 ) -> Iterator[Batch]:
-    """Yield the validation batches of this rank: rows in order, or the longest first, each once over all ranks.
+    """Yield the validation batches of this rank: rows in order, or longest first, each exactly once over all ranks.
 
-    Every rank gets the same number of batches (fillers at the end). ``max_rows`` limits the rows, over all ranks: they
-    are the same rows whatever the micro-batch and the number of ranks.
+    Every rank gets the same number of batches, completed with filler rows. ``max_rows`` limits the rows over all ranks;
+    they are the same for any micro-batch size and number of ranks.
     """
     n, per_round = min(len(rows), max_rows or len(rows)), world_size * micro_batch_size
     rounds = -(-n // per_round)

@@ -1,7 +1,7 @@
-"""The order of samples: one permutation per epoch, computed and never stored, so that seeking costs nothing.
+"""Sample order: one permutation per epoch, computed and never stored, so that seeking is free.
 
-A permutation of n rows is a Feistel network over the smallest even-bit domain that holds n, walked until it lands
-inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: a walk of under four steps on average).
+A permutation of n rows is a Feistel network over the smallest even-bit domain of at least n values, with cycle walking
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: under four steps on average).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Scramble uint64 values (the finaliser of splitmix64: Steele, Lea and Flood, 2014)."""
+    """Scramble uint64 values (the finalizer of splitmix64: Steele, Lea and Flood, 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _feistel(x: np.ndarray, key: np.ndarray, half_bits: int) -> np.ndarray:
-    """One pass of the network over values of ``2 * half_bits`` bits; a bijection for every key."""
+    """Apply the network to values of ``2 * half_bits`` bits; a bijection for every key."""
     bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = x >> bits, x & mask
     for _ in range(_ROUNDS):
@@ -32,20 +32,20 @@ def _feistel(x: np.ndarray, key: np.ndarray, half_bits: int) -> np.ndarray:
 def shuffled_index(position: np.ndarray | int, n: int, seed: int) -> np.ndarray | int:
     """Return the row at ``position`` of the endless stream of shuffled epochs.
 
-    A pure function of its arguments: position ``e * n + i`` is place i of the permutation of epoch e.
+    A pure function of its arguments: position ``e * n + i`` is element i of the permutation of epoch e.
 
     Args:
-        position: Non-negative place(s) in the stream; an int gives an int, an array an int64 array of its shape.
+        position: Non-negative position(s) in the stream; an int returns an int, an array an int64 array of its shape.
         n: Rows in an epoch.
         seed: Any integer.
 
     Raises:
-        ValueError: if there are no rows.
+        ValueError: There are no rows.
     """
     if n < 1:
-        raise ValueError(f"{n} rows cannot be put in order")
-    places = np.asarray(position, dtype=np.int64)
-    flat = places.reshape(-1)
+        raise ValueError(f"cannot shuffle {n} rows")
+    positions = np.asarray(position, dtype=np.int64)
+    flat = positions.reshape(-1)
     epoch, index = (flat // n).astype(np.uint64), (flat % n).astype(np.uint64)
     seed_key = _mix(np.array([seed % (1 << 64)], dtype=np.uint64) + _GOLDEN)
     key = _mix(seed_key + epoch * _GOLDEN)
@@ -54,4 +54,4 @@ def shuffled_index(position: np.ndarray | int, n: int, seed: int) -> np.ndarray 
     while (outside := row >= n).any():
         row[outside] = _feistel(row[outside], key[outside], half_bits)
     row = row.astype(np.int64)
-    return int(row[0]) if places.ndim == 0 else row.reshape(places.shape)
+    return int(row[0]) if positions.ndim == 0 else row.reshape(positions.shape)

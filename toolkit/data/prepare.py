@@ -1,12 +1,12 @@
-"""Text files to rows of tokens on disk, once: documents -> tokenizer -> chunks -> manifest, keyed by content.
+"""Prepare text files once, cached by content: documents -> tokenizer -> chunks -> manifest.
 
-    <cache_dir>/<module>-<first 16 of the key>/{train,val}/   LitData chunks of whole blocks
+    <cache_dir>/<module>-<first 16 of the key>/{train,val}/   LitData chunks of full blocks
                                               tokenizer/
-                                              manifest.json   what is there, and what it was made from
+                                              manifest.json   contents and provenance
                                               checksums.json  of all of these files
 
-A folder appears whole or not at all: it is made under another name and renamed (S5). Paths and dates of the
-sources are no part of the key, so moved or copied text is found again, and changed text never is.
+Folders are published atomically with a rename (S5). The key excludes paths and dates: moved or copied text is a cache
+hit, changed text a miss.
 """
 
 from __future__ import annotations
@@ -23,29 +23,38 @@ import numpy as np
 
 from toolkit.data import documents
 from toolkit.data.base import PreparedData
-from toolkit.data.cache import DAMAGE, HEARTBEAT, MANIFEST, choose_cache_dir, clean_up, publish, unfinished, verify
+from toolkit.data.cache import (
+    DAMAGE_ERRORS,
+    HEARTBEAT,
+    MANIFEST,
+    choose_cache_dir,
+    clean_up,
+    publish,
+    staging_folder,
+    verify,
+)
 from toolkit.data.chunks import TokenRows, write_chunks
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 
 Report = Callable[[str], None]
-CODE_VERSION = 2  # raise it when the same text and options would give other rows
-_BPE_SAMPLE = 8_000_000  # characters that a tokenizer is trained on
+CODE_VERSION = 2  # increment if the same text and options produce different rows
+_BPE_SAMPLE = 8_000_000  # characters for tokenizer training
 
 
 @dataclass(frozen=True)
 class TextSources:
-    """Text and the options for its preparation.
+    """Text files and preparation options.
 
     Args:
-        module: The data module, for names and messages.
-        train: Training text, and held-out text too if ``val`` is None.
-        val: Held-out text of its own.
-        train_option: How the user named the training text, such as ``--data.train_data_path corpus``.
+        module: The data module, for folder names and messages.
+        train: Training text; validation rows are held out from it if ``val`` is None.
+        val: Separate validation text.
+        train_option: The option that named the training text, such as ``--data.train_data_path corpus``.
         val_option: The same for ``val``, or the option that sets the held-out share.
-        val_fraction: Share of the tokens of ``train`` to hold out; 0 where ``val`` is given.
-        vocab_size: Size of the BPE that is trained where no tokenizer is given.
-        cache_dir: Where the prepared data goes.
+        val_fraction: Share of the ``train`` tokens to hold out; 0 with ``val``.
+        vocab_size: Size of the BPE tokenizer to train if none is specified.
+        cache_dir: Cache folder for prepared data.
     """
 
     module: str
@@ -61,14 +70,14 @@ class TextSources:
 def prepare_text(
     sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
 ) -> PreparedData:
-    """Find the rows of ``sources`` in the cache or make them.
+    """Load the rows of ``sources`` from the cache, or prepare them.
 
     Raises:
-        UserError: if text, tokenizer or cache folder are unusable.
+        UserError: The text, tokenizer or cache folder is invalid.
     """
     start = time.perf_counter()
     if tokenizer is not None and tokenizer.eos_id is None:
-        raise UserError(f"{tokenizer.name}: has no end-of-document token; name an eos_token in tokenizer_config.json")
+        raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
     train = documents.fingerprint(sources.train, sources.train_option)
     val = None if sources.val is None else documents.fingerprint(sources.val, sources.val_option)
     if changes := documents.describe_changes(train + (val or [])):
@@ -96,14 +105,14 @@ def prepare_text(
 def _find(
     folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
 ) -> tuple[PreparedData | None, str]:
-    """What lies ready in the cache, or the reason why nothing does."""
+    """Return the cached data, or None and the reason for the cache miss."""
     if not folder.exists():
         return None, "not prepared yet"
     try:
         verify(folder, report)
         return _open(folder, key, tokenizer, max_seq_length), ""
-    except DAMAGE as error:
-        return None, f"what is there is damaged ({error!s})"
+    except DAMAGE_ERRORS as error:
+        return None, f"the cached data is damaged ({error!s})"
 
 
 def _key(
@@ -113,7 +122,7 @@ def _key(
     tokenizer: Tokenizer | None,
     max_seq_length: int,
 ) -> str:
-    facts = {
+    inputs = {
         "code": CODE_VERSION,
         "train": [d.sha256 for d in train],
         "val": None if val is None else [d.sha256 for d in val],
@@ -121,11 +130,11 @@ def _key(
         "block_size": max_seq_length + 1,
         "val_fraction": sources.val_fraction,
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 def _open(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int) -> PreparedData:
-    """Read a prepared folder. Raises one of DAMAGE if it is not whole."""
+    """Read a prepared folder. Raises one of DAMAGE_ERRORS if it is damaged."""
     manifest = json.loads((folder / MANIFEST).read_bytes())
     if not isinstance(manifest, dict) or manifest.get("key") != key:
         raise ValueError(f"{MANIFEST} belongs to other data")
@@ -135,14 +144,14 @@ def _open(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: i
         raise ValueError("the tokenizer was changed")
     rows: dict[str, TokenRows | None] = {"train": None, "val": None}
     for split in rows:
-        facts = manifest[split]
-        if facts is not None:
+        entry = manifest[split]
+        if entry is not None:
             found = rows[split] = TokenRows(folder / split, max_seq_length + 1)
-            if len(found) != facts["rows"]:
-                raise ValueError(f"{split} holds {len(found):,} rows instead of {facts['rows']:,}")
+            if len(found) != entry["rows"]:
+                raise ValueError(f"{split} has {len(found):,} rows instead of {entry['rows']:,}")
     train = rows["train"]
     if train is None:
-        raise ValueError(f"{MANIFEST} names no training rows")
+        raise ValueError(f"{MANIFEST} lists no training rows")
     return PreparedData(
         train=train,
         val=rows["val"],
@@ -153,15 +162,15 @@ def _open(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: i
 
 
 def _summary(manifest: dict[str, Any]) -> str:
-    def split(name: str) -> str:
-        facts = manifest[name]
-        if facts is None:
-            return f"no {name} rows"
-        left = f", {facts['tail_tokens']:,} tokens left over" if facts["tail_tokens"] else ""
-        return f"{facts['rows']:,} {name} rows{left}"
+    def describe(split: str) -> str:
+        entry = manifest[split]
+        if entry is None:
+            return f"no {split} rows"
+        leftover = f", {entry['tail_tokens']:,} tokens left over" if entry["tail_tokens"] else ""
+        return f"{entry['rows']:,} {split} rows{leftover}"
 
-    size = f"{manifest['tokens'] / 1e6:.2f} M tokens of a vocabulary of {manifest['vocab_size']:,}"
-    return f"{size} in blocks of {manifest['block_size']:,}: {split('train')}; {split('val')}"
+    size = f"{manifest['tokens'] / 1e6:.2f} M tokens, vocabulary size {manifest['vocab_size']:,}"
+    return f"{size} in blocks of {manifest['block_size']:,}: {describe('train')}; {describe('val')}"
 
 
 def _make(
@@ -173,24 +182,24 @@ def _make(
     max_seq_length: int,
     report: Report,
 ) -> None:
-    """Build the data in a temporary folder beside ``folder``, then rename it."""
-    with unfinished(folder) as temporary:
-        used = tokenizer or _train_tokenizer(sources, texts[0], report)
-        used.save(temporary / "tokenizer")
-        manifest = {"version": CODE_VERSION, "key": key, "tokenizer": used.fingerprint}
-        manifest |= _write_splits(temporary, sources, texts, used, max_seq_length, report)
+    """Build the data in a temporary folder next to ``folder``, then rename it."""
+    with staging_folder(folder) as temporary:
+        active = tokenizer or _train_tokenizer(sources, texts[0], report)
+        active.save(temporary / "tokenizer")
+        manifest = {"version": CODE_VERSION, "key": key, "tokenizer": active.fingerprint}
+        manifest |= _write_splits(temporary, sources, texts, active, max_seq_length, report)
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         publish(temporary, folder, lambda: _find(folder, key, tokenizer, max_seq_length, report)[0] is not None)
 
 
 def _train_tokenizer(sources: TextSources, train: list[documents.Document], report: Report) -> Tokenizer:
     start = time.perf_counter()
-    # From the front of the stream: the held-out text is at its end.
+    # Only the front of the stream: the end is held out.
     share = (1 - sources.val_fraction) * sum(d.size for d in train)
     tokenizer = train_bpe(documents.sample(train, min(_BPE_SAMPLE, int(share))), sources.vocab_size)
-    less = "" if tokenizer.vocab_size == sources.vocab_size else f" (the text gives no {sources.vocab_size:,})"
+    note = "" if tokenizer.vocab_size == sources.vocab_size else f" (too little text for {sources.vocab_size:,})"
     seconds = time.perf_counter() - start
-    report(f"Data: trained a byte-level BPE with {tokenizer.vocab_size:,} tokens{less} ({seconds:.1f} s)")
+    report(f"Data: trained a byte-level BPE with {tokenizer.vocab_size:,} tokens{note} ({seconds:.1f} s)")
     return tokenizer
 
 
@@ -202,11 +211,11 @@ def _write_splits(
     max_seq_length: int,
     report: Report,
 ) -> dict[str, Any]:
-    """Write the chunks of both splits and return what the manifest says about them."""
-    stream, own_val = temporary / "train.tokens", temporary / "val.tokens"
+    """Write the chunks of both splits and return their manifest entries."""
+    stream, val_stream = temporary / "train.tokens", temporary / "val.tokens"
     tokens = _write_tokens(stream, texts[0], tokenizer, report)
     if texts[1] is not None:
-        val = _write_tokens(own_val, texts[1], tokenizer, report)
+        val = _write_tokens(val_stream, texts[1], tokenizer, report)
     else:
         held_out = int(len(tokens) * sources.val_fraction)
         tokens, val = tokens[: len(tokens) - held_out], tokens[len(tokens) - held_out :]
@@ -224,23 +233,23 @@ def _write_splits(
     total = len(tokens) + len(val)
     del tokens, val, part
     stream.unlink()
-    own_val.unlink(missing_ok=True)
-    facts = {"content_key": content.hexdigest(), "block_size": block_size, "vocab_size": tokenizer.vocab_size}
-    return {**facts, "tokens": total, **splits}
+    val_stream.unlink(missing_ok=True)
+    entries = {"content_key": content.hexdigest(), "block_size": block_size, "vocab_size": tokenizer.vocab_size}
+    return {**entries, "tokens": total, **splits}
 
 
 def _require_block(tokens: np.ndarray, option: str, what: str, max_seq_length: int) -> None:
     if len(tokens) <= max_seq_length:
         raise UserError(
             f"{option}: {len(tokens):,} {what}, but one row needs {max_seq_length + 1:,} (--train.max_seq_length + 1);"
-            " give shorter rows, more text or another held-out share"
+            " reduce --train.max_seq_length, provide more text, or change the held-out share"
         )
 
 
 def _write_tokens(path: Path, texts: list[documents.Document], tokenizer: Tokenizer, report: Report) -> np.ndarray:
-    """Encode documents to a file of plain tokens, an end-of-document token after each; return it as a memory map.
+    """Tokenize documents into a file, an eos token after each, and return it as a memory map.
 
-    Through a file, because the tokens of a large corpus do not fit into memory.
+    The tokens of a large corpus do not fit into memory.
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
     total, done, last_line = sum(d.size for d in texts), 0, time.perf_counter()

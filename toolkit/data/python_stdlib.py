@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of the running Python's standard library."""
+"""Real text available on every machine: the source code of Python's standard library."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from toolkit.errors import UserError
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
 
-# Packages that were installed, tests, and bulk: tables of encodings, documentation as string literals, build settings.
-_LEFT_OUT = {
+# Installed packages, tests, and bulk: encoding tables, documentation as string literals, build settings.
+_EXCLUDED = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip",
     "encodings", "pydoc_data", "__phello__", "__pycache__",
 }  # fmt: skip
-_LEFT_OUT_PREFIXES = ("config-", "_sysconfigdata")
+_EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
 
 
 @dataclass
 class PythonStdlib(DataModule):
-    """The source text of the running Python's standard library, some 9 MB; each module is one document.
+    """The source code of Python's standard library, about 9 MB; each module is one document.
 
     Args:
-        vocab_size: Size of the byte-level BPE that is trained on the text when there is no --tokenizer_dir.
-        val_fraction: Share of the tokens to hold out; 0.05 when not given, 0 for none.
-        cache_dir: Where prepared data is kept; ~/.cache/toolkit/data when not given.
-        num_workers: Processes that read rows during training; 0 reads in the training process.
+        vocab_size: Size of the byte-level BPE tokenizer trained on the text without --tokenizer_dir.
+        val_fraction: Share of the tokens to hold out; 0 for none. Default 0.05.
+        cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
+        num_workers: Data loading processes; 0 reads in the training process.
     """
 
     vocab_size: int = 4096
@@ -64,24 +64,24 @@ class PythonStdlib(DataModule):
 
 
 def find_sources() -> list[Path]:
-    """The modules of the standard library that are worth reading, in UTF-8, sorted.
+    """Return the UTF-8 source files of the standard library, sorted.
 
     Raises:
-        UserError: if this Python came without its sources.
+        UserError: This Python has no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if _is_chosen(name)]  # never enters what was installed
-        found += [Path(folder, name) for name in names if name.endswith(".py") and _is_chosen(name)]
+        subfolders[:] = [name for name in subfolders if _is_included(name)]  # skips excluded folders entirely
+        found += [Path(folder, name) for name in names if name.endswith(".py") and _is_included(name)]
     found = sorted(path for path in found if _is_utf8(path))
     if not found:
-        raise UserError(f"--data PythonStdlib: no Python source in {root}; use --data TextFiles with text of your own")
+        raise UserError(f"--data PythonStdlib: no Python source in {root}; use --data TextFiles with your own text")
     return found
 
 
-def _is_chosen(name: str) -> bool:
-    return name not in _LEFT_OUT and not name.startswith(_LEFT_OUT_PREFIXES)
+def _is_included(name: str) -> bool:
+    return name not in _EXCLUDED and not name.startswith(_EXCLUDED_PREFIXES)
 
 
 def _is_utf8(path: Path) -> bool:

@@ -1,5 +1,5 @@
-"""Where rows come from: JSON, JSON lines, CSV and Parquet files, and Hugging Face data sets. Rows are read as they are
-asked for (a JSON array whole); mistakes in a file are said with its line or row."""
+"""Row sources: JSON, JSON Lines, CSV and Parquet files, and Hugging Face datasets. Rows are streamed (a JSON array is
+loaded at once); errors name the line or row."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ VAL_NAMES = ("val", "validation", "test")
 JSON_KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 CSV_KINDS = {".csv": "csv"}
 PARQUET_KINDS = {".parquet": "parquet"}
-_PARQUET_BATCH = 64  # rows: each of them may repeat the largest value of the file
-_NAMED = 5  # files that are named in a line
+_PARQUET_BATCH = 64  # rows: each may repeat the largest value of the file
+_MAX_LISTED = 5  # file names in one message
 KINDS = JSON_KINDS | CSV_KINDS | PARQUET_KINDS
 
 
 class RowSource(Protocol):
-    """Rows with numbers from 1 on; ``name`` and ``unit`` ("line" or "row") say for people what a number means."""
+    """Rows numbered from 1; ``name`` and ``unit`` ("line" or "row") describe a row number in messages."""
 
     name: str
     unit: str
 
     def fingerprint(self) -> str:
-        """SHA-256 in hex of what the rows hold."""
+        """Return a hex SHA-256 of the row contents."""
         ...
 
     def rows(self) -> Iterator[tuple[int, Any]]: ...
@@ -39,15 +39,15 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """Training rows, and held-out rows of their own where there are any; ``notes`` are lines for people."""
+    """Training rows, and validation rows or None; ``notes`` are log lines."""
 
     train: list[RowSource]
     val: list[RowSource] | None = None
     notes: tuple[str, ...] = ()
 
 
-def place(source: RowSource, number: int) -> str:
-    """``data/faq.jsonl line 17``."""
+def describe_row(source: RowSource, number: int) -> str:
+    """Return the position of a row, such as ``data/faq.jsonl line 17``."""
     return f"{source.name} {source.unit} {number:,}"
 
 
@@ -58,8 +58,8 @@ class RowFile:
     Args:
         path: The file.
         kind: One of the values of KINDS.
-        option: How the user named it, such as ``--data.json_path faq.jsonl``.
-        split: Of a JSON file that holds one object, the key whose list is read.
+        option: The option that named it, such as ``--data.json_path faq.jsonl``.
+        split: The key to read in a JSON file that contains an object of splits.
     """
 
     path: Path
@@ -85,38 +85,36 @@ class RowFile:
         """Yield the rows with their numbers.
 
         Raises:
-            UserError: the file cannot be read, is broken or has no rows.
+            UserError: The file cannot be read, is malformed, or has no rows.
         """
         read = {"jsonl": _json_lines, "csv": _csv_lines, "parquet": _parquet_rows}.get(self.kind)
-        empty = True
+        is_empty = True
         try:
-            for number, row in enumerate(self._array(), 1) if read is None else read(self.path):
+            for number, row in enumerate(self._load_json_rows(), 1) if read is None else read(self.path):
                 yield number, row
-                empty = False
+                is_empty = False
         except OSError as error:
             raise UserError(f"{self.option}: {self.path} cannot be read: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{self.path}: is not UTF-8 text ({error.reason} at byte {error.start}); convert it"
-            ) from error
-        if empty:
-            raise UserError(f"{self.option}: {self.name} holds no rows")
+            raise _not_utf8_error(self.path, error) from error
+        if is_empty:
+            raise UserError(f"{self.option}: {self.name} contains no rows")
 
-    def _array(self) -> list[Any]:
+    def _load_json_rows(self) -> list[Any]:
         value = _parse_json(self.path)
         return value if self.split is None else value[self.split]
 
 
 @dataclass(frozen=True)
 class HubRows:
-    """One split of a data set of the ``datasets`` library."""
+    """One split of a dataset from the ``datasets`` library."""
 
     dataset: Any
     name: str
     unit: str = "row"
 
     def fingerprint(self) -> str:
-        """Of the rows themselves: that of the library also knows paths and dates."""
+        """Hash the row contents; the library's own fingerprint includes paths and dates."""
         digest = hashlib.sha256()
         for row in self.dataset:
             digest.update(json.dumps(row, sort_keys=True, default=str).encode())
@@ -130,16 +128,16 @@ class HubRows:
 
 
 def find_splits(value: str, name: str, kinds: dict[str, str]) -> Splits:
-    """Find the files that ``--data.<name> <value>`` means: a file, or a folder with train and val files.
+    """Resolve ``--data.<name> <value>``: a file, or a folder with train and val files.
 
     Args:
-        value: A path. In a folder, ``train`` and ``val`` (or validation, or test) with one of the suffixes; also in
-            several parts, as in ``train-00000-of-00002.parquet``.
+        value: A path. A folder contains ``train`` and ``val`` (or validation, or test) files with one of the suffixes,
+            possibly in several parts, as in ``train-00000-of-00002.parquet``.
         name: The option, for messages.
-        kinds: Suffixes that are read, and what such files are.
+        kinds: Supported suffixes and their file kinds.
 
     Raises:
-        UserError: there is no such file, or it is of another kind.
+        UserError: The file does not exist, or has another suffix.
     """
     option, path = f"--data.{name} {value}", Path(value).expanduser()
     if path.is_dir():
@@ -148,8 +146,8 @@ def find_splits(value: str, name: str, kinds: dict[str, str]) -> Splits:
         raise UserError(f"{option}: {'not a regular file' if path.exists() else 'no such file or folder'}")
     kind = kinds.get(path.suffix.lower())
     if kind is None:
-        raise UserError(f"{option}: must end in {' or '.join(kinds)}{_other_module(path.suffix.lower())}")
-    return _inside(path, option) if kind == "json" else Splits([RowFile(path, kind, option)])
+        raise UserError(f"{option}: must end in {' or '.join(kinds)}{_suggest_module(path.suffix.lower())}")
+    return _splits_of_json(path, option) if kind == "json" else Splits([RowFile(path, kind, option)])
 
 
 def _find_in_folder(folder: Path, option: str, kinds: dict[str, str]) -> Splits:
@@ -158,12 +156,13 @@ def _find_in_folder(folder: Path, option: str, kinds: dict[str, str]) -> Splits:
         raise UserError(f"{option}: the folder has no {' or '.join(f'train{suffix}' for suffix in kinds)}")
 
     def files(split: str) -> list[RowSource]:
-        return [_whole_file(RowFile(path, kinds[path.suffix], option)) for path in _parts(found[split], split, option)]
+        paths = _require_same_kind(found[split], split, option)
+        return [_require_unsplit(RowFile(path, kinds[path.suffix], option)) for path in paths]
 
     held_out = next((split for split in VAL_NAMES if found[split]), None)
     train, val = files("train"), files(held_out) if held_out else None
     read = {file.name for split in ("train", held_out) for file in found.get(split, [])}
-    return Splits(train, val, _unread(folder, read, held_out))
+    return Splits(train, val, _describe_unread(folder, read, held_out))
 
 
 def _files_of(folder: Path, split: str, kinds: dict[str, str]) -> list[Path]:
@@ -171,41 +170,43 @@ def _files_of(folder: Path, split: str, kinds: dict[str, str]) -> list[Path]:
     return sorted(path for pattern in names for path in folder.glob(pattern) if path.is_file())
 
 
-def _parts(files: list[Path], split: str, option: str) -> list[Path]:
-    """The files of a split; several must be parts of one kind, for others may hold the same rows twice."""
-    whole = [path for path in files if path.stem == split]
-    if len(files) > 1 and (whole or len({path.suffix for path in files}) > 1):
-        first = whole[0] if whole else files[0]
-        other = next(path for path in files if path != first and (whole or path.suffix != first.suffix))
+def _require_same_kind(files: list[Path], split: str, option: str) -> list[Path]:
+    """Return the files of a split. Several must be parts of the same kind: others may duplicate rows."""
+    unsharded = [path for path in files if path.stem == split]
+    if len(files) > 1 and (unsharded or len({path.suffix for path in files}) > 1):
+        first = unsharded[0] if unsharded else files[0]
+        other = next(path for path in files if path != first and (unsharded or path.suffix != first.suffix))
         raise UserError(
-            f"{option}: the folder has {first.name} and {other.name}, which may be the same rows; leave one of them"
+            f"{option}: the folder has {first.name} and {other.name}, which may be duplicates; remove one of them"
         )
     return files
 
 
-def _unread(folder: Path, read: set[str], held_out: str | None) -> tuple[str, ...]:
-    """A line about the data files of a folder that nothing is read from."""
+def _describe_unread(folder: Path, read: set[str], held_out: str | None) -> tuple[str, ...]:
+    """Return a log line about unused data files in a folder, if any."""
     files = (path for path in folder.iterdir() if path.suffix.lower() in KINDS and path.is_file())
     names = sorted(path.name for path in files if path.name not in read and not path.name.startswith("."))
     if not names:
         return ()
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    held = f", {held_out} is the held-out part" if held_out else "; name the held-out part val"
-    return (f"{folder}: not read: {', '.join(names[:_NAMED])}{more} (train is trained on{held})",)
+    more = f" and {len(names) - _MAX_LISTED:,} more" if len(names) > _MAX_LISTED else ""
+    val = f", {held_out} is the validation split" if held_out else "; name the validation split val"
+    return (f"{folder}: not read: {', '.join(names[:_MAX_LISTED])}{more} (train is the training split{val})",)
 
 
-def _whole_file(file: RowFile) -> RowFile:
-    """A ``.json`` of a folder, whose object of splits would contradict the folder's."""
+def _require_unsplit(file: RowFile) -> RowFile:
+    """Reject a ``.json`` file that contains splits inside a folder of splits."""
     if file.kind != "json":
         return file
-    splits = _inside(file.path, file.option)
+    splits = _splits_of_json(file.path, file.option)
     if splits.val is not None or splits.train[0].split is not None:
-        raise UserError(f"{file.option}: {file.path} has splits of its own; give it alone, or as a list of rows")
+        raise UserError(
+            f"{file.option}: {file.path} contains splits itself; pass the file directly, or make it a list of rows"
+        )
     return splits.train[0]
 
 
-def _inside(path: Path, option: str) -> Splits:
-    """The splits of a ``.json``: a list, an object of lists, or what should be called ``.jsonl``."""
+def _splits_of_json(path: Path, option: str) -> Splits:
+    """Return the splits of a ``.json`` file: a list, an object of lists, or JSON Lines."""
     first = _first_line(path, option)
     if not first:
         raise UserError(f"{option}: {path} is empty")
@@ -219,32 +220,32 @@ def _inside(path: Path, option: str) -> Splits:
         pass
     value = _parse_json(path)
     if not isinstance(value, dict) or "train" not in value:
-        raise UserError(f'{option}: {path} must hold a list of rows, or {{"train": [...], "val": [...]}}')
+        raise UserError(f'{option}: {path} must contain a list of rows, or {{"train": [...], "val": [...]}}')
     held_out = [split for split in VAL_NAMES if split in value]
     for split in ("train", *held_out):
         if not isinstance(value[split], list):
-            raise UserError(f'{option}: {path}: "{split}" must hold a list of rows')
-    notes = tuple(f"{path}: {split} is not read: {held_out[0]} is the held-out part" for split in held_out[1:])
+            raise UserError(f'{option}: {path}: "{split}" must be a list of rows')
+    notes = tuple(f"{path}: {split} is not read: {held_out[0]} is the validation split" for split in held_out[1:])
     val = [RowFile(path, "json", option, held_out[0])] if held_out else None
     return Splits([RowFile(path, "json", option, "train")], val, notes)
 
 
 def _first_line(path: Path, option: str) -> str:
-    """The first line that is not blank."""
+    """Return the first non-blank line."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             return next((line.strip() for line in file if line.strip()), "")
     except OSError as error:
         raise UserError(f"{option}: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise _not_utf8(path, error) from error
+        raise _not_utf8_error(path, error) from error
 
 
-def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
+def _not_utf8_error(path: Path, error: UnicodeDecodeError) -> UserError:
     return UserError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); convert it")
 
 
-def _other_module(suffix: str) -> str:
+def _suggest_module(suffix: str) -> str:
     modules = {".csv": "CSV --data.csv_path", ".parquet": "Parquet --data.parquet_path"}
     modules |= dict.fromkeys(JSON_KINDS, "JSON --data.json_path")
     return f"; did you mean --data {modules[suffix]}?" if suffix in modules else ""
@@ -258,17 +259,17 @@ def _parse_json(path: Path) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} line {error.lineno:,}: broken JSON: {error.msg} at column {error.colno}") from error
+        raise UserError(f"{path} line {error.lineno:,}: invalid JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
-        raise UserError(f"{path}: broken JSON: nested too deeply") from error
+        raise UserError(f"{path}: invalid JSON: nested too deeply") from error
     except ValueError as error:
         raise _long_number(path, text) from error
 
 
 def _long_number(path: Path, text: str, line: int = 1) -> UserError:
-    """The one ValueError of json.loads that is no JSONDecodeError: a number with more digits than Python converts."""
+    """Describe the only ValueError of json.loads other than JSONDecodeError: a number with too many digits."""
     limit = sys.get_int_max_str_digits()
-    # Strings are matched too, so that digits in one are not found.
+    # Match strings, too, to skip digits inside them.
     found = next(m for m in re.finditer(r'"(?:[^"\\]|\\.)*"|\d+', text) if m[0][0] != '"' and len(m[0]) > limit)
     line += text.count("\n", 0, found.start())
     column = found.start() - text.rfind("\n", 0, found.start())
@@ -288,34 +289,34 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             except json.JSONDecodeError as error:
                 hint = "; a file with one JSON value over many lines must end in .json" if text in b"[{" else ""
                 where = f"at column {error.colno}{hint}"
-                raise UserError(f"{path} line {number:,}: broken JSON: {error.msg} {where}") from error
+                raise UserError(f"{path} line {number:,}: invalid JSON: {error.msg} {where}") from error
             except RecursionError as error:
-                raise UserError(f"{path} line {number:,}: broken JSON: nested too deeply") from error
+                raise UserError(f"{path} line {number:,}: invalid JSON: nested too deeply") from error
             except ValueError as error:
                 raise _long_number(path, text.decode(), number) from error
             yield number, row
 
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Rows by the names of the first line; an empty cell is an empty text. Line ends within a cell are ``\\n``."""
+    """Yield rows as dicts keyed by the header. An empty cell is an empty string; line endings in cells are ``\\n``."""
     number, before = 1, csv.field_size_limit(1 << 30)
     try:
         with open(path, encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
             names = reader.fieldnames or []
-            if doubled := {name for name in names if names.count(name) > 1}:
-                raise UserError(f"{path} line 1: names the column {min(doubled)} twice")
+            if duplicates := {name for name in names if names.count(name) > 1}:
+                raise UserError(f"{path} line 1: duplicate column {min(duplicates)}")
             while True:
-                number = reader.line_num + 1  # where the row begins: a quoted cell may go over lines
+                number = reader.line_num + 1  # the first line of the row: quoted cells may span lines
                 row = next(reader, None)
                 if row is None:
                     return
                 if None in row or None in row.values():
-                    wrong = "more" if None in row else "fewer"
-                    raise UserError(f"{path} line {number:,}: has {wrong} cells than the first line has names")
+                    difference = "more" if None in row else "fewer"
+                    raise UserError(f"{path} line {number:,}: has {difference} cells than the header")
                 yield number, row
     except csv.Error as error:
-        raise UserError(f"{path} line {number:,}: broken CSV: {error}") from error
+        raise UserError(f"{path} line {number:,}: invalid CSV: {error}") from error
     finally:
         csv.field_size_limit(before)
 
@@ -332,11 +333,11 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
             batches = file.iter_batches(batch_size=_PARQUET_BATCH)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: is not a Parquet file that can be read: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path}: is not a valid Parquet file: {' '.join(str(error).split())}") from error
 
 
 def _require_plausible(path: Path, metadata: Any) -> None:
-    """Raise UserError for a file that expands to far more than data does: repeats of one value, or compressed zeros."""
+    """Raise UserError for a decompression bomb: repeats of one value, or compressed zeros."""
     size = path.stat().st_size
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
@@ -349,17 +350,20 @@ def _require_plausible(path: Path, metadata: Any) -> None:
         (repeated, 10**9 + (20 * size) ** 2, f"{values:,} values of up to {expanded / 1e6:,.1f} MB"),
     ):
         if found > limit:
-            raise UserError(f"{path}: claims {what} in a file of {size / 1e3:,.1f} kB; such a file is not read")
+            raise UserError(f"{path}: claims {what} in a file of {size / 1e3:,.1f} kB; refusing to read it")
 
 
 def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) -> HubRows:
-    """One split of a data set from the Hugging Face hub, or from a local folder.
+    """Load one split of a dataset from the Hugging Face hub, or from a local folder.
 
     Args:
-        option: What the user chose the split with, for messages.
+        repo_id: Dataset name or folder.
+        subset: Dataset configuration name, or None.
+        split: Split name or slice.
+        option: The option that selected the dataset, for messages.
 
     Raises:
-        UserError: ``datasets`` is not installed, or there is no such data set, subset or split.
+        UserError: ``datasets`` is not installed, or the dataset, subset or split does not exist.
     """
     try:
         import datasets
@@ -372,5 +376,5 @@ def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) ->
         raise UserError(f"{option}: {repo_id}, split {split}: cannot be loaded: {reason}") from error
     name = " ".join(filter(None, [repo_id, subset, split]))
     if not len(dataset):
-        raise UserError(f"{option}: {name} holds no rows")
+        raise UserError(f"{option}: {name} contains no rows")
     return HubRows(dataset, name)

@@ -1,11 +1,11 @@
-"""Instruction data as rows of tokens on disk, once: rows of files -> records -> tokens with labels -> packed rows.
+"""Prepare instruction data once, cached by content: rows -> records -> tokens and loss mask -> packed rows.
 
-    <cache_dir>/<module>-<first 16 of the key>/tokens.bin, trained.bin   the samples, one after the other
-                                              offsets.bin ...           where they begin, and which make up a row
-                                              manifest.json             what is there, and the counts for people
+    <cache_dir>/<module>-<first 16 of the key>/tokens.bin, trained.bin   the samples: token ids and loss mask
+                                              offsets.bin ...           their offsets, and the samples of each row
+                                              manifest.json             contents and statistics
                                               checksums.json            of all of these files
 
-Which samples share a row is decided here, so the order of rows stays a pure function of their number (S2).
+Packing is decided here, so the order of rows stays a pure function of their index (S2).
 """
 
 from __future__ import annotations
@@ -21,76 +21,77 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.data.base import PreparedData
-from toolkit.data.cache import DAMAGE, MANIFEST, choose_cache_dir, clean_up, publish, unfinished, verify
+from toolkit.data.cache import DAMAGE_ERRORS, MANIFEST, choose_cache_dir, clean_up, publish, staging_folder, verify
 from toolkit.data.order import shuffled_index
 from toolkit.data.packing import best_fit
-from toolkit.data.tokenize_sft import Counts, encode_samples
+from toolkit.data.tokenize_sft import Counts, tokenize_samples
 from toolkit.errors import UserError
 from toolkit.models.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from toolkit.data.tokenize_sft import Job
+    from toolkit.data.tokenize_sft import SFTConfig
 
-CODE_VERSION = 5  # raise it when the same rows and options would give other tokens, or other counts
-_VAL_SEED = 0  # of the permutation whose first samples are held out
+CODE_VERSION = 5  # increment if the same rows and options produce different tokens or counts
+_VAL_SEED = 0  # of the permutation that selects held-out samples
 _INDEX = ("offsets", "sources", "numbers", "train_members", "train_starts", "val_members", "val_starts")
 _CONTENT = ("tokens", "trained", "offsets", "train_members", "train_starts", "val_members", "val_starts")
 
 
-def prepare_encoded(job: Job, report: Callable[[str], None]) -> PreparedData:
-    """Find the rows of ``job`` in the cache or make them.
+def prepare_sft(config: SFTConfig, report: Callable[[str], None]) -> PreparedData:
+    """Load the rows of ``config`` from the cache, or prepare them.
 
     Raises:
-        UserError: if a row, the template or the cache folder is unusable, or nothing is left to train on.
+        UserError: A row, the template or the cache folder is invalid, or no training sample remains.
     """
     start = time.perf_counter()
-    key = _key(job)
-    cache_dir = choose_cache_dir(job.cache_dir)
-    folder = cache_dir / f"{job.module}-{key[:16]}"
+    key = _key(config)
+    cache_dir = choose_cache_dir(config.cache_dir)
+    folder = cache_dir / f"{config.module}-{key[:16]}"
     try:
-        prepared, reason = _find(folder, key, job, report)
+        prepared, reason = _find(folder, key, config, report)
         if prepared is not None:
             report(f"Data: using cached {folder} ({time.perf_counter() - start:.1f} s)")
         else:
-            report(f"Data: preparing {folder} ({reason}): encoding {', '.join(source.name for source in job.sources)}")
+            names = ", ".join(source.name for source in config.sources)
+            report(f"Data: preparing {folder} ({reason}): tokenizing {names}")
             clean_up(cache_dir)
-            with unfinished(folder) as temporary:
-                _make(temporary, key, job, report)
-                publish(temporary, folder, lambda: _find(folder, key, job, report)[0] is not None)
-            prepared = _open(folder, key, job)
+            with staging_folder(folder) as temporary:
+                _make(temporary, key, config, report)
+                publish(temporary, folder, lambda: _find(folder, key, config, report)[0] is not None)
+            prepared = _open(folder, key, config)
     except OSError as error:
         raise UserError(f"--data.cache_dir {cache_dir}: cannot be used: {error.strerror or error}") from error
-    for note in _notes(job, prepared.train.facts):
+    for note in _collect_notes(config, prepared.train.statistics):
         report(f"Data: {note}")
     report(f"Data: {prepared.summary} ({time.perf_counter() - start:.1f} s)")
     return prepared
 
 
-def _key(job: Job) -> str:
-    facts = {
+def _key(config: SFTConfig) -> str:
+    inputs = {
         "code": CODE_VERSION,
         "sources": {
-            "train": [source.fingerprint() for source in job.splits.train],
-            "val": job.splits.val and [source.fingerprint() for source in job.splits.val],
+            "train": [source.fingerprint() for source in config.splits.train],
+            "val": config.splits.val and [source.fingerprint() for source in config.splits.val],
         },
-        "tokenizer": job.tokenizer.fingerprint,
-        "probe": job.tokenizer.encode("a"),  # whether bos is added to plain text
-        "template": job.template and job.template.source,
-        "options": job.facts(),
+        "tokenizer": config.tokenizer.fingerprint,
+        "probe": config.tokenizer.encode("a"),  # detects whether bos is added
+        "template": config.template and config.template.source,
+        "options": config.cache_options(),
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def _notes(job: Job, facts: dict[str, Any]) -> list[str]:
-    notes, template = list(job.splits.notes), job.template
-    if facts["conversations"] and template is not None:
+def _collect_notes(config: SFTConfig, statistics: dict[str, Any]) -> list[str]:
+    notes, template = list(config.splits.notes), config.template
+    if statistics["conversations"] and template is not None:
         notes.append(f"chat template: {template.name}; end of turn: {template.end_of_turn}")
-        notes += [f"{template.name}: {note}" for note in facts["notes"]]
-    if repeats := facts["val_samples_also_trained"]:
-        effect = "which makes the validation loss lower than it would be on new ones"
-        notes.append(f"{repeats:,} of {facts['val_samples']:,} held-out samples are also trained on, {effect}")
+        notes += [f"{template.name}: {note}" for note in statistics["notes"]]
+    if repeats := statistics["val_samples_also_trained"]:
+        counts = f"{repeats:,} of {statistics['val_samples']:,}"
+        notes.append(f"{counts} held-out samples are also trained on: the validation loss is biased low")
     return notes
 
 
@@ -98,8 +99,8 @@ def _notes(job: Job, facts: dict[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Store:
-    """The arrays of a prepared folder; the samples themselves are mapped where they are first used."""
+class TokenStore:
+    """The arrays of a prepared folder; tokens and loss mask are memory-mapped on first use."""
 
     folder: Path
     dtype: np.dtype
@@ -109,27 +110,28 @@ class Store:
     source_names: tuple[str, ...]
 
     def where(self, sample: int) -> str:
-        """The file and row that a sample comes from."""
-        return self.place(int(self.sources[sample]), int(self.numbers[sample]))
+        """Return the file and row of a sample."""
+        return self.describe_row(int(self.sources[sample]), int(self.numbers[sample]))
 
-    def place(self, source: int, number: int) -> str:
+    def describe_row(self, source: int, number: int) -> str:
+        """Return the position of a row, such as ``data/faq.jsonl line 17``."""
         return f"{self.source_names[source]} {number:,}"
 
     def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Input tokens and labels of a sample, each (N - 1,) int64."""
+        """Return input tokens and labels of a sample, each (N - 1,) int64."""
         begin, end = self.offsets[index], self.offsets[index + 1]
         tokens = self._map("tokens", self.dtype)[begin:end].astype(np.int64)
-        trained = self._map("trained", np.dtype(np.bool_))[begin + 1 : end]
-        return tokens[:-1], np.where(trained, tokens[1:], IGNORE_INDEX)
+        loss_mask = self._map("trained", np.dtype(np.bool_))[begin + 1 : end]
+        return tokens[:-1], np.where(loss_mask, tokens[1:], IGNORE_INDEX)
 
     def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
         if name not in self.__dict__:
-            # As a plain array: slices of np.memmap itself are slow.
+            # A plain array: slicing np.memmap itself is slow.
             self.__dict__[name] = np.asarray(np.memmap(self.folder / f"{name}.bin", dtype, "r"))
         return self.__dict__[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # maps do not travel
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # memory maps cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -138,19 +140,19 @@ class Store:
 class PackedDataset:
     """The rows of one split; see :class:`toolkit.data.base.TokenDataset`.
 
-    A packed row also has ``positions``, which begin at 0 in every document, and ``documents``, 0, 1, ... for its first,
-    second, ... document, both (T,) int64. The last input of a document has the label that ends it: no document is
-    predicted from the one before.
+    A packed row also has ``positions``, which restart at 0 in every document, and ``documents``, the document indices,
+    both (T,) int64. No token is predicted from a previous document.
 
     Attributes:
         lengths: (n,) int64, the input tokens of each row.
-        facts: What the preparation counted, over both splits (see :class:`toolkit.data.tokenize_sft.Counts`).
+        statistics: Preparation counts over both splits (see :class:`toolkit.data.tokenize_sft.Counts`).
     """
 
     def __init__(
-        self, store: Store, members: np.ndarray, starts: np.ndarray, packed: bool, facts: dict[str, Any]
+        self, store: TokenStore, members: np.ndarray, starts: np.ndarray, packed: bool, statistics: dict[str, Any]
     ) -> None:
-        self._store, self._members, self._starts, self.packed, self.facts = store, members, starts, packed, facts
+        self._store, self._members, self._starts = store, members, starts
+        self.packed, self.statistics = packed, statistics
         inputs = np.diff(store.offsets)[members] - 1
         self.lengths: np.ndarray = np.add.reduceat(inputs, starts[:-1]) if len(members) else inputs
 
@@ -172,12 +174,12 @@ class PackedDataset:
         return {name: torch.from_numpy(values) for name, values in row.items()}
 
     def where(self, index: int) -> list[str]:
-        """The files and rows that row ``index`` is made of."""
+        """Return the files and rows of the samples in row ``index``."""
         return [self._store.where(member) for member in self._row(index)]
 
-    def place(self, source: int, number: int) -> str:
-        """``data/faq.jsonl line 17``, for a row of a source."""
-        return self._store.place(source, number)
+    def describe_row(self, source: int, number: int) -> str:
+        """See :meth:`TokenStore.describe_row`."""
+        return self._store.describe_row(source, number)
 
     def _row(self, index: int) -> list[int]:
         if not 0 <= index < len(self):
@@ -185,36 +187,38 @@ class PackedDataset:
         return self._members[self._starts[index] : self._starts[index + 1]].tolist()
 
 
-def _find(folder: Path, key: str, job: Job, report: Callable[[str], None]) -> tuple[PreparedData | None, str]:
-    """What lies ready in the cache, or the reason why nothing does."""
+def _find(folder: Path, key: str, config: SFTConfig, report: Callable[[str], None]) -> tuple[PreparedData | None, str]:
+    """Return the cached data, or None and the reason for the cache miss."""
     if not folder.exists():
         return None, "not prepared yet"
     try:
         verify(folder, report)
-        return _open(folder, key, job), ""
-    except DAMAGE as error:
-        return None, f"what is there is damaged ({error!s})"
+        return _open(folder, key, config), ""
+    except DAMAGE_ERRORS as error:
+        return None, f"the cached data is damaged ({error!s})"
 
 
-def _open(folder: Path, key: str, job: Job) -> PreparedData:
-    """Read a prepared folder. Raises one of DAMAGE if it is not whole."""
+def _open(folder: Path, key: str, config: SFTConfig) -> PreparedData:
+    """Read a prepared folder. Raises one of DAMAGE_ERRORS if it is damaged."""
     manifest = json.loads((folder / MANIFEST).read_bytes())
     if not isinstance(manifest, dict) or manifest.get("key") != key:
         raise ValueError(f"{MANIFEST} belongs to other data")
-    facts, arrays = manifest["facts"], manifest["arrays"]
+    statistics, arrays = manifest["facts"], manifest["arrays"]
     index = {name: np.fromfile(folder / f"{name}.bin", np.int64) for name in _INDEX}
-    names = tuple(f"{source.name} {source.unit}" for source in job.sources)
+    names = tuple(f"{source.name} {source.unit}" for source in config.sources)
     origins = (index["offsets"], index["sources"], index["numbers"], names)
-    store = Store(folder, np.dtype(arrays["tokens"]["dtype"]), *origins)
+    store = TokenStore(folder, np.dtype(arrays["tokens"]["dtype"]), *origins)
     splits = {}
     for split in ("train", "val"):
-        chosen = index[f"{split}_members"], index[f"{split}_starts"]
-        rows = PackedDataset(store, *chosen, packed=job.packing != "none", facts=facts)
+        members, starts = index[f"{split}_members"], index[f"{split}_starts"]
+        rows = PackedDataset(store, members, starts, config.packing != "none", statistics)
         splits[split] = rows if len(rows) else None
     if splits["train"] is None:
         raise ValueError("there are no training rows")
-    tokenizer = job.tokenizer if job.template is None else job.template.export_tokenizer()
-    return PreparedData(splits["train"], splits["val"], tokenizer, manifest["content_key"], summary(facts, job))
+    tokenizer = config.tokenizer if config.template is None else config.template.export_tokenizer()
+    return PreparedData(
+        splits["train"], splits["val"], tokenizer, manifest["content_key"], summarize(statistics, config)
+    )
 
 
 def _content_key(folder: Path, arrays: dict[str, Any]) -> str:
@@ -230,19 +234,19 @@ def _content_key(folder: Path, arrays: dict[str, Any]) -> str:
 # ---- writing
 
 
-def _make(folder: Path, key: str, job: Job, report: Callable[[str], None]) -> None:
-    dtype = np.dtype(np.uint16 if job.tokenizer.vocab_size <= 1 << 16 else np.int32)
-    counts, samples = encode_samples(job, folder / "tokens.bin", folder / "trained.bin", dtype, report)
-    rows = _choose_rows(job, samples, counts)
-    notes = [] if job.template is None else job.template.notes  # some are found only while it is used
-    facts = counts.facts() | {"notes": [note.removeprefix(f"{job.template.name}: ") for note in notes]}
-    facts |= {f"{split}_rows": len(starts) - 1 for split, (_, starts) in rows.items()}
+def _make(folder: Path, key: str, config: SFTConfig, report: Callable[[str], None]) -> None:
+    dtype = np.dtype(np.uint16 if config.tokenizer.vocab_size <= 1 << 16 else np.int32)
+    counts, samples = tokenize_samples(config, folder / "tokens.bin", folder / "trained.bin", dtype, report)
+    rows = _assign_rows(config, samples, counts)
+    notes = [] if config.template is None else config.template.notes  # some are added during rendering
+    statistics = counts.to_dict() | {"notes": [note.removeprefix(f"{config.template.name}: ") for note in notes]}
+    statistics |= {f"{split}_rows": len(starts) - 1 for split, (_, starts) in rows.items()}
     lengths = np.diff(samples["offsets"]) - 1
     used = {split: int(lengths[members].sum()) for split, (members, _) in rows.items()}
-    facts |= {"tokens": sum(used.values()), "max_seq_length": job.max_seq_length, "packing": job.packing}
-    facts["packing_efficiency"] = used["train"] / (facts["train_rows"] * job.max_seq_length)
-    facts["val_samples"] = len(rows["val"][0])
-    facts["val_samples_also_trained"] = _count_repeats(folder, dtype, samples, rows)
+    statistics |= {"tokens": sum(used.values()), "max_seq_length": config.max_seq_length, "packing": config.packing}
+    statistics["packing_efficiency"] = used["train"] / (statistics["train_rows"] * config.max_seq_length)
+    statistics["val_samples"] = len(rows["val"][0])
+    statistics["val_samples_also_trained"] = _count_repeats(folder, dtype, samples, rows)
     index = {name: samples[name] for name in ("offsets", "sources", "numbers")}
     for split, (members, starts) in rows.items():
         index |= {f"{split}_members": members, f"{split}_starts": starts}
@@ -250,77 +254,80 @@ def _make(folder: Path, key: str, job: Job, report: Callable[[str], None]) -> No
         values.astype(np.int64).tofile(folder / f"{name}.bin")
     types = dict.fromkeys(_INDEX, "int64") | {"tokens": dtype.name, "trained": "bool"}
     arrays = {name: {"dtype": kind, "bytes": (folder / f"{name}.bin").stat().st_size} for name, kind in types.items()}
-    manifest = {"key": key, "content_key": _content_key(folder, arrays), "facts": facts, "arrays": arrays}
+    manifest = {"key": key, "content_key": _content_key(folder, arrays), "facts": statistics, "arrays": arrays}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def _choose_rows(job: Job, samples: dict[str, np.ndarray], counts: Counts) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Per split: the samples of its rows one after the other (members), and where each row begins in them (starts)."""
-    n_train = len(job.splits.train)
-    own_val = samples["sources"] >= n_train
-    train, val = np.flatnonzero(~own_val), np.flatnonzero(own_val)
-    if job.splits.val is None:
-        train, val = _hold_out(train, samples, job.val_fraction)
-    for rows, what in ((train, "train on"), (val, "validate with")):
-        if not len(rows) and (rows is train or job.splits.val is not None):
-            raise UserError(f"{job.option}: no sample is left to {what}: {_fate(counts.facts())}{_mend(counts)}")
+def _assign_rows(
+    config: SFTConfig, samples: dict[str, np.ndarray], counts: Counts
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return for each split the samples of all rows, concatenated (members), and the row offsets in them (starts)."""
+    n_train = len(config.splits.train)
+    is_val = samples["sources"] >= n_train
+    train, val = np.flatnonzero(~is_val), np.flatnonzero(is_val)
+    if config.splits.val is None:
+        train, val = _hold_out(train, samples, config.val_fraction)
+    for rows, purpose in ((train, "train on"), (val, "validate with")):
+        if not len(rows) and (rows is train or config.splits.val is not None):
+            hint = "; increase --train.max_seq_length" if counts.too_long or counts.untrained else ""
+            raise UserError(
+                f"{config.option}: no sample is left to {purpose}: {_describe_counts(counts.to_dict())}{hint}"
+            )
     lengths = np.diff(samples["offsets"]) - 1
-    return {"train": _into_rows(job, train, lengths), "val": _into_rows(job, val, lengths)}
+    return {"train": _group_rows(config, train, lengths), "val": _group_rows(config, val, lengths)}
 
 
 def _count_repeats(folder: Path, dtype: np.dtype, samples: dict[str, np.ndarray], rows: dict[str, Any]) -> int:
-    """The number of held-out samples that are also trained on, token for token."""
+    """Count held-out samples whose tokens equal those of a training sample."""
     offsets, tokens = samples["offsets"].tolist(), np.asarray(np.memmap(folder / "tokens.bin", dtype, "r"))
 
-    def marks(split: str) -> Iterator[int]:
+    def hash_samples(split: str) -> Iterator[int]:
         return (hash(tokens[offsets[i] : offsets[i + 1]].tobytes()) for i in rows[split][0].tolist())
 
-    held_out = list(marks("val"))
-    repeated = set(held_out).intersection(marks("train"))
-    return sum(mark in repeated for mark in held_out)
+    held_out = list(hash_samples("val"))
+    repeated = set(held_out).intersection(hash_samples("train"))
+    return sum(value in repeated for value in held_out)
 
 
 def _hold_out(kept: np.ndarray, samples: dict[str, np.ndarray], fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Divide samples at random, always in the same way; the pieces of one stay together."""
+    """Split samples at random with a fixed seed; pieces of a sample stay together."""
     origin = np.stack([samples["sources"][kept], samples["numbers"][kept]])
     sample = np.cumsum(np.any(np.diff(origin, axis=1, prepend=origin[:, :1]), axis=0))
     n = int(sample[-1]) + 1 if len(sample) else 0
     n_val = min(max(1, round(n * fraction)), n - 1) if fraction and n else 0
-    chosen = shuffled_index(np.arange(n_val), n, _VAL_SEED) if n_val else np.empty(0, np.int64)
-    held_out = np.isin(sample, chosen)
+    selected = shuffled_index(np.arange(n_val), n, _VAL_SEED) if n_val else np.empty(0, np.int64)
+    held_out = np.isin(sample, selected)
     return kept[~held_out], kept[held_out]
 
 
-def _into_rows(job: Job, samples: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if job.packing == "none":
+def _group_rows(config: SFTConfig, samples: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if config.packing == "none":
         return samples, np.arange(len(samples) + 1)
-    rows = best_fit(lengths[samples], job.max_seq_length)
+    rows = best_fit(lengths[samples], config.max_seq_length)
     sizes = [len(row) for row in rows]
     return samples[[member for row in rows for member in row]] if rows else samples, np.cumsum([0, *sizes])
 
 
-# ---- words for people
+# ---- log lines
 
 
-def summary(facts: dict[str, Any], job: Job) -> str:
-    """What is there and what became of the samples, in one line."""
-    size = f"{facts['tokens']:,} tokens, trained: {facts['trained_tokens'] / max(facts['tokens'], 1):.1%}"
-    packed = f" packed into {job.max_seq_length:,} tokens ({facts['packing_efficiency']:.1%} full)"
-    rows = f"{facts['train_rows']:,} train rows{packed if job.packing != 'none' else ''}"
-    held_out = f"{facts['val_rows']:,} val rows" if facts["val_rows"] else "no val rows"
-    return f"{_fate(facts)}; {size}; {rows}; {held_out}"
+def summarize(statistics: dict[str, Any], config: SFTConfig) -> str:
+    """Return one line with sample, token and row counts."""
+    size = (
+        f"{statistics['tokens']:,} tokens, trained: {statistics['trained_tokens'] / max(statistics['tokens'], 1):.1%}"
+    )
+    packed = f" packed into {config.max_seq_length:,} tokens ({statistics['packing_efficiency']:.1%} full)"
+    rows = f"{statistics['train_rows']:,} train rows{packed if config.packing != 'none' else ''}"
+    held_out = f"{statistics['val_rows']:,} val rows" if statistics["val_rows"] else "no val rows"
+    return f"{_describe_counts(statistics)}; {size}; {rows}; {held_out}"
 
 
-def _fate(facts: dict[str, Any]) -> str:
-    parts = [f"{facts['samples']:,} samples", f"{facts['truncated']:,} truncated"]
-    if facts["split"]:
-        left_out = facts["pieces_left_out"]
-        untrained = f" ({left_out:,} pieces without a trained token left out)" if left_out else ""
-        parts.append(f"{facts['split']:,} split{untrained}")
+def _describe_counts(statistics: dict[str, Any]) -> str:
+    parts = [f"{statistics['samples']:,} samples", f"{statistics['truncated']:,} truncated"]
+    if statistics["split"]:
+        n_dropped = statistics["pieces_left_out"]
+        untrained = f" ({n_dropped:,} pieces without a trained token dropped)" if n_dropped else ""
+        parts.append(f"{statistics['split']:,} split{untrained}")
     reasons = {"too_long": "too long", "untrained": "without a trained token", "empty": "with an empty answer"}
-    why = ", ".join(f"{facts[name]:,} {reason}" for name, reason in reasons.items() if facts[name])
-    return ", ".join([*parts, f"{facts['dropped']:,} dropped{f' ({why})' if why else ''}"])
-
-
-def _mend(counts: Counts) -> str:
-    return "; raise --train.max_seq_length" if counts.too_long or counts.untrained else ""
+    dropped = ", ".join(f"{statistics[name]:,} {reason}" for name, reason in reasons.items() if statistics[name])
+    return ", ".join([*parts, f"{statistics['dropped']:,} dropped{f' ({dropped})' if dropped else ''}"])

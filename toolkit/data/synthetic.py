@@ -1,4 +1,4 @@
-"""Random tokens for benchmarks: no text, no tokenizer, nothing on disk."""
+"""Random tokens for benchmarks: no text, no tokenizer, no files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SyntheticTokens(DataModule):
     """Random tokens, a pure function of seed and row.
 
     Args:
-        vocab_size: Tokens are drawn evenly from so many.
-        num_rows: Rows in an epoch.
-        seed: Chooses the tokens.
-        num_workers: Processes that make rows during training; 0 makes them in the training process.
+        vocab_size: Number of distinct tokens, sampled uniformly.
+        num_rows: Rows per epoch.
+        seed: Seed of the random tokens.
+        num_workers: Data loading processes; 0 uses the training process.
     """
 
     vocab_size: int = 4096
@@ -40,9 +40,9 @@ class SyntheticTokens(DataModule):
     ) -> PreparedData:
         """See :meth:`DataModule.prepare`; there is nothing to prepare."""
         block_size = max_seq_length + 1
-        facts = f"synthetic {self.vocab_size} {self.num_rows} {self.seed} {block_size}"
-        key = hashlib.sha256(facts.encode()).hexdigest()
-        summary = f"{self.num_rows:,} rows of {max_seq_length:,} random tokens out of {self.vocab_size:,}"
+        options = f"synthetic {self.vocab_size} {self.num_rows} {self.seed} {block_size}"
+        key = hashlib.sha256(options.encode()).hexdigest()
+        summary = f"{self.num_rows:,} rows of {max_seq_length:,} random tokens, vocabulary size {self.vocab_size:,}"
         report(f"Data: {summary}")
         rows = SyntheticRows(self.vocab_size, self.num_rows, self.seed, block_size)
         return PreparedData(rows, None, tokenizer, key, summary, self.vocab_size)

@@ -1,7 +1,7 @@
-"""A process in which templates are rendered: it has the limits on time and memory that jinja's sandbox lacks.
+"""Render templates in a subprocess, with the time and memory limits that jinja's sandbox lacks.
 
-One process serves all templates of this one. It starts with the first request, ends after a while without any or with
-this process, and starts again when it is needed.
+One subprocess serves all templates. It starts with the first request, exits when idle or when this process exits, and
+restarts on demand.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 
 from toolkit.errors import UserError
 
-CPU_SECONDS = 10  # for one request
+CPU_SECONDS = 10  # per request
 MEMORY = 1 << 30  # bytes
-# With the module search path of this process, which may have been changed since it started.
+# Passes the module search path, which may have changed since this process started.
 _CODE = "import json, sys; sys.path = json.loads(sys.argv[1]); from toolkit.data.template_sandbox import serve; serve()"
 _lock = threading.Lock()
-_running: tuple[int, subprocess.Popen] | None = None  # after the id of the process that started it
+_running: tuple[int, subprocess.Popen] | None = None  # with the id of its parent process
 
 
-def ask(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of :func:`toolkit.data.template_sandbox.serve`: ``{"text": ...}`` or ``{"error": ...}``.
+def send_request(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the response of :func:`toolkit.data.template_sandbox.serve`: ``{"text": ...}`` or ``{"error": ...}``.
 
-    What is not of a JSON type is replaced by the name of its type in angle brackets, as transformers does.
+    Values of non-JSON types are replaced by their type name in angle brackets, as in transformers.
 
     Raises:
-        RecursionError: the request is nested too deeply.
-        UserError: the process cannot be started.
+        RecursionError: The request is nested too deeply.
+        UserError: The subprocess cannot be started.
     """
     request = request | {"cpu_seconds": CPU_SECONDS, "memory": MEMORY}
     line = json.dumps(request, default=lambda value: f"<{type(value).__name__}>").encode() + b"\n"
@@ -42,37 +42,37 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
             try:
                 process.stdin.write(line)
                 process.stdin.flush()
-                answer = process.stdout.readline()
+                response = process.stdout.readline()
             except BrokenPipeError:
-                answer = b""
-            except BaseException:  # such as Ctrl-C: the answer must not be taken for that to the next request
+                response = b""
+            except BaseException:  # for example Ctrl-C: the next request must not read this response
                 process.kill()
                 process.wait()
                 raise
-            if answer.endswith(b"\n"):
-                return json.loads(answer)
+            if response.endswith(b"\n"):
+                return json.loads(response)
             with contextlib.suppress(OSError):
                 process.communicate()  # closes the pipes
-            if process.returncode:  # 0: it has waited too long for this request
+            if process.returncode:  # 0: it exited because it was idle
                 break
-    return {"error": _describe_end(process.returncode)}
+    return {"error": _describe_exit(process.returncode)}
 
 
 def _start() -> subprocess.Popen:
-    """The running process, or a new one."""
+    """Return the running subprocess, or start one."""
     global _running
     if _running is None or _running[0] != os.getpid() or _running[1].poll() is not None:
         command = [sys.executable, "-c", _CODE, json.dumps([str(path) for path in sys.path])]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        try:  # in a session of its own: Ctrl-C is for this process
+        try:  # a new session: Ctrl-C must not reach it
             process = subprocess.Popen(command, start_new_session=True, **pipes)
         except OSError as error:
-            raise UserError(f"chat template: its process cannot be started: {error.strerror or error}") from error
+            raise UserError(f"chat template: cannot start the rendering process: {error.strerror or error}") from error
         _running = os.getpid(), process
     return _running[1]
 
 
-def _describe_end(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code == -signal.SIGXCPU:
-        return f"the template takes more than {CPU_SECONDS} s to show the messages"
-    return f"the template ends the process that renders it (exit code {code})"
+        return f"the template takes more than {CPU_SECONDS} s to render the messages"
+    return f"the template crashed the rendering process (exit code {code})"

@@ -1,7 +1,7 @@
-"""Runs the jinja templates that come with checkpoints: code from elsewhere, so in jinja's sandbox, in a process with
+"""Render the jinja templates of checkpoints. They are untrusted code: rendered in jinja's sandbox, in a subprocess with
 limits (:mod:`toolkit.data.template_process`).
 
-The names, filters and tags are those that templates find in transformers (``apply_chat_template``).
+Templates get the same names, filters and tags as in transformers (``apply_chat_template``).
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-_IDLE = 60  # seconds without a request after which the process ends
-_LONGEST = 1 << 24  # characters that a template may add to four times its messages
-_LONGEST_MESSAGE = 500  # characters of an error
+_IDLE = 60  # seconds without a request before the process exits
+_MAX_CHARS = 1 << 24  # output limit, on top of four times the request length
+_MAX_ERROR_CHARS = 500
 
 
-class RefusedError(TemplateError):
-    """A template called ``raise_exception``: it does not take these messages."""
+class MessagesRejectedError(TemplateError):
+    """A template called ``raise_exception`` to reject the messages."""
 
 
 def serve() -> None:
-    """Answer requests, a line of JSON each, from stdin on stdout until there are no more.
+    """Serve JSON-line requests from stdin on stdout until it closes.
 
-    A request has the template's ``source``, ``values`` for it (None only compiles it) and the time ``now``; beside them
-    the limits ``cpu_seconds`` and ``memory`` (bytes). An answer is ``{"text": ...}`` or ``{"error": ...}``.
+    A request has the template's ``source``, its ``values`` (None only compiles it), the time ``now``, and the limits
+    ``cpu_seconds`` and ``memory`` (bytes). A response is ``{"text": ...}`` or ``{"error": ...}``.
     """
     while select.select([sys.stdin], [], [], _IDLE)[0] and (line := sys.stdin.buffer.readline()):
         try:
             request = json.loads(line)
             _limit(request["cpu_seconds"], request["memory"])
-            answer = {"text": _answer(request, _LONGEST + 4 * len(line))}
-        except Exception as error:  # a template is a program: it can fail in every way
-            answer = {"error": _describe(error)}
-        sys.stdout.write(json.dumps(answer) + "\n")
+            response = {"text": _render(request, _MAX_CHARS + 4 * len(line))}
+        except Exception as error:  # a template is a program: it can fail in any way
+            response = {"error": _describe(error)}
+        sys.stdout.write(json.dumps(response) + "\n")
         sys.stdout.flush()
 
 
@@ -54,30 +54,30 @@ def _limit(cpu_seconds: int, memory: int) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     limits = {resource.RLIMIT_CPU: int(used.ru_utime + used.ru_stime) + 1 + cpu_seconds, resource.RLIMIT_AS: memory}
     for kind, value in limits.items():
-        with contextlib.suppress(ValueError, OSError):  # below a limit that is set already; macOS has no RLIMIT_AS
+        with contextlib.suppress(ValueError, OSError):  # above an existing hard limit; macOS has no RLIMIT_AS
             resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
 
 
-def _answer(request: dict[str, Any], longest: int) -> str:
+def _render(request: dict[str, Any], max_chars: int) -> str:
     template, values = compile_template(request["source"]), request["values"]
     if values is None:
         return ""
     text = template.render(**values, strftime_now=datetime.fromisoformat(request["now"]).strftime)
-    if len(text) > longest:
+    if len(text) > max_chars:
         raise OverflowError(f"the text has {len(text):,} characters")
     return text
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, RefusedError):
-        problem = f"the template refuses the messages: {error.message}"
+    if isinstance(error, MessagesRejectedError):
+        problem = f"the template rejects the messages: {error.message}"
     elif isinstance(error, TemplateSyntaxError):
-        problem = f"the template is broken in line {error.lineno}: {error.message}"
+        problem = f"the template has a syntax error in line {error.lineno}: {error.message}"
     elif isinstance(error, MemoryError):
-        problem = "the template needs too much memory to show the messages"
+        problem = "the template needs too much memory to render the messages"
     else:
-        problem = f"the template cannot show the messages: {type(error).__name__}: {error}"
-    return problem[:_LONGEST_MESSAGE]
+        problem = f"the template fails to render the messages: {type(error).__name__}: {error}"
+    return problem[:_MAX_ERROR_CHARS]
 
 
 @lru_cache(8)
@@ -85,18 +85,18 @@ def compile_template(source: str) -> Template:
     """Compile ``source``.
 
     Raises:
-        TemplateError: if it is not a jinja template.
+        TemplateError: It is not a valid jinja template.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_refuse, dict=_Dict(), namespace=_Namespace)
+    environment.globals.update(raise_exception=_raise_exception, dict=_Dict(), namespace=_Namespace)
     return environment.from_string(source)
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what the model says; it is rendered as its body."""
+    """``{% generation %}`` marks assistant text; rendered as its body."""
 
     tags = {"generation"}
 
@@ -105,8 +105,8 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def _refuse(message: str) -> None:
-    raise RefusedError(message)
+def _raise_exception(message: str) -> None:
+    raise MessagesRejectedError(message)
 
 
 def _tojson(
@@ -116,7 +116,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: jinja's own filter escapes it for HTML."""
+    """Plain JSON; jinja's own filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -127,7 +127,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """``namespace`` for templates, without underscored names: those lead out of the sandbox."""
+    """``namespace`` for templates, without underscored names, which would escape the sandbox."""
 
     def __init__(self, /, *args: Any, **attributes: Any) -> None:
         attributes = dict(*args, **attributes)
@@ -142,4 +142,4 @@ class _Namespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace must not hold the underscored name {name!r}")
+        raise SecurityError(f"a namespace must not contain the underscored name {name!r}")

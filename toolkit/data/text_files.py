@@ -1,4 +1,4 @@
-"""Your own text: files, a folder or a glob."""
+"""User-provided text: files, a folder or a glob."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class TextFiles(DataModule):
-    r"""Text files in UTF-8; each file is one document. \r\n is read as \n, a byte order mark is left out.
+    r"""UTF-8 text files; each file is one document. \r\n is normalized to \n, a byte order mark is dropped.
 
     Args:
-        train_data_path: A file, a folder (all files below it, hidden ones left out) or a glob such as 'books/*.txt'.
-        val_data_path: Held-out text, given in the same ways.
-        val_fraction: Without val_data_path: the share of the tokens to hold out; 0.05 when not given, 0 for none.
-        vocab_size: Size of the byte-level BPE that is trained on the text when there is no --tokenizer_dir.
-        cache_dir: Where prepared data is kept; ~/.cache/toolkit/data when not given.
-        num_workers: Processes that read rows during training; 0 reads in the training process.
+        train_data_path: A file, a folder (recursive, without hidden files) or a glob such as 'books/*.txt'.
+        val_data_path: Validation text, in the same form.
+        val_fraction: Without val_data_path, share of the tokens to hold out; 0 for none. Default 0.05.
+        vocab_size: Size of the byte-level BPE tokenizer trained on the text without --tokenizer_dir.
+        cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
+        num_workers: Data loading processes; 0 reads in the training process.
     """
 
     train_data_path: str
@@ -56,7 +56,7 @@ class TextFiles(DataModule):
         fraction = DEFAULT_VAL_FRACTION if fraction is None else fraction
         both = sorted({p.resolve() for p in train} & {p.resolve() for p in val or []})
         if both:
-            raise UserError(f"{val_option}: {both[0]} is training text too; keep it out of --data.train_data_path")
+            raise UserError(f"{val_option}: {both[0]} is also training text; exclude it from --data.train_data_path")
         sources = TextSources(
             module="text_files",
             train=train,
@@ -71,7 +71,7 @@ class TextFiles(DataModule):
 
 
 def _find_files(value: str, option: str) -> list[Path]:
-    """The files that a path or glob names, each once."""
+    """Return the files of a path or glob, each once."""
     path = Path(value).expanduser()
     if path.is_file():
         return [path]
@@ -84,5 +84,5 @@ def _find_files(value: str, option: str) -> list[Path]:
         missing = "not a regular file" if path.exists() else "no such file or folder"
         problem = "no file matches" if glob.has_magic(value) else missing
     if not found:
-        raise UserError(f"{option}: {problem}; give a text file, a folder of text files or a glob")
+        raise UserError(f"{option}: {problem}; provide a text file, a folder of text files or a glob")
     return sorted(set(found))

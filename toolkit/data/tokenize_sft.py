@@ -1,4 +1,4 @@
-"""Records to tokens: each sample through the chat template, cut to length, written to a file, and counted."""
+"""Tokenize instruction data: render samples with the chat template, fit them to rows, write and count them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.data.cache import HEARTBEAT
-from toolkit.data.chat_template import ChatTemplate, Encoded, encode_text
-from toolkit.data.readers import RowSource, Splits, place
-from toolkit.data.schemas import EmptyAnswer, Record, to_record
+from toolkit.data.chat_template import ChatTemplate, Encoding, encode_text
+from toolkit.data.readers import RowSource, Splits, describe_row
+from toolkit.data.schemas import EmptyAnswerError, Record, to_record
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from toolkit.data.instruct import OnLong, Packing, TrainOn
     from toolkit.data.tokenizer import Tokenizer
 
-LONGEST = 5  # samples that are remembered for people
-_BATCH = 1 << 20  # tokens that are held before they are written
+LONGEST = 5  # longest samples to report
+_BATCH = 1 << 20  # tokens buffered before a write
 
 
 @dataclass(frozen=True)
-class Job:
-    """Rows and the options for their preparation; see :class:`toolkit.data.instruct.InstructionData`.
+class SFTConfig:
+    """Row sources and preparation options; see :class:`toolkit.data.instruct.InstructionData`.
 
     Args:
-        module: Begins the name of the folder in the cache.
-        option: How the user named the rows, such as ``--data.json_path faq.jsonl``.
-        splits: The rows.
-        tokenizer: Makes the tokens.
-        template: Makes the text of conversations; None where there is none, for ``no_template`` says why.
-        no_template: What to raise for the first conversation without a template.
-        skip_empty: Leave rows with an empty answer out, instead of refusing them.
-        max_seq_length: Input tokens of a row.
+        module: Prefix of the cache folder name.
+        option: The option that named the rows, such as ``--data.json_path faq.jsonl``.
+        splits: The row sources.
+        tokenizer: The tokenizer.
+        template: The chat template, or None.
+        no_template: Without a template, the error to raise for the first conversation.
+        skip_empty: Skip rows with an empty answer instead of raising an error.
+        max_seq_length: Input tokens per row.
         val_fraction: Share of the training samples to hold out.
     """
 
@@ -61,27 +61,27 @@ class Job:
     def sources(self) -> list[RowSource]:
         return [*self.splits.train, *(self.splits.val or [])]
 
-    def facts(self) -> dict[str, Any]:
-        """The options that decide about the rows, for the key of the cache."""
+    def cache_options(self) -> dict[str, Any]:
+        """Return the options that affect the rows, for the cache key."""
         names = ("columns", "skip_empty", "train_on", "on_long", "packing", "max_seq_length", "val_fraction")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass
 class Counts:
-    """What became of the samples; all numbers count samples but those that say otherwise.
+    """Preparation statistics; numbers count samples unless stated otherwise.
 
     Args:
-        samples: Rows that were read.
-        conversations: Those of them that are conversations.
-        truncated: Cut to the length of a row.
-        split: Cut into several pieces.
-        too_long: Dropped for their length.
-        untrained: Dropped, because nothing of what fits into a row is to be learned.
-        empty: Dropped for their empty answer.
-        pieces_left_out: Pieces of split samples in which nothing is to be learned.
-        trained_tokens: Tokens to be predicted, in what is kept.
-        longest: (tokens, number of the source, number of the row), the longest first.
+        samples: Rows read.
+        conversations: Samples that are conversations.
+        truncated: Truncated to the row length.
+        split: Split into several pieces.
+        too_long: Dropped because of their length.
+        untrained: Dropped because no token within the row length has loss.
+        empty: Dropped because of an empty answer.
+        pieces_left_out: Pieces of split samples dropped because no token has loss.
+        trained_tokens: Tokens with loss in the kept samples.
+        longest: Heap of (tokens, -source index, -row number).
     """
 
     samples: int = 0
@@ -100,129 +100,131 @@ class Counts:
         return self.too_long + self.untrained + self.empty
 
     def measure(self, tokens: int, source: int, number: int) -> None:
-        """Remember a sample if it is among the longest; of equal ones the first."""
+        """Track the longest samples; the first wins ties."""
         heapq.heappush(self.longest, (tokens, -source, -number))
         if len(self.longest) > LONGEST:
             heapq.heappop(self.longest)
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
+        """Return all counts; ``longest`` as (tokens, source index, row number), longest first."""
         longest = [(tokens, -source, -number) for tokens, source, number in sorted(self.longest, reverse=True)]
         return asdict(self) | {"dropped": self.dropped, "longest": longest}
 
 
 class SampleWriter:
-    """Appends samples to two files: the tokens, and for each a byte whether it is to be predicted."""
+    """Appends samples to two files: the tokens, and the loss mask with one byte per token."""
 
-    def __init__(self, tokens: Path, trained: Path, dtype: np.dtype) -> None:
-        self._files = open(tokens, "wb"), open(trained, "wb")  # noqa: SIM115  (closed by finish)
-        self._held: tuple[list[int], list[bool]] = [], []
+    def __init__(self, tokens: Path, loss_mask: Path, dtype: np.dtype) -> None:
+        self._files = open(tokens, "wb"), open(loss_mask, "wb")  # noqa: SIM115  (closed by finish)
+        self._buffers: tuple[list[int], list[bool]] = [], []
         self._types = dtype, np.dtype(np.bool_)
         self.offsets, self.sources, self.numbers = array("q", [0]), array("q"), array("q")
 
-    def add(self, ids: list[int], trained: list[bool], source: int, number: int) -> None:
-        self._held[0].extend(ids)
-        self._held[1].extend(trained)
+    def add(self, ids: list[int], loss_mask: list[bool], source: int, number: int) -> None:
+        self._buffers[0].extend(ids)
+        self._buffers[1].extend(loss_mask)
         self.offsets.append(self.offsets[-1] + len(ids))
         self.sources.append(source)
         self.numbers.append(number)
-        if len(self._held[0]) >= _BATCH:
+        if len(self._buffers[0]) >= _BATCH:
             self._write()
 
     def finish(self) -> dict[str, np.ndarray]:
-        """Close the files; return where the samples begin (and the last ends), and which rows they come from."""
+        """Close the files; return the sample offsets (n + 1), and the source and row number of each sample."""
         self._write()
         for file in self._files:
             file.close()
         return {name: np.asarray(getattr(self, name), np.int64) for name in ("offsets", "sources", "numbers")}
 
     def _write(self) -> None:
-        for held, file, dtype in zip(self._held, self._files, self._types, strict=True):
-            np.array(held, dtype).tofile(file)
-            held.clear()
+        for buffer, file, dtype in zip(self._buffers, self._files, self._types, strict=True):
+            np.array(buffer, dtype).tofile(file)
+            buffer.clear()
 
 
-def encode_samples(
-    job: Job, tokens: Path, trained: Path, dtype: np.dtype, report: Callable[[str], None]
+def tokenize_samples(
+    config: SFTConfig, tokens: Path, loss_mask: Path, dtype: np.dtype, report: Callable[[str], None]
 ) -> tuple[Counts, dict[str, np.ndarray]]:
-    """Encode all rows of a job to two files.
+    """Tokenize all rows into two files.
 
     Returns:
-        The counts, and int64 arrays: ``offsets`` (n + 1,) of the samples in the files, and for each sample ``sources``
-        (n,), its place in ``job.sources``, and ``numbers`` (n,), its row there. Pieces of one sample follow each other.
+        The counts, and int64 arrays: ``offsets`` (n + 1,) of the samples in the files, and for each sample its index in
+        ``config.sources`` (``sources``, (n,)) and its row number (``numbers``, (n,)). Pieces of a sample are adjacent.
 
     Raises:
-        UserError: naming the row, if it is unusable or longer than ``on_long`` "error" allows.
+        UserError: A row is invalid, or too long with ``on_long`` "error"; the message names it.
     """
-    writer, counts, last_line = SampleWriter(tokens, trained, dtype), Counts(), time.perf_counter()
-    for position, source in enumerate(job.sources):
+    writer, counts, last_line = SampleWriter(tokens, loss_mask, dtype), Counts(), time.perf_counter()
+    for position, source in enumerate(config.sources):
         for number, row in source.rows():
             counts.samples += 1
-            for ids, mask in _sample(job, row, position, number, counts):
+            for ids, mask in _tokenize_row(config, row, position, number, counts):
                 writer.add(ids, mask, position, number)
             if time.perf_counter() - last_line > HEARTBEAT:
-                report(f"Data: encoded {counts.samples:,} samples")
+                report(f"Data: tokenized {counts.samples:,} samples")
                 last_line = time.perf_counter()
     return counts, writer.finish()
 
 
-def _sample(job: Job, row: Any, source: int, number: int, counts: Counts) -> list[tuple[list[int], list[bool]]]:
-    """The pieces of a row that are kept: one as a rule, none if the row is dropped."""
-    where = place(job.sources[source], number)
+def _tokenize_row(
+    config: SFTConfig, row: Any, source: int, number: int, counts: Counts
+) -> list[tuple[list[int], list[bool]]]:
+    """Return the kept pieces of a row: usually one, none if the row is dropped."""
+    where = describe_row(config.sources[source], number)
     try:
-        record = to_record(row, where, job.columns)
-    except EmptyAnswer:
-        if not job.skip_empty:
+        record = to_record(row, where, config.columns)
+    except EmptyAnswerError:
+        if not config.skip_empty:
             raise
         counts.empty += 1
         return []
     counts.conversations += record.messages is not None
-    encoded = encode_record(record, job)
-    counts.measure(len(encoded.ids), source, number)
-    limit = job.max_seq_length + 1
-    is_long = len(encoded.ids) > limit
-    if is_long and job.on_long == "error":
+    encoding = tokenize_record(record, config)
+    counts.measure(len(encoding.ids), source, number)
+    limit = config.max_seq_length + 1
+    is_long = len(encoding.ids) > limit
+    if is_long and config.on_long == "error":
         raise UserError(
-            f"{where}: {len(encoded.ids):,} tokens, but a row has room for {limit:,} (--train.max_seq_length + 1); "
-            "raise that, or choose --data.on_long truncate, drop or split"
+            f"{where}: {len(encoding.ids):,} tokens, but a row has room for {limit:,} (--train.max_seq_length + 1); "
+            "increase it, or choose --data.on_long truncate, drop or split"
         )
-    if is_long and job.on_long == "drop":
+    if is_long and config.on_long == "drop":
         counts.too_long += 1
         return []
-    pieces = list(_pieces(encoded, limit, split=job.on_long == "split"))
-    kept = [(ids, trained) for ids, trained in pieces if any(trained[1:])]
-    counts.trained_tokens += sum(sum(trained[1:]) for _, trained in kept)
+    pieces = list(_cut(encoding, limit, split=config.on_long == "split"))
+    kept = [(ids, loss_mask) for ids, loss_mask in pieces if any(loss_mask[1:])]
+    counts.trained_tokens += sum(sum(loss_mask[1:]) for _, loss_mask in kept)
     if not kept:
         counts.untrained += 1
     elif is_long:
-        counts.truncated += job.on_long == "truncate"
-        counts.split += job.on_long == "split"
+        counts.truncated += config.on_long == "truncate"
+        counts.split += config.on_long == "split"
         counts.pieces_left_out += len(pieces) - len(kept)
     return kept
 
 
-def encode_record(record: Record, job: Job) -> Encoded:
-    """The tokens of a record.
+def tokenize_record(record: Record, config: SFTConfig) -> Encoding:
+    """Tokenize a record.
 
     Raises:
-        UserError: naming the row, if the template refuses it; without a template, that there is none.
+        UserError: The template rejects the row (the message names it), or there is no template.
     """
     if record.messages is None:
-        return encode_text(job.tokenizer, record.text or "")
-    if job.template is None:
-        raise job.no_template or UserError("--data.prompt_style: conversations need a chat template")
+        return encode_text(config.tokenizer, record.text or "")
+    if config.template is None:
+        raise config.no_template or UserError("--data.prompt_style: conversations need a chat template")
     try:
-        return job.template.encode(record.messages, job.train_on, record.tools)
+        return config.template.encode(record.messages, config.train_on, record.tools)
     except UserError as error:
         raise UserError(f"{record.where}: {error}") from error
 
 
-def _pieces(encoded: Encoded, limit: int, split: bool) -> Iterator[tuple[list[int], list[bool]]]:
-    """Cut a sample to ``limit`` tokens, one more than the inputs of a row.
+def _cut(encoding: Encoding, limit: int, split: bool) -> Iterator[tuple[list[int], list[bool]]]:
+    """Truncate or split a sample to pieces of ``limit`` tokens, one more than the inputs of a row.
 
-    The last token of a piece is the first of the next: there it is an input, here the label of the one before it. So
-    every token is predicted once.
+    Consecutive pieces share one token: a label in the first, an input in the second. So every token is predicted once.
     """
-    ids, trained = encoded.ids, encoded.trained
+    ids, loss_mask = encoding.ids, encoding.loss_mask
     last = len(ids) - 1 if split else 1
     for start in range(0, max(last, 1), limit - 1):
-        yield ids[start : start + limit], trained[start : start + limit]
+        yield ids[start : start + limit], loss_mask[start : start + limit]

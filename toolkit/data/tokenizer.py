@@ -1,4 +1,4 @@
-"""Text to token ids and back, through the ``tokenizers`` library: the same ids as transformers gives."""
+"""Text to token ids and back with the ``tokenizers`` library; the ids equal those of transformers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder gives for bytes that are no character (yet)
-BYTES = 256  # every byte is a token of a byte-level vocabulary
-# Where a lone tokenizer.json says nothing about it, these names mean "end of document".
-_USUAL_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-# What belongs to a tokenizer in a model's folder: all of it travels with every checkpoint.
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoder output for incomplete UTF-8
+BYTES = 256  # tokens of a byte-level vocabulary
+# Names of the eos token if tokenizer.json has no config next to it.
+_COMMON_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+# The tokenizer files in a model folder; every checkpoint contains all of them.
 FILE_PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "*.tiktoken", "chat_template*", "additional_chat_templates/*", "generation_config.json",
@@ -34,15 +34,15 @@ _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_con
 
 
 class Tokenizer:
-    """A vocabulary and the rules of a ``tokenizer.json``. Made by :meth:`load` or :func:`train_bpe`."""
+    """A ``tokenizer.json`` and its configuration files. Create it with :meth:`load` or :func:`train_bpe`."""
 
     def __init__(self, files: dict[str, bytes], name: str) -> None:
-        """``files`` are all files of the tokenizer by name (held here: their folder may go), ``name`` is for messages.
+        """``files`` are the contents of all tokenizer files by name, ``name`` is for messages.
 
         Raises:
-            ValueError: if a JSON file among them is broken.
+            ValueError: A JSON file is invalid.
         """
-        # Said before the library forks or is forked: unset, it prints a warning into every forked worker.
+        # Set before any fork: otherwise the library prints a warning in every worker.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         import tokenizers
 
@@ -50,45 +50,45 @@ class Tokenizer:
         self._files = files
         self._settings = {file: _parse_object(file, files[file]) for file in _SETTINGS if file in files}
         try:
-            with _panic_as_error(name):
+            with _translate_panic(name):
                 self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8"))
         except UserError:
             raise
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
         require_bounded(self._tokenizer)
-        # Truncation and padding are for batches of a trained model's inputs; a document is encoded whole.
+        # Documents are tokenized without truncation and padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(ids, default=-1) + 1
         if self.vocab_size == 0:
             raise ValueError("tokenizer.json has an empty vocabulary")
-        self.bos_id: int | None = self._special_id("bos")
-        self.eos_id: int | None = self._special_id("eos")
-        self.adds_bos: bool = self._finds_bos_added()
-        # Special tokens are ours to add from here on; the tokenizer's own step would only trim spaces off the offsets.
+        self.bos_id: int | None = self._find_special_id("bos")
+        self.eos_id: int | None = self._find_special_id("eos")
+        self.adds_bos: bool = self._detect_adds_bos()
+        # This class adds special tokens; the original post-processor would only trim spaces off the offsets.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
 
     @classmethod
     def load(cls, path: str | Path, flag: str = "--tokenizer_dir") -> Tokenizer:
-        """Read a folder that holds a ``tokenizer.json``, else the one of that name below checkpoints/; or such a file.
+        """Load a folder with a ``tokenizer.json`` (also looked up below checkpoints/), or the file itself.
 
         Raises:
-            UserError: naming ``flag``, if it is missing or broken.
+            UserError: The tokenizer is missing or invalid; the message names ``flag``.
         """
         path = Path(path).expanduser()
         if not path.exists() and (Path("checkpoints") / path).is_dir():
             path = Path("checkpoints") / path
         file = path if path.is_file() else path / "tokenizer.json"
         if not path.exists():
-            raise UserError(f"{flag} {path}: no such folder or file; give a folder that holds a tokenizer.json")
+            raise UserError(f"{flag} {path}: no such folder or file; specify a folder with a tokenizer.json")
         if not file.is_file():
             raise UserError(
-                f"{flag} {path}: holds no tokenizer.json (a lone tokenizer.model or vocab.json is not read)"
+                f"{flag} {path}: contains no tokenizer.json (tokenizer.model or vocab.json alone is not supported)"
             )
         try:
-            files = _tokenizer_files(file.parent)
+            files = _read_tokenizer_files(file.parent)
             files["tokenizer.json"] = file.read_bytes()
             return cls(files, name=f"{flag} {path}")
         except UserError:
@@ -98,7 +98,7 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 in hex over the tokenizer.json and the ids of the special tokens."""
+        """Hex SHA-256 of the tokenizer.json and the special token ids."""
         ids = f"{self.bos_id} {self.eos_id}".encode()
         return hashlib.sha256(self._files["tokenizer.json"] + ids).hexdigest()
 
@@ -108,25 +108,25 @@ class Tokenizer:
         return dict(self._files)
 
     def settings(self, file: str) -> dict[str, Any]:
-        """The content of tokenizer_config.json, special_tokens_map.json or generation_config.json, or nothing."""
+        """Return the content of tokenizer_config.json, special_tokens_map.json or generation_config.json, or {}."""
         return dict(self._settings.get(file, {}))
 
     def with_files(self, changed: Mapping[str, bytes]) -> Tokenizer:
-        """Return the same tokenizer with some of its files replaced or added.
+        """Return a copy with some files replaced or added.
 
         Raises:
-            ValueError: if a JSON file among them is broken.
+            ValueError: A JSON file is invalid.
         """
         return Tokenizer({**self._files, **changed}, self.name)
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Text and id of every token that is found in a text before it is split, the special ones among them."""
+        """Text and id of every added token, including special tokens."""
         return {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Text of the named tokens: ``bos_token``, ``eos_token`` and what else the settings name so."""
+        """Text of the named special tokens: ``bos_token``, ``eos_token`` and others in the configuration."""
         found = {}
         for id_, name in ((self.bos_id, "bos_token"), (self.eos_id, "eos_token")):
             if id_ is not None:
@@ -139,43 +139,43 @@ class Tokenizer:
         return found
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encode ``text`` alone, without bos, and say which characters [start, end) each token stands for.
+        """Tokenize ``text`` without bos; return ids and the character span [start, end) of each token.
 
-        The tokens of one character (bytes) all have its offsets.
+        Byte tokens of the same character share its span.
         """
-        with _panic_as_error(self.name):
+        with _translate_panic(self.name):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
-        """Return the token ids of ``text``; ``bos=None`` begins with bos where the tokenizer itself would.
+        """Return the token ids of ``text``; ``bos=None`` adds bos if the tokenizer does by default.
 
         Raises:
-            UserError: if a bos or eos is asked for that the tokenizer does not have.
+            UserError: bos or eos is requested, but the tokenizer has none.
         """
         return self.encode_batch([text], bos, eos)[0]
 
     def encode_batch(self, texts: list[str], bos: bool | None = None, eos: bool = False) -> list[list[int]]:
-        """Encode many texts, in threads. See :meth:`encode`."""
+        """Tokenize many texts in parallel threads. See :meth:`encode`."""
         if (bos and self.bos_id is None) or (eos and self.eos_id is None):
             missing = "bos" if bos and self.bos_id is None else "eos"
-            raise UserError(f"{self.name}: the tokenizer has no {missing} token; name it in tokenizer_config.json")
+            raise UserError(f"{self.name}: the tokenizer has no {missing} token; set it in tokenizer_config.json")
         before = [self.bos_id] if (self.adds_bos if bos is None else bos) else []
         after = [self.eos_id] if eos else []
-        with _panic_as_error(self.name):
+        with _translate_panic(self.name):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [before + encoding.ids + after for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text that ``ids`` stand for."""
-        with _panic_as_error(self.name):
+        """Decode ``ids`` to text."""
+        with _translate_panic(self.name):
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes that each token stands for, (vocab_size,) int64; special tokens and unused ids stand for none.
+        """Return the number of UTF-8 bytes of each token, (vocab_size,) int64; 0 for special tokens and unused ids.
 
-        Over a text's tokens the sum is its length in bytes; SentencePiece-like tokenizers put one space before a text,
-        which counts.
+        The sum over the tokens of a text is its length in bytes, plus the leading space that SentencePiece-like
+        tokenizers add.
         """
         import numpy as np
 
@@ -201,12 +201,12 @@ class Tokenizer:
             file.write_bytes(content)
 
     def splits_at_newlines(self) -> bool:
-        """Whether text may be cut after a line (and before a letter) without changing the ids: not so where a space
-        is put before every text."""
+        """Whether cutting text after a line (and before a letter) keeps the ids; false if the tokenizer adds a leading
+        space to every text."""
         left, right = self.encode_batch(["some text;\n", "and more"], bos=False)
         return self.encode("some text;\nand more", bos=False) == left + right
 
-    def _special_id(self, which: str) -> int | None:
+    def _find_special_id(self, which: str) -> int | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             token = self._settings.get(name, {}).get(f"{which}_token")
             token = token.get("content") if isinstance(token, dict) else token
@@ -217,24 +217,24 @@ class Tokenizer:
         if isinstance(found, int) and 0 <= found < self.vocab_size:
             return found
         if which == "eos" and not any(self._settings.values()):
-            return next((i for t in _USUAL_EOS if (i := self._tokenizer.token_to_id(t)) is not None), None)
+            return next((i for t in _COMMON_EOS if (i := self._tokenizer.token_to_id(t)) is not None), None)
         return None
 
-    def _finds_bos_added(self) -> bool:
+    def _detect_adds_bos(self) -> bool:
         if self.bos_id is None:
             return False
-        said = self._settings.get("tokenizer_config.json", {}).get("add_bos_token")
-        if isinstance(said, bool):
-            return said
-        with _panic_as_error(self.name):
+        setting = self._settings.get("tokenizer_config.json", {}).get("add_bos_token")
+        if isinstance(setting, bool):
+            return setting
+        with _translate_panic(self.name):
             return self._tokenizer.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
 
 
 @contextmanager
-def _panic_as_error(name: str) -> Iterator[None]:
-    """Turn a panic of the library's Rust code, which is no Exception, into a UserError.
+def _translate_panic(name: str) -> Iterator[None]:
+    """Convert a panic of the library's Rust code, which is not an Exception, to a UserError.
 
-    A regular expression that backtracks without end is one: it is stopped after ten million steps.
+    One cause is a backtracking regular expression, which is stopped after ten million steps.
     """
     try:
         yield
@@ -245,8 +245,8 @@ def _panic_as_error(name: str) -> Iterator[None]:
         raise UserError(f"{name}: tokenizer.json: the tokenizers library fails on this text: {reason}") from None
 
 
-def _tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files beside a tokenizer.json that belong to it, by their path inside the folder."""
+def _read_tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Read the files that belong to the tokenizer in a folder, by relative path."""
     found = {match for pattern in FILE_PATTERNS for match in folder.glob(pattern)}
     files = sorted(match for match in found if match.is_file())
     for file in files:
@@ -258,21 +258,21 @@ def _parse_object(name: str, content: bytes) -> dict[str, Any]:
     try:
         parsed = parse_json(content)
     except ValueError as error:
-        raise ValueError(f"{name} is not JSON: {error}") from error
+        raise ValueError(f"{name} is not valid JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise ValueError(f"{name} must hold a JSON object")
+        raise ValueError(f"{name} must contain a JSON object")
     return parsed
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE with ``<|endoftext|>`` (id 0) as its one special token. Deterministic.
+    """Train a byte-level BPE with ``<|endoftext|>`` (id 0) as its only special token. Deterministic.
 
     Args:
-        texts: The corpus, or a sample of it: a few MB are enough for a small vocabulary.
-        vocab_size: Tokens to end up with, the special one and the 256 bytes included; short texts give fewer.
+        texts: The corpus, or a sample of it: a few MB suffice for a small vocabulary.
+        vocab_size: Target size, including the special token and 256 bytes; short texts yield fewer.
 
     Raises:
-        UserError: if ``vocab_size`` has no room for the bytes.
+        UserError: ``vocab_size`` is too small for the bytes.
     """
     if vocab_size < BYTES + 1:
         raise UserError(f"--data.vocab_size {vocab_size}: must be at least {BYTES + 1}: the bytes and {END_OF_TEXT}")

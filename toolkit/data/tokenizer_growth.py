@@ -1,4 +1,4 @@
-"""How much longer a tokenizer.json can make a text: 40 replacements that double it each make 1 TB of a character."""
+"""Bounds on text growth in a tokenizer.json: 40 replacements that each double a text make 1 TB of one character."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-MAX_GROWTH = 256  # times; tokenizers in use stay below 40
-# Characters that one character becomes at most, where it is more than one. The others do not add characters, or not
-# again and again.
+MAX_GROWTH = 256  # factor; real tokenizers stay below 40
+# Maximum output characters per input character, if more than one. Other steps add at most a constant.
 _FACTORS = {"ByteLevel": 4, "BertNormalizer": 3, "Metaspace": 2, "NFD": 4, "NFKC": 4, "NFKD": 4}
 _MAY_MATCH_NOTHING = re.compile(r"[?*|^$(]|\\[bBAzZGKyY]|\{[0,]|^$")
 _IS_LITERAL = re.compile(r"[^\\.^$*+?{}\[\]|()]+")
 
 
 def require_bounded(tokenizer: Any) -> None:
-    """Check the steps of a ``tokenizers.Tokenizer`` before a text goes through them.
+    """Check the growth bound of a ``tokenizers.Tokenizer`` before it processes any text.
 
     Raises:
-        ValueError: the steps can make a text more than MAX_GROWTH times as long.
+        ValueError: The tokenizer can make a text more than MAX_GROWTH times as long.
     """
     before = [*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)]
     for what, steps, factors in (("normalizer", before, _FACTORS), ("decoder", [*_steps(tokenizer.decoder)], {})):
@@ -31,7 +30,7 @@ def require_bounded(tokenizer: Any) -> None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The single steps of a normalizer, pre-tokenizer or decoder, as tokenizer.json describes them."""
+    """Yield the steps of a normalizer, pre-tokenizer or decoder, in the format of tokenizer.json."""
     stack = [] if part is None else [json.loads(part.__getstate__())]
     while stack:
         step = stack.pop()
@@ -43,13 +42,13 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(steps: list[dict[str, Any]], factors: dict[str, int]) -> float:
-    """An upper bound of the characters that one character can become.
+    """Return an upper bound of the output characters per input character.
 
-    From the last step to the first, every character c gets a weight: a bound of what it becomes in the steps from here
-    on. A replacement gives the characters of its pattern the weight of its content, shared among them. So the sum of
-    the weights of a text never grows from one step to the next.
+    Going from the last step to the first, every character has a weight: a bound of its output length after the
+    remaining steps. A replacement distributes the weight of its content over the characters of its pattern. So the
+    total weight of a text never grows from one step to the next.
     """
-    weights: dict[str, float] = {}  # of characters that differ from ``other``
+    weights: dict[str, float] = {}  # characters whose weight differs from ``other``
     other = 1.0
     for step in reversed(steps):
         if step["type"] == "Replace":
@@ -59,7 +58,7 @@ def _growth(steps: list[dict[str, Any]], factors: dict[str, int]) -> float:
                 for c in set(pattern):
                     weights[c] = max(weights.get(c, other), content / len(pattern))
                 continue
-            # It may match every character, and perhaps also between them.
+            # The pattern may match any character, and possibly also the empty string between them.
             between = content if _MAY_MATCH_NOTHING.search(pattern) else 0.0
             other, weights = max(other, content, *weights.values()) + between, {}
         else:
@@ -69,7 +68,7 @@ def _growth(steps: list[dict[str, Any]], factors: dict[str, int]) -> float:
 
 
 def _longest_replacement(step: dict[str, Any]) -> int:
-    """Of SentencePiece's map of characters: the size of a trie, the trie, and the replacements, each with a zero."""
+    """Parse SentencePiece's charsmap: trie size, trie, and zero-terminated replacements."""
     blob = base64.b64decode(step["precompiled_charsmap"] or "")
     replacements = blob[4 + int.from_bytes(blob[:4], "little") :].split(b"\0")
     return max(len(text.decode(errors="ignore")) for text in replacements)

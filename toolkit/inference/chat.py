@@ -28,7 +28,7 @@ def find_template(tokenizer: Tokenizer, prompt_style: str | None, flag: str = "-
     """
     in_training = "--data.prompt_style"
     try:
-        template = ChatTemplate.of(tokenizer, prompt_style)
+        template = ChatTemplate.from_tokenizer(tokenizer, prompt_style)
     except UserError as error:
         raise UserError(str(error).replace(in_training, flag)) from error
     template.name = template.name.replace(in_training, flag)
