@@ -1,4 +1,4 @@
-"""Shared by the tests of data."""
+"""Shared fixtures of the data tests."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def sentencepiece_dir(tmp_path_factory):
-    """A small tokenizer as Llama 2's: a space before the text, byte fallback, bos in front."""
+    """A small tokenizer like Llama 2's: leading space, byte fallback, bos."""
     from tokenizers import Tokenizer as Core
     from tokenizers import decoders, models, normalizers, processors
 

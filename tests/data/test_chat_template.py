@@ -1,4 +1,4 @@
-"""Tokens and labels of conversations, against transformers' apply_chat_template and templates that mark the answers."""
+"""Tokens and loss masks of conversations, compared with transformers' apply_chat_template and marked templates."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ CONVERSATIONS = {
 GENERATION = "{% generation %}", "{% endgeneration %}"
 
 
-def marked(name: str, source: str) -> str:
-    """The template with its answers marked, for transformers' own mask."""
+def mark_answers(name: str, source: str) -> str:
+    """Add generation tags around the answers, for transformers' assistant mask."""
     begin, end = GENERATION
     if name in ("chatml", "smollm2"):
-        shown = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-        return _replaced(
-            source, shown,
+        turn = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+        return _replace_once(
+            source, turn,
             "{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}"
             f"{begin}{{{{message['content'] + '<|im_end|>'}}}}{end}"
             "{% else %}{{message['content'] + '<|im_end|>'}}{% endif %}{{'\n'}}",
         )  # fmt: skip
     if name == "llama3":
-        return _replaced(
+        return _replace_once(
             source, "{{ content }}",
             "{% if message['role'] == 'assistant' %}"
             "{% set head = '<|start_header_id|>assistant<|end_header_id|>\n\n' %}"
@@ -83,22 +83,22 @@ def marked(name: str, source: str) -> str:
         source = source.replace("'<|im_start|>' + message.role + '\\n<think>", "'<think>")
         source = source.replace("{{- '<|im_start|>' + message.role + '\\n' + content }}", "{{- content }}")
         head = '{%- elif message.role == "assistant" %}'
-        source = _replaced(source, head, head + "{{- '<|im_start|>assistant\\n' }}" + begin)
+        source = _replace_once(source, head, head + "{{- '<|im_start|>assistant\\n' }}" + begin)
         tail = "        {{- '<|im_end|>\\n' }}\n    {%- elif message.role == \"tool\" %}"
         new = "        {{- '<|im_end|>' }}" + end + "{{- '\\n' }}\n    {%- elif message.role == \"tool\" %}"
-        return _replaced(source, tail, new)
+        return _replace_once(source, tail, new)
     answer = "{{- message['content'] + eos_token }}"
-    return _replaced(source, answer, "{%- generation %}" + answer + "{%- endgeneration %}")
+    return _replace_once(source, answer, "{%- generation %}" + answer + "{%- endgeneration %}")
 
 
-def _replaced(source, old, new):
+def _replace_once(source, old, new):
     assert source.count(old) == 1
     return source.replace(old, new)
 
 
 @pytest.fixture(scope="module")
 def make(corpus, tmp_path_factory):
-    """Makes folders with a small tokenizer that knows the markup of many templates."""
+    """Return a function that creates folders with a small tokenizer with the markup of many templates."""
     from tokenizers import Tokenizer as Core
 
     texts = [p.read_text() for p in sorted(corpus.iterdir())] + ["user\nassistant\nsystem\n\n### Response:\n"] * 9
@@ -128,8 +128,8 @@ def with_bos(token="<|begin_of_text|>"):
 
 
 @pytest.fixture(scope="module")
-def five(make):
-    """Name -> (ours, transformers' tokenizer, source) of five templates as published; alpaca is a style of ours."""
+def templates(make):
+    """Name -> (ChatTemplate, transformers' tokenizer, source) of published templates, and of the alpaca prompt style."""
     from transformers import AutoTokenizer
 
     found = {}
@@ -141,26 +141,26 @@ def five(make):
         "alpaca": with_bos(),
     }.items():
         folder = make({**TEMPLATES, "chatml": CHATML}.get(name), **settings)
-        ours = ChatTemplate.from_tokenizer(Tokenizer.load(folder), "alpaca" if name == "alpaca" else None)
-        found[name] = ours, AutoTokenizer.from_pretrained(folder), ours.source
+        template = ChatTemplate.from_tokenizer(Tokenizer.load(folder), "alpaca" if name == "alpaca" else None)
+        found[name] = template, AutoTokenizer.from_pretrained(folder), template.source
     return found
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "smollm2", "chatml", "alpaca"])
-def test_tokens_and_labels_equal_transformers(five, name, conversation):
-    ours, theirs, source = five[name]
+def test_tokens_and_labels_equal_transformers(templates, name, conversation):
+    template, hf, source = templates[name]
     messages = CONVERSATIONS[conversation]
-    encoded = ours.encode(messages, "answers")
-    assert encoded.ids == theirs.apply_chat_template(messages, chat_template=source)["input_ids"]
-    expected = theirs.apply_chat_template(
-        messages, chat_template=marked(name, source), return_dict=True, return_assistant_tokens_mask=True
+    encoded = template.encode(messages, "answers")
+    assert encoded.ids == hf.apply_chat_template(messages, chat_template=source)["input_ids"]
+    expected = hf.apply_chat_template(
+        messages, chat_template=mark_answers(name, source), return_dict=True, return_assistant_tokens_mask=True
     )
     assert encoded.ids == expected["input_ids"]
     assert encoded.loss_mask == [bool(m) for m in expected["assistant_masks"]]
     assert any(encoded.loss_mask)
-    prompt = theirs.apply_chat_template(messages[:-1], chat_template=source, add_generation_prompt=True)
-    assert ours.encode_prompt(messages[:-1]) == prompt["input_ids"]
+    prompt = hf.apply_chat_template(messages[:-1], chat_template=source, add_generation_prompt=True)
+    assert template.encode_prompt(messages[:-1]) == prompt["input_ids"]
 
 
 def answers_of(messages):
@@ -168,7 +168,7 @@ def answers_of(messages):
 
 
 def parts(template, messages, train_on="answers"):
-    """The text of every run of trained tokens."""
+    """Return the text of every run of tokens with loss."""
     encoded = template.encode(messages, train_on)
     assert len(encoded.ids) == len(encoded.loss_mask)
     runs, before = [], False
@@ -189,18 +189,18 @@ def parts(template, messages, train_on="answers"):
         ("alpaca", ["Red.<|endoftext|>", "Blue, and green.<|endoftext|>"]),
     ],
 )
-def test_every_trained_turn_holds_its_end_of_turn_token_and_nothing_after_it(five, name, expected):
-    ours = five[name][0]
+def test_loss_mask_ends_with_the_end_of_turn_token(templates, name, expected):
+    template = templates[name][0]
     messages = CONVERSATIONS["two turns"]
-    assert parts(ours, messages) == expected
-    assert parts(ours, messages, "last_answer") == expected[-1:]
-    assert ours.end_of_turn == expected[0].removeprefix("Red.")
-    everything = ours.encode(messages, "all")
-    assert everything.ids == ours.encode(messages, "answers").ids and all(everything.loss_mask)
+    assert parts(template, messages) == expected
+    assert parts(template, messages, "last_answer") == expected[-1:]
+    assert template.end_of_turn == expected[0].removeprefix("Red.")
+    everything = template.encode(messages, "all")
+    assert everything.ids == template.encode(messages, "answers").ids and all(everything.loss_mask)
 
 
-def test_real_smollm2():
-    """Ids as transformers gives them when it reads the package's GGUF file itself."""
+def test_real_smollm2_ids_and_loss_mask():
+    """Compare with the ids of transformers reading the GGUF file directly."""
     from smollm2 import smollm2_folder
 
     folder = smollm2_folder()
@@ -220,7 +220,7 @@ def test_real_smollm2():
     assert generation["eos_token_id"] == [2] and template.end_of_turn == "<|im_end|>"
 
 
-# What each style is published as; <e> is eos, <b> is bos.
+# The published format of each style; <e> is eos, <b> is bos.
 STYLES = {
     "alpaca": (
         "<b>Below is an instruction that describes a task. Write a response that appropriately completes the request."
@@ -251,17 +251,17 @@ STYLES = {
 TWO = [user("q"), assistant("a"), user("r"), assistant("b")]
 
 
-def test_every_style_is_listed():
+def test_all_prompt_styles_are_listed():
     assert prompt_styles() == sorted(STYLES)
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_prompt_styles(make, style):
+def test_prompt_styles_render_their_published_format(make, style):
     tokenizer = Tokenizer.load(make(**with_bos()))
     template = ChatTemplate.from_tokenizer(tokenizer, style)
     expected = STYLES[style].replace("<b>", "<|begin_of_text|>").replace("<e>", "<|endoftext|>")
     assert template.render(TWO) == expected
-    for i in (1, 3):  # what a chat shows the model is what stood before the answer
+    for i in (1, 3):  # inference prompts are prefixes of the training text
         assert expected.startswith(template.render(TWO[:i], add_generation_prompt=True))
     assert template.notes == []
     answers = parts(template, TWO)
@@ -274,7 +274,7 @@ def test_prompt_styles(make, style):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_styles_begin_with_bos_only_where_the_tokenizer_does(make, style):
+def test_styles_start_with_bos_only_if_the_tokenizer_adds_it(make, style):
     without = ChatTemplate.from_tokenizer(Tokenizer.load(make()), style)
     not_added = ChatTemplate.from_tokenizer(
         Tokenizer.load(make(bos_token="<|begin_of_text|>", add_bos_token=False)), style
@@ -302,13 +302,13 @@ def test_llama2_with_system_and_vicuna_with_system(make):
     assert text == "You are terse. USER: Name a colour. ASSISTANT: Red.<|endoftext|>"
 
 
-def test_a_style_on_a_vocabulary_without_its_tokens_ends_turns_with_eos_and_says_so(make):
+def test_style_tokens_missing_from_the_vocabulary_fall_back_to_eos_with_a_note(make):
     tokenizer = Tokenizer.load(make(markup=[]))
     template = ChatTemplate.from_tokenizer(tokenizer, "chatml")
     assert template.end_of_turn == "<|endoftext|>"
     assert parts(template, TWO) == ["a<|endoftext|>", "b<|endoftext|>"]
     assert len(template.notes) == 2
-    assert "<|im_end|> is no token" in template.notes[0] and "<|im_start|>" in template.notes[1]
+    assert "<|im_end|> is not in the vocabulary" in template.notes[0] and "<|im_start|>" in template.notes[1]
     assert template.export_tokenizer().vocab_size == tokenizer.vocab_size
 
 
@@ -319,59 +319,59 @@ def test_a_style_on_a_vocabulary_without_its_tokens_ends_turns_with_eos_and_says
         ("{% for m in messages %}{{ m.role + ':' + m.content }}{% if m.role == 'assistant' and not loop.last %}"
          "{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
          ["a<|endoftext|>", "b<|endoftext|>"]),
-        # no token at all
+        # no end-of-turn token
         ("{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
          "{% if add_generation_prompt %}assistant:{% endif %}", ["a<|endoftext|>", "b<|endoftext|>"]),
-        # a newline and two special tokens after the answer: the first of them ends it
+        # a newline and two special tokens after the answer: the first one ends it
         ("{% for m in messages %}{{ '<|im_start|>' + m.content + '\n<|im_end|><|endoftext|>' }}{% endfor %}"
          "{% if add_generation_prompt %}<|im_start|>{% endif %}", ["a\n<|im_end|>", "b\n<|im_end|>"]),
-        # add_generation_prompt has no effect: the header is what the model has to say
+        # add_generation_prompt has no effect: the header is part of the answer
         ("{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}",
          ["assistant:a<|endoftext|>", "assistant:b<|endoftext|>"]),
-        # the prompt for an answer is not how the answer begins afterwards
+        # the generation prompt is not a prefix of the complete text
         ("{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
          "{% if add_generation_prompt %}assistant:<think>{% endif %}", ["a<|endoftext|>", "b<|endoftext|>"]),
-        # the system message stands in the last question
+        # the system message is in the last question
         ("{% for m in messages %}{{ ('SYSTEM ' if loop.index0 == messages | length - 2) ~ m.role + ':' + m.content + "
          "eos_token }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
          ["a<|endoftext|>", "b<|endoftext|>"]),
-        # marks for other tools
+        # generation tags
         ("{% for m in messages %}{{ m.role + ':' }}{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
          "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}", ["a<|endoftext|>", "b<|endoftext|>"]),
     ],
 )  # fmt: skip
-def test_unusual_templates(make, source, expected):
+def test_unusual_templates_have_correct_loss_masks(make, source, expected):
     assert parts(ChatTemplate.from_tokenizer(Tokenizer.load(make(source)), None), TWO) == expected
 
 
-def test_a_template_without_end_of_turn_is_changed_said_and_exported(make, tmp_path):
+def test_template_without_end_of_turn_gets_eos_and_is_exported(make, tmp_path):
     from transformers import AutoTokenizer
 
     source = "{% for m in messages %}\n{{ m.role + ':' + m.content | trim }}\n{% endfor %}"
     template = ChatTemplate.from_tokenizer(Tokenizer.load(make("\n" + source)), None)
-    assert "no token" in template.notes[0]
+    assert "no end-of-turn token" in template.notes[0]
     assert template.render(TWO) == "\nuser:q\nassistant:a<|endoftext|>\nuser:r\nassistant:b<|endoftext|>\n"
     template.export_tokenizer().save(tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert theirs.apply_chat_template(TWO)["input_ids"] == template.encode(TWO, "answers").ids
+    hf = AutoTokenizer.from_pretrained(tmp_path)
+    assert hf.apply_chat_template(TWO)["input_ids"] == template.encode(TWO, "answers").ids
 
 
-def test_a_template_that_ends_only_the_last_answer_takes_one_answer(make):
+def test_template_with_eos_only_at_the_end_rejects_several_answers(make):
     source = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}{{ eos_token }}"
     template = ChatTemplate.from_tokenizer(Tokenizer.load(make(source)), None)
     assert parts(template, TWO[:2]) == ["a<|endoftext|>"]
-    with pytest.raises(UserError, match="ends message 2 with no token"):
+    with pytest.raises(UserError, match="message 2.* has no end-of-turn token"):
         template.encode(TWO, "answers")
 
 
-def test_thoughts_that_a_template_drops_are_said(five):
-    ours = five["qwen3"][0]
+def test_dropped_thinking_is_noted(templates):
+    template = templates["qwen3"][0]
     messages = [user("q"), assistant("<think>\nhm\n</think>\n\na"), user("r"), assistant("<think>\nso\n</think>\n\nb")]
-    assert parts(ours, messages) == ["a<|im_end|>", "<think>\nso\n</think>\n\nb<|im_end|>"]
-    assert len([n for n in ours.notes if "changes answers" in n]) == 1
+    assert parts(template, messages) == ["a<|im_end|>", "<think>\nso\n</think>\n\nb<|im_end|>"]
+    assert len([n for n in template.notes if "modifies some answers" in n]) == 1
 
 
-def test_offsets_that_leave_spaces_out_change_nothing(make):
+def test_trimmed_offsets_do_not_change_the_loss_mask(make):
     from tokenizers import processors
 
     def trim(core):
@@ -384,17 +384,17 @@ def test_offsets_that_leave_spaces_out_change_nothing(make):
     assert parts(trimmed, spaces) == [" \n  a<|im_end|>"]
 
 
-def test_a_sentencepiece_like_tokenizer(sentencepiece_dir):
-    """A space is put before every text between special tokens, and unknown characters become bytes."""
+def test_sentencepiece_like_tokenizer_equals_transformers(sentencepiece_dir):
+    """The tokenizer adds a space before every text between special tokens; unknown characters become bytes."""
     from transformers import AutoTokenizer
 
     tokenizer = Tokenizer.load(sentencepiece_dir)
-    theirs = AutoTokenizer.from_pretrained(sentencepiece_dir)
+    hf = AutoTokenizer.from_pretrained(sentencepiece_dir)
     for style in ("llama2", "alpaca", "plain"):
         template = ChatTemplate.from_tokenizer(tokenizer, style)
         for conversation in ("two turns", "unicode", "leading space", "leading newline"):
             messages = CONVERSATIONS[conversation]
-            expected = theirs.apply_chat_template(messages, chat_template=template.source)["input_ids"]
+            expected = hf.apply_chat_template(messages, chat_template=template.source)["input_ids"]
             encoded = template.encode(messages, "answers")
             assert encoded.ids == expected
             assert encoded.ids.count(tokenizer.bos_id) == (2 if style == "llama2" else 1)
@@ -402,7 +402,7 @@ def test_a_sentencepiece_like_tokenizer(sentencepiece_dir):
                 assert part.replace("</s>", "").strip() == text.strip() and part.endswith("</s>")
 
 
-def test_a_token_across_the_border_belongs_to_the_answer(make):
+def test_token_across_the_prompt_border_belongs_to_the_answer(make):
     template = ChatTemplate.from_tokenizer(Tokenizer.load(make()), "plain")
     (answer,) = parts(template, [user("the mo"), assistant("del reads")])
     assert answer == " model reads<|endoftext|>"
@@ -410,14 +410,14 @@ def test_a_token_across_the_border_belongs_to_the_answer(make):
 
 @pytest.fixture(scope="module")
 def joins_newlines():
-    """A tokenizer in which newlines at the end of a text are one token, but two in front of a letter."""
+    """A tokenizer with one token for newlines at the end of a text, but two in front of a letter."""
     tokenizer = train_bpe(["question\n\n", "answer\n\n"] * 9, 300)
     assert [len(tokenizer.encode(text)) for text in ("\n\n", "\n\na")] == [1, 3]
     return tokenizer
 
 
 @pytest.mark.parametrize("train_on", ["answers", "last_answer", "all"])
-def test_the_prompt_of_every_answer_is_what_training_had_before_it(joins_newlines, train_on):
+def test_inference_prompts_are_prefixes_of_the_training_tokens(joins_newlines, train_on):
     messages = [user("q"), assistant("It."), user("r"), assistant("No.\n\nYes"), user("s"), assistant("b")]
     for style in prompt_styles():
         template = ChatTemplate.from_tokenizer(joins_newlines, style)
@@ -427,24 +427,24 @@ def test_the_prompt_of_every_answer_is_what_training_had_before_it(joins_newline
         for i in (1, 3, 5):
             prompt = template.encode_prompt(messages[:i])
             assert ids[: len(prompt)] == prompt == again.encode_prompt(messages[:i])
-        assert any("encoded apart" in note for note in template.notes) == (style == "llama3")
+        assert any("tokenized separately" in note for note in template.notes) == (style == "llama3")
     answers = ["It.<|endoftext|>", "No.\n\nYes<|endoftext|>", "b<|endoftext|>"]
     assert parts(ChatTemplate.from_tokenizer(joins_newlines, "llama3"), messages) == answers
 
 
-def test_where_encoding_apart_would_change_the_text_the_difference_is_only_said(sentencepiece_dir):
-    """Every text begins with a space there, so that an answer alone would get one more."""
+def test_prompts_are_not_split_if_that_would_change_the_text(sentencepiece_dir):
+    """This tokenizer adds a space to every text, so a separate answer would get one more."""
     source = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
     source += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     tokenizer = Tokenizer.load(sentencepiece_dir).with_files({"chat_template.jinja": source.encode()})
     template = ChatTemplate.from_tokenizer(tokenizer, None)
     assert [note.partition(": ")[2].partition(": ")[2] for note in template.notes] == [
-        "prompts have other tokens alone, as a model that answers gets them, than in training"
+        "prompts tokenize differently at inference (without the answer) than in training"
     ]
     assert template.encode(TWO, "answers").ids == tokenizer.encode_with_offsets(template.render(TWO))[0]
 
 
-def test_template_file_wins_over_the_settings_and_the_default_of_a_list_is_taken(make):
+def test_template_file_overrides_config_and_lists_use_their_default(make):
     def source(config, **files):
         return ChatTemplate.from_tokenizer(Tokenizer.load(make(files=files, chat_template=config)), None).source
 
@@ -458,19 +458,23 @@ def test_template_file_wins_over_the_settings_and_the_default_of_a_list_is_taken
         ({}, None, "--data.prompt_style: .*has no chat template.*alpaca, chatml"),
         ({}, "chatlm", "--data.prompt_style chatlm: must be one of .*did you mean 'chatml'"),
         ({"chat_template": [{"name": "rag", "template": "x"}]}, None, "named 'default'"),
-        ({"template": "{% for m in messages %}"}, None, "chat_template.jinja: the template is broken in line 1"),
-        ({"template": "{{ nothing.at.all }}"}, None, "cannot show the messages: UndefinedError"),
-        ({"template": "{{ range(10**9) | list }}"}, None, "cannot show the messages: OverflowError"),
-        ({"template": "{{ ''.__class__.__mro__ }}"}, None, "cannot show the messages: SecurityError"),
-        ({"template": "{{ namespace(_x=1) }}"}, None, "cannot show the messages: SecurityError"),
-        ({"template": "{{ messages.append(1) }}"}, None, "cannot show the messages: SecurityError"),
-        ({"template": "{% for m in messages %}{{ m.role }}{% endfor %}"}, None, "shows message 2 not at all"),
-        ({"template": "{{ messages[-1].content * 2 }}"}, None, "shows message 2 more than once"),
+        (
+            {"template": "{% for m in messages %}"},
+            None,
+            "chat_template.jinja: the template has a syntax error in line 1",
+        ),
+        ({"template": "{{ nothing.at.all }}"}, None, "fails to render the messages: UndefinedError"),
+        ({"template": "{{ range(10**9) | list }}"}, None, "fails to render the messages: OverflowError"),
+        ({"template": "{{ ''.__class__.__mro__ }}"}, None, "fails to render the messages: SecurityError"),
+        ({"template": "{{ namespace(_x=1) }}"}, None, "fails to render the messages: SecurityError"),
+        ({"template": "{{ messages.append(1) }}"}, None, "fails to render the messages: SecurityError"),
+        ({"template": "{% for m in messages %}{{ m.role }}{% endfor %}"}, None, "renders message 2 not at all"),
+        ({"template": "{{ messages[-1].content * 2 }}"}, None, "renders message 2 more than once"),
         ({"eos_token": None}, "plain", "tokenizer has no eos token"),
-        ({"eos_token": "q"}, "alpaca", "eos q, an ordinary entry of its vocabulary; make it an added"),
+        ({"eos_token": "q"}, "alpaca", "eos q, but it is an ordinary vocabulary entry; make it an added"),
     ],
 )
-def test_unusable_templates_are_one_line(make, settings, style, message):
+def test_invalid_templates_raise_one_line_errors(make, settings, style, message):
     with pytest.raises(UserError, match=message) as error:
         ChatTemplate.from_tokenizer(Tokenizer.load(make(**settings)), style)
     assert "\n" not in str(error.value)
@@ -479,8 +483,8 @@ def test_unusable_templates_are_one_line(make, settings, style, message):
 GROWS = "{% set n = namespace(x=START) %}{% for i in range(60) %}{% set n.x = NEXT %}{% endfor %}{{ n.x SHOWN }}"
 
 
-def grows(start, following, shown=""):
-    return GROWS.replace("START", start).replace("NEXT", following).replace("SHOWN", shown)
+def grows(start, following, turn=""):
+    return GROWS.replace("START", start).replace("NEXT", following).replace("SHOWN", turn)
 
 
 @pytest.mark.parametrize(
@@ -497,10 +501,10 @@ def grows(start, following, shown=""):
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
         ("{{ 7 ** (7 ** 11) }}", "more than 1 s|too much memory"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{{ raise_exception('a' * 10**6) }}", "refuses the messages: a{400}"),
+        ("{{ raise_exception('a' * 10**6) }}", "rejects the messages: a{400}"),
     ],
 )
-def test_templates_have_limits_of_time_and_memory(make, monkeypatch, template, message):
+def test_template_time_and_memory_are_limited(make, monkeypatch, template, message):
     monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
     monkeypatch.setattr(template_process, "MEMORY", 1 << 29)
     tokenizer = Tokenizer.load(make(template))
@@ -510,63 +514,63 @@ def test_templates_have_limits_of_time_and_memory(make, monkeypatch, template, m
     assert ChatTemplate.from_tokenizer(tokenizer, "chatml").render(TWO).startswith("<|im_start|>user")
 
 
-def test_the_process_of_templates_starts_again_after_idling_and_in_a_fork(five):
-    ours = five["chatml"][0]
-    expected = ours.render(TWO)
+def test_template_process_restarts_after_idling_and_in_a_fork(templates):
+    template = templates["chatml"][0]
+    expected = template.render(TWO)
     _, process = template_process._running
-    process.stdin.close()  # it ends in the same way after waiting too long
+    process.stdin.close()  # it exits in the same way when idle
     process.wait()
-    assert ours.render(TWO) == expected and template_process._running[1] is not process
+    assert template.render(TWO) == expected and template_process._running[1] is not process
     _, process = template_process._running
     template_process._running = (0, process)  # as in a fork
-    assert ours.render(TWO) == expected and template_process._running[1] is not process
+    assert template.render(TWO) == expected and template_process._running[1] is not process
     assert process.poll() is None
 
 
-def test_an_interrupted_request_does_not_answer_the_next_one(five, monkeypatch):
-    ours = five["chatml"][0]
-    first, second = ours.render(TWO[:2]), ours.render(TWO)
+def test_interrupted_request_does_not_answer_the_next_one(templates, monkeypatch):
+    template = templates["chatml"][0]
+    first, second = template.render(TWO[:2]), template.render(TWO)
 
     def interrupt():
         raise KeyboardInterrupt
 
     monkeypatch.setattr(template_process._running[1], "stdout", SimpleNamespace(readline=interrupt))
     with pytest.raises(KeyboardInterrupt):
-        ours.render(TWO[:2])
+        template.render(TWO[:2])
     monkeypatch.undo()
-    assert [ours.render(TWO), ours.render(TWO[:2])] == [second, first]
+    assert [template.render(TWO), template.render(TWO[:2])] == [second, first]
 
 
-def test_a_role_order_that_the_template_refuses(make):
+def test_rejected_role_order_is_an_error(make):
     template = ChatTemplate.from_tokenizer(Tokenizer.load(make()), "llama2")
     for messages in ([assistant("a")], [user("q"), user("q"), assistant("a")], [user("q"), system("s")]):
-        with pytest.raises(UserError, match="refuses the messages: roles must be user, assistant"):
+        with pytest.raises(UserError, match="rejects the messages: roles must be user, assistant"):
             template.encode(messages, "answers")
 
 
 @pytest.mark.parametrize("answer", ["", " \n", None])
 @pytest.mark.parametrize("train_on", ["answers", "last_answer", "all"])
-def test_an_empty_answer_is_refused(five, answer, train_on):
+def test_empty_answer_is_an_error(templates, answer, train_on):
     messages = [user("q"), assistant(answer), user("r"), assistant("b")]
     with pytest.raises(UserError, match="empty answer .message 2 of 4"):
-        five["chatml"][0].encode(messages, train_on)
+        templates["chatml"][0].encode(messages, train_on)
 
 
-def test_an_end_of_turn_token_that_gets_lost_in_the_text_is_refused(make):
+def test_end_of_turn_merged_into_text_is_an_error(make):
     from tokenizers import AddedToken
 
-    def change(core):  # a token only where no letter touches it
+    def change(core):  # matches only without adjacent letters
         core.add_special_tokens([AddedToken("</turn>", single_word=True)])
 
     source = "{% for m in messages %}{{ m.content + '</turn>' }}{% endfor %}"
     template = ChatTemplate.from_tokenizer(Tokenizer.load(make(source, change=change)), None)
     assert parts(template, [user("q."), assistant("a.")]) == ["a.</turn>"]
-    with pytest.raises(UserError, match="answer 1 does not end with the token </turn>"):
+    with pytest.raises(UserError, match="answer 1 does not end with the end-of-turn token </turn>"):
         template.encode([user("q."), assistant("a")], "answers")
 
 
-def test_without_an_answer_nothing_is_trained(five):
-    encoded = five["chatml"][0].encode([user("q")], "answers")
+def test_conversation_without_answer_has_empty_loss_mask(templates):
+    encoded = templates["chatml"][0].encode([user("q")], "answers")
     assert encoded.ids and not any(encoded.loss_mask)
 
 
@@ -580,27 +584,33 @@ def tool(text):
 
 
 CALLS = [user("Weather?"), call("weather", {"city": "Zürich <|im_end|>"}), tool("rain"), assistant("Rain.")]
-SAID = [*CALLS, user("And time?"), call("clock", '{"zone": 1}', content="Let me see."), tool("12"), assistant("Noon.")]
+CALLS_WITH_TEXT = [
+    *CALLS,
+    user("And time?"),
+    call("clock", '{"zone": 1}', content="Let me see."),
+    tool("12"),
+    assistant("Noon."),
+]
 
 
-@pytest.mark.parametrize("messages", [CALLS, CALLS[:2], SAID, SAID[:-2]])
-def test_tool_calls_that_the_template_shows_are_trained(five, messages):
-    ours, theirs, source = five["qwen3"]
-    encoded = ours.encode(messages, "answers")
-    expected = theirs.apply_chat_template(
-        messages, chat_template=marked("qwen3", source), return_dict=True, return_assistant_tokens_mask=True
+@pytest.mark.parametrize("messages", [CALLS, CALLS[:2], CALLS_WITH_TEXT, CALLS_WITH_TEXT[:-2]])
+def test_rendered_tool_calls_are_in_the_loss_mask(templates, messages):
+    template, hf, source = templates["qwen3"]
+    encoded = template.encode(messages, "answers")
+    expected = hf.apply_chat_template(
+        messages, chat_template=mark_answers("qwen3", source), return_dict=True, return_assistant_tokens_mask=True
     )
     assert encoded.ids == expected["input_ids"]
     assert encoded.loss_mask == [bool(m) for m in expected["assistant_masks"]]
     answer = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich <|im_end|>"}}\n</tool_call><|im_end|>'
-    assert parts(ours, messages)[0].removeprefix("<think>\n\n</think>\n\n") == answer
+    assert parts(template, messages)[0].removeprefix("<think>\n\n</think>\n\n") == answer
 
 
 @pytest.mark.parametrize("content", ["", "Let me see."])
-def test_tool_calls_that_the_template_does_not_show_are_refused(five, content):
+def test_tool_calls_missing_from_the_template_are_an_error(templates, content):
     messages = [user("Weather?"), call("weather", {}, content=content), tool("rain"), assistant("Rain.")]
-    with pytest.raises(UserError, match="does not show all tool_calls of message 2 of 4, .* choose a template"):
-        five["chatml"][0].encode(messages, "answers")
+    with pytest.raises(UserError, match="does not render all tool_calls of message 2 of 4, .* choose a template"):
+        templates["chatml"][0].encode(messages, "answers")
 
 
 TOOLS = [
@@ -616,9 +626,9 @@ TOOLS = [
 ]
 
 
-def test_tools_are_rendered_and_masked_as_transformers_does(five):
-    """Of the published templates only Qwen3's shows tools; the second one is written in the way of Llama 3.1's."""
-    ours, theirs, source = five["qwen3"]
+def test_tools_are_rendered_and_masked_as_in_transformers(templates):
+    """Of the published templates only Qwen3's renders tools; the second one follows Llama 3.1's."""
+    template, hf, source = templates["qwen3"]
     in_first_question = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
         "{% if loop.first and tools is not none %}{{ tools | tojson(indent=4) }}{% endif %}"
@@ -626,24 +636,29 @@ def test_tools_are_rendered_and_masked_as_transformers_does(five):
         "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    other = ChatTemplate(ours._tokenizer, in_first_question, "other")
-    cases = [(ours, marked("qwen3", source), m) for m in (CALLS, SAID, [system("Be brief."), *CALLS], TWO)]
+    other = ChatTemplate(template._tokenizer, in_first_question, "other")
+    cases = [
+        (template, mark_answers("qwen3", source), m)
+        for m in (CALLS, CALLS_WITH_TEXT, [system("Be brief."), *CALLS], TWO)
+    ]
     cases += [(other, in_first_question, m) for m in (TWO, [system("Be brief."), *TWO])]
-    for template, marks, messages in cases:
+    for template, source, messages in cases:
         for tools in (TOOLS, TOOLS[1:], None):
             encoded = template.encode(messages, "answers", tools)
-            expected = theirs.apply_chat_template(
-                messages, tools, chat_template=marks, return_dict=True, return_assistant_tokens_mask=True
+            expected = hf.apply_chat_template(
+                messages, tools, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
             )
             assert encoded.ids == expected["input_ids"]
             assert encoded.loss_mask == [bool(m) for m in expected["assistant_masks"]] and any(encoded.loss_mask)
-            assert ("clock" in template._tokenizer.decode(encoded.ids)) == (tools is not None or messages is SAID)
+            assert ("clock" in template._tokenizer.decode(encoded.ids)) == (
+                tools is not None or messages is CALLS_WITH_TEXT
+            )
 
 
-def test_tools_that_the_template_does_not_show_are_refused(five, make):
-    with pytest.raises(UserError, match="does not show the row's tools; .* --data.chat_template"):
-        five["chatml"][0].encode(TWO, "answers", TOOLS)
-    assert five["chatml"][0].encode(TWO, "answers", []) == five["chatml"][0].encode(TWO, "answers")
+def test_tools_missing_from_the_template_are_an_error(templates, make):
+    with pytest.raises(UserError, match="does not render the row's tools; .* --data.chat_template"):
+        templates["chatml"][0].encode(TWO, "answers", TOOLS)
+    assert templates["chatml"][0].encode(TWO, "answers", []) == templates["chatml"][0].encode(TWO, "answers")
     named = [{"name": "tool_use", "template": CHATML}, {"name": "default", "template": "{{ tools }}" + CHATML}]
     for files, settings in (({"additional_chat_templates/tool_use.jinja": CHATML}, CHATML), ({}, named)):
         tokenizer = Tokenizer.load(make(chat_template=settings))
@@ -654,39 +669,38 @@ def test_tools_that_the_template_does_not_show_are_refused(five, make):
             template.encode(TWO, "answers", TOOLS)
 
 
-def test_a_weight_of_0_masks_an_answer(five):
-    for ours, _, _ in five.values():
+def test_weight_0_masks_an_answer(templates):
+    for template, _, _ in templates.values():
         plain, masked = TWO, [TWO[0], {**TWO[1], "weight": 0}, {**TWO[2], "weight": 0}, {**TWO[3], "weight": 1.0}]
-        assert ours.encode(masked, "answers") == ours.encode(plain, "last_answer")
-        assert not any(ours.encode([*TWO[:3], {**TWO[3], "weight": 0}], "last_answer").loss_mask)
-        first, both = ours.encode([*TWO[:3], {**TWO[3], "weight": 0}], "answers"), ours.encode(plain, "answers")
-        second = ours.encode(plain, "last_answer").loss_mask
+        assert template.encode(masked, "answers") == template.encode(plain, "last_answer")
+        assert not any(template.encode([*TWO[:3], {**TWO[3], "weight": 0}], "last_answer").loss_mask)
+        first, both = template.encode([*TWO[:3], {**TWO[3], "weight": 0}], "answers"), template.encode(plain, "answers")
+        second = template.encode(plain, "last_answer").loss_mask
         assert first.ids == both.ids
-        assert first.loss_mask == [a and not b for a, b in zip(both.loss_mask, second, strict=True)] and any(
-            first.loss_mask
-        )
-        everything = ours.encode([*TWO[:3], {**TWO[3], "weight": 0}], "all")
+        expected = [a and not b for a, b in zip(both.loss_mask, second, strict=True)]
+        assert first.loss_mask == expected and any(expected)
+        everything = template.encode([*TWO[:3], {**TWO[3], "weight": 0}], "all")
         assert everything.ids == both.ids and everything.loss_mask == [not trained for trained in second]
 
 
-def test_other_weights_are_refused(five):
+def test_other_weights_are_errors(templates):
     cases = [(3, weight, "answers", "message 4: weight .*: must be 0") for weight in (0.5, 2, -1, True, "0", [0])]
     cases += [(2, 1, "answers", r"message 3 \(user\): weight 1: "), (2, 0, "all", r"message 3 \(user\): weight 0: ")]
     for index, weight, train_on, expected in cases:
         messages = [dict(message) for message in TWO]
         messages[index]["weight"] = weight
         with pytest.raises(UserError, match=expected):
-            five["chatml"][0].encode(messages, train_on)
+            templates["chatml"][0].encode(messages, train_on)
 
 
-def test_what_follows_must_not_depend_on_the_answer(make):
+def test_template_suffix_depending_on_the_answer_is_an_error(make):
     source = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{{ messages[-1].content | length }}"
     template = ChatTemplate.from_tokenizer(Tokenizer.load(make(source)), None)
-    with pytest.raises(UserError, match="message 2 depends on its text"):
+    with pytest.raises(UserError, match="after message 2 depends on that message"):
         template.encode([user("q"), assistant("a")], "answers")
 
 
-def test_the_date_is_today_in_a_chat_and_fixed_in_training(make):
+def test_date_is_today_in_a_chat_and_fixed_in_training(make):
     from datetime import datetime
 
     template = ChatTemplate.from_tokenizer(Tokenizer.load(make("{{ strftime_now('%Y-%m-%d') }}" + CHATML)), None)
@@ -696,39 +710,39 @@ def test_the_date_is_today_in_a_chat_and_fixed_in_training(make):
     assert parts(template, TWO) == ["a<|im_end|>", "b<|im_end|>"] and "26 Jul 2024" in template.notes[0]
 
 
-def test_tojson_is_not_escaped_and_none_is_left_out(make):
+def test_tojson_is_not_escaped_and_none_is_omitted(make):
     source = "{{ messages[0] | tojson }}" + CHATML
     template = ChatTemplate.from_tokenizer(Tokenizer.load(make(source)), None)
     text = template.render([user("<ö>", name=None)])
     assert text.startswith('{"role": "user", "content": "<ö>"}<|im_start|>')
 
 
-def test_an_overridden_template_is_exported(make, tmp_path):
+def test_overridden_template_is_exported(make, tmp_path):
     from transformers import AutoTokenizer
 
     for settings in ({"chat_template": "x"}, {"template": "x"}, {}):
         tokenizer = Tokenizer.load(make(**settings, **with_bos()))
         template = ChatTemplate.from_tokenizer(tokenizer, "chatml")
-        assert any("instead of the checkpoint's own" in note for note in template.notes) == bool(settings)
+        assert any("overrides the checkpoint's own" in note for note in template.notes) == bool(settings)
         exported = template.export_tokenizer()
         exported.save(tmp_path)
-        theirs = AutoTokenizer.from_pretrained(tmp_path)
-        assert theirs.apply_chat_template(TWO)["input_ids"] == template.encode(TWO, "answers").ids
+        hf = AutoTokenizer.from_pretrained(tmp_path)
+        assert hf.apply_chat_template(TWO)["input_ids"] == template.encode(TWO, "answers").ids
         again = ChatTemplate.from_tokenizer(Tokenizer.load(tmp_path), None)
         assert again.encode(TWO, "answers") == template.encode(TWO, "answers")
-        said = exported.settings("tokenizer_config.json").get("chat_template")
-        assert said == (template.source if "chat_template" in settings else None)
+        setting = exported.settings("tokenizer_config.json").get("chat_template")
+        assert setting == (template.source if "chat_template" in settings else None)
         assert exported.fingerprint == tokenizer.fingerprint
 
 
-def test_a_template_file_is_used_and_exported(make, tmp_path):
+def test_template_file_is_used_and_exported(make, tmp_path):
     file = tmp_path / "mine.jinja"
     file.write_bytes(b"\xef\xbb\xbfMine.\r\n" + CHATML.encode())
     for settings in ({"chat_template": "x"}, {"template": "x"}, {}):
         tokenizer = Tokenizer.load(make(**settings))
         template = ChatTemplate.from_tokenizer(tokenizer, None, str(file))
         assert template.render(TWO).startswith("Mine.\n<|im_start|>user")
-        assert any("instead of the checkpoint's own" in note for note in template.notes) == bool(settings)
+        assert any("overrides the checkpoint's own" in note for note in template.notes) == bool(settings)
         again = ChatTemplate.from_tokenizer(template.export_tokenizer(), None)
         assert again.source == template.source == "Mine.\n" + CHATML
     (tmp_path / "binary").write_bytes(b"\xff")
@@ -746,13 +760,16 @@ def test_a_template_file_is_used_and_exported(make, tmp_path):
         ({"temperature": 0.6}, ["<|endoftext|>", "<|im_end|>"]),
     ],
 )
-def test_the_exported_generation_config_stops_at_the_end_of_turn(make, before, expected):
+def test_exported_generation_config_stops_at_the_end_of_turn(make, before, expected):
     tokenizer = Tokenizer.load(make(CHATML))
     ids = tokenizer.added_tokens
     if before is not None:
-        said = before.get("eos_token_id")
-        if said is not None:
-            before = {**before, "eos_token_id": [ids[t] for t in said] if isinstance(said, list) else ids[said]}
+        setting = before.get("eos_token_id")
+        if setting is not None:
+            before = {
+                **before,
+                "eos_token_id": [ids[t] for t in setting] if isinstance(setting, list) else ids[setting],
+            }
         tokenizer = tokenizer.with_files({"generation_config.json": json.dumps(before).encode()})
     exported = ChatTemplate.from_tokenizer(tokenizer, None).export_tokenizer()
     config = json.loads(exported.files["generation_config.json"])

@@ -14,7 +14,7 @@ BLOCK = 17
 
 @pytest.fixture(params=[np.uint16, np.int32])
 def written(request, tmp_path, monkeypatch):
-    """(tokens, folder) of 1,000 tokens in chunks of 5 blocks."""
+    """Return (tokens, folder) of 1,000 tokens in chunks of 5 blocks."""
     monkeypatch.setattr(chunks, "_TOKENS_PER_CHUNK", 5 * BLOCK + 3)
     tokens = np.random.default_rng(0).integers(0, 60_000, 1000).astype(request.param)
     assert write_chunks(tokens, tmp_path / "c", BLOCK) == 1000 % BLOCK
@@ -27,7 +27,7 @@ def edit_index(folder, edit):
     (folder / "index.json").write_text(json.dumps(index))
 
 
-def test_rows_by_global_index_are_the_written_tokens(written):
+def test_rows_equal_the_written_tokens(written):
     tokens, folder = written
     rows = TokenRows(folder, BLOCK)
     assert len(rows) == 1000 // BLOCK and rows.tail_tokens == 0
@@ -49,14 +49,14 @@ def test_litdata_reads_the_same_rows(written):
 
     _, folder = written
     rows = TokenRows(folder, BLOCK)
-    theirs = StreamingDataset(str(folder), item_loader=TokensLoader(block_size=BLOCK))
-    assert len(theirs) == len(rows)
+    dataset = StreamingDataset(str(folder), item_loader=TokensLoader(block_size=BLOCK))
+    assert len(dataset) == len(rows)
     for i in range(len(rows)):
-        assert theirs[i][:-1].tolist() == rows[i]["input_ids"].tolist()
+        assert dataset[i][:-1].tolist() == rows[i]["input_ids"].tolist()
 
 
-def test_rows_of_litdata_optimize_are_read(tmp_path):
-    """Chunks as litdata.optimize leaves them: several items in a chunk, a tail in each."""
+def test_litdata_optimize_output_is_readable(tmp_path):
+    """litdata.optimize writes several items and a tail per chunk."""
     from litdata import TokensLoader
     from litdata.streaming.writer import BinaryWriter
 
@@ -76,7 +76,7 @@ def test_rows_of_litdata_optimize_are_read(tmp_path):
     assert len(rows) == 7
 
 
-def test_few_files_stay_open(written, monkeypatch):
+def test_number_of_open_files_is_bounded(written, monkeypatch):
     monkeypatch.setattr(chunks, "_OPEN_CHUNKS", 3)
     _, folder = written
     rows = TokenRows(folder, BLOCK)
@@ -86,7 +86,7 @@ def test_few_files_stay_open(written, monkeypatch):
     assert rows[0]["input_ids"].tolist() == TokenRows(folder, BLOCK)[0]["input_ids"].tolist()
 
 
-def test_rows_travel_to_workers(written):
+def test_rows_are_picklable(written):
     rows = TokenRows(written[1], BLOCK)
     rows[0]
     copy = pickle.loads(pickle.dumps(rows))
@@ -108,20 +108,20 @@ def test_s4_index_cannot_point_outside_its_folder(written, name):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda i: i["config"].update(data_format=["pickle"]), "not one of plain tokens"),
-        (lambda i: i["config"].update(data_format=["no_header_tensor:0"]), "not whole numbers"),
-        (lambda i: i["config"].update(data_format=["no_header_tensor:99"]), "not one of plain tokens"),
-        (lambda i: i["config"].update(data_format=None), "not one of plain tokens"),
+        (lambda i: i["config"].update(data_format=["pickle"]), "not a supported token format"),
+        (lambda i: i["config"].update(data_format=["no_header_tensor:0"]), "not integers"),
+        (lambda i: i["config"].update(data_format=["no_header_tensor:99"]), "not a supported token format"),
+        (lambda i: i["config"].update(data_format=None), "not a supported token format"),
         (lambda i: i["config"].update(compression="zstd"), "compressed"),
-        (lambda i: i["chunks"][0].update(dim=None), "chunks of tokens"),
-        (lambda i: i["chunks"][0].update(dim=-5), "chunks of tokens"),
-        (lambda i: i["chunks"][0].update(dim=10**9), "cut short"),
+        (lambda i: i["chunks"][0].update(dim=None), "token chunks"),
+        (lambda i: i["chunks"][0].update(dim=-5), "token chunks"),
+        (lambda i: i["chunks"][0].update(dim=10**9), "truncated"),
         (lambda i: i["chunks"][0].update(filename="chunk-9-9.bin"), "is missing"),
-        (lambda i: i.pop("chunks"), "chunks of tokens"),
+        (lambda i: i.pop("chunks"), "token chunks"),
         (lambda i: i.pop("config"), "not an index"),
     ],
 )
-def test_broken_index_is_named(written, edit, message):
+def test_invalid_index_is_an_error(written, edit, message):
     _, folder = written
     edit_index(folder, edit)
     with pytest.raises(ValueError, match=message):
@@ -129,18 +129,18 @@ def test_broken_index_is_named(written, edit, message):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
-def test_an_index_that_is_none(written, content):
+def test_non_index_file_is_an_error(written, content):
     _, folder = written
     (folder / "index.json").write_bytes(content)
     with pytest.raises(ValueError, match="not an index"):
         TokenRows(folder, BLOCK)
 
 
-def test_a_chunk_cut_short_is_named(written):
+def test_truncated_chunk_is_named(written):
     _, folder = written
     chunk = folder / "chunk-0-3.bin"
     chunk.write_bytes(chunk.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"chunk-0-3.bin is cut short"):
+    with pytest.raises(ValueError, match=r"chunk-0-3.bin is truncated"):
         TokenRows(folder, BLOCK)
 
 
@@ -151,7 +151,7 @@ def test_size_does_not_depend_on_the_number_of_ranks(written, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 1)
     tokens, folder = written
     assert len(TokenRows(folder, BLOCK)) == 1000 // BLOCK
-    write_chunks(tokens, folder.parent / "again", BLOCK)  # and writing does not wait for other ranks
+    write_chunks(tokens, folder.parent / "again", BLOCK)  # writing does not wait for other ranks
     assert len(TokenRows(folder.parent / "again", BLOCK)) == 1000 // BLOCK
 
 
@@ -165,7 +165,7 @@ def overwrite(folder, chunk: int, token: int, value: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, 5, 11])
-def test_s5_a_token_overwritten_in_any_chunk_is_noticed(written, chunk):
+def test_s5_overwritten_token_in_any_chunk_is_detected(written, chunk):
     tokens, folder = written
     before = TokenRows(folder, BLOCK).survey()
     assert before == TokenRows(folder, BLOCK).survey() and before[1] == tokens[: 1000 // BLOCK * BLOCK].max()
@@ -174,8 +174,8 @@ def test_s5_a_token_overwritten_in_any_chunk_is_noticed(written, chunk):
     assert digest != before[0] and largest == 65_000
 
 
-def test_large_data_is_sampled_head_and_tail_of_each_chunk_included(written, monkeypatch):
-    monkeypatch.setattr(chunks, "_READ_WHOLE", 0)
+def test_large_data_is_sampled_including_chunk_ends(written, monkeypatch):
+    monkeypatch.setattr(chunks, "_READ_ALL_BYTES", 0)
     monkeypatch.setattr(chunks, "_SAMPLE", 3)
     _, folder = written
     seen = [len(part) for part in TokenRows(folder, BLOCK)._samples()]

@@ -1,4 +1,4 @@
-"""Instruction data as rows: labels, lengths, packing, the held-out share, the cache (S5), and what is said about it."""
+"""Instruction data as rows: labels, lengths, packing, the held-out share, the cache (S5), and what is log about it."""
 
 import json
 import os
@@ -27,7 +27,7 @@ CHATML = (
 
 @pytest.fixture(scope="module")
 def plain():
-    """A tokenizer of bytes without a chat template: one token per character."""
+    """A byte tokenizer without a chat template: one token per character."""
     return train_bpe(["x"], 257)
 
 
@@ -45,7 +45,7 @@ def tokenizer(plain):
 
 @pytest.fixture
 def prepare(tokenizer, tmp_path):
-    """Prepare rows, given as objects, in a private cache; returns the data and the lines it reported."""
+    """Return a function that prepares rows in a private cache and returns the data and its log lines."""
 
     def run(rows, max_seq_length=200, tokenizer=tokenizer, **options):
         lines = []
@@ -67,22 +67,22 @@ MANY = [qa(f"question {i}", f"answer {i} " + "word " * (i * 7 % 23)) for i in ra
 
 
 def documents(rows):
-    """(inputs, labels) of every document of all rows, as lists."""
+    """Yield (inputs, labels) of every document of all rows, as lists."""
     for i in range(len(rows)):
         row = rows[i]
         numbers = row.get("documents", torch.zeros_like(row["input_ids"]))
         for document in numbers.unique():
-            here = numbers == document
-            yield row["input_ids"][here].tolist(), row["labels"][here].tolist()
+            mask = numbers == document
+            yield row["input_ids"][mask].tolist(), row["labels"][mask].tolist()
 
 
 def labelled(tokenizer, rows) -> list[str]:
-    """The text that each document trains."""
+    """Return the label text of each document."""
     return [tokenizer.decode([t for t in labels if t != -100], False) for _, labels in documents(rows)]
 
 
-def test_labels_are_the_answer_and_its_end(prepare, tokenizer):
-    data, said = prepare([qa("hi", "yes")])
+def test_labels_are_the_answer_and_its_end_of_turn(prepare, tokenizer):
+    data, log = prepare([qa("hi", "yes")])
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
     ids = tokenizer.encode(text)
     row = data.train[0]
@@ -91,15 +91,15 @@ def test_labels_are_the_answer_and_its_end(prepare, tokenizer):
     answer = ids[prompt : prompt + 4]
     assert row["labels"].tolist() == [-100] * (prompt - 1) + answer + [-100]
     assert data.train.lengths.tolist() == [len(ids) - 1] and set(row) == {"input_ids", "labels"}
-    assert "chat template: the checkpoint: chat_template.jinja; end of turn: <|im_end|>" in said
-    assert f"1 samples, 0 truncated, 0 dropped; {len(ids) - 1} tokens, trained: {4 / (len(ids) - 1):.1%}" in said
+    assert "chat template: the checkpoint: chat_template.jinja; end of turn: <|im_end|>" in log
+    assert f"1 samples, 0 truncated, 0 dropped; {len(ids) - 1} tokens, trained: {4 / (len(ids) - 1):.1%}" in log
     assert json.loads(data.tokenizer.files["generation_config.json"])["eos_token_id"][-1] == ids[-2]
 
 
 TWO = {"messages": [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "abcd", strict=True)]}
 
 
-def test_what_is_trained(prepare, tokenizer):
+def test_train_on_selects_the_loss_mask(prepare, tokenizer):
     def trained(**options):
         return labelled(tokenizer, prepare([TWO], **options)[0].train)[0]
 
@@ -111,14 +111,14 @@ def test_what_is_trained(prepare, tokenizer):
 
 
 def test_plain_text_needs_no_template(prepare, plain):
-    data, said = prepare([{"text": "some text"}], tokenizer=plain)
+    data, log = prepare([{"text": "some text"}], tokenizer=plain)
     ids = plain.encode("some text", eos=True)
     assert data.train[0]["input_ids"].tolist() == ids[:-1] and data.train[0]["labels"].tolist() == ids[1:]
-    assert data.tokenizer is plain and "template" not in said
+    assert data.tokenizer is plain and "template" not in log
     with pytest.raises(UserError, match="--data.prompt_style: .* has no chat template"):
         prepare([{"text": "some text"}, qa("a", "b")], tokenizer=plain)
-    data, said = prepare([{"text": "some text"}, qa("a", "b")], tokenizer=plain, prompt_style="alpaca")
-    assert len(data.train) == 2 and "chat template: --data.prompt_style alpaca" in said
+    data, log = prepare([{"text": "some text"}, qa("a", "b")], tokenizer=plain, prompt_style="alpaca")
+    assert len(data.train) == 2 and "chat template: --data.prompt_style alpaca" in log
     assert "chat_template.jinja" in data.tokenizer.files
     with pytest.raises(UserError, match="--data.prompt_style alpaka: .*did you mean 'alpaca'"):
         prepare([{"text": "some text"}], prompt_style="alpaka")
@@ -132,7 +132,7 @@ def test_tools_and_weights_of_a_row(prepare, tokenizer, tmp_path):
     shows = tokenizer.with_files({"chat_template.jinja": SHOWS_TOOLS.encode()})
     masked = {"messages": [TWO["messages"][0], {**TWO["messages"][1], "weight": 0}, *TWO["messages"][2:]]}
     rows = [{**masked, "tools": [TOOL]}, {**masked, "tools": json.dumps([TOOL])}, {**TWO, "tools": None}]
-    data, said = prepare(rows, tokenizer=shows)
+    data, log = prepare(rows, tokenizer=shows)
     assert labelled(shows, data.train) == ["d<|im_end|>", "d<|im_end|>", "b<|im_end|>d<|im_end|>"]
     inputs = [shows.decode(ids, False) for ids, _ in documents(data.train)]
     assert inputs[0] == inputs[1] == json.dumps([TOOL]) + inputs[2]
@@ -141,19 +141,22 @@ def test_tools_and_weights_of_a_row(prepare, tokenizer, tmp_path):
     nothing = [*TWO["messages"][:1], {"role": "assistant", "content": "b", "weight": 0}]
     assert "without a trained token" in prepare([TWO, {"messages": nothing}])[1]
     half = {"messages": [*TWO["messages"][:3], {**TWO["messages"][3], "weight": 0.5}]}
-    for row, message in (({**TWO, "tools": [TOOL]}, "does not show the row's tools"), (half, "weight 0.5: must be 0")):
+    for row, message in (
+        ({**TWO, "tools": [TOOL]}, "does not render the row's tools"),
+        (half, "weight 0.5: must be 0"),
+    ):
         with pytest.raises(UserError, match=f"rows.jsonl line 2: .*{message}"):
             prepare([TWO, row])
 
 
-def test_a_template_file_makes_the_rows_and_their_key_and_is_saved(prepare, tokenizer, tmp_path):
+def test_template_file_changes_rows_and_cache_key_and_is_saved(prepare, tokenizer, tmp_path):
     file = tmp_path / "mine.jinja"
     first, _ = prepare([TWO])
     keys = [first.content_key]
     for source in ("Mine. " + CHATML, "Other. " + CHATML):
         file.write_text(source)
-        data, said = prepare([TWO], chat_template=str(file))
-        assert "preparing" in said and "using cached" in prepare([TWO], chat_template=str(file))[1]
+        data, log = prepare([TWO], chat_template=str(file))
+        assert "preparing" in log and "using cached" in prepare([TWO], chat_template=str(file))[1]
         assert tokenizer.decode(data.train[0]["input_ids"].tolist(), False).startswith(source[:5])
         assert data.tokenizer.files["chat_template.jinja"] == source.encode()
         keys.append(data.content_key)
@@ -167,11 +170,11 @@ def test_a_template_file_makes_the_rows_and_their_key_and_is_saved(prepare, toke
 
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_split_predicts_every_token_once(prepare, packing):
-    whole = list(documents(prepare(MANY, 500, train_on="all")[0].train))
-    data, said = prepare(MANY, 40, train_on="all", on_long="split", packing=packing)
-    assert data.train.lengths.max() <= 40 and "0 truncated, 59 split, 0 dropped" in said
+    complete = list(documents(prepare(MANY, 500, train_on="all")[0].train))
+    data, log = prepare(MANY, 40, train_on="all", on_long="split", packing=packing)
+    assert data.train.lengths.max() <= 40 and "0 truncated, 59 split, 0 dropped" in log
     pieces = sorted(documents(data.train), key=str) if packing == "best_fit" else list(documents(data.train))
-    inputs, labels = ([t for document in whole for t in document[i]] for i in (0, 1))
+    inputs, labels = ([t for document in complete for t in document[i]] for i in (0, 1))
     if packing == "none":
         assert [t for piece in pieces for t in piece[0]] == inputs
         assert [t for piece in pieces for t in piece[1]] == labels
@@ -179,48 +182,48 @@ def test_split_predicts_every_token_once(prepare, packing):
         assert sorted(t for piece in pieces for t in piece[1]) == sorted(labels)
 
 
-def test_split_leaves_out_pieces_without_an_answer(prepare, tokenizer):
-    data, said = prepare([qa("long question " * 10, "yes")], 50, on_long="split")
+def test_split_drops_pieces_without_an_answer(prepare, tokenizer):
+    data, log = prepare([qa("long question " * 10, "yes")], 50, on_long="split")
     assert labelled(tokenizer, data.train) == ["yes<|im_end|>"]
-    assert "1 split (3 pieces without a trained token left out), 0 dropped" in said
+    assert "1 split (3 pieces without a trained token dropped), 0 dropped" in log
 
 
-def test_a_piece_that_only_begins_with_a_trained_token_is_left_out(prepare):
-    """The first token of a row is predicted by nothing: here it is the end of the turn, and a newline follows."""
-    whole = prepare([qa("hi", "yes")])[0].train
-    data, said = prepare([qa("hi", "yes")], len(whole[0]["labels"]) - 1, on_long="split")
-    assert len(data.train) == 1 and "1 split (1 pieces without" in said
+def test_split_drops_pieces_whose_only_target_is_the_first_token(prepare):
+    """The first token of a row is never a target: mask it is the end-of-turn token, followed by a newline."""
+    complete = prepare([qa("hi", "yes")])[0].train
+    data, log = prepare([qa("hi", "yes")], len(complete[0]["labels"]) - 1, on_long="split")
+    assert len(data.train) == 1 and "1 split (1 pieces without" in log
 
 
 def test_truncate_keeps_the_head(prepare):
-    whole = list(documents(prepare(MANY, 500)[0].train))
-    data, said = prepare(MANY, 60)
+    complete = list(documents(prepare(MANY, 500)[0].train))
+    data, log = prepare(MANY, 60)
     found = list(documents(data.train))
-    assert found == [(inputs[:60], labels[:60]) for inputs, labels in whole]
-    long = sum(len(inputs) > 60 for inputs, _ in whole)
-    assert f"60 samples, {long} truncated, 0 dropped" in said and 0 < long < 60
-    exact = len(whole[0][0])
+    assert found == [(inputs[:60], labels[:60]) for inputs, labels in complete]
+    long = sum(len(inputs) > 60 for inputs, _ in complete)
+    assert f"60 samples, {long} truncated, 0 dropped" in log and 0 < long < 60
+    exact = len(complete[0][0])
     assert "0 truncated" in prepare(MANY[:1], exact)[1] and "1 truncated" in prepare(MANY[:1], exact - 1)[1]
 
 
 def test_samples_without_a_trained_token_are_dropped(prepare, tokenizer):
     rows = [qa("long question " * 20, "yes"), qa("hi", "yes"), {"messages": [{"role": "user", "content": "alone"}]}]
-    data, said = prepare(rows, 60)
+    data, log = prepare(rows, 60)
     assert labelled(tokenizer, data.train) == ["yes<|im_end|>"]
-    assert "3 samples, 0 truncated, 2 dropped (2 without a trained token)" in said
+    assert "3 samples, 0 truncated, 2 dropped (2 without a trained token)" in log
     with pytest.raises(UserError, match=r"rows.jsonl: no sample is left to train on: 1 samples, .* 1 dropped"):
         prepare(rows[:1], 60)
 
 
-def test_drop_and_error(prepare, tokenizer):
+def test_on_long_drop_and_error(prepare, tokenizer):
     rows = [qa("hi", "yes"), qa("hi", "word " * 40)]
-    data, said = prepare(rows, 60, on_long="drop")
-    assert labelled(tokenizer, data.train) == ["yes<|im_end|>"] and "1 dropped (1 too long)" in said
+    data, log = prepare(rows, 60, on_long="drop")
+    assert labelled(tokenizer, data.train) == ["yes<|im_end|>"] and "1 dropped (1 too long)" in log
     with pytest.raises(UserError, match=r"rows.jsonl line 2: 2\d\d tokens, but a row has room for 61 .*max_seq_length"):
         prepare(rows, 60, on_long="error")
 
 
-# ---- packing (N9's rows)
+# ---- packing (N9)
 
 
 def test_n9_packed_rows_hold_the_same_documents(prepare):
@@ -231,14 +234,14 @@ def test_n9_packed_rows_hold_the_same_documents(prepare):
         assert {len(values) for values in row.values()} == {packed.train.lengths[i]} and len(row["labels"]) <= 200
         assert {values.dtype for values in row.values()} == {torch.int64}
         for document in range(int(row["documents"][-1]) + 1):
-            here = row["documents"] == document
-            assert row["positions"][here].tolist() == list(range(int(here.sum())))
+            mask = row["documents"] == document
+            assert row["positions"][mask].tolist() == list(range(int(mask.sum())))
         assert row["documents"].tolist() == sorted(row["documents"].tolist())
     assert f"{packed.train.lengths.sum() / (200 * len(packed.train)):.1%} full" in packed.summary
 
 
-def test_no_document_predicts_the_next(prepare, tokenizer):
-    """The label at the last input of a document is its own last token, or none."""
+def test_no_document_predicts_the_next_one(prepare, tokenizer):
+    """The label at the last input of a document is its own last token, or masked."""
     text = [{"text": letter * 10} for letter in "abc"]
     row = prepare(text, 40, packing="best_fit")[0].train[0]
     ends = torch.tensor([9, 19, 29])
@@ -249,7 +252,7 @@ def test_no_document_predicts_the_next(prepare, tokenizer):
     assert len(begins) == 1 and row["labels"][begins[0] - 1] == -100
 
 
-def test_s2_packing_is_the_same_every_time(prepare, tmp_path):
+def test_s2_packing_is_deterministic(prepare, tmp_path):
     first = list(documents(prepare(MANY, packing="best_fit")[0].train))
     shutil.rmtree(tmp_path / "cache")
     assert list(documents(prepare(MANY, packing="best_fit")[0].train)) == first
@@ -258,11 +261,11 @@ def test_s2_packing_is_the_same_every_time(prepare, tmp_path):
 # ---- held-out samples
 
 
-def test_held_out_share(prepare, tokenizer):
+def test_val_split_fraction_holds_out_random_samples(prepare, tokenizer):
     everything = list(documents(prepare(MANY, 500)[0].train))
-    data, said = prepare(MANY, 500, val_split_fraction=None)  # 5 %
+    data, log = prepare(MANY, 500, val_split_fraction=None)  # 5 %
     train, val = list(documents(data.train)), list(documents(data.val))
-    assert len(val) == 3 and sorted(train + val) == sorted(everything) and "57 train rows; 3 val rows" in said
+    assert len(val) == 3 and sorted(train + val) == sorted(everything) and "57 train rows; 3 val rows" in log
     assert train == [document for document in everything if document not in val]
     assert val != everything[:3] and val != everything[-3:]
     again = prepare(MANY, 500, val_split_fraction=0.05, packing="best_fit")[0]
@@ -281,17 +284,17 @@ def test_pieces_of_a_sample_stay_together(prepare, tokenizer):
 
 
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
-def test_held_out_samples_that_are_also_trained_on_are_counted_and_said(prepare, packing):
-    data, said = prepare([*MANY, *MANY[:30]], 500, val_split_fraction=0.2, packing=packing)
+def test_held_out_duplicates_of_training_samples_are_reported(prepare, packing):
+    data, log = prepare([*MANY, *MANY[:30]], 500, val_split_fraction=0.2, packing=packing)
     held_out = Counter(map(str, documents(data.val)))
     repeats = sum(held_out[document] for document in set(map(str, documents(data.train))))
     assert 0 < repeats < 18 == held_out.total()
     assert data.train.statistics["val_samples_also_trained"] == repeats
-    assert f"{repeats} of 18 held-out samples are also trained on" in said
+    assert f"{repeats} of 18 held-out samples are also trained on" in log
     assert "also trained" not in prepare(MANY, 500, val_split_fraction=0.2)[1]
 
 
-def test_own_held_out_file(tokenizer, tmp_path):
+def test_validation_file(tokenizer, tmp_path):
     for name, rows in (("train.jsonl", MANY), ("val.jsonl", MANY[:2])):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -302,7 +305,7 @@ def test_own_held_out_file(tokenizer, tmp_path):
     data = run()
     assert len(data.train) == 60 and list(documents(data.val)) == list(documents(data.train))[:2]
     assert data.val.where(1) == [f"{tmp_path}/val.jsonl line 2"]
-    with pytest.raises(UserError, match="--data.val_split_fraction 0.1: leave it out: .* has held-out rows"):
+    with pytest.raises(UserError, match="--data.val_split_fraction 0.1: remove it: .* has validation rows"):
         run(val_split_fraction=0.1)
     (tmp_path / "val.jsonl").write_text('{"prompt": "q", "completion": ""}')
     with pytest.raises(UserError, match="val.jsonl line 1: has an empty answer"):
@@ -317,42 +320,42 @@ def folders(cache):
 
 
 def test_s5_miss_then_hit(prepare, tmp_path):
-    first, said = prepare(MANY, packing="best_fit", val_split_fraction=0.2)
-    assert "preparing" in said and "not prepared yet" in said and "using cached" not in said
-    again, said = prepare(MANY, packing="best_fit", val_split_fraction=0.2)
-    assert "using cached" in said and "end of turn" in said and again.summary == first.summary
+    first, log = prepare(MANY, packing="best_fit", val_split_fraction=0.2)
+    assert "preparing" in log and "not prepared yet" in log and "using cached" not in log
+    again, log = prepare(MANY, packing="best_fit", val_split_fraction=0.2)
+    assert "using cached" in log and "end of turn" in log and again.summary == first.summary
     assert again.content_key == first.content_key
     for split in ("train", "val"):
         assert list(documents(getattr(again, split))) == list(documents(getattr(first, split)))
     assert len(folders(tmp_path / "cache")) == 1 and folders(tmp_path / "cache")[0].startswith("json-")
 
 
-def test_s5_every_ingredient_changes_the_key(prepare, plain, tmp_path, monkeypatch):
+def test_s5_every_input_changes_the_key(prepare, plain, tmp_path, monkeypatch):
     keys = [prepare(MANY)[0].content_key]
     for change in (
         {"max_seq_length": 80}, {"prompt_style": "alpaca"}, {"train_on": "all"}, {"packing": "best_fit"},
         {"val_split_fraction": 0.1}, {"max_seq_length": 80, "on_long": "drop"},
         {"max_seq_length": 80, "on_long": "split"}, {"tokenizer": plain, "prompt_style": "chatml"},
     ):  # fmt: skip
-        data, said = prepare(MANY, **change)
-        assert "preparing" in said, change
+        data, log = prepare(MANY, **change)
+        assert "preparing" in log, change
         keys.append(data.content_key)
-    data, said = prepare([*MANY[:-1], qa("question 59", "another answer")])
-    assert "preparing" in said
+    data, log = prepare([*MANY[:-1], qa("question 59", "another answer")])
+    assert "preparing" in log
     keys.append(data.content_key)
     assert len(set(keys)) == len(keys) == len(folders(tmp_path / "cache"))
     monkeypatch.setattr("toolkit.data.sft_dataset.CODE_VERSION", 10**6)
     assert "preparing" in prepare(MANY)[1]
 
 
-def test_s5_a_template_of_the_same_name_changes_the_key(prepare, tokenizer):
+def test_s5_template_content_changes_the_key(prepare, tokenizer):
     assert "preparing" in prepare(MANY)[1]
     changed = tokenizer.with_files({"chat_template.jinja": CHATML.replace("assistant\n", "assistant\n\n").encode()})
-    data, said = prepare(MANY, tokenizer=changed)
-    assert "preparing" in said and data.tokenizer.files["chat_template.jinja"] == changed.files["chat_template.jinja"]
+    data, log = prepare(MANY, tokenizer=changed)
+    assert "preparing" in log and data.tokenizer.files["chat_template.jinja"] == changed.files["chat_template.jinja"]
 
 
-def test_s5_moved_files_are_found_again_and_named_anew(prepare, tokenizer, tmp_path):
+def test_s5_moved_files_hit_the_cache_under_their_new_name(prepare, tokenizer, tmp_path):
     first, _ = prepare(MANY)
     moved = tmp_path / "moved.jsonl"
     shutil.move(tmp_path / "rows.jsonl", moved)
@@ -369,7 +372,7 @@ DAMAGE = {
     "manifest of other data": lambda f: _edit(f, lambda m: m.update(key="0" * 64)),
     "manifest without counts": lambda f: _edit(f, lambda m: m.pop("facts")),
     "manifest missing": lambda f: (f / "manifest.json").unlink(),
-    "tokens cut short": lambda f: os.truncate(f / "tokens.bin", 10),
+    "tokens truncated": lambda f: os.truncate(f / "tokens.bin", 10),
     "one token changed": lambda f: _flip(f / "tokens.bin"),
     "one label changed": lambda f: _flip(f / "trained.bin"),
     "one offset changed": lambda f: _flip(f / "offsets.bin"),
@@ -393,17 +396,17 @@ def _flip(path: Path):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_s5_damaged_data_is_prepared_anew(prepare, tmp_path, damage):
+def test_s5_damaged_cache_is_rebuilt(prepare, tmp_path, damage):
     first = list(documents(prepare(MANY[:4])[0].train))
     (folder,) = (tmp_path / "cache").iterdir()
     DAMAGE[damage](folder)
-    again, said = prepare(MANY[:4])
-    assert "preparing" in said and "damaged" in said and list(documents(again.train)) == first
+    again, log = prepare(MANY[:4])
+    assert "preparing" in log and "damaged" in log and list(documents(again.train)) == first
     assert folders(tmp_path / "cache") == [folder.name]
     assert "using cached" in prepare(MANY[:4])[1]
 
 
-def test_a_failed_preparation_leaves_nothing(prepare, tmp_path):
+def test_failed_preparation_leaves_no_files(prepare, tmp_path):
     with pytest.raises(UserError, match="line 2: has an empty answer"):
         prepare([qa("a", "b"), qa("c", "")])
     assert folders(tmp_path / "cache") == []
@@ -412,9 +415,9 @@ def test_a_failed_preparation_leaves_nothing(prepare, tmp_path):
         prepare(MANY, cache_dir=str(tmp_path / "file"))
 
 
-def test_rows_travel_to_other_processes(prepare):
+def test_dataset_is_picklable(prepare):
     rows = prepare(MANY, packing="best_fit")[0].train
-    before = list(documents(rows))  # the files are mapped now
+    before = list(documents(rows))  # the files are memory-mapped now
     sent = pickle.dumps(rows)
     assert len(sent) < 20_000 and list(documents(pickle.loads(sent))) == before
     for index in (-1, len(rows)):
@@ -422,7 +425,7 @@ def test_rows_travel_to_other_processes(prepare):
             rows[index]
 
 
-def test_tokens_beyond_16_bits(prepare, tokenizer):
+def test_token_ids_beyond_16_bits(prepare, tokenizer):
     raw = json.loads(tokenizer.files["tokenizer.json"])
     raw["model"]["vocab"]["yes"] = 70_000
     raw["model"]["merges"] = [["y", "e"], ["ye", "s"]]
@@ -431,18 +434,18 @@ def test_tokens_beyond_16_bits(prepare, tokenizer):
     assert 70_000 in prepare([qa("hi", "yes")], tokenizer=big)[0].train[0]["labels"].tolist()
 
 
-def test_many_tokens_are_written_in_parts(prepare, monkeypatch, tmp_path):
-    whole = list(documents(prepare(MANY)[0].train))
+def test_tokens_are_written_in_batches(prepare, monkeypatch, tmp_path):
+    complete = list(documents(prepare(MANY)[0].train))
     shutil.rmtree(tmp_path / "cache")
     monkeypatch.setattr("toolkit.data.tokenize_sft._BATCH", 100)
-    assert list(documents(prepare(MANY)[0].train)) == whole
+    assert list(documents(prepare(MANY)[0].train)) == complete
 
 
-def test_longest_samples_are_named(prepare):
+def test_longest_samples_are_reported(prepare):
     statistics = prepare(MANY, 60)[0].train.statistics
     sizes = [len(inputs) + 1 for inputs, _ in documents(prepare(MANY, 500)[0].train)]
     order = sorted(range(60), key=lambda i: (-sizes[i], i))[:5]
-    assert [tuple(entry) for entry in facts["longest"]] == [(sizes[i], 0, i + 1) for i in order]
+    assert [tuple(entry) for entry in statistics["longest"]] == [(sizes[i], 0, i + 1) for i in order]
     counts = Counts()
     for number in range(1, 8):
         counts.measure(5, 0, number)
@@ -462,16 +465,16 @@ def test_longest_samples_are_named(prepare):
             {"mask_prompt": False, "train_on": "last_answer"},
             "--data.mask_prompt false: .* --data.train_on is last_answer",
         ),
-        ({"columns": {"a": "b"}}, "--data.columns a: no such column"),
+        ({"columns": {"a": "b"}}, "--data.columns a: unknown column"),
     ],
 )
-def test_bad_options(options, message):
+def test_invalid_options_are_errors(options, message):
     with pytest.raises(UserError, match=message):
         JSON("x", **options)
 
 
-def test_a_tokenizer_and_a_length_are_needed(tokenizer):
-    with pytest.raises(UserError, match="--data JSON: needs the tokenizer of the model; give --tokenizer_dir"):
+def test_tokenizer_and_length_are_required(tokenizer):
+    with pytest.raises(UserError, match="--data JSON: needs the tokenizer of the model; specify --tokenizer_dir"):
         JSON("x").prepare(tokenizer=None, max_seq_length=8)
     with pytest.raises(UserError, match="--train.max_seq_length 0"):
         JSON("x").prepare(tokenizer=tokenizer, max_seq_length=0)
@@ -481,11 +484,11 @@ def test_template_errors_name_the_row(prepare, tokenizer):
     strict = CHATML + "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('user first') }}{% endif %}"
     strict = tokenizer.with_files({"chat_template.jinja": strict.encode()})
     rows = [qa("a", "b"), {"messages": [{"role": "assistant", "content": "c"}]}]
-    with pytest.raises(UserError, match=r"rows.jsonl line 2: .*refuses the messages: user first"):
+    with pytest.raises(UserError, match=r"rows.jsonl line 2: .*rejects the messages: user first"):
         prepare(rows, tokenizer=strict)
 
 
-def test_options_of_one_name_have_one_default():
+def test_options_have_the_same_default_in_all_modules():
     modules = [getattr(toolkit.data, name) for name in toolkit.data.__all__]
     modules = [
         m for m in modules if isinstance(m, type) and issubclass(m, InstructionData) and m is not InstructionData
@@ -497,7 +500,7 @@ def test_options_of_one_name_have_one_default():
             assert defaults.setdefault(option.name, option.default) == option.default, option.name
 
 
-def test_all_files_of_the_same_rows_give_the_same_data(tokenizer, tmp_path):
+def test_all_file_formats_give_the_same_data(tokenizer, tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (tmp_path / "a.json").write_text(json.dumps(MANY))
     lines = [f"{row['prompt']},{row['completion']}\n" for row in MANY]
@@ -519,7 +522,7 @@ SETS = {
 
 
 @pytest.mark.parametrize("module", SETS)
-def test_named_sets_read_their_columns(tokenizer, tmp_path, module):
+def test_named_datasets_read_their_columns(tokenizer, tmp_path, module):
     row, change = SETS[module]
     (tmp_path / "set.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | change))
     data = module(local_path=str(tmp_path / "set.jsonl"), cache_dir=str(tmp_path), val_split_fraction=0.0)
@@ -536,7 +539,7 @@ def datasets(monkeypatch, tmp_path):
     return datasets
 
 
-def test_hugging_face_reads_a_local_folder(datasets, tokenizer, tmp_path):
+def test_hugging_face_module_reads_a_local_folder(datasets, tokenizer, tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()
     for name, rows in (("train", [*MANY, qa("q", "")]), ("test", MANY[:3])):
@@ -563,7 +566,7 @@ def test_hugging_face_reads_a_local_folder(datasets, tokenizer, tmp_path):
 # ---- real data
 
 
-def test_chatterbot(tokenizer, tmp_path):
+def test_chatterbot_corpus_is_packed(tokenizer, tmp_path):
     pytest.importorskip("chatterbot_corpus")
     sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
     try:
@@ -572,7 +575,9 @@ def test_chatterbot(tokenizer, tmp_path):
         sys.path.pop(0)
     path = tmp_path / "chatterbot.jsonl"
     assert chatterbot_to_jsonl.write(path, "messages") > 800
-    assert len(set(path.read_text().splitlines())) == len(path.read_text().splitlines())  # the package repeats many
+    assert len(set(path.read_text().splitlines())) == len(
+        path.read_text().splitlines()
+    )  # the package contains duplicates
     turns = next(chatterbot_to_jsonl.conversations(["ai"]))
     assert turns[0] == "What is AI?"
     data = JSON(str(path), cache_dir=str(tmp_path), packing="best_fit")

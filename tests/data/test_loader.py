@@ -36,7 +36,7 @@ def stream(start: int, stop: int) -> list[int]:
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 8), (1, 4), (1, 1), (2, 4), (2, 2), (4, 2), (4, 1)])
 def test_n3_ranks_and_micro_batches_share_one_global_batch(world, micro):
-    """Whatever the split, the union is the global batch, in order, across the end of an epoch."""
+    """For any layout, the union is the global batch, in order, across the end of an epoch."""
     ranks = [batches(world_size=world, rank=r, micro_batch_size=micro) for r in range(world)]
     for s in range(8):  # 64 positions: two epochs of 29 rows and more
         steps = [next(rank) for rank in ranks]
@@ -52,11 +52,11 @@ def test_s2_starting_at_a_step_equals_continuing():
         assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(through[step], later, strict=True))
 
 
-def test_a_far_step_is_reached_at_once():
+def test_seeking_to_a_far_step_is_instant():
     assert ids_of(next(batches(start_position=8 * 10**9))) == stream(8 * 10**9, 8 * 10**9 + 8)
 
 
-def test_rows_are_read_rightly():
+def test_batches_equal_their_rows():
     batch = next(batches())[1]
     assert batch.input_ids.shape == batch.labels.shape == (2, T)
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
@@ -67,8 +67,8 @@ def test_rows_are_read_rightly():
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_short_last_batch_is_filled_up(world):
-    """21 rows in all: the third step has 5 real rows, every rank the same number of equal shapes."""
+def test_short_last_batch_is_completed_with_fillers(world):
+    """Of 21 rows, the third step has 5 real rows; all ranks have equally many batches of equal shape."""
     ranks = [list(batches(total_positions=21, world_size=world, rank=r)) for r in range(world)]
     assert [len(rank) for rank in ranks] == [3] * world
     last = [batch for rank in ranks for batch in rank[-1]]
@@ -81,7 +81,7 @@ def test_short_last_batch_is_filled_up(world):
             assert (batch.labels[i] == -100).all() == (row == -1)
 
 
-def test_nothing_is_left_after_the_last_step():
+def test_no_batches_after_the_last_step():
     assert list(batches(total_positions=16, start_position=2 * 8)) == []
     assert list(batches(total_positions=16, start_position=5 * 8)) == []
 
@@ -96,7 +96,7 @@ def test_workers_do_not_change_the_result():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_global_random_state_is_left_alone(workers):
+def test_global_random_state_is_unchanged(workers):
     torch.manual_seed(0)
     before = torch.get_rng_state()
     next(batches(num_workers=workers))
@@ -132,7 +132,7 @@ def test_ragged_rows_are_padded_to_the_longest():
     assert (batch.n_inputs, batch.n_tokens, batch.ids) == (8, 8, [0, 1, -1])
 
 
-def test_lengths_are_rounded_up_on_cuda_only_and_never_beyond_the_context():
+def test_lengths_are_rounded_up_only_on_cuda_and_within_the_context():
     assert choose_padding("cuda", True, 100) == Padding(64, 100)
     for case in [("cuda", True, None), ("cuda", False, 100), ("cpu", True, 100), ("mps", True, 100)]:
         assert choose_padding(*case) == NO_ROUNDING
@@ -140,8 +140,8 @@ def test_lengths_are_rounded_up_on_cuda_only_and_never_beyond_the_context():
     assert [NO_ROUNDING.width(n) for n in (1, 65, 100)] == [1, 65, 100]
 
 
-def test_an_end_token_that_pads_as_well_is_learned_where_it_ends_a_text():
-    """Padding is told from the end of a text by its position, not by its id."""
+def test_eos_used_as_padding_is_supervised_at_the_end_of_a_text():
+    """Padding is identified by its position, not by its id."""
     eos = 9
     rows = [
         {"input_ids": torch.tensor(ids[:-1]), "labels": torch.tensor(ids[1:])} for ids in ([1, 2, eos], [1, 2, 3, eos])
@@ -152,7 +152,7 @@ def test_an_end_token_that_pads_as_well_is_learned_where_it_ends_a_text():
     assert (batch.n_inputs, batch.n_tokens) == (5, 5)
 
 
-def test_n1_a_global_batch_that_does_not_divide_is_refused():
+def test_n1_indivisible_global_batch_is_an_error():
     with pytest.raises(ValueError, match="does not divide"):
         batches(world_size=3)
 
@@ -167,7 +167,7 @@ def test_n6_validation_reads_every_row_once(world):
 
 
 @pytest.mark.parametrize(("micro_batch_size", "world_size"), [(1, 1), (2, 2), (4, 1), (3, 2)])
-def test_a_limit_of_rows_names_the_same_rows_on_any_layout(micro_batch_size, world_size):
+def test_max_rows_selects_the_same_rows_on_any_layout(micro_batch_size, world_size):
     found = [
         row
         for rank in range(world_size)
@@ -189,7 +189,7 @@ if __name__ == "__main__":
         signal.signal(getattr(signal, name), lambda number, frame: received.append(number))
     rows = SyntheticRows(vocab_size=100, num_rows=1000, seed=0, block_size=9)
     batches = val_batches(rows, micro_batch_size=1, rank=0, world_size=1, max_rows=None, num_workers=2)
-    for _ in range(4):  # both workers have handed something over
+    for _ in range(4):  # both workers have returned a batch
         next(batches)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -200,8 +200,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
-def test_s3_workers_outlive_a_signal_to_the_whole_group(name):
-    """Launchers signal all processes of a run; without its workers the run could not finish its step."""
+def test_s3_workers_survive_a_signal_to_the_process_group(name):
+    """Launchers signal all processes of a run; without workers the run could not finish its step."""
     number = getattr(signal, name)
     process = subprocess.Popen(
         [sys.executable, "-c", LISTENING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -210,15 +210,15 @@ def test_s3_workers_outlive_a_signal_to_the_whole_group(name):
     try:
         assert process.stdout.readline() == "ready\n", process.stderr.read()
         os.killpg(process.pid, number)
-        time.sleep(0.3)  # for a worker to die in
-        out, err = process.communicate("go on\n", timeout=60)
+        time.sleep(0.3)  # enough for a worker to die
+        out, err = process.communicate("continue\n", timeout=60)
     finally:
         process.kill()
     assert (process.returncode, out) == (0, f"{int(number)}\n"), err
 
 
 class UnequalRows:
-    """Row i has 1 + (7 i mod 11) input tokens, all of them i."""
+    """Row i has 1 + (7 i mod 11) input tokens, all equal to i."""
 
     lengths = np.array([1 + 7 * i % 11 for i in range(N)])
 
@@ -231,7 +231,7 @@ class UnequalRows:
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 8), (1, 2), (2, 2), (4, 1)])
-def test_n3_rows_of_unequal_length_stay_in_their_global_batch_and_come_longest_first(world, micro):
+def test_n3_rows_of_unequal_length_stay_in_their_global_batch_longest_first(world, micro):
     options = {
         "seed": 5, "start_position": 0, "total_positions": 27, "global_batch_size": 8, "micro_batch_size": micro,
         "world_size": world, "num_workers": 0,
@@ -259,7 +259,7 @@ def test_validation_reads_the_same_rows_longest_first():
         assert UnequalRows.lengths[read[0][0]] == max(UnequalRows.lengths[:7])
 
 
-def test_packed_rows_bring_positions_and_documents_and_padding_is_a_document_of_its_own():
+def test_packed_batches_have_positions_and_documents_with_padding_as_a_separate_document():
     class Packed:
         def __len__(self):
             return 2

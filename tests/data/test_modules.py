@@ -22,8 +22,8 @@ print([name for name in ("torch", "litdata", "tokenizers", "numpy", "lightning")
     assert done.stdout.strip() == "[]"
 
 
-def test_options_of_one_name_have_one_default():
-    """jsonargparse hands the defaults of the default module on to the one that --data names."""
+def test_options_have_the_same_default_in_all_modules():
+    """jsonargparse carries the defaults of the default module over to the module of --data."""
     defaults = {}
     for module in MODULES:
         for option in fields(module):
@@ -46,24 +46,24 @@ def test_options_of_one_name_have_one_default():
         (lambda: SyntheticTokens(seed=-1), "--data.seed -1"),
     ],
 )
-def test_bad_options_are_one_line(make, message):
+def test_invalid_options_raise_one_line_errors(make, message):
     with pytest.raises(UserError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
 
 
-def test_python_stdlib_chooses_source_text():
+def test_python_stdlib_selects_source_files():
     found = python_stdlib.find_sources()
     names = {"/".join(p.parts[-2:]) for p in found}
     assert any(name.endswith("/argparse.py") for name in names) and "json/decoder.py" in names
     parts = {part for p in found for part in p.parts}
     assert not parts & {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
-    assert not any(p.name.startswith("_sysconfigdata") for p in found)  # paths of this machine
+    assert not any(p.name.startswith("_sysconfigdata") for p in found)  # contains machine paths
     assert 4e6 < sum(p.stat().st_size for p in found) < 20e6
     assert found == sorted(found) == python_stdlib.find_sources()
 
 
-def test_python_without_sources(monkeypatch, tmp_path):
+def test_python_without_sources_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(python_stdlib.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(UserError, match="--data PythonStdlib: no Python source"):
         PythonStdlib().prepare(tokenizer=None, max_seq_length=8)
@@ -96,7 +96,7 @@ def test_synthetic_tokens_are_a_pure_function_of_the_row():
 
 @pytest.fixture
 def prepared(corpus, tmp_path):
-    """A folder of chunks and its data. It has no checksums, like chunks that others wrote: tests change them."""
+    """Return a chunk folder and its data. It has no checksums, like chunks from other tools, so tests can edit it."""
     module = TextFiles(str(corpus), cache_dir=str(tmp_path), vocab_size=300)
     data = module.prepare(tokenizer=None, max_seq_length=32, report=lambda _: None)
     folder = next(tmp_path.glob("text_files-*"))
@@ -110,7 +110,7 @@ def test_litdata_reads_prepared_chunks(prepared):
     again = LitData(str(folder)).prepare(tokenizer=data.tokenizer, max_seq_length=32, report=lines.append)
     assert len(again.train) == len(data.train) and len(again.val) == len(data.val)
     assert torch.equal(again.train[3]["labels"], data.train[3]["labels"])
-    assert data.vocab_size is None and "0 tokens at the ends" in lines[0]
+    assert data.vocab_size is None and "0 leftover tokens at chunk ends" in lines[0]
     alone = LitData(str(folder / "train"), split_names=None)
     alone = alone.prepare(tokenizer=None, max_seq_length=32, report=lines.append)
     assert len(alone.train) == len(data.train) and alone.val is None and alone.tokenizer is None
@@ -122,7 +122,7 @@ def test_litdata_reports_the_tail_of_each_chunk(prepared):
     lines = []
     LitData(str(folder)).prepare(tokenizer=None, max_seq_length=100, report=lines.append)
     tokens = [33 * len(data.train), 33 * len(data.val)]
-    assert f"{sum(t % 101 for t in tokens)} tokens at the ends" in lines[0]
+    assert f"{sum(t % 101 for t in tokens)} leftover tokens at chunk ends" in lines[0]
 
 
 def litdata_error(path, tokenizer=None, max_seq_length=32, **options) -> str:
@@ -140,17 +140,17 @@ def test_s4_hostile_index_is_refused(prepared):
     assert "only plain file names" in litdata_error(folder)
 
 
-def test_litdata_errors(prepared, tmp_path):
+def test_litdata_errors_are_one_line(prepared, tmp_path):
     folder, _ = prepared
     assert litdata_error(tmp_path / "nowhere").startswith(f"--data.data_path {tmp_path}/nowhere: no folder")
     assert "see --data.split_names" in litdata_error(folder, split_names=("train", "validation"))
-    assert "holds no index.json" in litdata_error(folder, split_names=None)
-    assert "holds a row of 1,000,001 tokens" in litdata_error(folder, max_seq_length=10**6)
+    assert "contains no index.json" in litdata_error(folder, split_names=None)
+    assert "has a row of 1,000,001 tokens" in litdata_error(folder, max_seq_length=10**6)
     (folder / "train" / "index.json").write_text("{")
     assert "not an index" in litdata_error(folder)
 
 
-def test_litdata_notices_another_tokenizer(prepared):
+def test_litdata_detects_a_different_tokenizer(prepared):
     from toolkit.data.tokenizer import train_bpe
 
     folder, _ = prepared
@@ -173,5 +173,5 @@ def test_s5_litdata_reads_all_chunks_for_its_key_and_vocabulary(prepared, split)
     chunk.write_bytes(content)
     after = prepare()
     assert after.vocab_size == 1000 and after.content_key != before.content_key
-    with pytest.raises(UserError, match="holds the token 999"):
+    with pytest.raises(UserError, match="contains token 999"):
         prepare(data.tokenizer)

@@ -4,13 +4,13 @@ import pytest
 from toolkit.data.packing import best_fit
 
 
-def test_best_fit_takes_the_fullest_row_with_room():
+def test_best_fit_selects_the_fullest_row_with_room():
     assert best_fit(np.array([5, 4, 3, 3]), 8) == [[0, 2], [1, 3]]  # 5 + 3, then 4 + 3: not 5, 4 + 3, 3
     assert best_fit(np.array([8, 1, 7]), 8) == [[0], [1, 2]]
     assert best_fit(np.array([], dtype=np.int64), 8) == []
 
 
-def test_every_sample_is_in_one_row_and_no_row_is_too_full():
+def test_every_sample_is_packed_once_and_no_row_overflows():
     rng = np.random.default_rng(0)
     for capacity in (1, 7, 64, 2048):
         lengths = np.minimum(rng.geometric(0.01, size=2000), capacity)
@@ -21,6 +21,6 @@ def test_every_sample_is_in_one_row_and_no_row_is_too_full():
         assert rows == best_fit(lengths, capacity) == sorted(rows)
 
 
-def test_a_sample_that_does_not_fit():
+def test_sample_that_does_not_fit_is_an_error():
     with pytest.raises(ValueError, match="do not fit into 8"):
         best_fit(np.array([3, 9]), 8)

@@ -60,7 +60,7 @@ def test_s5_miss_then_hit(prepare, tmp_path):
     assert folders(folder) == ["checksums.json", "manifest.json", "tokenizer", "train", "val"]
 
 
-def test_s5_every_ingredient_changes_the_key(prepare, text, tmp_path):
+def test_s5_every_input_changes_the_key(prepare, text, tmp_path):
     keys = [prepare()[0].content_key]
     tokenizer = train_bpe(["other text, another tokenizer " * 50], 280)
     for change in (
@@ -84,7 +84,7 @@ def test_s5_code_version_is_part_of_the_key(prepare, monkeypatch):
     assert "preparing" in prepare()[1]
 
 
-def test_s5_moved_and_renamed_text_is_found_again(prepare, text, tmp_path):
+def test_s5_moved_and_renamed_text_hits_the_cache(prepare, text, tmp_path):
     first = prepare()[0]
     moved = tmp_path / "elsewhere" / "deeper"
     moved.mkdir(parents=True)
@@ -94,14 +94,14 @@ def test_s5_moved_and_renamed_text_is_found_again(prepare, text, tmp_path):
     assert "using cached" in said and data.content_key == first.content_key
 
 
-def test_s5_the_content_key_knows_the_rows_only(prepare):
+def test_s5_content_key_depends_only_on_the_rows(prepare):
     """A run that is resumed with the tokenizer of its checkpoint has the data that it had."""
     first = prepare()[0]
     again, said = prepare(tokenizer=first.tokenizer)
     assert "preparing" in said and again.content_key == first.content_key
 
 
-def test_s5_the_content_key_sees_one_token_among_equal_counts(prepare, text):
+def test_s5_content_key_detects_a_single_token_change(prepare, text):
     by_bytes = train_bpe(["x"], 257)
     first = prepare(tokenizer=by_bytes)[0]
     file = text / "part03.txt"
@@ -154,7 +154,7 @@ def _cut(path):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_s5_damaged_data_is_prepared_anew(prepare, tmp_path, damage):
+def test_s5_damaged_cache_is_rebuilt(prepare, tmp_path, damage):
     first = prepare()[0]
     (folder,) = (tmp_path / "cache").iterdir()
     DAMAGE[damage](folder)
@@ -165,7 +165,7 @@ def test_s5_damaged_data_is_prepared_anew(prepare, tmp_path, damage):
     assert "using cached" in prepare()[1]
 
 
-def test_s7_a_damaged_file_is_named_and_an_intact_folder_is_read_once_per_machine(prepare, tmp_path, monkeypatch):
+def test_s7_damaged_file_is_named_and_intact_folder_is_verified_once_per_machine(prepare, tmp_path, monkeypatch):
     first, _ = prepare()
     (folder,) = (tmp_path / "cache").iterdir()
     checked = []
@@ -191,7 +191,7 @@ def test_s7_a_damaged_file_is_named_and_an_intact_folder_is_read_once_per_machin
     LitData(str(folder)).prepare(tokenizer=None, max_seq_length=T, report=print)
 
 
-def test_notes_about_removed_folders_are_removed(prepare, tmp_path, monkeypatch):
+def test_stamps_of_removed_folders_are_removed(prepare, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     prepare(), prepare()
     notes = tmp_path / "home" / "toolkit" / "verified"
@@ -217,7 +217,7 @@ PREPARE = """
 """
 
 
-def test_s5_a_killed_preparation_is_never_reused(prepare, text, tmp_path):
+def test_s5_killed_preparation_is_never_reused(prepare, text, tmp_path):
     killed = (
         PREPARE
         + """
@@ -242,7 +242,7 @@ def test_s5_a_killed_preparation_is_never_reused(prepare, text, tmp_path):
     assert folder.startswith("text_files-") and len(data.train) > 0
 
 
-def test_s5_two_processes_at_once(prepare, text, tmp_path):
+def test_s5_concurrent_preparations_agree(prepare, text, tmp_path):
     code = PREPARE + "    print(run().content_key)\n"
     processes = [run_python(code, text, tmp_path / "cache") for _ in range(2)]
     outputs = [p.communicate(timeout=60) for p in processes]
@@ -253,7 +253,7 @@ def test_s5_two_processes_at_once(prepare, text, tmp_path):
     assert len(folders(tmp_path / "cache")) == 1
 
 
-def test_s5_a_slower_process_takes_what_a_quicker_one_published(prepare, text, tmp_path, monkeypatch):
+def test_s5_slower_process_uses_the_published_data(prepare, text, tmp_path, monkeypatch):
     import toolkit.data.prepare as module
 
     publish, quicker = module.publish, []
@@ -269,7 +269,7 @@ def test_s5_a_slower_process_takes_what_a_quicker_one_published(prepare, text, t
     assert slower.content_key == quicker[1].content_key and len(folders(tmp_path / "cache")) == 1
 
 
-def test_failed_preparation_leaves_nothing(prepare, tmp_path, monkeypatch):
+def test_failed_preparation_leaves_no_files(prepare, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -286,7 +286,7 @@ def expected_stream(paths, tokenizer) -> list[int]:
 
 @pytest.mark.parametrize("count", [1, 2, 12])
 @pytest.mark.parametrize("fraction", [0.0, 0.05, 0.3])
-def test_no_token_is_lost_or_doubled(prepare, text, count, fraction):
+def test_no_token_is_lost_or_duplicated(prepare, text, count, fraction):
     """Held-out = the last x % of the tokens, whatever the number of files; one end-of-document token each."""
     files = sorted(text.iterdir())
     for file in files[count:]:
@@ -306,7 +306,7 @@ def test_no_token_is_lost_or_doubled(prepare, text, count, fraction):
     assert all(f"{tail} tokens left over" in said for tail in tails if tail)
 
 
-def test_own_validation_text(prepare, text, tmp_path):
+def test_separate_validation_text(prepare, text, tmp_path):
     held_out = tmp_path / "held_out.txt"
     shutil.move(text / "part00.txt", held_out)
     data, _ = prepare(val_data_path=str(held_out))
@@ -330,7 +330,7 @@ def test_large_vocabularies_and_chunks(prepare, monkeypatch):
     assert pieces.content_key == whole.content_key and all_tokens(pieces.train) == all_tokens(whole.train)
 
 
-def test_long_documents_are_encoded_in_pieces_to_the_same_ids(tmp_path, monkeypatch):
+def test_long_documents_tokenized_in_pieces_have_the_same_ids(tmp_path, monkeypatch):
     lines = "def f(x):\n    return x\r\n\n\nclass C:\n\ttext = 'naïve 你好'\n\n   \nimport os\n// no cut\n" * 200
     file = tmp_path / "long.py"
     file.write_bytes(lines.encode())
@@ -344,7 +344,7 @@ def test_long_documents_are_encoded_in_pieces_to_the_same_ids(tmp_path, monkeypa
     assert [p.text for p in documents.pieces(document, None)] == [read]
 
 
-def test_windows_line_ends_and_byte_order_marks_are_no_tokens_and_are_counted(prepare, text, tmp_path, monkeypatch):
+def test_windows_line_endings_and_byte_order_marks_are_normalized_and_counted(prepare, text, tmp_path, monkeypatch):
     plain = prepare()[0]
     assert "line ends" not in prepare()[1]
     marks = "a\ufeffb\rc"  # in the middle of a text they stay, and so does a lone \r
@@ -369,7 +369,7 @@ def test_windows_line_ends_and_byte_order_marks_are_no_tokens_and_are_counted(pr
         ]
 
 
-def test_a_tokenizer_without_end_of_document_is_refused(prepare, tmp_path):
+def test_tokenizer_without_eos_is_an_error(prepare, tmp_path):
     files = dict(train_bpe(["text"], 260)._files)
     files = {"tokenizer.json": files["tokenizer.json"], "tokenizer_config.json": b'{"model_max_length": 8}'}
     tokenizer = Tokenizer(files, "--tokenizer_dir nowhere")
@@ -378,7 +378,7 @@ def test_a_tokenizer_without_end_of_document_is_refused(prepare, tmp_path):
         prepare(tokenizer=tokenizer)
 
 
-def test_short_text_says_how_much_is_needed(prepare, text):
+def test_too_short_text_reports_the_required_tokens(prepare, text):
     for file in sorted(text.iterdir())[1:]:
         file.unlink()
     (text / "part00.txt").write_text("the model")
@@ -401,7 +401,7 @@ def test_text_that_is_not_utf8_is_named(prepare, text):
     [("missing", "no such file or folder"), ("*.nothing", "no file matches"), ("empty", "has no files")],
 )
 @pytest.mark.parametrize("option", ["train_data_path", "val_data_path"])
-def test_missing_or_empty_text(prepare, tmp_path, option, path, message):
+def test_missing_or_empty_text_is_an_error(prepare, tmp_path, option, path, message):
     (tmp_path / "empty").mkdir()
     value = str(tmp_path / path)
     with pytest.raises(UserError) as error:
@@ -409,14 +409,14 @@ def test_missing_or_empty_text(prepare, tmp_path, option, path, message):
     assert str(error.value).startswith(f"--data.{option} {value}: ") and message in str(error.value)
 
 
-def test_a_pipe_is_no_text_file(prepare, tmp_path):
+def test_pipe_is_not_a_text_file(prepare, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(UserError, match=f"--data.train_data_path {path}: not a regular file"):
             prepare(train_data_path=str(path))
 
 
-def test_files_without_text(prepare, text, tmp_path):
+def test_empty_files_are_skipped(prepare, text, tmp_path):
     full = prepare()[0]
     (text / "empty.txt").touch()
     (text / ".hidden").write_bytes(b"\xff")
@@ -428,7 +428,7 @@ def test_files_without_text(prepare, text, tmp_path):
         prepare(train_data_path=str(tmp_path / "void"))
 
 
-def test_text_is_given_as_file_folder_or_glob(prepare, text):
+def test_text_can_be_a_file_folder_or_glob(prepare, text):
     (text / "sub").mkdir()
     shutil.move(text / "part11.txt", text / "sub")
     folder = prepare()[0].content_key
@@ -437,12 +437,12 @@ def test_text_is_given_as_file_folder_or_glob(prepare, text):
     assert prepare(train_data_path=f"{text}/*00.txt")[0].content_key == one != folder
 
 
-def test_validation_text_inside_the_training_text_is_refused(prepare, text):
+def test_overlapping_validation_text_is_an_error(prepare, text):
     with pytest.raises(UserError, match=r"--data.val_data_path .*part00.txt is training text too"):
         prepare(val_data_path=str(text / "part00.txt"))
 
 
-def test_a_cache_that_cannot_be_written(prepare, tmp_path):
+def test_unwritable_cache_is_an_error(prepare, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=rf"--data.cache_dir {tmp_path}/file: cannot be used: "):
         prepare(cache_dir=str(tmp_path / "file"))
@@ -458,12 +458,12 @@ def test_default_cache_dir(monkeypatch, tmp_path):
     assert default_cache_dir() == tmp_path / ".cache" / "toolkit" / "data"
 
 
-def test_preparation_prints_nothing_of_its_own(prepare, capfd):
+def test_preparation_prints_nothing(prepare, capfd):
     prepare()
     assert capfd.readouterr() == ("", "")
 
 
-def test_python_stdlib(tmp_path, monkeypatch):
+def test_python_stdlib_is_prepared(tmp_path, monkeypatch):
     """The default data, on a few of its files; the choice of files is tested beside it."""
     from toolkit.data import python_stdlib
 
