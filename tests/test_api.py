@@ -425,11 +425,11 @@ def test_rows_of_every_kind_are_the_same_rows(rows):
         ([torch.zeros(2, 2).long()], r"dataset\[0\]: has shape \(2, 2\)"),
         (["text"], r"dataset\[0\]: is of type str"),
         ([torch.zeros(1).long()], "has 0 input tokens and 0 labels"),
-        ([torch.tensor([1, -1, 2])], "tokens below zero"),
+        ([torch.tensor([1, -1, 2])], "negative tokens"),
         ([{"input_ids": torch.tensor([1, 2])}], r"dataset\[0\]: has no labels; its keys are input_ids"),
         ([{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([1])}], "2 input tokens and 1 labels"),
         ([{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([1, -1])}], "only labels may be -100"),
-        ([{"input_ids": b, "labels": b} for b in BLOCKS], "labels are the input_ids themselves"),
+        ([{"input_ids": b, "labels": b} for b in BLOCKS], "labels equal the input_ids"),
     ],
 )
 def test_rows_that_are_none(rows, message, tmp_path):

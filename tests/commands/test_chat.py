@@ -113,7 +113,7 @@ def test_another_style_and_a_system_message(folder, monkeypatch, capsys):
     (conversation,) = seen
     assert conversation.messages == [{"role": "system", "content": "be brief"}]
     assert "template: --prompt_style chatml\n" in err
-    assert "<|im_end|> is no token of this vocabulary" in err and "--data.prompt_style" not in err
+    assert "<|im_end|> is not in the vocabulary" in err and "--data.prompt_style" not in err
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_another_style_and_a_system_message(folder, monkeypatch, capsys):
         (["--prompt", "\udcff"], "the question: is not valid UTF-8"),
         (["--prompt", "x" * 64], "the conversation has 66 tokens with this question; the model's context of 64"),
         (["--base_checkpoint_dir", "x"], "--base_checkpoint_dir x: would have no effect"),
-        (["--prompt_style", "gemma", "--system", "s"], "--prompt_style gemma: the template refuses the messages"),
+        (["--prompt_style", "gemma", "--system", "s"], "--prompt_style gemma: the template rejects the messages"),
     ],
 )
 def test_mistakes(folder, monkeypatch, capsys, options, line):

@@ -129,7 +129,7 @@ def with_bos(token="<|begin_of_text|>"):
 
 @pytest.fixture(scope="module")
 def templates(make):
-    """Name -> (ChatTemplate, transformers' tokenizer, source) of published templates, and of the alpaca prompt style."""
+    """Return name -> (ChatTemplate, transformers' tokenizer, source) of published templates and the alpaca style."""
     from transformers import AutoTokenizer
 
     found = {}
@@ -584,7 +584,7 @@ def tool(text):
 
 
 CALLS = [user("Weather?"), call("weather", {"city": "Zürich <|im_end|>"}), tool("rain"), assistant("Rain.")]
-CALLS_WITH_TEXT = [
+LONG_CALLS = [
     *CALLS,
     user("And time?"),
     call("clock", '{"zone": 1}', content="Let me see."),
@@ -593,7 +593,7 @@ CALLS_WITH_TEXT = [
 ]
 
 
-@pytest.mark.parametrize("messages", [CALLS, CALLS[:2], CALLS_WITH_TEXT, CALLS_WITH_TEXT[:-2]])
+@pytest.mark.parametrize("messages", [CALLS, CALLS[:2], LONG_CALLS, LONG_CALLS[:-2]])
 def test_rendered_tool_calls_are_in_the_loss_mask(templates, messages):
     template, hf, source = templates["qwen3"]
     encoded = template.encode(messages, "answers")
@@ -638,8 +638,7 @@ def test_tools_are_rendered_and_masked_as_in_transformers(templates):
     )
     other = ChatTemplate(template._tokenizer, in_first_question, "other")
     cases = [
-        (template, mark_answers("qwen3", source), m)
-        for m in (CALLS, CALLS_WITH_TEXT, [system("Be brief."), *CALLS], TWO)
+        (template, mark_answers("qwen3", source), m) for m in (CALLS, LONG_CALLS, [system("Be brief."), *CALLS], TWO)
     ]
     cases += [(other, in_first_question, m) for m in (TWO, [system("Be brief."), *TWO])]
     for template, source, messages in cases:
@@ -650,9 +649,7 @@ def test_tools_are_rendered_and_masked_as_in_transformers(templates):
             )
             assert encoded.ids == expected["input_ids"]
             assert encoded.loss_mask == [bool(m) for m in expected["assistant_masks"]] and any(encoded.loss_mask)
-            assert ("clock" in template._tokenizer.decode(encoded.ids)) == (
-                tools is not None or messages is CALLS_WITH_TEXT
-            )
+            assert ("clock" in template._tokenizer.decode(encoded.ids)) == (tools is not None or messages is LONG_CALLS)
 
 
 def test_tools_missing_from_the_template_are_an_error(templates, make):

@@ -21,13 +21,13 @@ T = 32
 
 @pytest.fixture
 def text(corpus, tmp_path):
-    """A copy of the corpus that a test may change."""
+    """A copy of the corpus that tests may edit."""
     return shutil.copytree(corpus, tmp_path / "text")
 
 
 @pytest.fixture
 def prepare(text, tmp_path):
-    """Prepare the text in a private cache; returns the data and the lines it reported."""
+    """Return a function that prepares the text in a private cache and returns the data and its log lines."""
 
     def run(tokenizer=None, max_seq_length=T, **options):
         lines = []
@@ -39,7 +39,7 @@ def prepare(text, tmp_path):
 
 
 def all_tokens(rows) -> list[int]:
-    """The tokens of rows, one block after the other."""
+    """Return the concatenated tokens of all rows."""
     blocks = [rows[i] for i in range(len(rows))]
     return [t for row in blocks for t in (*row["input_ids"].tolist(), row["labels"][-1].item())]
 
@@ -49,10 +49,10 @@ def folders(cache):
 
 
 def test_s5_miss_then_hit(prepare, tmp_path):
-    first, said = prepare()
-    assert "preparing" in said and "not prepared yet" in said and "using cached" not in said
-    again, said = prepare()
-    assert "using cached" in said and "preparing" not in said
+    first, log = prepare()
+    assert "preparing" in log and "not prepared yet" in log and "using cached" not in log
+    again, log = prepare()
+    assert "using cached" in log and "preparing" not in log
     assert again.content_key == first.content_key
     assert all_tokens(again.train) == all_tokens(first.train) and all_tokens(again.val) == all_tokens(first.val)
     assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
@@ -67,13 +67,13 @@ def test_s5_every_input_changes_the_key(prepare, text, tmp_path):
         {"max_seq_length": T + 1}, {"vocab_size": 301}, {"val_fraction": 0.1}, {"val_fraction": 0.0},
         {"tokenizer": tokenizer},
     ):  # fmt: skip
-        data, said = prepare(**change)
-        assert "preparing" in said
+        data, log = prepare(**change)
+        assert "preparing" in log
         keys.append(data.content_key)
     file = text / "part03.txt"
     file.write_text(file.read_text().replace("model", "modal", 1))
-    data, said = prepare()
-    assert "preparing" in said
+    data, log = prepare()
+    assert "preparing" in log
     keys.append(data.content_key)
     assert len(set(keys)) == len(keys) == len(folders(tmp_path / "cache"))
 
@@ -90,15 +90,15 @@ def test_s5_moved_and_renamed_text_hits_the_cache(prepare, text, tmp_path):
     moved.mkdir(parents=True)
     for i, file in enumerate(sorted(text.iterdir(), reverse=True)):
         os.utime(shutil.move(file, moved / f"{i}.md"), (i, i))
-    data, said = prepare(train_data_path=str(tmp_path / "elsewhere"))
-    assert "using cached" in said and data.content_key == first.content_key
+    data, log = prepare(train_data_path=str(tmp_path / "elsewhere"))
+    assert "using cached" in log and data.content_key == first.content_key
 
 
 def test_s5_content_key_depends_only_on_the_rows(prepare):
-    """A run that is resumed with the tokenizer of its checkpoint has the data that it had."""
+    """A run resumed with the tokenizer of its checkpoint reads the same data."""
     first = prepare()[0]
-    again, said = prepare(tokenizer=first.tokenizer)
-    assert "preparing" in said and again.content_key == first.content_key
+    again, log = prepare(tokenizer=first.tokenizer)
+    assert "preparing" in log and again.content_key == first.content_key
 
 
 def test_s5_content_key_detects_a_single_token_change(prepare, text):
@@ -115,10 +115,10 @@ DAMAGE = {
     "manifest of other data": lambda f: _edit(f, lambda m: m.update(key="0" * 64)),
     "manifest of another kind": lambda f: (f / "manifest.json").write_text("[]"),
     "manifest without splits": lambda f: _edit(f, lambda m: m.pop("val")),
-    "manifest with a split that is none": lambda f: _edit(f, lambda m: m.update(train=3)),
+    "manifest with an invalid split": lambda f: _edit(f, lambda m: m.update(train=3)),
     "manifest with other counts": lambda f: _edit(f, lambda m: m["train"].update(rows=5)),
     "manifest missing": lambda f: (f / "manifest.json").unlink(),
-    "chunk cut short": lambda f: _cut(f / "train" / "chunk-0-0.bin"),
+    "chunk truncated": lambda f: _cut(f / "train" / "chunk-0-0.bin"),
     "chunk missing": lambda f: (f / "val" / "chunk-0-0.bin").unlink(),
     "tokenizer missing": lambda f: shutil.rmtree(f / "tokenizer"),
     "tokenizer changed": lambda f: (f / "tokenizer/tokenizer_config.json").write_text('{"eos_token": "a"}'),
@@ -158,8 +158,8 @@ def test_s5_damaged_cache_is_rebuilt(prepare, tmp_path, damage):
     first = prepare()[0]
     (folder,) = (tmp_path / "cache").iterdir()
     DAMAGE[damage](folder)
-    again, said = prepare()
-    assert "preparing" in said and "damaged" in said
+    again, log = prepare()
+    assert "preparing" in log and "damaged" in log
     assert again.content_key == first.content_key and all_tokens(again.train) == all_tokens(first.train)
     assert folders(tmp_path / "cache") == [folder.name]
     assert "using cached" in prepare()[1]
@@ -194,11 +194,11 @@ def test_s7_damaged_file_is_named_and_intact_folder_is_verified_once_per_machine
 def test_stamps_of_removed_folders_are_removed(prepare, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     prepare(), prepare()
-    notes = tmp_path / "home" / "toolkit" / "verified"
-    before = folders(notes)
+    stamps = tmp_path / "home" / "toolkit" / "verified"
+    before = folders(stamps)
     shutil.rmtree(tmp_path / "cache")
     prepare(max_seq_length=16), prepare(max_seq_length=16)
-    assert len(before) == len(folders(notes)) == 1 and before != folders(notes)
+    assert len(before) == len(folders(stamps)) == 1 and before != folders(stamps)
 
 
 def run_python(code: str, *args) -> subprocess.Popen:
@@ -236,9 +236,9 @@ def test_s5_killed_preparation_is_never_reused(prepare, text, tmp_path):
     assert process.returncode == -signal.SIGKILL, output
     (leftover,) = folders(tmp_path / "cache")
     assert leftover.startswith(".tmp-")
-    data, said = prepare()
-    assert "preparing" in said and "not prepared yet" in said
-    (folder,) = folders(tmp_path / "cache")  # what was left behind is gone
+    data, log = prepare()
+    assert "preparing" in log and "not prepared yet" in log
+    (folder,) = folders(tmp_path / "cache")  # leftovers are removed
     assert folder.startswith("text_files-") and len(data.train) > 0
 
 
@@ -247,8 +247,8 @@ def test_s5_concurrent_preparations_agree(prepare, text, tmp_path):
     processes = [run_python(code, text, tmp_path / "cache") for _ in range(2)]
     outputs = [p.communicate(timeout=60) for p in processes]
     assert [p.returncode for p in processes] == [0, 0], outputs
-    data, said = prepare()
-    assert "using cached" in said
+    data, log = prepare()
+    assert "using cached" in log
     assert {out.split()[-1] for out, _ in outputs} == {data.content_key}
     assert len(folders(tmp_path / "cache")) == 1
 
@@ -261,7 +261,7 @@ def test_s5_slower_process_uses_the_published_data(prepare, text, tmp_path, monk
     def publish_second(*args):
         if not quicker:
             quicker.append(True)
-            quicker.append(prepare()[0])  # another process, start to end, meanwhile
+            quicker.append(prepare()[0])  # another process runs to completion first
         publish(*args)
 
     monkeypatch.setattr(module, "publish", publish_second)
@@ -287,11 +287,11 @@ def expected_stream(paths, tokenizer) -> list[int]:
 @pytest.mark.parametrize("count", [1, 2, 12])
 @pytest.mark.parametrize("fraction", [0.0, 0.05, 0.3])
 def test_no_token_is_lost_or_duplicated(prepare, text, count, fraction):
-    """Held-out = the last x % of the tokens, whatever the number of files; one end-of-document token each."""
+    """The last x % of the tokens are held out, for any number of files; one eos per document."""
     files = sorted(text.iterdir())
     for file in files[count:]:
         file.unlink()
-    data, said = prepare(val_fraction=fraction)
+    data, log = prepare(val_fraction=fraction)
     stream = expected_stream(files[:count], data.tokenizer)
     assert stream.count(data.tokenizer.eos_id) == count
     cut = len(stream) - int(len(stream) * fraction)
@@ -303,7 +303,7 @@ def test_no_token_is_lost_or_duplicated(prepare, text, count, fraction):
         tails.append(len(val) % (T + 1))
     else:
         assert data.val is None
-    assert all(f"{tail} tokens left over" in said for tail in tails if tail)
+    assert all(f"{tail} tokens left over" in log for tail in tails if tail)
 
 
 def test_separate_validation_text(prepare, text, tmp_path):
@@ -315,19 +315,19 @@ def test_separate_validation_text(prepare, text, tmp_path):
 
 
 def test_large_vocabularies_and_chunks(prepare, monkeypatch):
-    """Token ids beyond 16 bits; documents cut into pieces; many chunks."""
+    """Token ids beyond 16 bits, documents in pieces, many chunks."""
     small = prepare()[0]
     raw = json.loads(small.tokenizer._files["tokenizer.json"])
     raw["model"]["vocab"]["\u0120the"] = 70_000
     files = small.tokenizer._files | {"tokenizer.json": json.dumps(raw).encode()}
     tokenizer = Tokenizer(files, "big")
-    whole = prepare(tokenizer=tokenizer)[0]
-    assert 70_000 in all_tokens(whole.train) and whole.train.dtype.name == "int32"
+    complete = prepare(tokenizer=tokenizer)[0]
+    assert 70_000 in all_tokens(complete.train) and complete.train.dtype.name == "int32"
     monkeypatch.setattr("toolkit.data.chunks._TOKENS_PER_CHUNK", 1000)
     monkeypatch.setattr("toolkit.data.prepare.CODE_VERSION", 10**6)
     pieces = prepare(tokenizer=tokenizer)[0]
     assert len(list(pieces.train.folder.glob("*.bin"))) > 5
-    assert pieces.content_key == whole.content_key and all_tokens(pieces.train) == all_tokens(whole.train)
+    assert pieces.content_key == complete.content_key and all_tokens(pieces.train) == all_tokens(complete.train)
 
 
 def test_long_documents_tokenized_in_pieces_have_the_same_ids(tmp_path, monkeypatch):
@@ -346,20 +346,20 @@ def test_long_documents_tokenized_in_pieces_have_the_same_ids(tmp_path, monkeypa
 
 def test_windows_line_endings_and_byte_order_marks_are_normalized_and_counted(prepare, text, tmp_path, monkeypatch):
     plain = prepare()[0]
-    assert "line ends" not in prepare()[1]
-    marks = "a\ufeffb\rc"  # in the middle of a text they stay, and so does a lone \r
+    assert "line endings" not in prepare()[1]
+    special = "a\ufeffb\rc"  # inside a text, byte order marks and \r alone are kept
     expected, changed = {}, 0
     for number, file in enumerate(sorted(text.iterdir())):
-        content = marks + file.read_text()
+        content = special + file.read_text()
         expected[file.name] = content
         lines = content.count("\n") if number else 0
         changed += lines
         file.write_bytes(b"\xef\xbb\xbf" * (number < 3) + content.encode().replace(b"\n", b"\r\n" if number else b"\n"))
     (text / "mark.txt").write_bytes(b"\xef\xbb\xbf")  # an empty file
-    monkeypatch.setattr(documents, "_READ", 7)  # so that every \r\n is cut once
+    monkeypatch.setattr(documents, "_READ_SIZE", 7)  # splits \r\n pairs
     for cached in ("preparing", "using cached"):
-        data, said = prepare(tokenizer=plain.tokenizer)
-        assert cached in said and f"read {changed:,} line ends \\r\\n as \\n, left out 3 byte order marks" in said
+        data, log = prepare(tokenizer=plain.tokenizer)
+        assert cached in log and f"normalized {changed:,} \\r\\n line endings to \\n, dropped 3 byte order marks" in log
     paths = documents.fingerprint(sorted(text.iterdir()), "x")
     stream = [t for d in paths for t in plain.tokenizer.encode(expected[d.path.name], bos=False, eos=True)]
     assert all_tokens(data.train) == stream[: len(data.train) * (T + 1)]
@@ -420,11 +420,11 @@ def test_empty_files_are_skipped(prepare, text, tmp_path):
     full = prepare()[0]
     (text / "empty.txt").touch()
     (text / ".hidden").write_bytes(b"\xff")
-    data, said = prepare()
-    assert "using cached" in said and data.content_key == full.content_key  # an empty file is no document
+    data, log = prepare()
+    assert "using cached" in log and data.content_key == full.content_key  # empty files are not documents
     (tmp_path / "void").mkdir()
     (tmp_path / "void" / "a.txt").touch()
-    with pytest.raises(UserError, match="void: holds no text"):
+    with pytest.raises(UserError, match="void: contains no text"):
         prepare(train_data_path=str(tmp_path / "void"))
 
 
@@ -438,7 +438,7 @@ def test_text_can_be_a_file_folder_or_glob(prepare, text):
 
 
 def test_overlapping_validation_text_is_an_error(prepare, text):
-    with pytest.raises(UserError, match=r"--data.val_data_path .*part00.txt is training text too"):
+    with pytest.raises(UserError, match=r"--data.val_data_path .*part00.txt is also training text"):
         prepare(val_data_path=str(text / "part00.txt"))
 
 
@@ -464,7 +464,7 @@ def test_preparation_prints_nothing(prepare, capfd):
 
 
 def test_python_stdlib_is_prepared(tmp_path, monkeypatch):
-    """The default data, on a few of its files; the choice of files is tested beside it."""
+    """Prepare some files of the default data; file selection is tested in test_modules."""
     from toolkit.data import python_stdlib
 
     some = [p for p in python_stdlib.find_sources() if p.parent.name in ("json", "email")]

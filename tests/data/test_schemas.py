@@ -1,4 +1,4 @@
-"""Rows of every form to records, and files of every kind to rows; mistakes in one line with file and row."""
+"""Row schemas and readers: rows to records, files to rows, and one-line errors with file and row."""
 
 import contextlib
 import json
@@ -6,20 +6,20 @@ import os
 
 import pytest
 
-from toolkit.data.readers import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, find_splits, describe_row
+from toolkit.data.readers import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, describe_row, find_splits
 from toolkit.data.schemas import EmptyAnswerError, require_columns, to_record
 from toolkit.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 LONG = "7" * 5000  # digits
-INSTRUCTED = {**USER, "instruction": "q", "input": ""}
+FROM_INSTRUCTION = {**USER, "instruction": "q", "input": ""}
 
 
 @pytest.mark.parametrize(
     ("row", "messages"),
     [
-        ({"instruction": "q", "output": "a"}, [INSTRUCTED, ASSISTANT]),
-        ({"instruction": "q", "input": "", "output": "a", "text": "all of it"}, [INSTRUCTED, ASSISTANT]),
+        ({"instruction": "q", "output": "a"}, [FROM_INSTRUCTION, ASSISTANT]),
+        ({"instruction": "q", "input": "", "output": "a", "text": "all of it"}, [FROM_INSTRUCTION, ASSISTANT]),
         (
             {"instruction": "q", "input": "i", "output": "a"},
             [{"role": "user", "content": "q\n\ni", "instruction": "q", "input": "i"}, ASSISTANT],
@@ -28,7 +28,7 @@ INSTRUCTED = {**USER, "instruction": "q", "input": ""}
             {"instruction": "q", "context": "i", "response": "a", "category": "qa"},
             [{"role": "user", "content": "q\n\ni", "instruction": "q", "input": "i"}, ASSISTANT],
         ),
-        ({"instruction": "q", "answer": "a"}, [INSTRUCTED, ASSISTANT]),
+        ({"instruction": "q", "answer": "a"}, [FROM_INSTRUCTION, ASSISTANT]),
         ({"prompt": "q", "completion": "a"}, [USER, ASSISTANT]),
         ({"prompt": "q", "completion": "a", "text": None, "messages": None}, [USER, ASSISTANT]),
         ({"prompt": [USER], "completion": [ASSISTANT]}, [USER, ASSISTANT]),
@@ -52,23 +52,23 @@ INSTRUCTED = {**USER, "instruction": "q", "input": ""}
         ),
     ],
 )
-def test_forms(row, messages):
+def test_rows_of_all_schemas_are_parsed(row, messages):
     record = to_record(row, "file line 1")
     assert list(record.messages) == messages and record.text is None and record.where == "file line 1"
 
 
-def test_text_is_a_record_of_its_own():
+def test_plain_text_row_has_no_messages():
     record = to_record({"text": "some text", "id": 3}, "x")
     assert record.text == "some text" and record.messages is None
 
 
-def test_columns_of_other_names():
+def test_columns_are_mapped_by_name():
     row = {"question": "q", "reply": "a", "output": "not this"}
     columns = {"prompt": "question", "completion": "reply"}
     assert list(to_record(row, "x", columns).messages) == [USER, ASSISTANT]
     with pytest.raises(UserError, match=r"x: has no column reply \(--data.columns\); it has question"):
         to_record({"question": "q"}, "x", columns)
-    with pytest.raises(UserError, match="--data.columns promt: no such column; did you mean 'prompt'"):
+    with pytest.raises(UserError, match="--data.columns promt: unknown column; did you mean 'prompt'"):
         require_columns({"promt": "question"})
 
 
@@ -76,48 +76,54 @@ def test_columns_of_other_names():
     ("row", "message"),
     [
         (["q", "a"], "is a list, not an object"),
-        ("text", "is a text, not an object"),
+        ("text", "is a string, not an object"),
         (None, "is null, not an object"),
-        ({"foo": 1, "bar": 2}, "has no column that is known; it has foo, bar"),
-        ({}, "has no column that is known; it has nothing"),
-        ({"prompt": "q", "rating": 3}, "has no completion to the prompt; it has prompt"),
-        ({"instruction": "q"}, "has no output to the instruction"),
-        ({"instruction": "q", "output": 42}, "output: is a number; it must be a text"),
+        ({"foo": 1, "bar": 2}, "has no known column; it has foo, bar"),
+        ({}, "has no known column; it has nothing"),
+        ({"prompt": "q", "rating": 3}, "has no completion for the prompt; it has prompt"),
+        ({"instruction": "q"}, "has no output for the instruction"),
+        ({"instruction": "q", "output": 42}, "output: is a number; it must be a string"),
         ({"instruction": "", "output": "a"}, "has an empty instruction"),
         ({"prompt": "q", "instruction": "q", "output": "a"}, "has both instruction and prompt"),
         ({"prompt": "q", "response": "a", "answer": "b"}, "has both response and answer; choose one"),
-        ({"instruction": "q", "input": 3, "output": "a"}, "input: is a number; it must be a text"),
-        ({"text": 3}, "text: is a number; it must be a text"),
+        ({"instruction": "q", "input": 3, "output": "a"}, "input: is a number; it must be a string"),
+        ({"text": 3}, "text: is a number; it must be a string"),
         ({"messages": []}, "messages: is an empty list"),
-        ({"prompt": "q", "completion": "a", "tools": "weather"}, "tools: is a text, not a list of tools"),
-        ({"prompt": "q", "completion": "a", "tools": "[" * 10**5}, "tools: is a text, not a list of tools"),
+        ({"prompt": "q", "completion": "a", "tools": "weather"}, "tools: is a string, not a list of tools"),
+        ({"prompt": "q", "completion": "a", "tools": "[" * 10**5}, "tools: is a string, not a list of tools"),
         ({"prompt": "q", "completion": "a", "tools": {"name": "weather"}}, "tools: is an object; it must be a list"),
-        ({"prompt": "q", "completion": "a", "tools": ["weather"]}, "tools: tool 1 is a text; it must be an object"),
-        ({"prompt": "q", "completion": "a", "tools": r'[{"name": "\ud800"}]'}, r"tools: holds \\ud800"),
-        ({"text": "t", "tools": [{}]}, "tools: belong to a conversation"),
-        ({"messages": "[" * 10**5}, "messages: is a text, not a list of messages"),
-        ({"messages": "hello"}, "messages: is a text, not a list of messages"),
-        ({"messages": ["q", {"role": "user", "content": "q"}]}, "message 1: is a text, not an object"),
+        ({"prompt": "q", "completion": "a", "tools": ["weather"]}, "tools: tool 1 is a string; it must be an object"),
+        (
+            {"prompt": "q", "completion": "a", "tools": r'[{"name": "\ud800"}]'},
+            r"tools: .*unpaired surrogate \(\\ud800\)",
+        ),
+        ({"text": "t", "tools": [{}]}, "tools: require a conversation"),
+        ({"messages": "[" * 10**5}, "messages: is a string, not a list of messages"),
+        ({"messages": "hello"}, "messages: is a string, not a list of messages"),
+        ({"messages": ["q", {"role": "user", "content": "q"}]}, "message 1: is a string, not an object"),
         ({"messages": [{"content": "q"}]}, "message 1: has no role; it has content"),
         ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\): has no content; it has role"),
         ({"messages": [{"role": "user", "content": 3}]}, r"message 1 \(user\): content: is a number"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1: has content that is not text"),
-        ({"prompt": [USER], "input": "i", "completion": "a"}, "has input beside a prompt of messages; put it into"),
-        ({"prompt": [USER], "context": ["i"], "completion": "a"}, "has context beside a prompt of messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1: has non-text content"),
+        ({"prompt": [USER], "input": "i", "completion": "a"}, "has both input and a prompt of messages; move it into"),
+        ({"prompt": [USER], "context": ["i"], "completion": "a"}, "has both context and a prompt of messages"),
         (
             {"system": "s", "messages": [{"role": "system", "content": "t"}, USER, ASSISTANT]},
-            "has a system column and another system message; take one of them out",
+            "has a system column and a different system message; remove one of them",
         ),
         (
             json.loads(r'{"prompt": "a \ud800 b", "completion": "c"}'),
-            r"prompt: holds \\ud800, half a character; mend it",
+            r"prompt: contains an unpaired surrogate \(\\ud800\); fix or remove",
         ),
-        (json.loads(r'{"text": "\udfff"}'), r"text: holds \\udfff, half a character"),
-        ({"messages": r'[{"role": "user", "content": "\ud800"}]'}, r"messages: holds \\ud800, half a character"),
-        ({"messages": [{**USER, "name": "\ud83d"}]}, r"messages: holds \\ud83d, half a character"),
+        (json.loads(r'{"text": "\udfff"}'), r"text: contains an unpaired surrogate \(\\udfff\)"),
+        (
+            {"messages": r'[{"role": "user", "content": "\ud800"}]'},
+            r"messages: .*unpaired surrogate \(\\ud800\)",
+        ),
+        ({"messages": [{**USER, "name": "\ud83d"}]}, r"messages: contains an unpaired surrogate \(\\ud83d\)"),
     ],
 )
-def test_bad_rows_are_one_line(row, message):
+def test_invalid_rows_raise_one_line_errors(row, message):
     with pytest.raises(UserError, match=f"^file line 7: .*{message}") as error:
         to_record(row, "file line 7")
     assert "\n" not in str(error.value) and not isinstance(error.value, EmptyAnswerError)
@@ -132,7 +138,7 @@ def test_bad_rows_are_one_line(row, message):
         {"text": ""},
     ],
 )
-def test_empty_answers(row):
+def test_empty_answers_raise_their_own_error(row):
     with pytest.raises(EmptyAnswerError, match="^file line 7: .*empty"):
         to_record(row, "file line 7")
 
@@ -141,7 +147,7 @@ def test_empty_answers(row):
 
 
 def read(path, kinds=JSON_KINDS, name="json_path"):
-    """The splits of a path, each as a list of (describe_row, row)."""
+    """Return the splits of a path, each as a list of (position, row)."""
     splits = find_splits(str(path), name, kinds)
 
     def rows(sources):
@@ -155,14 +161,14 @@ def write(path, content):
     return path
 
 
-def test_json_lines(tmp_path):
+def test_json_lines_are_read_with_line_numbers(tmp_path):
     path = write(tmp_path / "a.jsonl", '\ufeff{"text": "x\u2028y"}\n\n{"text": "z"}')
     expected = [(f"{path} line 1", {"text": "x\u2028y"}), (f"{path} line 3", {"text": "z"})]
     assert read(path) == (expected, None)
     assert read(path.rename(tmp_path / "a.json"))[0][1] == (f"{tmp_path}/a.json line 3", {"text": "z"})
 
 
-def test_json_list_and_object_of_splits(tmp_path):
+def test_json_list_and_object_of_splits_are_read(tmp_path):
     rows = [{"text": "x"}, {"text": "y"}]
     path = write(tmp_path / "a.json", json.dumps(rows, indent=1))
     assert read(path) == ([(f"{path} row 1", rows[0]), (f"{path} row 2", rows[1])], None)
@@ -172,7 +178,7 @@ def test_json_list_and_object_of_splits(tmp_path):
             assert read(path)[1] == [(f"{path} {name} row 1", rows[0])]
 
 
-def test_folders(tmp_path):
+def test_folder_splits_are_found(tmp_path):
     write(tmp_path / "train.json", [{"text": "x"}])
     assert read(tmp_path)[1] is None
     write(tmp_path / "test.jsonl", '{"text": "t"}')
@@ -180,16 +186,16 @@ def test_folders(tmp_path):
     write(tmp_path / "val.jsonl", '{"text": "v"}')
     assert read(tmp_path)[1] == [(f"{tmp_path}/val.jsonl line 1", {"text": "v"})]
     notes = find_splits(str(tmp_path), "json_path", JSON_KINDS).notes
-    assert notes == (f"{tmp_path}: not read: test.jsonl (train is trained on, val is the held-out part)",)
+    assert notes == (f"{tmp_path}: not read: test.jsonl (train is the training split, val is the validation split)",)
 
 
-def test_data_files_of_a_folder_that_are_not_read_are_named(tmp_path):
+def test_unread_files_of_a_folder_are_reported(tmp_path):
     for name in ("train.jsonl", "dev.jsonl", "more.JSON", "train.csv", "notes.txt", "trainer.json", ".hidden.json"):
         write(tmp_path / name, '{"text": "x"}')
     (tmp_path / "old.jsonl").mkdir()
     (note,) = find_splits(str(tmp_path), "json_path", JSON_KINDS).notes
     files = "dev.jsonl, more.JSON, train.csv, trainer.json"
-    assert note == f"{tmp_path}: not read: {files} (train is trained on; name the held-out part val)"
+    assert note == f"{tmp_path}: not read: {files} (train is the training split; name the validation split val)"
     for i in range(20):
         write(tmp_path / f"a{i:02}.jsonl", '{"text": "x"}')
     (note,) = find_splits(str(tmp_path), "json_path", JSON_KINDS).notes
@@ -205,7 +211,7 @@ def test_data_files_of_a_folder_that_are_not_read_are_named(tmp_path):
         ("val.ndjson", "val.jsonl"),
     ],
 )
-def test_files_of_a_folder_that_may_hold_the_same_rows_are_refused(tmp_path, names):
+def test_folder_files_that_may_be_duplicates_are_an_error(tmp_path, names):
     write(tmp_path / "train.jsonl", '{"text": "x"}')
     if names[0].startswith("train"):
         (tmp_path / "train.jsonl").unlink()
@@ -213,17 +219,17 @@ def test_files_of_a_folder_that_may_hold_the_same_rows_are_refused(tmp_path, nam
         write(tmp_path / name, '{"text": "x"}')
     with pytest.raises(UserError, match=r"^--data.json_path .*: the folder has ") as error:
         read(tmp_path)
-    assert all(f" {name}" in str(error.value) for name in names) and "leave one" in str(error.value)
+    assert all(f" {name}" in str(error.value) for name in names) and "remove one" in str(error.value)
 
 
-def test_csv(tmp_path):
+def test_csv_cells_may_span_lines(tmp_path):
     path = write(tmp_path / "a.csv", 'prompt,completion\nq,"two\nlines"\n"x, y",z\n')
     rows, _ = read(path, CSV_KINDS, "csv_path")
     first, second = {"prompt": "q", "completion": "two\nlines"}, {"prompt": "x, y", "completion": "z"}
     assert rows == [(f"{path} line 2", first), (f"{path} line 4", second)]
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))  # as a spreadsheet saves it
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))  # the format of spreadsheet exports
     assert read(path, CSV_KINDS, "csv_path")[0] == rows
-    write(path, f'text\n"{"x" * 200_000}"\n')  # more than csv's own limit
+    write(path, f'text\n"{"x" * 200_000}"\n')  # above csv's default limit
     assert len(read(path, CSV_KINDS, "csv_path")[0][0][1]["text"]) == 200_000
 
 
@@ -234,7 +240,7 @@ def test_parquet_in_parts(tmp_path):
     rows, val = read(tmp_path, PARQUET_KINDS, "parquet_path")
     assert [row["messages"] for _, row in rows] == [[USER, ASSISTANT], [USER]] and val is None
     (tmp_path / "train-00001-of-00002.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match="train-00001-of-00002.parquet: is not a Parquet file") as error:
+    with pytest.raises(UserError, match="train-00001-of-00002.parquet: is not a valid Parquet file") as error:
         read(tmp_path, PARQUET_KINDS, "parquet_path")
     assert "\n" not in str(error.value)
 
@@ -242,17 +248,21 @@ def test_parquet_in_parts(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a.jsonl line 2: broken JSON: Expecting value at column \d+$"),
-        ("a.jsonl", '[\n{"text": "x"}\n]', "line 1: broken JSON: .* must end in .json$"),
-        ("a.json", '[{"text": "x"},\n{"text" "y"}]', "a.json line 2: broken JSON: Expecting ':' delimiter at column 9"),
-        ("a.jsonl", "\n\n", r"^--data.json_path .*a.jsonl: .* holds no rows"),
-        ("a.jsonl", "", "holds no text"),
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a.jsonl line 2: invalid JSON: Expecting value at column \d+$"),
+        ("a.jsonl", '[\n{"text": "x"}\n]', "line 1: invalid JSON: .* must end in .json$"),
+        (
+            "a.json",
+            '[{"text": "x"},\n{"text" "y"}]',
+            "json line 2: invalid JSON: Expecting ':' delimiter at column 9",
+        ),
+        ("a.jsonl", "\n\n", r"^--data.json_path .*a.jsonl: .* contains no rows"),
+        ("a.jsonl", "", "contains no text"),
         ("a.json", "", "is empty"),
-        ("a.json", "[]", "holds no rows"),
-        ("a.json", '{\n"data": []}', r'must hold a list of rows, or {"train": \[...\], "val": \[...\]}'),
-        ("a.json", '{"train": [],\n"val": 3}', r'^--data.json_path .*a.json: "val" must hold a list of rows$'),
-        ("a.json", '{"train": "x"}', r'a.json: "train" must hold a list of rows$'),
-        ("a.json", '{"train": {},\n"val": []}', r'a.json: "train" must hold a list of rows$'),
+        ("a.json", "[]", "contains no rows"),
+        ("a.json", '{\n"data": []}', r'must contain a list of rows, or {"train": \[...\], "val": \[...\]}'),
+        ("a.json", '{"train": [],\n"val": 3}', r'^--data.json_path .*a.json: "val" must be a list of rows$'),
+        ("a.json", '{"train": "x"}', r'a.json: "train" must be a list of rows$'),
+        ("a.json", '{"train": {},\n"val": []}', r'a.json: "train" must be a list of rows$'),
         ("a.json", "[" * 100_000, "nested too deeply"),
         ("a.json", '{"a":' * 100_000, "nested too deeply"),
         ("a.jsonl", '{"text": "x"}\n{"text": "x", "id": ' + LONG + "}", "a.jsonl line 2: .* number of 5,000 digits"),
@@ -264,7 +274,7 @@ def test_parquet_in_parts(tmp_path):
         ("b", None, "no such file or folder"),
     ],
 )
-def test_bad_json_files(tmp_path, name, content, message):
+def test_invalid_json_files_raise_one_line_errors(tmp_path, name, content, message):
     if content is not None:
         write(tmp_path / name, content)
     with pytest.raises(UserError, match=message) as error:
@@ -275,8 +285,8 @@ def test_bad_json_files(tmp_path, name, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_deep_rows_are_one_line():
-    for depth in range(800, 1000):  # from what can be read and written again to what cannot be read
+def test_deeply_nested_rows_raise_one_line_errors():
+    for depth in range(800, 1000):  # from depths that can be read and written to depths that cannot be read
         try:
             tools = json.loads('[{"a":' + "[" * depth + "]" * depth + "}]")
         except RecursionError:  # the reader handles this
@@ -313,7 +323,7 @@ def test_a_parquet_file_that_holds_far_more_than_its_size_is_refused(tmp_path):
     assert [row for _, row in read(path, PARQUET_KINDS, "parquet_path")[0]] == usual
 
 
-def test_files_that_are_not_utf8(tmp_path):
+def test_non_utf8_files_are_an_error(tmp_path):
     for name, kinds in (("a.json", JSON_KINDS), ("b.jsonl", JSON_KINDS), ("c.csv", CSV_KINDS)):
         (tmp_path / name).write_bytes(b'[{"text": "caf\xe9"}]')
         with pytest.raises(UserError, match=f"{name}.* is not UTF-8 text"):
@@ -325,22 +335,22 @@ def test_files_that_are_not_utf8(tmp_path):
     [
         ("a,b\n1,2\n1\n", "a.csv line 3: has fewer cells"),
         ("a,b\n1,2,3\n", "a.csv line 2: has more cells"),
-        ("a,a\n1,2\n", "a.csv line 1: names the column a twice"),
-        ('a,b\n1,"2\n', "a.csv line 2: broken CSV"),
-        ("a,b\n", "holds no rows"),
+        ("a,a\n1,2\n", "a.csv line 1: duplicate column a"),
+        ('a,b\n1,"2\n', "a.csv line 2: invalid CSV"),
+        ("a,b\n", "contains no rows"),
     ],
 )
-def test_bad_csv_files(tmp_path, content, message):
+def test_invalid_csv_files_are_an_error(tmp_path, content, message):
     with pytest.raises(UserError, match=message):
         read(write(tmp_path / "a.csv", content), CSV_KINDS, "csv_path")
 
 
-def test_folder_without_training_rows(tmp_path):
+def test_folder_without_training_rows_is_an_error(tmp_path):
     write(tmp_path / "val.json", [{"text": "x"}])
     with pytest.raises(UserError, match="the folder has no train.json or train.jsonl or train.ndjson"):
         read(tmp_path)
     write(tmp_path / "train.json", {"train": [], "val": []})
-    with pytest.raises(UserError, match="has splits of its own"):
+    with pytest.raises(UserError, match="contains splits itself"):
         read(tmp_path)
 
 

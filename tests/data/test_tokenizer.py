@@ -25,21 +25,21 @@ def test_trained_tokenizer_equals_transformers(trained, tmp_path):
     from transformers import AutoTokenizer
 
     trained.save(tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert len(theirs) == trained.vocab_size
-    assert (theirs.eos_token_id, theirs.bos_token_id) == (trained.eos_id, trained.bos_id) == (0, 0)
+    hf = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(hf) == trained.vocab_size
+    assert (hf.eos_token_id, hf.bos_token_id) == (trained.eos_id, trained.bos_id) == (0, 0)
     for text in TEXTS:
-        assert theirs(text)["input_ids"] == trained.encode(text)
-        assert theirs.decode(trained.encode(text)) == trained.decode(trained.encode(text), skip_special_tokens=False)
+        assert hf(text)["input_ids"] == trained.encode(text)
+        assert hf.decode(trained.encode(text)) == trained.decode(trained.encode(text), skip_special_tokens=False)
 
 
 def test_loaded_tokenizer_equals_transformers(sentencepiece_dir):
     from transformers import AutoTokenizer
 
-    ours, theirs = Tokenizer.load(sentencepiece_dir), AutoTokenizer.from_pretrained(sentencepiece_dir)
+    tokenizer, hf = Tokenizer.load(sentencepiece_dir), AutoTokenizer.from_pretrained(sentencepiece_dir)
     for text in [*TEXTS, "the cat </s> the"]:
-        assert ours.encode(text) == theirs(text)["input_ids"]
-        assert ours.encode(text, bos=False) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.encode(text) == hf(text)["input_ids"]
+        assert tokenizer.encode(text, bos=False) == hf(text, add_special_tokens=False)["input_ids"]
 
 
 def test_trained_tokenizer_round_trips_and_reloads(trained, tmp_path):
@@ -70,7 +70,7 @@ def test_token_bytes_of_a_sentencepiece_like_tokenizer(sentencepiece_dir):
     tokenizer = Tokenizer.load(sentencepiece_dir)
     sizes = tokenizer.token_bytes()
     for text in ("the cat", "größe 你", "a"):
-        assert sizes[tokenizer.encode(text, eos=True)].sum() == len(text.encode()) + 1  # the space in front
+        assert sizes[tokenizer.encode(text, eos=True)].sum() == len(text.encode()) + 1  # the leading space
 
 
 def test_added_tokens_count_unless_special(trained, tmp_path):
@@ -87,11 +87,11 @@ def test_added_tokens_count_unless_special(trained, tmp_path):
     assert tokenizer.token_bytes()[-2:].tolist() == [len("größe".encode()), 0]
 
 
-def test_saving_copies_every_tokenizer_file_even_if_the_folder_is_gone(sentencepiece_dir, tmp_path):
+def test_saving_copies_every_tokenizer_file_even_if_the_folder_was_removed(sentencepiece_dir, tmp_path):
     source = shutil.copytree(sentencepiece_dir, tmp_path / "source")
     tokenizer = Tokenizer.load(source)
     expected = {p.name: p.read_bytes() for p in source.iterdir() if p.name != "model.safetensors"}
-    shutil.rmtree(source)  # such as a checkpoint that keep_last removed
+    shutil.rmtree(source)  # for example, keep_last removed the checkpoint
     tokenizer.save(tmp_path / "copy")
     assert {p.name: p.read_bytes() for p in (tmp_path / "copy").iterdir()} == expected
 
@@ -109,12 +109,12 @@ def test_saving_copies_every_tokenizer_file_even_if_the_folder_is_gone(sentencep
 )
 def test_end_of_document_token_is_found(sentencepiece_dir, tmp_path, name, content, expected):
     shutil.copy(sentencepiece_dir / "tokenizer.json", tmp_path)
-    assert Tokenizer.load(tmp_path / "tokenizer.json").eos_id == 2  # a usual name, when nothing else is said
+    assert Tokenizer.load(tmp_path / "tokenizer.json").eos_id == 2  # a common name, without a config
     (tmp_path / name).write_text(json.dumps(content))
     assert Tokenizer.load(tmp_path).eos_id == expected
 
 
-def test_add_bos_token_in_the_settings_wins(sentencepiece_dir, tmp_path):
+def test_add_bos_token_setting_takes_precedence(sentencepiece_dir, tmp_path):
     folder = shutil.copytree(sentencepiece_dir, tmp_path / "t")
     assert Tokenizer.load(folder).encode("a")[0] == 1
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -122,7 +122,7 @@ def test_add_bos_token_in_the_settings_wins(sentencepiece_dir, tmp_path):
     assert Tokenizer.load(folder).encode("a")[0] != 1
 
 
-def test_truncation_and_padding_are_switched_off(trained, tmp_path):
+def test_truncation_and_padding_are_disabled(trained, tmp_path):
     from tokenizers import Tokenizer as Core
 
     trained.save(tmp_path)
@@ -133,7 +133,7 @@ def test_truncation_and_padding_are_switched_off(trained, tmp_path):
     assert Tokenizer.load(tmp_path).encode(TEXTS[0]) == trained.encode(TEXTS[0])
 
 
-def test_offsets_cover_the_text_even_where_the_tokenizer_trims_them(trained, tmp_path):
+def test_offsets_cover_the_text_even_if_the_tokenizer_trims_them(trained, tmp_path):
     from tokenizers import Tokenizer as Core
     from tokenizers import processors
 
@@ -147,7 +147,7 @@ def test_offsets_cover_the_text_even_where_the_tokenizer_trims_them(trained, tmp
     assert [text[start:end] for start, end in offsets] == [trained.decode([i], skip_special_tokens=False) for i in ids]
 
 
-def test_cutting_at_newlines_is_only_allowed_where_it_changes_nothing(trained, sentencepiece_dir):
+def test_splits_at_newlines_only_if_ids_are_unchanged(trained, sentencepiece_dir):
     assert trained.splits_at_newlines()
     assert not Tokenizer.load(sentencepiece_dir).splits_at_newlines()
 
@@ -156,16 +156,16 @@ def test_cutting_at_newlines_is_only_allowed_where_it_changes_nothing(trained, s
     ("files", "message"),
     [
         (None, "no such folder"),
-        ({}, "holds no tokenizer.json"),
-        ({"tokenizer.model": b"x"}, "holds no tokenizer.json"),
+        ({}, "contains no tokenizer.json"),
+        ({"tokenizer.model": b"x"}, "contains no tokenizer.json"),
         ({"tokenizer.json": b"{}"}, "tokenizer.json cannot be read"),
         ({"tokenizer.json": b""}, "tokenizer.json cannot be read"),
         ({"tokenizer.json": b"\xff\xfe"}, "tokenizer.json cannot be read"),
-        ({"tokenizer.json": b"{}", "tokenizer_config.json": b"{"}, "tokenizer_config.json is not JSON"),
-        ({"tokenizer.json": b"{}", "generation_config.json": b"[]"}, "generation_config.json must hold"),
+        ({"tokenizer.json": b"{}", "tokenizer_config.json": b"{"}, "tokenizer_config.json is not valid JSON"),
+        ({"tokenizer.json": b"{}", "generation_config.json": b"[]"}, "generation_config.json must contain"),
     ],
 )
-def test_missing_or_broken_tokenizer_is_one_line(tmp_path, files, message):
+def test_missing_or_invalid_tokenizer_raises_a_one_line_error(tmp_path, files, message):
     folder = tmp_path / "tok"
     if files is not None:
         folder.mkdir()
@@ -176,25 +176,25 @@ def test_missing_or_broken_tokenizer_is_one_line(tmp_path, files, message):
     assert str(error.value).startswith(f"--tokenizer_dir {folder}: ") and "\n" not in str(error.value)
 
 
-def test_a_token_that_is_not_there_cannot_be_asked_for(trained, tmp_path):
+def test_requesting_a_missing_special_token_is_an_error(trained, tmp_path):
     trained.save(tmp_path)
     for name in ("special_tokens_map.json", "generation_config.json"):
         (tmp_path / name).unlink()
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.encode("x") == trained.encode("x")
-    for wish in ({"bos": True}, {"eos": True}):
-        with pytest.raises(UserError, match=next(iter(wish))):
-            tokenizer.encode("x", **wish)
+    for request in ({"bos": True}, {"eos": True}):
+        with pytest.raises(UserError, match=next(iter(request))):
+            tokenizer.encode("x", **request)
 
 
-def test_vocabulary_without_room_for_the_bytes_is_refused():
+def test_vocab_size_below_the_byte_count_is_an_error():
     with pytest.raises(UserError, match="--data.vocab_size 256"):
         train_bpe(["text"], 256)
     assert train_bpe(["text"], 257).vocab_size == 257
 
 
-def test_a_reason_of_several_lines_is_told_in_one(trained, tmp_path, monkeypatch):
+def test_multi_line_reasons_are_joined_to_one_line(trained, tmp_path, monkeypatch):
     def fail(*_):
         raise ValueError("one\n  two")
 
@@ -235,7 +235,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_steps_that_make_a_text_longer_without_bound_are_refused(trained, tmp_path, name):
+def test_unbounded_text_growth_is_an_error(trained, tmp_path, name):
     (tmp_path / "tokenizer.json").write_bytes(changed(trained, **BOMBS[name])["tokenizer.json"])
     with pytest.raises(
         UserError, match="tokenizer.json: its (normalizer|decoder) can make a text .* times as long"
@@ -244,8 +244,8 @@ def test_steps_that_make_a_text_longer_without_bound_are_refused(trained, tmp_pa
     assert "\n" not in str(e.value)
 
 
-def test_steps_of_usual_tokenizers_are_taken(trained):
-    escapes = [replace(chr(ord("!") + i), f"\u4e00{i}\u4e01") for i in range(15)]  # none changes what another one made
+def test_steps_of_common_tokenizers_are_accepted(trained):
+    escapes = [replace(chr(ord("!") + i), f"\u4e00{i}\u4e01") for i in range(15)]  # none affects the output of another
     escapes += [replace(" " * i, f"<blank_{i}>") for i in range(80, 1, -1)]
     spaces = [replace(" {2,}", " ", "Regex"), replace("\\s+$", "", "Regex"), replace("\n", " \n ", "Regex")]
     letters = [{"type": "NFKC"}, {"type": "Lowercase"}, {"type": "Strip", "strip_left": True, "strip_right": True}]
@@ -254,7 +254,7 @@ def test_steps_of_usual_tokenizers_are_taken(trained):
         Tokenizer(changed(trained, normalizer=sequence(*steps)), "usual").encode("a  b\n!")
 
 
-def test_a_panic_of_the_library_is_one_line(trained, capfd):
+def test_library_panic_raises_a_one_line_error(trained, capfd):
     split = {"type": "Split", "pattern": {"Regex": "(a|a)*b|(a+)+c"}, "behavior": "Isolated", "invert": False}
     tokenizer = Tokenizer(changed(trained, pre_tokenizer=sequence(split, BYTE_LEVEL, name="pretokenizers")), "mine")
     text = "a" * 40 + "d"

@@ -162,5 +162,5 @@ def test_templates_are_named_by_the_flags_of_this_command(talker):
     with pytest.raises(UserError, match="^--prompt_style alpaka: must be one of"):
         find_template(bare, "alpaka")
     assert find_template(bare, "alpaca").end_of_turn == "<|endoftext|>"
-    with pytest.raises(UserError, match="the template refuses the messages"):
+    with pytest.raises(UserError, match="the template rejects the messages"):
         begin(talker, find_template(talker.tokenizer, "gemma"), system="be brief")
