@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process (bit-equality and two cores), a small corpus, no network."""
+"""Fixtures of all tests: one thread per process (bit-equality and two cores), a small corpus, no network."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Groups of real gloo processes that live through many runs; see rank_worker.py."""
+"""Groups of real gloo processes that execute many runs; see rank_worker.py."""
 
 import csv
 import functools
@@ -15,34 +15,33 @@ from unittest import mock
 
 import rank_worker
 
-# The processes come from a server that has imported everything once and has done nothing else: real processes that
-# start in no time. (The test's own process has, by then, run what must not be forked: autograd, threads.)
+# A fork server with all imports done starts real processes quickly. The test process itself must not be forked, because
+# it has used autograd and threads.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["rank_worker"])
 
 
 @functools.cache
 def start_server() -> None:
-    """Let the server find what it is to import: a fork server of Python 3.11 does not get this process's sys.path, and
-    says nothing of a module that it cannot find."""
+    """Start the server with this process's sys.path, which Python 3.11 does not pass on; it ignores missing modules."""
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path)):
         forkserver.ensure_running()
 
 
 @dataclass
 class Case:
-    """A run: its name, its flags besides those that all share, and over how many nodes the ranks are spread."""
+    """A run: its name, its flags in addition to the shared ones, and its number of nodes."""
 
     name: str
     flags: list[str]
     nodes: int = 1
     fault: str | None = None
-    """What to break in it; see rank_worker.broken."""
+    """Fault to inject; see rank_worker.broken."""
     look_at: str | None = None
-    """What else to measure, "collectives" or "memory"."""
+    """Additional measurement: "collectives" or "memory"."""
     command: str = "pretrain"
     out: str | None = None
-    """Its out_dir below the folder of the test, where that is not its name."""
+    """Name of its out_dir in the test's folder, if not its name."""
 
 
 def free_port() -> int:
@@ -54,7 +53,7 @@ def free_port() -> int:
 def run_group(
     folder: Path, size: int, cases: list[Case], shared: list[str], **environment: str
 ) -> dict[str, list[dict]]:
-    """Start one group of gloo processes, take it through all cases, and return by case what each rank saw."""
+    """Run all cases in one group of gloo processes and return the results of each rank by case."""
     if not cases:
         return {}
     work = folder / f"group-of-{size}-{len(list(folder.glob('group-*')))}"
@@ -64,31 +63,31 @@ def run_group(
     port = free_port()
     environ = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
     environ |= {"OMP_NUM_THREADS": "1"} | environment
-    if environment:  # what is read when a process starts needs fresh ones
+    if environment:  # variables read at process start need new processes
         words = [[str(rank), str(size), str(port), str(work / "cases.json")] for rank in range(size)]
         script = str(Path(__file__).with_name("rank_worker.py"))
         for process in [subprocess.Popen([sys.executable, script, *w], env=environ) for w in words]:
             process.wait()
     else:
         start_server()
-        facts = [(rank, size, port, work / "cases.json", environ) for rank in range(size)]
-        processes = [SERVER.Process(target=rank_worker.live, args=fact) for fact in facts]
+        arguments = [(rank, size, port, work / "cases.json", environ) for rank in range(size)]
+        processes = [SERVER.Process(target=rank_worker.live, args=args) for args in arguments]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
-    said = "\n".join(path.read_text() for path in sorted(work.glob("*.out")))
+    output = "\n".join(path.read_text() for path in sorted(work.glob("*.out")))
     missing = [c.name for c in cases for r in range(size) if not (work / f"{r}-{c.name}.json").exists()]
-    assert not missing, f"{missing} did not end:\n{said[-6000:]}"
+    assert not missing, f"{missing} did not end:\n{output[-6000:]}"
     results = {c.name: [json.loads((work / f"{r}-{c.name}.json").read_text()) for r in range(size)] for c in cases}
     for case in cases:
         if case.fault is None:
-            assert all(seen["exit"] == 0 for seen in results[case.name]), f"{case.name} failed:\n{said[-6000:]}"
+            assert all(seen["exit"] == 0 for seen in results[case.name]), f"{case.name} failed:\n{output[-6000:]}"
     return results
 
 
 def run_whole_and_killed_twice(words: list[str], folder: Path) -> None:
-    """Run a command for 40 steps into ``folder / "whole"``, and again into "killed", with two SIGKILLs on the way."""
+    """Run a command for 40 steps into ``folder / "whole"``, and again into "killed" with two SIGKILLs."""
 
     def start(out: Path) -> subprocess.Popen:
         command = [sys.executable, "-m", "toolkit", *words, "--train.max_steps", "40", "--train.save_interval", "10"]
@@ -104,9 +103,9 @@ def run_whole_and_killed_twice(words: list[str], folder: Path) -> None:
         process.kill()
         process.communicate()
     last = start(folder / "killed")
-    said, errors = last.communicate()
+    output, errors = last.communicate()
     assert last.returncode == 0, errors
-    assert "going on from" in said
+    assert "going on from" in output
 
 
 def losses(out_dir: Path) -> list[float]:
@@ -115,7 +114,7 @@ def losses(out_dir: Path) -> list[float]:
 
 
 def read_until(process: subprocess.Popen, text: str) -> None:
-    """Read what a process prints up to the first line that has ``text``."""
+    """Read a process's output up to the first line that contains ``text``."""
     seen = []
     for line in process.stdout:
         seen.append(line)

@@ -1,4 +1,4 @@
-"""A hub on this machine: the paths, headers and error codes that huggingface_hub relies on, over a dict of files."""
+"""A local hub: the paths, headers and error codes that huggingface_hub relies on, over a dict of files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FILE = re.compile(r"/(?P<repo>.+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves as long as the ``with`` lasts, at ``url``."""
+    """Serves at ``url`` for the duration of the ``with`` block."""
 
     daemon_threads = True
 
@@ -24,10 +24,10 @@ class Hub(ThreadingHTTPServer):
         self.branches: dict[tuple[str, str], str] = {}  # (repository, branch) to commit
         self.commits: dict[tuple[str, str], dict[str, bytes]] = {}  # (repository, commit) to files
         self.gated: set[str] = set()
-        self.broken: dict[str, int] = {}  # file: so often the connection breaks off in its middle
-        self.failing: set[str] = set()  # files that are answered with status 500
+        self.broken: dict[str, int] = {}  # file: number of times its connection breaks in the middle
+        self.failing: set[str] = set()  # files with response status 500
         self.asked: list[tuple[str, str, str | None]] = []  # (method, file, range) of all files
-        self.tokens: set[str | None] = set()  # what was sent as authorization
+        self.tokens: set[str | None] = set()  # authorization headers received
 
     def add(self, repo: str, files: dict[str, bytes], branch: str = "main") -> str:
         """Put files into a branch as a new commit, and return its name."""
@@ -36,7 +36,7 @@ class Hub(ThreadingHTTPServer):
         return commit
 
     def fetched(self) -> list[str]:
-        """The files whose content was asked for, in the order of the alphabet, once per request."""
+        """Return the requested files, sorted, once per request."""
         return sorted(file for method, file, _ in self.asked if method == "GET")
 
     def __enter__(self) -> Hub:

@@ -1,4 +1,4 @@
-"""Anonymous memory of a process: what its calls hold that no file does. For scripts in a process of their own."""
+"""Anonymous memory of a process, without mapped files. For scripts in a separate process."""
 
 import ctypes
 import os
@@ -10,13 +10,13 @@ from typing import Any
 
 
 def anonymous() -> int:
-    """Bytes that this process holds now."""
+    """Return the bytes of anonymous memory in use."""
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
 
 
 def rise(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[int, int, Any]:
-    """Call ``function``; return the bytes by which memory rose at its highest, and after it, and what it returned."""
-    ctypes.CDLL(None).malloc_trim(0)  # or what the imports have freed would hide a part
+    """Call ``function``; return the peak increase of memory, the increase after it (bytes), and its result."""
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise memory freed by imports would hide a part
     before, peak, done = anonymous(), [0], threading.Event()
 
     def watch() -> None:
@@ -35,5 +35,5 @@ def rise(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[int,
 
 
 def with_path() -> dict[str, str]:
-    """The environment for a script that imports this."""
+    """Return the environment of a script that imports this module."""
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}

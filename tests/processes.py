@@ -1,4 +1,4 @@
-"""Whole commands as real processes, several ranks and nodes of them, and how they end."""
+"""Commands as real processes, with several ranks and nodes."""
 
 import os
 import signal
@@ -41,12 +41,12 @@ def pretrain(*flags: str, **environ: str) -> subprocess.Popen:
 
 
 def group_members(process: subprocess.Popen) -> list[int]:
-    """Return the running processes of the group that a process has begun."""
+    """Return the running processes of the group that a process leads."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, leader = stat.read_text().rpartition(")")[2].split()[:3]
-        except OSError:  # it has ended in the meantime
+        except OSError:  # it has exited in the meantime
             continue
         if int(leader) == process.pid and state != "Z":
             found.append(int(stat.parent.name))
@@ -59,7 +59,7 @@ def child_of(process: subprocess.Popen) -> int:
 
 
 def finish(process: subprocess.Popen, seconds: float = 60) -> tuple[str, str]:
-    """Wait until all processes have ended; return what they have written."""
+    """Wait until all processes have ended; return their stdout and stderr."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ def finish(process: subprocess.Popen, seconds: float = 60) -> tuple[str, str]:
 
 
 def ended(process: subprocess.Popen, code: int, *texts: str, within: float = 60) -> str:
-    """Require an end with this exit code and with one line on stderr, which holds the texts; return stdout."""
+    """Check the exit code and that stderr is one line with the texts; return stdout."""
     out, err = finish(process, within)
     assert process.returncode == code, err
     assert len(err.splitlines()) == 1 and err.startswith("toolkit pretrain: "), err

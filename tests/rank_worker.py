@@ -1,7 +1,7 @@
-"""One rank of a group of gloo processes that lives through many runs, each through the command line; see groups.py.
+"""One rank of a group of gloo processes that executes many runs, each through the command line; see groups.py.
 
-The cases are a JSON file: {"name", "flags", "nodes", "fault", "look_at"}. What this rank saw of one is written beside
-it, as ``RANK-name.json``: the exit code and what :func:`watch` notes.
+The cases are a JSON file: {"name", "flags", "nodes", "fault", "look_at"}. The results of this rank are written beside
+it, as ``RANK-name.json``: the exit code and the values that :func:`watch` records.
 """
 
 import errno
@@ -42,7 +42,7 @@ def local_bytes(module, optimizer, what) -> int:
 
 
 def waiting_gradients(module) -> list[torch.Tensor]:
-    """Those of whole units that FSDP holds between the micro-batches of a step, beside what the parameters show."""
+    """Return unsharded gradients that FSDP holds between micro-batches, in addition to those of the parameters."""
     units = FullyShardedDataParallel.fsdp_modules(module) if isinstance(module, FullyShardedDataParallel) else []
     flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
     shown = {p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None}
@@ -50,7 +50,7 @@ def waiting_gradients(module) -> list[torch.Tensor]:
 
 
 def watch(seen: dict, fit):
-    """Around the loop: initial weights, bytes held in the middle of a step, collectives of one step."""
+    """Wrap the loop and record initial weights and the bytes in use in the middle of a step."""
 
     def watched(training):
         module, optimizer = unwrapped(training.model), training.checkpointer.optimizer
@@ -71,7 +71,7 @@ def watch(seen: dict, fit):
 
 
 def measuring(seen: dict, set_up_model):
-    """Anonymous memory of this process while the model gets its weights, in MiB above what it had before."""
+    """Record the increase of this process's anonymous memory, in MiB, while the model is initialized."""
 
     def measured(*args, **options):
         peak, after, model = rise(set_up_model, *args, **options)
@@ -82,7 +82,7 @@ def measuring(seen: dict, set_up_model):
 
 
 def options_of(module) -> dict:
-    """What of the user's options has reached the wrapper."""
+    """Return the user's options as the wrapper has them."""
     if isinstance(module, FullyShardedDataParallel):
         block = module.transformer.h[0]
         return {
@@ -114,36 +114,36 @@ def counting(seen: dict, train_step):
 
 
 def broken(kind: str):
-    """Break something on purpose, as a bug would."""
-    if kind == "mesh":  # shard groups of one rank: torch trains copies that never meet
+    """Inject a fault."""
+    if kind == "mesh":  # shard groups of one rank: torch does not synchronize the replicas
 
         def mesh(device, shape, mesh_dim_names):
             return init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("r", "s"))
 
         hybrid = {"FULL_SHARD": ShardingStrategy.HYBRID_SHARD}
         return mock.patch.multiple(fsdp, init_device_mesh=mesh, ShardingStrategy=hybrid)
-    if kind == "norms":  # the parameters that every rank holds whole are never summed
+    if kind == "norms":  # gradients of replicated parameters are never reduced
         return mock.patch.object(fsdp.ShardedStrategy, "_reduce_replicated_gradients", lambda self: None)
-    if kind == "norms that differ":  # between the copies of a hybrid, by more than rounding would make them
+    if kind == "norms that differ":  # between the replicas of HYBRID_SHARD, by more than rounding
         clip = fsdp.FSDPStrategy.clip_gradients_norm
 
         def skewed(self, *args, **options):
             return clip(self, *args, **options) * (1 + 0.1 * (dist.get_rank() // 2))
 
         return mock.patch.object(fsdp.FSDPStrategy, "clip_gradients_norm", skewed)
-    if kind == "graphs are run as they are":  # nothing is broken: what dynamo does, without a compiler's minutes
+    if kind == "compile with the eager backend":  # no fault: dynamo without the compile time
         return mock.patch.object(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
     if kind == "no permission on rank 1":
         return mock.patch.object(sharded._Writer, "write_data", forbidden(sharded._Writer.write_data))
     if kind == "inf in a moment on rank 1":
         return mock.patch.object(loop, "train_step", with_inf(loop.train_step))
     if kind == "nan on rank 1":
-        return mock.patch.object(loop, "train_step", ruined(loop.train_step))
+        return mock.patch.object(loop, "train_step", with_nan(loop.train_step))
     raise ValueError(kind)
 
 
 def forbidden(write_data):
-    """Rank 1 may not write."""
+    """Deny rank 1 write permission."""
 
     def write(self, *args, **options):
         if dist.get_rank() == 1:
@@ -154,7 +154,7 @@ def forbidden(write_data):
 
 
 def with_inf(train_step):
-    """After the third step, an optimizer state of rank 1 is not finite; the loss is."""
+    """Make an optimizer state of rank 1 non-finite after the third step; the loss stays finite."""
     steps = iter(range(10**9))
 
     def step(fabric, model, optimizer, micro_batches, **options):
@@ -167,8 +167,8 @@ def with_inf(train_step):
     return step
 
 
-def ruined(train_step):
-    """Rank 1's third step is not finite."""
+def with_nan(train_step):
+    """Make rank 1's third loss non-finite."""
     steps = iter(range(10**9))
 
     def step(fabric, model, optimizer, micro_batches, **options):
@@ -180,7 +180,7 @@ def ruined(train_step):
 
 
 def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) -> None:
-    """Go through the cases as one rank of the group."""
+    """Run the cases as one rank of the group."""
     os.environ.clear()
     os.environ |= environ
     with open(cases.parent / f"{rank}.out", "w") as out:
@@ -209,7 +209,7 @@ def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) 
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-        time.sleep(0.2)  # or gloo's threads, about to free the last tensors, meet a Python that is going down
+        time.sleep(0.2)  # otherwise gloo's threads may free tensors during interpreter exit
 
 
 if __name__ == "__main__":

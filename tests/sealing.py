@@ -1,4 +1,4 @@
-"""Checksums for folders that a test has put together or changed."""
+"""Checksums for folders that a test creates or changes."""
 
 from pathlib import Path
 
@@ -6,6 +6,6 @@ from toolkit.checkpoints.manifest import checksum_folder, write_manifest
 
 
 def seal(folder: Path) -> Path:
-    """Write the manifest of the files that are in the folder now."""
+    """Write the manifest of the files in the folder."""
     write_manifest(folder, checksum_folder(folder, {}))
     return folder

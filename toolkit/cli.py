@@ -1,4 +1,4 @@
-"""The command line: which subcommand is run, and how its end becomes an exit code. Imports nothing heavy."""
+"""The command line: dispatch to subcommands, and exit codes. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains when it flushes stdout at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python reports an error when it flushes stdout at exit
         return PIPE_CLOSED
 
 
@@ -44,7 +44,7 @@ def overview() -> str:
 
 
 def run(name: str, argv: list[str]) -> int:
-    """Run one subcommand and turn the way it ends into an exit code, with one line on stderr if it is not a success."""
+    """Run one subcommand and return its exit code, with one line on stderr for errors."""
     (module, positionals, _), program = COMMANDS[name], f"toolkit {name}"
     try:
         parse = importlib.import_module("toolkit.cli_parser").parse

@@ -1,7 +1,7 @@
-"""From words on the command line and YAML files to the arguments of a ``setup`` function.
+"""Parsing of the command line and YAML files into the arguments of a ``setup`` function.
 
-jsonargparse knows the types, converts the values and prints the help. Ours is what comes before it: which option is
-meant (YAML files first, flags over them), which class of data, and mistakes said in one line with the nearest name.
+jsonargparse converts values and prints the help. This module adds the merging of YAML files and flags, the choice of
+data classes, and one-line errors with suggestions.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from toolkit.cli_words import Given, Pair, expand_flag, flatten, read_words, rea
 from toolkit.errors import UserError, did_you_mean
 from toolkit.paths import require_local
 
-OWN = ("help", "config", "print_config")  # options that every command has
+COMMON_OPTIONS = ("help", "config", "print_config")  # options of every command
 
 
 @dataclass
 class Command:
-    """What a ``setup`` function takes: dotted names of its options with their types, given a class of data."""
+    """The options of a ``setup`` function by dotted name, given the chosen classes."""
 
     name: str
     setup: Callable[..., None]
@@ -44,7 +44,7 @@ class Command:
                 self.groups[name] = hint
 
     def options(self) -> dict[str, Any]:
-        """The dotted name of every option, with its type."""
+        """Return the type of every option by dotted name."""
         found: dict[str, Any] = {}
         for name in self.parameters:
             group = self.chosen.get(name) or self.groups.get(name)
@@ -57,9 +57,9 @@ class Command:
         return found
 
     def required(self) -> list[str]:
-        """The dotted names of the options that have no default."""
+        """Return the dotted names of the options without a default."""
         found = [name for name, p in self.parameters.items() if p.default is p.empty]
-        optional = getattr(self.setup, "optional", ())  # parameters whose default will do, incomplete as it may be
+        optional = getattr(self.setup, "optional", ())  # parameters whose default suffices
         for name, chosen in self.chosen.items():
             if name in optional and chosen is type(self.parameters[name].default):
                 continue
@@ -71,28 +71,28 @@ class Command:
 def parse(
     name: str, setup: Callable[..., None], positionals: tuple[str, ...], argv: list[str]
 ) -> dict[str, Any] | None:
-    """Return the arguments for ``setup``, or None if only the help or the configuration was asked for (and printed).
+    """Return the arguments for ``setup``, or None after printing the help or the configuration.
 
     Args:
         name: The subcommand, for the help.
-        setup: A function with typed parameters: scalars, dataclasses, and abstract classes to choose a subclass of.
+        setup: A function with typed parameters: scalars, dataclasses, and abstract base classes.
         positionals: Parameters that may be given without their flag.
         argv: The words after the subcommand.
 
     Raises:
         UserError: an unknown name, a value of the wrong type, a missing option, an unreadable file.
     """
-    if hasattr(setup, "choose"):  # its options are also those of another command, which argv names
+    if hasattr(setup, "choose"):  # argv names another command, whose options it also takes
         setup, positionals = setup.choose(argv)
     command = Command(name, setup)
     words = read_words(argv, positionals)
     keys = {key for key, _ in words}
-    kinds = (command.groups, command.choices)
+    names = (command.groups, command.choices)
     files = [text for key, text in words if key == "config"]
     for file in files:
         require_local("--config", file)
-    layers = [list(flatten(read_yaml_file(file), file or "", *kinds)) for file in files]
-    layers.append([pair for key, text in words if key not in OWN for pair in expand_flag(key, text, *kinds)])
+    layers = [list(flatten(read_yaml_file(file), file or "", *names)) for file in files]
+    layers.append([pair for key, text in words if key not in COMMON_OPTIONS for pair in expand_flag(key, text, *names)])
     given = merge(command, layers)
     parser = build_parser(command, positionals)
     if "help" in keys:
@@ -113,10 +113,10 @@ def parse(
 
 
 def merge(command: Command, layers: list[list[Pair]]) -> dict[str, Given]:
-    """Lay the layers over each other, the last on top.
+    """Merge the layers; later layers override earlier ones.
 
-    A layer that chooses another class drops the options that lower layers gave for the class before: they are not
-    options of the new one, or mean something else there.
+    A layer that chooses another class drops earlier options of the previous class, because they do not exist or have
+    another meaning in the new one.
     """
     merged: dict[str, Given] = {}
     for layer in layers:
@@ -141,7 +141,7 @@ def subclasses(base: type) -> dict[str, type]:
 
 
 def choose(command: Command, key: str, given: Given) -> type:
-    """Return the class that ``--data NAME`` means: one of ours, or the user's own by its full path."""
+    """Return the class for ``--data NAME``: one of toolkit's, or a user-provided class by its full path."""
     known, text = command.choices[key], given.text
     if not text:
         raise UserError(f"--{key}: needs a value: {', '.join(known)}")
@@ -163,7 +163,7 @@ def choose(command: Command, key: str, given: Given) -> type:
 
 
 def check_names(command: Command, given: dict[str, Given]) -> None:
-    """Raise UserError for the first option that does not exist or has no value; a switch alone means true."""
+    """Raise UserError for the first option that is unknown or has no value; a flag without a value means true."""
     known = command.options()
     for key, value in list(given.items()):
         inside = key.rsplit(".", 1)[0]
@@ -173,13 +173,13 @@ def check_names(command: Command, given: dict[str, Given]) -> None:
             elif value.text is None:
                 raise UserError(f"--{key}: needs a value: {describe(known.get(key, Any))}")
         else:
-            names = known if value.source else [*known, *OWN]
-            hint = of_other_class(command, key) or suggest(key, names, "" if value.source else "--")
+            names = known if value.source else [*known, *COMMON_OPTIONS]
+            hint = other_class_hint(command, key) or suggest(key, names, "" if value.source else "--")
             raise UserError(f"{value.named(key)}: no such option{hint}")
 
 
-def of_other_class(command: Command, key: str) -> str:
-    """A hint where the option is one of a class that was not chosen, such as data.train_data_path of TextFiles."""
+def other_class_hint(command: Command, key: str) -> str:
+    """Return a hint if another class has this option, such as data.train_data_path of TextFiles."""
     group, _, name = key.partition(".")
     classes = [c for c, cls in command.choices.get(group, {}).items() if name in inspect.signature(cls).parameters]
     if not classes:
@@ -189,7 +189,7 @@ def of_other_class(command: Command, key: str) -> str:
 
 
 def check_paths(command: Command, given: dict[str, Given]) -> None:
-    """Raise UserError for a URL where a path is taken; classes of data that are not toolkit's may read it."""
+    """Raise UserError for a URL in place of a path; user-provided data classes may accept URLs."""
     for key, value in given.items():
         group = key.partition(".")[0]
         if command.chosen.get(group) in (None, *command.choices.get(group, {}).values()):
@@ -197,9 +197,9 @@ def check_paths(command: Command, given: dict[str, Given]) -> None:
 
 
 def convert(command: Command, parser: Any, given: dict[str, Given]) -> Any:
-    """Give the texts to jsonargparse, and turn its complaints into one line."""
+    """Convert the texts with jsonargparse; its errors become one line."""
     known = command.options()
-    words = [f"--{key}={whole_number(value.text or '', known.get(key))}" for key, value in given.items()]
+    words = [f"--{key}={expand_integer(value.text or '', known.get(key))}" for key, value in given.items()]
     try:
         return parser.parse_args(words)
     except argparse.ArgumentError as error:
@@ -215,8 +215,8 @@ def convert(command: Command, parser: Any, given: dict[str, Given]) -> Any:
         ) from error
 
 
-def whole_number(text: str, kind: Any) -> str:
-    """Write ``1e6`` as ``1000000`` where a whole number is wanted."""
+def expand_integer(text: str, kind: Any) -> str:
+    """Return ``1000000`` for ``1e6`` if the option is an integer."""
     kinds = get_args(kind) or (kind,)
     if int in kinds and float not in kinds and re.fullmatch(r"[+-]?\d[\d_]*(\.\d*)?([eE][+-]?\d+)?", text):
         number = float(text)
@@ -226,7 +226,7 @@ def whole_number(text: str, kind: Any) -> str:
 
 
 def strip_none(kind: Any) -> Any:
-    """``X`` for ``X | None``."""
+    """Return ``X`` for ``X | None``."""
     if get_origin(kind) in (Union, types.UnionType):
         rest = [a for a in get_args(kind) if a is not type(None)]
         return rest[0] if len(rest) == 1 else Union[tuple(rest)]  # noqa: UP007  (made at run time)
@@ -239,7 +239,7 @@ def literals(kind: Any) -> tuple[Any, ...]:
 
 
 def describe(kind: Any) -> str:
-    """What a value of a type looks like, for people."""
+    """Describe the values of a type for messages."""
     kind = strip_none(kind)
     if allowed := literals(kind):
         return f"one of {', '.join(map(str, allowed))}"
@@ -249,7 +249,7 @@ def describe(kind: Any) -> str:
         return """a mapping such as '{"name": 1}'"""
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join(describe(a) for a in get_args(kind))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     return names.get(kind, f"a value of type {getattr(kind, '__name__', kind)}")
 
 
@@ -257,7 +257,7 @@ def describe(kind: Any) -> str:
 
 
 def build_parser(command: Command, positionals: tuple[str, ...]) -> Any:
-    """Build jsonargparse's parser for ``setup``; the options of the chosen classes are groups of their own."""
+    """Build jsonargparse's parser for ``setup``; each chosen class is an option group."""
     from jsonargparse import SUPPRESS, ArgumentParser
 
     required = command.required()
@@ -269,9 +269,9 @@ def build_parser(command: Command, positionals: tuple[str, ...]) -> Any:
         description=about,
         exit_on_error=False,
     )
-    own = {"action": "store_true", "default": SUPPRESS}  # for the help only: parse() has taken them away
-    parser.add_argument("--config FILE", **own, help="A YAML file of options; flags win over it. May be repeated.")
-    parser.add_argument("--print_config", **own, help="Print all options as such a YAML file and exit.")
+    help_only = {"action": "store_true", "default": SUPPRESS}  # parse() has removed these options already
+    parser.add_argument("--config FILE", **help_only, help="YAML file of options; flags override it. May be repeated.")
+    parser.add_argument("--print_config", **help_only, help="Print all options as YAML and exit.")
     parser.add_function_arguments(command.setup, skip=set(command.choices), as_group=False, as_positional=False)
     for name, chosen in command.chosen.items():
         parser.add_class_arguments(chosen, name, instantiate=True)
@@ -280,24 +280,24 @@ def build_parser(command: Command, positionals: tuple[str, ...]) -> Any:
             parser.set_defaults({f"{name}.{k}": v for k, v in vars(default).items()})
     for action in parser._actions:
         if action.dest in command.groups:
-            action.help = SUPPRESS  # jsonargparse's way to give a whole group from a file
+            action.help = SUPPRESS  # jsonargparse's option to read a group from a file
         elif action.dest in command.chosen:
             action.metavar = "NAME"
             kinds = ", ".join(command.choices[action.dest])
-            action.help = f"Which class: {kinds}. `--{action.dest} NAME --help` shows its options."
+            action.help = f"Class: {kinds}. `--{action.dest} NAME --help` shows its options."
     return parser
 
 
 def dump(command: Command, config: Any) -> str:
-    """The YAML of all options; ``toolkit SUB --config`` of it gives the same."""
+    """Return all options as YAML; ``toolkit SUB --config`` with it gives the same configuration."""
     import json
 
     import yaml
 
     values = json.loads(json.dumps(config.as_dict()))  # tuples become lists
     for name, chosen in command.chosen.items():
-        own = chosen in command.choices[name].values()
-        path = chosen.__name__ if own else f"{chosen.__module__}.{chosen.__name__}"
+        is_known = chosen in command.choices[name].values()
+        path = chosen.__name__ if is_known else f"{chosen.__module__}.{chosen.__name__}"
         values[name] = {"class_path": path, "init_args": values.get(name, {})}
     ordered = {name: values[name] for name in command.parameters if name in values}
     return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""What the user wrote: words of the command line and YAML files, as pairs of an option's dotted name and a text."""
+"""Reading of the command line and YAML files into pairs of dotted option name and text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Given(NamedTuple):
     text: str | None
 
     def named(self, key: str) -> str:
-        """How the user knows it, for messages: flag or file and key, then the value."""
+        """Return the option as shown in messages: flag, or file and key, then the value."""
         return f"{self.source}: {key}: {self.text}" if self.source else f"--{key} {self.text or ''}".rstrip()
 
 
@@ -27,25 +27,25 @@ Pair = tuple[str, Given]
 
 _FEWER_ACTIVATIONS = (
     "train.micro_batch_size",
-    "; activations are always kept; to need less memory, lower --train.micro_batch_size or --train.max_seq_length, see "
-    "`toolkit plan`",
+    "; toolkit has no activation checkpointing; to save memory, lower --train.micro_batch_size or "
+    "--train.max_seq_length, see `toolkit plan`",
 )
 _ADAPTED_LAYERS = (
     "lora_query",
     "; choose the layers with --lora_query, --lora_key, --lora_value, --lora_projection, --lora_mlp, --lora_head",
 )
-_OF_OTHER_TOOLS = {
+_OTHER_TOOLS_OPTIONS = {
     "lr": ("train.learning_rate", "; did you mean --train.learning_rate?"),
     "target_modules": _ADAPTED_LAYERS,
     "lora_target_modules": _ADAPTED_LAYERS,
     "gradient_checkpointing": _FEWER_ACTIVATIONS,
     "activation_checkpointing": _FEWER_ACTIVATIONS,
 }
-"""Names that options have in other tools: an option that the command must have for the hint, and the hint."""
+"""Option names of other tools, each with the option that a command must have for the hint, and the hint."""
 
 
 def read_words(argv: list[str], positionals: tuple[str, ...]) -> list[tuple[str, str | None]]:
-    """Split the command line into (option, text). An option is followed by one value; text is None where it is not."""
+    """Split the command line into (option, text). Each option takes one value; text is None where it is missing."""
     words: list[tuple[str, str | None]] = []
     left, rest = list(positionals), list(argv)
     while rest:
@@ -66,27 +66,27 @@ def read_words(argv: list[str], positionals: tuple[str, ...]) -> list[tuple[str,
 
 
 def read_yaml_file(path: str | None) -> dict[str, Any]:
-    """Return what a YAML file holds.
+    """Return the content of a YAML file.
 
     Raises:
-        UserError: it cannot be read, or does not hold a mapping.
+        UserError: the file is not readable or not a mapping.
     """
     if not path:
         raise UserError("--config: needs a value: the path of a YAML file")
     try:
-        # A pipe is what the shell makes of `--config <(command)`.
+        # `--config <(command)` passes a pipe under /dev/
         values = parse_yaml(Path(path).read_bytes()) if path.startswith("/dev/") else read_yaml(path)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"--config {path}: not a YAML file: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"--config {path}: must hold `name: value` pairs")
+        raise UserError(f"--config {path}: must contain `name: value` pairs")
     return values
 
 
 def expand_flag(key: str, text: str | None, groups: Mapping[str, type], choices: Container[str]) -> Iterator[Pair]:
-    """Yield a flag, or what it sets if it sets a whole group, such as ``--train '{"max_steps": 3}'``."""
+    """Yield a flag, or the options of a group flag such as ``--train '{"max_steps": 3}'``."""
     given = Given("", text)
     if key not in groups and not (key in choices and (text or "").startswith("{")):
         yield key, given
@@ -103,13 +103,13 @@ def expand_flag(key: str, text: str | None, groups: Mapping[str, type], choices:
 
 
 def flatten(values: dict[str, Any], source: str, groups: Container[str], choices: Container[str]) -> Iterator[Pair]:
-    """Yield the leaves of a mapping by dotted name, each value as one would write it on the command line.
+    """Yield the leaves of a mapping by dotted name, with each value as command-line text.
 
     Args:
-        values: What a YAML file holds.
+        values: Content of a YAML file.
         source: The file's name, for messages.
-        groups: Keys that hold a mapping of options.
-        choices: Keys that hold ``class_path`` and ``init_args``; a class's name or its options alone will do.
+        groups: Keys with a mapping of options.
+        choices: Keys with ``class_path`` and ``init_args``; a class name or its options alone suffice.
     """
     for key, value in values.items():
         if key in choices and isinstance(value, dict):
@@ -120,32 +120,32 @@ def flatten(values: dict[str, Any], source: str, groups: Container[str], choices
         if (key in choices or key in groups) and isinstance(value, dict):
             yield from ((f"{key}.{option}", Given(source, to_text(v))) for option, v in value.items())
         elif key in groups and value is not None:
-            raise UserError(f"{Given(source, to_text(value)).named(key)}: a group, which holds `name: value` pairs")
+            raise UserError(f"{Given(source, to_text(value)).named(key)}: a group; it takes `name: value` pairs")
         elif key not in groups:
             yield str(key), Given(source, to_text(value))
 
 
 def to_text(value: Any) -> str:
-    """The spelling of a YAML value as a flag's value."""
+    """Return a YAML value as command-line text."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def suggest(key: str, known: Collection[str], prefix: str) -> str:
-    """``; did you mean --train.max_steps?``: the options whose group and name come nearest, near ties included."""
+    """Return ``; did you mean --train.max_steps?`` with the options closest in group and name, near ties included."""
     group, _, last = key.rpartition(".")
-    needed, hint = _OF_OTHER_TOOLS.get(last, ("", ""))
+    needed, hint = _OTHER_TOOLS_OPTIONS.get(last, ("", ""))
     if needed in known:
         return hint
     scores = {}
     for option in known:
         option_group, _, option_last = option.rpartition(".")
-        scores[option] = likeness(last, option_last)
+        scores[option] = similarity(last, option_last)
         if group and last != option_last:
-            scores[option] = min(scores[option], likeness(group, option_group))
+            scores[option] = min(scores[option], similarity(group, option_group))
     best = max(scores.values())
     near = [option for option, score in scores.items() if score >= max(0.6, best - 0.05)][:3]
     return f"; did you mean {' or '.join(prefix + option for option in near)}?" if near else "; see --help"
 
 
-def likeness(a: str, b: str) -> float:
+def similarity(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, a, b).ratio()

@@ -1,4 +1,4 @@
-"""The ways in which a command ends early on purpose. The command line turns each into one line and an exit code."""
+"""Expected errors. The command line turns each into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ class CommandError(Exception):
 
 
 class UserError(CommandError, ValueError):
-    """A mistake of the user's. The message is one line: the flag or file, its value, and the mend."""
+    """A user error. The message is one line: the flag or file, its value, and the fix."""
 
     exit_code = 2
 
 
 class GuardError(CommandError, RuntimeError):
-    """A guard stopped the run before it could do harm: a non-finite loss, replicas that differ."""
+    """A guard stopped the run: a non-finite loss, or replicas that differ."""
 
     exit_code = 3
 
 
 class StoppedBySignalError(CommandError, RuntimeError):
-    """The run was asked to stop by a signal and has saved its state (exit code 128 + the signal's number)."""
+    """A signal stopped the run, and its state is saved (exit code 128 + signal number)."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
@@ -33,15 +33,15 @@ class StoppedBySignalError(CommandError, RuntimeError):
 
 
 class CallbackError(RuntimeError):
-    """A callback of a training run failed; the message names it and the moment."""
+    """A callback failed; the message names the callback and the method."""
 
 
 class PeerLostError(CommandError, RuntimeError):
-    """Another process of the run has ended or does not answer, so that this one cannot go on."""
+    """Another process of the run exited or does not respond, so this one cannot continue."""
 
 
 class PeerShutdownError(CommandError, RuntimeError):
-    """This process ends because the run does; another one has said why. No message is printed."""
+    """This process ends with the run; another process reports the reason. Prints no message."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("")
@@ -49,7 +49,7 @@ class PeerShutdownError(CommandError, RuntimeError):
 
 
 def settle(error: BaseException) -> None:
-    """Note that the processes of a run have agreed on how it ends, and that this error is what this one reports."""
+    """Mark an error as the agreed outcome of a run: this process reports it without further coordination."""
     error.__dict__["is_settled"] = True
 
 
@@ -58,12 +58,12 @@ def is_settled(error: BaseException | None) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5) -> str:
-    """Return ``"; did you mean 'a' or 'b'?"`` for the known names nearest to ``name``, or an empty string.
+    """Return ``"; did you mean 'a' or 'b'?"`` for the known names closest to ``name``, or an empty string.
 
-    ``cutoff`` is the least likeness, from 0 to 1, of :class:`difflib.SequenceMatcher`.
+    ``cutoff`` is the minimum similarity, from 0 to 1, of :class:`difflib.SequenceMatcher`.
     """
     by_lower = {k.lower(): k for k in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=cutoff)
-    likeness = {k: difflib.SequenceMatcher(None, k, name.lower()).ratio() for k in close}
-    near = [by_lower[k] for k in close if likeness[k] >= likeness[close[0]] - 0.2]  # not what is much further off
+    similarity = {k: difflib.SequenceMatcher(None, k, name.lower()).ratio() for k in close}
+    near = [by_lower[k] for k in close if similarity[k] >= similarity[close[0]] - 0.2]  # drop much weaker matches
     return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""

@@ -100,7 +100,7 @@ def test_colour_tells_trained_tokens_apart(inspect):
     shown = terminal.file.getvalue()
     assert "\x1b[30;42my\x1b[0m" in shown or "\x1b[30;102my\x1b[0m" in shown
     assert "\x1b[2mh\x1b[0m" in shown or "\x1b[2mi\x1b[0m" in shown  # every other masked token is dim
-    assert "[y]" not in shown and "shades tell tokens apart" in shown
+    assert "[y]" not in shown and "shades separate tokens" in shown
 
 
 def test_pretraining_data(corpus, tmp_path, capsys):

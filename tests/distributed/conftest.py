@@ -1,4 +1,4 @@
-"""What the multi-rank tests share."""
+"""Fixtures of the multi-rank tests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Data modules that fail, or fall asleep, on one rank; ``--data failing_data.Fails`` in test_failures.py."""
+"""A data module that fails or hangs on one rank; ``--data failing_data.Fails`` in test_failures.py."""
 
 import os
 import time
@@ -10,13 +10,13 @@ from toolkit.errors import UserError
 
 @dataclass
 class Fails(SyntheticTokens):
-    """Fails on one rank in one way.
+    """Fails on one rank.
 
     Args:
         rank: The rank that fails, on one node or of nodes with one process each.
-        how: "row": a bug at its first row; "prepare": a user's mistake; "asleep": no answer; "slow": takes long;
+        how: "row": an exception at its first row; "prepare": a user error; "asleep": hangs; "slow": takes long;
             "once": as "row", but not after a restart by torchrun;
-            "preparing": prints that, and does not come to an end.
+            "preparing": prints that and hangs.
     """
 
     rank: int = 1
@@ -32,11 +32,11 @@ class Fails(SyntheticTokens):
         prepared = super().prepare(**options)
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         if here == self.rank and self.how != "prepare" and not (restarted and self.how == "once"):
-            prepared.train = TokenDataset(prepared.train, self.how)
+            prepared.train = FailingRows(prepared.train, self.how)
         return prepared
 
 
-class TokenDataset:
+class FailingRows:
     def __init__(self, rows, how):
         self.rows, self.how = rows, how
 
@@ -44,7 +44,7 @@ class TokenDataset:
         return len(self.rows)
 
     def __getitem__(self, index):
-        if index and self.how in ("row", "once"):  # the run looks at row 0 before it begins
+        if index and self.how in ("row", "once"):  # the run inspects row 0 before the first step
             raise ValueError(f"row {index} is broken")
         if index and self.how == "asleep":
             time.sleep(1000)

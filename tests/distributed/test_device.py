@@ -1,4 +1,4 @@
-"""What a CUDA device would be given, decided from plain values, so that it shows on a CPU, too."""
+"""Choices for CUDA devices, as functions of plain values that a CPU can test."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from toolkit.training.run import needs_masks
 CPU = torch.device("cpu")
 
 
-def test_cudnn_attention_is_for_fixed_shapes_without_masks():
+def test_cudnn_attention_requires_fixed_shapes_without_masks():
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         for fixed_shapes, has_masks, allowed in [(1, 0, True), (1, 1, False), (0, 0, False), (0, 1, False)]:
@@ -31,28 +31,28 @@ def test_cudnn_attention_is_for_fixed_shapes_without_masks():
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def test_masks_are_needed_where_a_window_is_shorter_than_the_rows():
+def test_masks_are_needed_for_windows_shorter_than_the_rows():
     llama, gemma = get_config("pico-llama"), get_config("gemma-2-2b")
     window = gemma.sliding_window_size
     cases = [(llama, 10**6, False), (gemma, window, False), (gemma, window + 1, True), (gemma, None, True)]
     assert [needs_masks(config, length) for config, length, _ in cases] == [expected for *_, expected in cases]
-    assert needs_masks(None, 8)  # a module of the user's
+    assert needs_masks(None, 8)  # a user-provided module
 
 
-def test_the_oldest_torch_that_installs_has_what_experts_need():
+def test_minimum_torch_version_has_grouped_mm():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     major, minor = re.search(r'"torch>=(\d+)\.(\d+)"', text).groups()
     assert (int(major), int(minor)) >= (2, 10)  # torch.nn.functional.grouped_mm
 
 
-def test_nccl_is_told_its_device():
+def test_nccl_gets_its_device():
     assert choose_backends(CPU) == {"backend": "gloo"}
     device = torch.device("cuda", 3)
     assert choose_backends(device) == {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
 
 
-def test_random_states_are_those_of_the_runs_device(monkeypatch):
-    """A run on the CPU of a machine with GPUs leaves them alone; a run on one of them does not mean another."""
+def test_rng_state_covers_the_device_of_the_run(monkeypatch):
+    """A CPU run on a machine with GPUs does not touch them; a run on one GPU does not touch another."""
     states = {torch.device("cuda", 1): torch.tensor([1]), torch.device("cuda", 0): torch.tensor([0])}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
@@ -66,7 +66,7 @@ def test_random_states_are_those_of_the_runs_device(monkeypatch):
     assert [int(value) for value in states.values()] == [2, 0]
 
 
-def test_cudas_allocator_grows_its_segments_unless_the_user_says_otherwise():
+def test_expandable_segments_is_the_default_and_user_settings_win():
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     code = f"import os, toolkit; print(*(os.environ.get(name, '-') for name in {names}))"
     clean = {name: value for name, value in os.environ.items() if name not in names}
@@ -87,7 +87,7 @@ def environment(monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_deterministic_algorithms_are_strict_within_and_as_before_afterwards(environment):
+def test_deterministic_algorithms_are_strict_inside_and_restored_after(environment):
     with deterministic_algorithms(False):
         assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     environment.setattr(torch.backends.cudnn, "benchmark", True)
@@ -96,16 +96,16 @@ def test_deterministic_algorithms_are_strict_within_and_as_before_afterwards(env
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert torch.backends.cudnn.benchmark
-    with pytest.raises(RuntimeError, match="its own words"), deterministic_algorithms(True):
-        raise RuntimeError("its own words")
+    with pytest.raises(RuntimeError, match="another error"), deterministic_algorithms(True):
+        raise RuntimeError("another error")
 
 
-def test_what_has_no_deterministic_form_is_named_in_one_line(environment):
-    with pytest.raises(UserError, match="^--deterministic true: put_ has no deterministic form on this device; leave"):
+def test_operation_without_deterministic_implementation_is_named(environment):
+    with pytest.raises(UserError, match="^--deterministic true: put_ has no deterministic implementation on this"):
         with deterministic_algorithms(True):
             torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))
     environment.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
-    with pytest.raises(UserError, match="^--deterministic true: needs CUBLAS_WORKSPACE_CONFIG :4096:8 or :16:8, and"):
+    with pytest.raises(UserError, match="^--deterministic true: needs CUBLAS_WORKSPACE_CONFIG :4096:8 or :16:8, not"):
         with deterministic_algorithms(True):
             pass
 
@@ -114,16 +114,16 @@ NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-def test_s2_deterministic_runs_are_equal_and_go_on_as_if_nothing_had_been(accelerator, tmp_path, environment):
+def test_s2_deterministic_runs_are_bit_equal_and_resume_bit_equal(accelerator, tmp_path, environment):
     config = toolkit.ModelConfig(vocab_size=64, block_size=96, n_layer=2, n_head=2, n_embd=64)
     rows = [torch.randint(0, 64, (40 + n,), generator=torch.Generator().manual_seed(n)) for n in range(40)]
 
     def train(name: str, **options) -> dict[str, torch.Tensor]:
         steps = {"max_steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "save_interval": 3}
-        facts = {"accelerator": accelerator, "devices": 1, "deterministic": True, "out_dir": tmp_path / name}
-        return load_weights(toolkit.train(config, rows, train=steps, **facts, **options).checkpoint)
+        options |= {"accelerator": accelerator, "devices": 1, "deterministic": True, "out_dir": tmp_path / name}
+        return load_weights(toolkit.train(config, rows, train=steps, **options).checkpoint)
 
-    whole, again = train("whole"), train("again")
-    resumed = train("resumed", resume=str(tmp_path / "whole" / "step-00000003"))
-    for name, weight in whole.items():
-        assert torch.equal(weight, again[name]) and torch.equal(weight, resumed[name]), name
+    uninterrupted, repeated = train("uninterrupted"), train("repeated")
+    resumed = train("resumed", resume=str(tmp_path / "uninterrupted" / "step-00000003"))
+    for name, weight in uninterrupted.items():
+        assert torch.equal(weight, repeated[name]) and torch.equal(weight, resumed[name]), name

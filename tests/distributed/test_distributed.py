@@ -13,30 +13,30 @@ from toolkit.errors import UserError
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_s3_the_first_signal_is_noted_and_handlers_come_back(number):
+def test_s3_first_signal_is_recorded_and_handlers_are_restored(number):
     before = signal.getsignal(number)
     with SignalWatch() as watch:
         assert watch.received == 0
-        for sent in (number, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):  # schedulers repeat themselves
+        for sent in (number, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):  # schedulers repeat signals
             os.kill(os.getpid(), sent)
             assert watch.received == number
     assert signal.getsignal(number) == before
 
 
-def test_s3_a_second_ctrl_c_interrupts_unless_it_is_an_echo(monkeypatch):
+def test_s3_second_ctrl_c_interrupts_after_the_debounce_time(monkeypatch):
     with pytest.raises(KeyboardInterrupt), SignalWatch() as watch:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         assert watch.received == signal.SIGINT
-        monkeypatch.setattr(signals, "PATIENCE", 0.0)
+        monkeypatch.setattr(signals, "DEBOUNCE_SECONDS", 0.0)
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_vote_of_one_is_its_own_result():
+def test_all_reduce_sum_on_one_process_returns_its_input():
     assert ranks.all_reduce_sum(tokens=3, stop=0) == {"tokens": 3, "stop": 0}
 
 
-def test_precision_follows_the_device():
+def test_default_precision_depends_on_the_device():
     assert pick_precision(None, "cpu") == "32-true"
     assert pick_precision("bf16-mixed", "cpu") == "bf16-mixed"
     with pytest.raises(UserError, match="--precision 16-mixed"):
@@ -44,19 +44,19 @@ def test_precision_follows_the_device():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_emulated_bf16_is_not_taken_for_the_real_one(monkeypatch):
+def test_emulated_bf16_is_not_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert pick_precision(None, "cuda") == "16-mixed"
     with pytest.raises(UserError, match="--precision bf16-true"):
         pick_precision("bf16-true", "cuda")
 
 
-def test_an_accelerator_that_is_not_there_is_refused():
+def test_missing_accelerator_is_an_error():
     with pytest.raises(UserError, match="--accelerator cuda"):
         pick_accelerator("cuda")
 
 
-def test_threads_do_not_spin_for_long_unless_the_user_says_otherwise():
+def test_gomp_spincount_default_and_user_setting():
     show = "import toolkit, os; print(os.environ['GOMP_SPINCOUNT'])"
     for wanted, given in (("10000", {}), ("7", {"GOMP_SPINCOUNT": "7"})):
         environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"} | given

@@ -20,7 +20,7 @@ def cases(size: int) -> list[Case]:
             found.append(Case(f"{size}-ddp-{precision}", [*same, "--strategy", "ddp"], look_at="collectives"))
         else:
             found.append(Case(f"1-single-{precision}", same))
-            for micro in (8, 4):  # other splits of the same batch: the yardstick of bf16
+            for micro in (8, 4):  # other micro-batch splits: the tolerance of bf16
                 found.append(Case(f"split-{micro}-{precision}", [*same, "--train.micro_batch_size", str(micro)]))
         for sharding in SHARDINGS:
             flags = [*same, "--strategy", "fsdp", "--fsdp.sharding_strategy", sharding]
@@ -35,7 +35,7 @@ def cases(size: int) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, shared_flags, request):
-    """All cases that a selected test is about, and the runs on one rank that they are compared with."""
+    """Run the cases of the selected tests and their single-rank references."""
     folder = tmp_path_factory.mktemp("equivalence")
     wanted = {item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")
               and item.path == request.path}  # fmt: skip
@@ -61,7 +61,7 @@ ALWAYS = [
 
 
 def named(names: list[str]):
-    """Parametrise by name; what is not in ALWAYS is marked slow."""
+    """Parametrize by name; names not in ALWAYS are marked slow."""
     marks = [[] if name in ALWAYS else [pytest.mark.slow] for name in names]
     return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in zip(names, marks, strict=True)])
 
@@ -71,12 +71,12 @@ def test_n3_fp32(runs, name):
     folder, seen = runs
     one = "1-single-32-true"
     for rank in seen[name]:
-        assert rank["initial"] == seen[one][0]["initial"]  # bit for bit, as far as two sums of each weight tell
+        assert rank["initial"] == seen[one][0]["initial"]  # bit-equal, by two sums of each weight
     assert relative(losses(folder / name), losses(folder / one)) < 1e-5
-    mine, theirs = load_weights(folder / name / "final"), load_weights(folder / one / "final")
-    assert mine.keys() == theirs.keys()
-    for key in mine:
-        assert (mine[key] - theirs[key]).norm() <= 2e-4 * theirs[key].norm(), key
+    weights, reference = load_weights(folder / name / "final"), load_weights(folder / one / "final")
+    assert weights.keys() == reference.keys()
+    for key in weights:
+        assert (weights[key] - reference[key]).norm() <= 2e-4 * reference[key].norm(), key
 
 
 @named([name for name in NAMES if name.endswith("bf16-mixed")])
@@ -94,7 +94,7 @@ SHARDED = [name for name in NAMES if "SHARD" in name and name[0] != "1" and "NO_
 
 
 @named(SHARDED)
-def test_each_rank_holds_its_share(runs, name):
+def test_each_rank_holds_its_shard(runs, name):
     _, seen = runs
     shards = 2 if name.startswith("2") else 4
     whole = seen["1-single-32-true"][0]
@@ -113,17 +113,17 @@ COUNTED = ["2-ddp-32-true", "2-FULL_SHARD-32-true", "2-FULL_SHARD-bf16-mixed", "
 
 @named(COUNTED)
 def test_gradients_are_reduced_once_per_step(runs, name):
-    """Four micro-batches per rank on 2 ranks, two on 4: the collectives that carry gradients do not repeat."""
+    """Four micro-batches per rank on 2 ranks, two on 4: gradients are not reduced per micro-batch."""
     _, seen = runs
     counts = seen[name][0]["collectives"]
     reductions = sum(n for kind, n in counts.items() if "reduce" in kind)
     units = 3  # two blocks and the root
-    # the loss; the gradients; under FSDP the norm; in a hybrid, the copies' sum of each shard, and their common norm
+    # loss; gradients; with FSDP the norm; with HYBRID_SHARD the all-reduce of each shard and the maximum of the norms
     expected = {"2-ddp-32-true": 2, "2-FULL_SHARD-32-true": units + 2, "2-FULL_SHARD-bf16-mixed": units + 3}
     assert reductions == expected.get(name, 2 * units + 3), counts
 
 
-def test_the_loss_falls(runs):
+def test_loss_decreases(runs):
     folder, _ = runs
     one = losses(folder / "1-single-32-true")
     assert one[-1] < one[0] - 0.3 and all(map(math.isfinite, one))

@@ -1,4 +1,4 @@
-"""N3 for a model with experts: the same training on one and two ranks, the balance loss and the weights too."""
+"""N3 for a MoE model: the same losses, load-balancing loss included, and weights on one and two ranks."""
 
 import pytest
 from groups import Case, losses, run_group
@@ -46,10 +46,10 @@ def relative(a: list[float], b: list[float]) -> float:
 @pytest.mark.parametrize("name", ["whole", "ddp", "fsdp", "fsdp-sharded-state", "fsdp-compiled"])
 def test_n3_experts_in_fp32(folder, name):
     assert relative(losses(folder / name), losses(folder / "single")) < 1e-5
-    mine, theirs = load_weights(folder / name / "final"), load_weights(folder / "single" / "final")
-    assert mine.keys() == theirs.keys() and "transformer.h.0.mlp.experts.fc_1.weight" in mine
-    for key in mine:
-        assert (mine[key] - theirs[key]).norm() <= 2e-4 * theirs[key].norm(), key
+    weights, reference = load_weights(folder / name / "final"), load_weights(folder / "single" / "final")
+    assert weights.keys() == reference.keys() and "transformer.h.0.mlp.experts.fc_1.weight" in weights
+    for key in weights:
+        assert (weights[key] - reference[key]).norm() <= 2e-4 * reference[key].norm(), key
 
 
 @pytest.mark.slow

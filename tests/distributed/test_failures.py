@@ -1,4 +1,4 @@
-"""Starting and ending across ranks, through the real command line: what one rank suffers ends all, with one line."""
+"""Launch and failure handling across ranks, through the real command line: a failure on one rank ends all."""
 
 import os
 import random
@@ -17,14 +17,13 @@ from processes import PRETRAIN, child_of, ended, failing, finish, flags_for, fol
 from torch import distributed as dist
 
 from toolkit import cli
-from toolkit.distributed import launch
-from toolkit.distributed import shutdown as ending_module
+from toolkit.distributed import launch, shutdown
 from toolkit.distributed.launch import RunGroup, Timeouts
 from toolkit.distributed.shutdown import ShutdownCoordinator
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import PeerLostError
 
-GO_ON = "and the run with it; --resume auto continues from"
+ABORTING = "; aborting. --resume auto continues from"
 
 
 def slow(*values):
@@ -32,7 +31,7 @@ def slow(*values):
 
 
 def resumes(corpus: Path, out: Path) -> None:
-    """Two more steps, with --resume auto, on two ranks."""
+    """Run two more steps with --resume auto on two ranks."""
     newest = max(int(name.split("-")[1]) for name in folders(out))
     process = pretrain("--devices", "2", *flags_for(corpus, out, max_steps=newest + 2))
     stdout, err = finish(process)
@@ -40,33 +39,33 @@ def resumes(corpus: Path, out: Path) -> None:
     assert "final" in folders(out)
 
 
-# ---- a rank that is gone or silent
+# ---- lost or unresponsive ranks
 
 
-def test_a_killed_rank_ends_the_run_which_resumes(corpus, tmp_path):
+def test_killed_rank_ends_the_run_and_it_resumes(corpus, tmp_path):
     process = pretrain("--devices", "2", *flags_for(corpus, tmp_path, save_interval=20))
     read_until(process, "step-00000020")
     os.kill(child_of(process), signal.SIGKILL)
-    ended(process, 1, f"rank 1 was killed by SIGKILL, {GO_ON} {tmp_path}/step-000000", within=25)
+    ended(process, 1, f"rank 1 was killed by SIGKILL{ABORTING} {tmp_path}/step-000000", within=25)
     resumes(corpus, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_rank_whose_first_process_is_killed_ends_by_itself(corpus, tmp_path):
+def test_killed_rank_0_ends_the_other_ranks(corpus, tmp_path):
     process = pretrain("--devices", "2", *flags_for(corpus, tmp_path))
     read_until(process, "step 1/")
     process.kill()
-    ended(process, -signal.SIGKILL, f"rank 0 is gone or does not answer, {GO_ON}", within=25)
+    ended(process, -signal.SIGKILL, f"lost contact with rank 0{ABORTING}", within=25)
 
 
 @pytest.mark.parametrize("rank", [slow(1), slow(0)])
-def test_a_stopped_rank_ends_the_run_after_the_timeout(corpus, tmp_path, rank):
+def test_stopped_rank_ends_the_run_after_the_timeout(corpus, tmp_path, rank):
     process = pretrain("--devices", "2", *flags_for(corpus, tmp_path), "--timeout", "0.05")
     read_until(process, "step 1/")
     time.sleep(1)
     os.kill(process.pid if rank == 0 else child_of(process), signal.SIGSTOP)
     if rank == 1:
-        ended(process, 1, f"no answer from rank 1 for 0.05 minutes (--timeout), {GO_ON}", within=40)
+        ended(process, 1, f"no answer from rank 1 for 0.05 minutes (--timeout){ABORTING}", within=40)
         return
     deadline = time.monotonic() + 50
     while len(group_members(process)) > 1 and time.monotonic() < deadline:
@@ -75,16 +74,16 @@ def test_a_stopped_rank_ends_the_run_after_the_timeout(corpus, tmp_path, rank):
     os.kill(process.pid, signal.SIGCONT)
     _, err = finish(process)
     assert process.returncode == 1 and len(err.splitlines()) == 2 and "Traceback" not in err
-    assert "rank 0 is gone or does not answer" in err and "rank 1 ended with exit code 1" in err
+    assert "lost contact with rank 0" in err and "rank 1 exited with code 1" in err
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_silent_before_the_first_step_ends_the_run(tmp_path):
+def test_rank_unresponsive_before_the_first_step_ends_the_run(tmp_path):
     process = pretrain("--devices", "2", "--timeout", "0.05", *failing(tmp_path, 1, "asleep"))
     ended(process, 1, "no answer from rank 1 for 0.05 minutes (--timeout)")
 
 
-def test_the_timeout_reaches_every_process_group():
+def test_timeout_applies_to_every_process_group():
     program = """
 import sys, time, torch
 from datetime import timedelta
@@ -126,7 +125,7 @@ dist.destroy_process_group()
         slow(signal.SIGINT, "all"),
     ],
 )
-def test_s3_a_signal_on_any_rank_saves_once_and_ends_all(corpus, tmp_path, number, to):
+def test_s3_signal_on_any_rank_saves_once_and_ends_all(corpus, tmp_path, number, to):
     process = pretrain("--devices", "2", *flags_for(corpus, tmp_path, save_interval=0))
     read_until(process, "step 1/")
     if to == "all":
@@ -139,10 +138,10 @@ def test_s3_a_signal_on_any_rank_saves_once_and_ends_all(corpus, tmp_path, numbe
         resumes(corpus, tmp_path)
 
 
-# ---- what goes wrong on one rank
+# ---- errors on one rank
 
 
-def test_an_exception_on_one_rank_ends_all_and_its_traceback_is_seen_once(tmp_path):
+def test_exception_on_one_rank_ends_all_with_one_traceback(tmp_path):
     process = pretrain("--devices", "2", *failing(tmp_path, 1, "row"))
     _, err = finish(process)
     assert process.returncode == 1
@@ -151,12 +150,12 @@ def test_an_exception_on_one_rank_ends_all_and_its_traceback_is_seen_once(tmp_pa
 
 
 @pytest.mark.parametrize("rank", [0, slow(1)])
-def test_a_users_mistake_on_one_rank_is_one_line(tmp_path, rank):
+def test_user_error_on_one_rank_is_one_line(tmp_path, rank):
     process = pretrain("--devices", "2", *failing(tmp_path, rank, "prepare"))
     ended(process, 2, "--data.how prepare: this file is broken; take another")
 
 
-def test_a_mistake_known_before_the_launch_starts_no_process(corpus, tmp_path, monkeypatch, capsys):
+def test_user_error_before_launch_starts_no_process(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(launch._Launcher, "launch", lambda *_: pytest.fail("processes were started"))
     flags = flags_for(corpus, tmp_path / "run", global_batch_size=7)
     assert cli.main([*PRETRAIN[2:], "--devices", "2", *flags]) == 2
@@ -165,7 +164,7 @@ def test_a_mistake_known_before_the_launch_starts_no_process(corpus, tmp_path, m
 
 
 @pytest.mark.parametrize("state_dict_type", ["sharded", slow("full")])
-def test_s1_a_full_disk_ends_all_ranks_with_one_line(corpus, tmp_path, state_dict_type):
+def test_s1_full_disk_ends_all_ranks_with_one_line(corpus, tmp_path, state_dict_type):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True)
@@ -182,12 +181,12 @@ def test_s1_a_full_disk_ends_all_ranks_with_one_line(corpus, tmp_path, state_dic
         subprocess.run(["umount", str(disk)], check=True)
 
 
-# ---- the ways to start
+# ---- launchers
 
 
 @pytest.fixture(scope="module")
 def two_devices(corpus, tmp_path_factory) -> list[float]:
-    """The losses of ``--devices 2``."""
+    """Return the losses of ``--devices 2``."""
     folder = tmp_path_factory.mktemp("devices")
     process = pretrain("--devices", "2", *flags_for(corpus, folder, max_steps=10))
     out, err = finish(process)
@@ -198,21 +197,21 @@ def two_devices(corpus, tmp_path_factory) -> list[float]:
 
 
 def finish_all(processes: list[subprocess.Popen], out: Path, expected: list[float]) -> None:
-    said = [finish(process) for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), said
+    outputs = [finish(process) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), outputs
     assert losses(out) == pytest.approx(expected, rel=1e-5)
-    assert [stdout.count("finished after") for stdout, _ in said] == [1] + [0] * (len(said) - 1)
-    assert all(stdout == "" for stdout, _ in said[1:]) and all(err == "" for _, err in said)
+    assert [stdout.count("finished after") for stdout, _ in outputs] == [1] + [0] * (len(outputs) - 1)
+    assert all(stdout == "" for stdout, _ in outputs[1:]) and all(err == "" for _, err in outputs)
 
 
-def test_torchrun_trains_as_devices_do(corpus, tmp_path, two_devices):
+def test_torchrun_matches_devices_flag(corpus, tmp_path, two_devices):
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", f"--master_port={free_port()}"]
     process = start(*torchrun, *PRETRAIN, *flags_for(corpus, tmp_path, max_steps=10))
     finish_all([process], tmp_path, two_devices)
 
 
 @pytest.mark.slow
-def test_a_restart_by_torchrun_does_not_hear_what_the_failed_attempt_has_said(tmp_path):
+def test_torchrun_restart_ignores_errors_of_the_failed_attempt(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max_restarts", "1"]
     flags = [*failing(tmp_path, 1, "once"), "--train.max_steps", "2"]
     process = start(*torchrun, f"--master_port={free_port()}", *PRETRAIN, *flags)
@@ -221,14 +220,14 @@ def test_a_restart_by_torchrun_does_not_hear_what_the_failed_attempt_has_said(tm
     assert err.count("is broken") and "finished after 2 steps" in out
 
 
-def test_two_nodes_train_as_two_devices_do(corpus, tmp_path, two_devices):
+def test_two_nodes_match_two_devices(corpus, tmp_path, two_devices):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     flags = ["--devices", "1", "--num_nodes", "2", *flags_for(corpus, tmp_path, max_steps=10)]
     finish_all([pretrain(*flags, NODE_RANK=rank, **where) for rank in "01"], tmp_path, two_devices)
 
 
 @pytest.mark.parametrize("per_node", [{}, slow({"SLURM_NTASKS_PER_NODE": "2"})])
-def test_slurm_tasks_train_as_devices_do(corpus, tmp_path, two_devices, per_node):
+def test_slurm_tasks_match_devices_flag(corpus, tmp_path, two_devices, per_node):
     # the port is 15000 + the last four digits of the job
     job = {
         "SLURM_JOB_ID": str(random.randrange(10_000)),
@@ -242,23 +241,23 @@ def test_slurm_tasks_train_as_devices_do(corpus, tmp_path, two_devices, per_node
 
 
 @pytest.mark.parametrize("node_rank", ["1", slow("0")])
-def test_a_node_that_is_alone_says_where_it_has_waited(corpus, tmp_path, node_rank):
+def test_rendezvous_timeout_names_the_address_and_the_missing_rank(corpus, tmp_path, node_rank):
     port = str(free_port())
     where = {"NODE_RANK": node_rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     flags = ["--devices", "1", "--num_nodes", "2", "--timeout", "0.05", *flags_for(corpus, tmp_path)]
-    missing = "rank 1 has not come there" if node_rank == "0" else "rank 0 does not answer there"
+    missing = "rank 1 did not connect" if node_rank == "0" else "no answer from rank 0"
     ended(pretrain(*flags, **where), 2, f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: {missing} within 0.05 minutes")
 
 
-# ---- S5, and what waits for what
+# ---- S5 content-keyed-cache: preparation order
 
 
 def groups_of_two(nodes: int = 1, minutes: float | None = None) -> list[RunGroup]:
-    """Two ranks that have met at a real store, in one process."""
+    """Return the groups of two ranks connected to a real store, in one process."""
     port, groups = free_port(), []
     for rank in (0, 1):
         place = (2, 1, 0, rank) if nodes == 1 else (1, 2, rank, 0)
-        group = RunGroup(SimpleNamespace(), WorldInfo(*place, "by hand", False), Timeouts.of(minutes))
+        group = RunGroup(SimpleNamespace(), WorldInfo(*place, "manual", False), Timeouts.of(minutes))
         store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=10), wait_for_workers=False)
         group._store = group.ending.store = store
         groups.append(group)
@@ -266,7 +265,7 @@ def groups_of_two(nodes: int = 1, minutes: float | None = None) -> list[RunGroup
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_s5_rank_0_prepares_first_and_the_others_wait_with_a_heartbeat(monkeypatch, capsys, nodes):
+def test_s5_rank_0_prepares_first_while_others_wait_with_a_heartbeat(monkeypatch, capsys, nodes):
     monkeypatch.setattr(launch, "_HEARTBEAT", 0.2)
     first, second = groups_of_two(nodes)
     order: list[str] = []
@@ -283,36 +282,36 @@ def test_s5_rank_0_prepares_first_and_the_others_wait_with_a_heartbeat(monkeypat
     assert capsys.readouterr().out.count("waiting for the data to be prepared") in (2, 3)
 
 
-def test_s5_a_rank_that_fails_in_preparing_ends_the_wait():
+def test_s5_failed_preparation_ends_the_wait():
     first, second = groups_of_two()
-    first.ending._say("ended")
+    first.ending._publish("ended")
     with pytest.raises(PeerLostError):
         second.first_then_others(lambda: pytest.fail("was called"))
 
 
-def test_the_watch_over_a_process_sees_at_the_store_that_another_node_has_ended():
+def test_watchdog_detects_through_the_store_that_another_node_ended():
     first, second = groups_of_two(nodes=2)
-    assert not second.ending._is_over(None)
-    first.ending._say("ended")
+    assert not second.ending._run_has_ended(None)
+    first.ending._publish("ended")
     second.ending._listen()
-    assert second.ending._is_over(None)
+    assert second.ending._run_has_ended(None)
 
 
-def test_a_store_that_does_not_answer_does_not_hold_up_the_watch(monkeypatch):
-    """As that of a first process that is stopped: whoever asks it waits for ever."""
-    ending = ShutdownCoordinator(WorldInfo(1, 2, 1, 0, "by hand", False))
+def test_unresponsive_store_does_not_block_the_watchdog(monkeypatch):
+    """A stopped rank 0: store queries block forever."""
+    coordinator = ShutdownCoordinator(WorldInfo(1, 2, 1, 0, "manual", False))
     asked, left = threading.Event(), threading.Event()
-    ending.store = SimpleNamespace(check=lambda keys: asked.set() or threading.Event().wait(30))
-    monkeypatch.setattr(ending_module, "_GRACE", 0.1)
-    monkeypatch.setattr(ending_module.os, "_exit", lambda code: left.set())
-    ending.watch()
+    coordinator.store = SimpleNamespace(check=lambda keys: asked.set() or threading.Event().wait(30))
+    monkeypatch.setattr(shutdown, "_GRACE", 0.1)
+    monkeypatch.setattr(shutdown.os, "_exit", lambda code: left.set())
+    coordinator.watch()
     assert asked.wait(5)
-    ending._started.set()
+    coordinator._started.set()
     assert left.wait(5)
-    ending.done()
+    coordinator.done()
 
 
-def test_a_roll_call_names_who_is_missing():
+def test_roll_call_names_missing_ranks():
     first, _ = groups_of_two(minutes=0.001)
     with pytest.raises(TimeoutError, match="^rank 1$"):
         first._roll_call("here", "")

@@ -1,4 +1,4 @@
-"""Finetuning on several ranks equals one process: ragged masked rows, packed rows, adapters alone."""
+"""Finetuning on several ranks equals one process: ragged masked rows, packed rows, adapters only."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize
 
-EAGER = "graphs are run as they are"
+EAGER = "compile with the eager backend"
 FSDP = ["--strategy", "fsdp"]
 LORA = {"command": "finetune_lora"}
 ADAPTED = ["--lora_key", "true", "--lora_mlp", "true"]
@@ -39,7 +39,7 @@ def cases(size: int) -> list[Case]:
         compiled = Case("ragged-compiled", [*mixed, "--compiler", "torch"], command="finetune_full")
         found += [Case("ragged-plain", mixed, command="finetune_full"), replace(compiled, fault=EAGER)]
     if size == 1:
-        for precision in ("bf16-true", "bf16-mixed"):  # another split: the yardstick of bf16
+        for precision in ("bf16-true", "bf16-mixed"):  # another micro-batch split: the tolerance of bf16
             flags = ["--precision", precision, *ADAPTED, "--train.micro_batch_size", "4"]
             found.append(Case(f"split-{precision}", flags, **LORA))
     else:
@@ -51,7 +51,7 @@ def cases(size: int) -> list[Case]:
 def shared(tmp_path_factory, corpus) -> list[str]:
     folder = tmp_path_factory.mktemp("finetuning-input")
     tokenizer = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 300)
-    config = replace(get_config("pico-llama"), intermediate_size=192)  # whole blocks of 64, for QLoRA
+    config = replace(get_config("pico-llama"), intermediate_size=192)  # a multiple of 64, for QLoRA
     model = GPT(config.with_vocab_size(tokenizer.vocab_size))
     initialize(model, seed=3)
     state = model.state_dict()
@@ -109,10 +109,10 @@ def test_n3_two_ranks_finetune_as_one_does(runs, name):
     assert relative(losses(two), losses(one)) < 1e-5
     assert val_losses(two) == pytest.approx(val_losses(one), rel=1e-5) and len(val_losses(two)) == 2
     read = load_weights if name in ("full", "packed") else lambda path: load_state(path / ADAPTERS)
-    mine, theirs = read(two / "final"), read(one / "final")
-    assert mine.keys() == theirs.keys()
-    for key in theirs:
-        assert (mine[key] - theirs[key]).norm() <= 2e-4 * theirs[key].norm(), key
+    adapters, reference = read(two / "final"), read(one / "final")
+    assert adapters.keys() == reference.keys()
+    for key in reference:
+        assert (adapters[key] - reference[key]).norm() <= 2e-4 * reference[key].norm(), key
 
 
 def test_ragged_rows_are_compiled_while_gradients_accumulate_under_fsdp(runs):
@@ -138,13 +138,13 @@ def test_n3_in_bf16(runs, precision):
 
 
 @pytest.mark.parametrize("precision", ["32-true", slow("bf16-true"), slow("bf16-mixed")])
-def test_the_base_is_sharded_and_no_gradient_of_it_exists(runs, precision):
+def test_base_is_sharded_and_has_no_gradients(runs, precision):
     folder, seen = runs
     adapters = load_state(folder / f"lora-{precision}-2" / "final" / ADAPTERS)
     adapter_bytes = sum(tensor.nbytes for tensor in adapters.values())
     whole = seen[f"lora-{precision}-1"][0]
     base_bytes = whole["parameters"] - adapter_bytes
-    norms = 5 * 64 * 4 if precision == "bf16-mixed" else 0  # whole on every rank
+    norms = 5 * 64 * 4 if precision == "bf16-mixed" else 0  # replicated on every rank
     for rank in seen[f"lora-{precision}-2"]:
         assert rank["gradients"] == rank["waiting"] == adapter_bytes
         assert rank["moments"] == 2 * adapter_bytes
@@ -158,15 +158,15 @@ def test_s2_adapters_resume_on_one_rank_and_on_two(runs):
     folder, _ = runs
     same, other = folder / "lora-32-true-2-on-2", folder / "lora-32-true-1-on-2"
     assert losses(same) == losses(folder / "lora-32-true-2")
-    mine, theirs = (load_state(path / "final" / ADAPTERS) for path in (same, folder / "lora-32-true-2"))
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    adapters, reference = (load_state(path / "final" / ADAPTERS) for path in (same, folder / "lora-32-true-2"))
+    assert all(torch.equal(adapters[name], reference[name]) for name in reference)
     assert relative(losses(other), losses(folder / "lora-32-true-1")) < 1e-5
 
 
 @pytest.mark.slow
-def test_s2_two_sigkills_of_a_run_of_adapters_leave_no_trace(tmp_path, shared):
+def test_s2_lora_run_after_two_sigkills_is_bit_equal(tmp_path, shared):
     words = ["finetune_lora", *shared, "--lora_dropout", "0.1", "--devices", "2"]
     run_whole_and_killed_twice(words, tmp_path)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    mine, theirs = (load_state(tmp_path / run / "final" / ADAPTERS) for run in ("killed", "whole"))
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    adapters, reference = (load_state(tmp_path / run / "final" / ADAPTERS) for run in ("killed", "whole"))
+    assert all(torch.equal(adapters[name], reference[name]) for name in reference)

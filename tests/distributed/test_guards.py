@@ -1,4 +1,4 @@
-"""N4 and N7 across ranks: what is broken on purpose is found, by every rank, before it does harm."""
+"""N4 and N7 across ranks: injected faults are detected on every rank."""
 
 import pytest
 from groups import Case, run_group
@@ -18,12 +18,12 @@ def broken(tmp_path_factory, shared_flags):
         Case("forbidden", [*sharded, "--train.save_interval", "2"], fault="no permission on rank 1"),
     ]
     results = {}
-    for case in cases:  # a group each: it does not outlive the failure
+    for case in cases:  # one group per case: the failure ends it
         results |= run_group(folder, 2, [case], shared_flags)
     return folder, results
 
 
-def said(folder, name) -> str:
+def output_of(folder, name) -> str:
     (work,) = [p.parent for p in folder.glob(f"group-*/0-{name}.json")]
     return "".join((work / f"{rank}.out").read_text() for rank in (0, 1))
 
@@ -31,45 +31,45 @@ def said(folder, name) -> str:
 @pytest.mark.parametrize(
     ("name", "parameter"), [("mesh", "lm_head.weight"), ("norms", "transformer.h.0.norm_1.weight")]
 )
-def test_n4_copies_that_differ_are_found_after_the_first_step(broken, name, parameter):
+def test_n4_different_replicas_are_detected_after_the_first_step(broken, name, parameter):
     folder, results = broken
     assert [seen["exit"] for seen in results[name]] == [3, 3]
-    text = said(folder, name)
+    text = output_of(folder, name)
     assert text.count("toolkit pretrain:") == 1 and parameter in text and "Traceback" not in text
     assert not list((folder / name).glob("*/COMPLETE"))
 
 
 @pytest.mark.slow
-def test_n4_the_copies_of_a_hybrid_clip_by_one_norm(tmp_path, shared_flags):
-    """Norms that differ between the copies, as they may in the last bit, must not make the copies differ."""
+def test_n4_hybrid_replicas_clip_by_one_norm(tmp_path, shared_flags):
+    """Different norms, as may happen in the last bit, must not make the replicas differ."""
     hybrid = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "HYBRID_SHARD", "--train.max_norm", "0.01"]
     case = Case("hybrid", hybrid, nodes=2, fault="norms that differ")
     (ranks,) = run_group(tmp_path, 4, [case], shared_flags).values()
-    assert [seen["exit"] for seen in ranks] == [0] * 4, said(tmp_path, "hybrid")
+    assert [seen["exit"] for seen in ranks] == [0] * 4, output_of(tmp_path, "hybrid")
 
 
 @pytest.mark.parametrize("name", ["nan-ddp", "nan-fsdp"])
-def test_n7_a_non_finite_loss_on_one_rank_stops_all(broken, name):
+def test_n7_nonfinite_loss_on_one_rank_stops_all(broken, name):
     folder, results = broken
     assert [seen["exit"] for seen in results[name]] == [3, 3]
-    text = said(folder, name)
+    text = output_of(folder, name)
     assert text.count("toolkit pretrain:") == 1
     assert "step 3 is not finite" in text and "on rank 1, its samples" in text and "on rank 0" not in text
     assert sorted(p.parent.name for p in (folder / name).glob("*/COMPLETE")) == ["step-00000001", "step-00000002"]
 
 
-def test_n7_a_moment_that_is_not_finite_on_one_rank_is_not_saved(broken):
+def test_n7_nonfinite_optimizer_state_on_one_rank_is_not_saved(broken):
     folder, results = broken
     assert [seen["exit"] for seen in results["inf"]] == [3, 3]
-    text = said(folder, "inf")
+    text = output_of(folder, "inf")
     assert text.count("toolkit pretrain:") == 1 and "step-00000003 was not saved: " in text and "|exp_avg_sq" in text
     assert sorted(p.name for p in (folder / "inf").glob("*step-*")) == ["step-00000001", "step-00000002"]
 
 
-def test_s1_a_rank_that_may_not_write_ends_all_with_one_line(broken):
+def test_s1_rank_without_write_permission_ends_all_with_one_line(broken):
     folder, results = broken
     assert [seen["exit"] for seen in results["forbidden"]] == [2, 2]
-    text = said(folder, "forbidden")
+    text = output_of(folder, "forbidden")
     assert text.count("toolkit pretrain:") == 1 and "Traceback" not in text
     assert "--out_dir" in text and "rank 1 could not write" in text and "Permission denied" in text
     assert not list((folder / "forbidden").glob("*step-*"))

@@ -1,4 +1,4 @@
-"""Every option of a strategy reaches it, and a checkpoint is read once per node (M3)."""
+"""Every strategy option reaches the wrapper, and a checkpoint is read once per node (M3)."""
 
 import shutil
 
@@ -51,7 +51,7 @@ def test_every_fsdp_option_reaches_the_wrapper(seen):
         assert dtype in options["block"]
 
 
-def test_bf16_true_is_bf16_but_for_what_was_asked_for(seen):
+def test_bf16_true_keeps_explicit_dtypes(seen):
     assert seen["bf16-true"]["dtypes"] == ["torch.bfloat16"]
     assert "reduce_dtype=torch.float32" in seen["bf16-true"]["options"]["block"]
 
@@ -63,8 +63,8 @@ def test_every_ddp_option_reaches_the_wrapper(seen):
 
 
 @pytest.mark.slow
-def test_m3_a_full_checkpoint_is_read_once_per_node(tmp_path, shared_flags):
-    """Four ranks of one node load 100 MB: together they hold about one copy, and on the way a unit or two each."""
+def test_m3_full_checkpoint_is_read_once_per_node(tmp_path, shared_flags):
+    """Four ranks of one node load 100 MB: about one copy in total, plus one or two units each while loading."""
     large = ["--model_config.n_embd", "512", "--model_config.n_layer", "8", "--model_config.intermediate_size", "1365"]
     once = [*large, "--train.max_steps", "1", "--train.global_batch_size", "4"]
     run_group(tmp_path, 1, [Case("source", once)], shared_flags)
@@ -72,7 +72,7 @@ def test_m3_a_full_checkpoint_is_read_once_per_node(tmp_path, shared_flags):
     shutil.rmtree(tmp_path / "source" / "final" / "trainer")
     start = [flag for flag in shared_flags if flag != "pico-llama"]
     flags = ["--initial_checkpoint_dir", str(tmp_path / "source" / "final"), "--strategy", "fsdp", *once[6:]]
-    # Blocks of real models are so large that glibc gives their memory back at once; here it has to be told.
+    # glibc returns blocks of real models to the kernel at once; at this size it needs a lower threshold.
     (ranks,) = run_group(
         tmp_path, 4, [Case("four", flags, look_at="memory")], start, MALLOC_MMAP_THRESHOLD_="1000000"
     ).values()

@@ -1,4 +1,4 @@
-"""Failures before the process group exists, through the real command line: every rank learns of them in time."""
+"""Failures before the process group exists, through the real command line: every rank ends in time."""
 
 import os
 import signal
@@ -10,12 +10,12 @@ import pytest
 from groups import free_port, read_until
 from processes import PRETRAIN, ended, failing, finish, flags_for, pretrain, start
 
-MISTAKE = ["--train.micro_batchsize", "4"]
+WRONG_FLAG = ["--train.micro_batchsize", "4"]
 LINE = "--train.micro_batchsize 4: no such option; did you mean --train.micro_batch_size?"
 
 
 def two_nodes(first: list[str], second: list[str], shared: list[str]):
-    """Start two nodes of one process each, with flags of their own."""
+    """Start two nodes of one process each, with different flags."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared = ["--devices", "1", "--num_nodes", "2", *shared]
     return [
@@ -28,63 +28,63 @@ def torchrun(program: str, *flags: str):
     return start("-m", "torch.distributed.run", "--nproc_per_node", "2", port, program, *flags)
 
 
-# ---- a mistake before the rendezvous
+# ---- user errors before the rendezvous
 
 
-def test_a_mistake_on_one_node_ends_the_others_with_its_words(corpus, tmp_path):
-    nodes = two_nodes([], MISTAKE, flags_for(corpus, tmp_path))
+def test_user_error_on_one_node_ends_the_others_with_its_message(corpus, tmp_path):
+    nodes = two_nodes([], WRONG_FLAG, flags_for(corpus, tmp_path))
     for node in nodes:
         ended(node, 2, f"toolkit pretrain: node 1: {LINE}", within=120)
 
 
 @pytest.mark.slow
-def test_a_mistake_on_the_first_rank_ends_the_others(corpus, tmp_path):
-    """As a launcher starts them; the store lives in rank 0, which keeps it until all have read it."""
+def test_user_error_on_rank_0_ends_the_others(corpus, tmp_path):
+    """With a launcher's variables; rank 0 hosts the store and keeps it until all ranks have read it."""
     launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     flags = ["--devices", "1", "--num_nodes", "2", *flags_for(corpus, tmp_path)]
     second = pretrain(*flags, NODE_RANK="1", **launcher)
-    ended(pretrain(*flags, *MISTAKE, NODE_RANK="0", LOCAL_WORLD_SIZE="1", **launcher), 2, LINE, within=120)
+    ended(pretrain(*flags, *WRONG_FLAG, NODE_RANK="0", LOCAL_WORLD_SIZE="1", **launcher), 2, LINE, within=120)
     assert finish(second) == ("", "") and second.returncode == 2
 
 
 @pytest.mark.slow
-def test_a_mistake_on_one_rank_of_torchrun_is_reported(corpus, tmp_path):
-    program = tmp_path / "one_mistake.py"
+def test_user_error_on_one_torchrun_rank_is_reported(corpus, tmp_path):
+    program = tmp_path / "wrong_flag.py"
     program.write_text(
         "import os, sys\nfrom toolkit import cli\n"
-        f"sys.exit(cli.main(sys.argv[1:] + {MISTAKE} * (os.environ['RANK'] == '1')))\n"
+        f"sys.exit(cli.main(sys.argv[1:] + {WRONG_FLAG} * (os.environ['RANK'] == '1')))\n"
     )
     process = torchrun(str(program), *PRETRAIN[2:], *flags_for(corpus, tmp_path / "run"))
     _, err = finish(process, 120)
     assert process.returncode and f"toolkit pretrain: rank 1: {LINE}\n" in err
 
 
-def test_a_mistake_on_all_ranks_is_reported_once(corpus, tmp_path):
-    process = torchrun(*PRETRAIN, *flags_for(corpus, tmp_path / "run"), *MISTAKE)
+def test_user_error_on_all_ranks_is_reported_once(corpus, tmp_path):
+    process = torchrun(*PRETRAIN, *flags_for(corpus, tmp_path / "run"), *WRONG_FLAG)
     _, err = finish(process, 120)
     assert process.returncode and err.count(LINE) == 1
 
 
-# ---- ranks that end, and stores that do not answer
+# ---- lost ranks and unresponsive stores
 
 
 @pytest.mark.parametrize(
     ("busy", "killed"),
     [(1, 1), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(1, 0, marks=pytest.mark.slow)],
 )
-def test_a_node_killed_while_data_is_prepared_ends_the_others(tmp_path, busy, killed):
+def test_node_killed_during_data_preparation_ends_the_others(tmp_path, busy, killed):
     nodes = two_nodes([], [], failing(tmp_path, busy, "preparing"))
     read_until(nodes[busy], "preparing")
     nodes[killed].kill()
     _, err = finish(nodes[1 - killed], 120)
-    how = "rank 0 is gone or does not answer" if killed == 0 else "rank 1 has ended or its node is unreachable"
+    how = "lost contact with rank 0" if killed == 0 else "rank 1 exited or its node is unreachable"
     assert nodes[1 - killed].returncode == 1 and len(err.splitlines()) == 1 and how in err, err
     nodes[killed].communicate()
 
 
 @contextmanager
 def silent_server():
-    """A port that accepts and never answers."""
+    """A port that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         connections = []
 
@@ -99,22 +99,22 @@ def silent_server():
         yield server.getsockname()[1]
 
 
-def test_a_port_that_never_answers_does_not_hold_a_node_beyond_the_timeout(corpus, tmp_path):
+def test_unresponsive_port_does_not_block_a_node_beyond_the_timeout(corpus, tmp_path):
     with silent_server() as port:
         where = {"NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         flags = ["--devices", "1", "--num_nodes", "2", "--timeout", "0.05", *flags_for(corpus, tmp_path)]
-        missing = "rank 0 does not answer there within 0.05 minutes"
+        missing = "no answer from rank 0 within 0.05 minutes"
         ended(pretrain(*flags, **where), 2, f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: {missing}", within=120)
 
 
 @pytest.mark.slow
-def test_a_store_that_stops_answering_ends_the_wait_after_the_timeout(tmp_path):
+def test_unresponsive_store_ends_the_wait_after_the_timeout(tmp_path):
     """Rank 0 is stopped while it prepares data."""
     nodes = two_nodes([], [], ["--timeout", "0.05", *failing(tmp_path, 0, "preparing")])
     read_until(nodes[0], "preparing")
     nodes[0].send_signal(signal.SIGSTOP)
     try:
-        ended(nodes[1], 1, "rank 0 is gone or does not answer", within=120)
+        ended(nodes[1], 1, "lost contact with rank 0", within=120)
     finally:
         os.killpg(nodes[0].pid, signal.SIGKILL)
         nodes[0].communicate()

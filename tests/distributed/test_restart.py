@@ -1,4 +1,4 @@
-"""A run on one process that is killed, signalled or loses its folder: what is left, and that it can start again."""
+"""A run on one process that is killed, signaled or loses its folder: what remains, and that it can restart."""
 
 import os
 import shutil
@@ -18,19 +18,19 @@ def wait_until(condition, seconds: float = 60) -> bool:
     return condition()
 
 
-def test_a_killed_run_starts_again_at_once_and_its_workers_end(corpus, tmp_path):
-    """The workers are busy: they do not ask whether their parent is alive."""
+def test_killed_run_restarts_at_once_and_its_workers_exit(corpus, tmp_path):
+    """The workers are busy and do not poll whether their parent is alive."""
     process = pretrain(*failing(tmp_path, 0, "asleep"), "--data.num_workers", "2")
     assert wait_until(lambda: len(group_members(process)) == 3)
     process.kill()
     out, err = finish(pretrain(*flags_for(corpus, tmp_path, max_steps=1), "--data.num_workers", "2"))
     assert "finished after 1 step" in out, err
-    assert wait_until(lambda: not group_members(process)), "workers have outlived their parent"
+    assert wait_until(lambda: not group_members(process)), "workers outlived their parent"
     process.communicate()
 
 
 @pytest.mark.parametrize("again", [signal.SIGUSR1, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_s3_further_signals_after_the_checkpoint_change_nothing(corpus, tmp_path, again):
+def test_s3_signals_after_the_checkpoint_are_ignored(corpus, tmp_path, again):
     process = pretrain(*flags_for(corpus, tmp_path, save_interval=0))
     read_until(process, "step 1/")
     process.send_signal(signal.SIGTERM)
@@ -45,7 +45,7 @@ def test_s3_further_signals_after_the_checkpoint_change_nothing(corpus, tmp_path
     ended(process, 128 + signal.SIGTERM, "is saved, go on with --resume auto")
 
 
-def test_an_out_dir_removed_during_the_run_is_an_error(corpus, tmp_path):
+def test_out_dir_removed_during_the_run_is_an_error(corpus, tmp_path):
     out = tmp_path / "run"
     process = pretrain(*flags_for(corpus, out))
     read_until(process, "step 1/")

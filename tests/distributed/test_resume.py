@@ -1,4 +1,4 @@
-"""S2 across ranks: resume on the same ranks is bit-equal, on others it goes on with the same global sample."""
+"""S2 across ranks: resume on the same ranks is bit-equal; on others it continues at the same global sample."""
 
 import shutil
 
@@ -25,7 +25,7 @@ def same_weights(a, b) -> bool:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory, shared_flags, request):
-    """Each layout trains 20 steps in each format; then each goes on from step 7 of each other."""
+    """Each layout trains 20 steps in each format; then each layout resumes from step 7 of each other."""
     folder = tmp_path_factory.mktemp("resume")
     selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     pairs = {(p["source"], p["target"]) for p in selected if "target" in p}
@@ -60,21 +60,21 @@ PAIRS = [
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_s2_resume(resumed, source, target, kind):
-    whole, parts = resumed / f"{source}-{kind}", resumed / f"{source}-{kind}-on-{target}"
-    assert (parts / KEPT / "lit_model.pth").is_dir() == (kind == "sharded")
+    uninterrupted, continued = resumed / f"{source}-{kind}", resumed / f"{source}-{kind}-on-{target}"
+    assert (continued / KEPT / "lit_model.pth").is_dir() == (kind == "sharded")
     if source == target:
-        assert losses(parts) == losses(whole)
-        assert same_weights(parts / "final", whole / "final")
+        assert losses(continued) == losses(uninterrupted)
+        assert same_weights(continued / "final", uninterrupted / "final")
     else:
-        assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
-    mine, theirs = load_weights(parts / "final"), load_weights(whole / "final")
-    for name in theirs:
-        assert (mine[name] - theirs[name]).norm() <= 2e-4 * theirs[name].norm(), name
+        assert losses(continued) == pytest.approx(losses(uninterrupted), rel=1e-5)
+    weights, reference = load_weights(continued / "final"), load_weights(uninterrupted / "final")
+    for name in reference:
+        assert (weights[name] - reference[name]).norm() <= 2e-4 * reference[name].norm(), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS)
-def test_s2_two_sigkills_on_two_ranks_leave_no_trace(corpus, tmp_path, kind, shared_flags):
+def test_s2_run_after_two_sigkills_on_two_ranks_is_bit_equal(corpus, tmp_path, kind, shared_flags):
     run_whole_and_killed_twice(["pretrain", *shared_flags, *flags(kind), "--devices", "2"], tmp_path)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert same_weights(tmp_path / "killed" / "final", tmp_path / "whole" / "final")

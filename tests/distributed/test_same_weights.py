@@ -1,4 +1,4 @@
-"""What the nodes of a run load is one checkpoint, or the run does not start: two nodes, through the command line."""
+"""The nodes of a run load the same checkpoint, or the run does not start: two nodes, through the command line."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ def words(corpus: Path, command: str, *more: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def nodes(corpus, tmp_path_factory) -> list[Path]:
-    """Two nodes' disks, with a run of one name on each; the second one's weights differ in one number."""
+    """Two nodes' disks with a run of the same name; one number differs in the second node's weights."""
     disks = [tmp_path_factory.mktemp("node") for _ in range(2)]
     assert (
         cli.main(words(corpus, "pretrain", "pico-llama", "--data.vocab_size", 300, "--out_dir", disks[0] / "run")) == 0
@@ -50,7 +50,7 @@ SLOW = [pytest.param(flag, marks=pytest.mark.slow) for flag in ("--initial_check
 
 
 @pytest.mark.parametrize("flag", ["checkpoint_dir", *SLOW])
-def test_n4_nodes_that_would_load_other_weights_are_refused(corpus, nodes, flag, monkeypatch):
+def test_n4_nodes_that_would_load_different_weights_are_refused(corpus, nodes, flag, monkeypatch):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = []
     for rank, disk in enumerate(nodes):

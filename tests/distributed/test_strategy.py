@@ -1,4 +1,4 @@
-"""Which strategy a run gets."""
+"""Choice of the distributed strategy."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ def plan(
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "sharding", "mesh"),
+    ("options", "kind", "sharding", "mesh"),
     [
         ({}, "single", None, (1, 1)),
         ({"strategy": "fsdp"}, "single", None, (1, 1)),
@@ -43,15 +43,15 @@ def plan(
         ({"devices": 2, "nodes": 2, "strategy": "ddp"}, "ddp", None, (4, 1)),
     ],
 )
-def test_n4_every_mesh_is_written_out_and_no_shard_group_has_one_rank(asked, kind, sharding, mesh):
-    found = plan(**asked)
+def test_n4_every_mesh_is_explicit_and_no_shard_group_has_one_rank(options, kind, sharding, mesh):
+    found = plan(**options)
     assert (found.kind, found.sharding, found.mesh) == (kind, sharding, mesh)
     assert found.reason and str(found)
     assert found.kind != "fsdp" or found.shards > 1
 
 
 @pytest.mark.parametrize(
-    ("asked", "flag"),
+    ("options", "flag"),
     [
         ({"strategy": "single", "devices": 2}, "--strategy single"),
         ({"devices": 2, "accelerator": "mps"}, "--devices 2"),
@@ -64,17 +64,17 @@ def test_n4_every_mesh_is_written_out_and_no_shard_group_has_one_rank(asked, kin
         ({"devices": 2, "reduce_dtype": "fp16", "precision": "bf16-mixed"}, "--fsdp.reduce_dtype fp16"),
     ],
 )
-def test_what_cannot_be_had_is_refused(asked, flag):
+def test_unsupported_options_are_errors(options, flag):
     with pytest.raises(UserError, match=flag):
-        plan(**asked)
+        plan(**options)
 
 
-def test_one_device_says_what_it_cannot_shard():
+def test_one_device_reports_unused_sharding():
     assert "nothing for --fsdp.sharding_strategy FULL_SHARD" in str(plan(sharding="FULL_SHARD"))
     assert "sharding_strategy" not in str(plan())
 
 
-def test_buffers_have_the_dtype_asked_for_where_there_are_any():
+def test_buffers_get_the_requested_dtype():
     block, root = unit_precision(FSDPArgs(buffer_dtype="bf16"), "bf16-mixed")
     assert block.buffer_dtype == root.buffer_dtype == torch.bfloat16
     strategy = ShardedStrategy({nn.Linear}, (2,), "FULL_SHARD", FSDPArgs(buffer_dtype="bf16"), "bf16-mixed", "cpu")
@@ -82,7 +82,7 @@ def test_buffers_have_the_dtype_asked_for_where_there_are_any():
         strategy.setup_module(nn.Linear(2, 2))
 
 
-def test_a_replicated_vector_without_a_gradient_on_this_rank_takes_part_with_zeros():
+def test_replicated_vector_without_gradient_contributes_zeros():
     used, unused, frozen = (nn.Parameter(torch.ones(3)) for _ in range(3))
     used.grad = torch.full((3,), 2.0)
     frozen.requires_grad_(False)

@@ -17,7 +17,7 @@ LAUNCHERS = ("SLURM", "TORCHELASTIC", "MASTER_", "GROUP_", "LOCAL_", "NODE_")
 
 
 def clean(**more: object) -> dict[str, str]:
-    """The environment of this machine without what a launcher of the tests may have set."""
+    """Return this machine's environment without variables that a launcher of the tests may have set."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in ("RANK", "WORLD_SIZE")}
     return kept | {k: str(v) for k, v in more.items()}
 
@@ -36,7 +36,7 @@ def slurm(rank=0, tasks=4, nodes=2, **more):
     return {k: str(v) for k, v in (values | more).items()}
 
 
-def by_hand(**more):
+def manual(**more):
     return {k: str(v) for k, v in ({"LOCAL_RANK": 1, "MASTER_PORT": 29500} | more).items()}
 
 
@@ -57,7 +57,7 @@ READ = {
     "srun": (2, 2, 2, slurm(3), (2, 2, 1, 1, "slurm", False)),
     "srun, auto": ("auto", None, 2, slurm(2), (2, 2, 1, 0, "slurm", False)),
     "srun, wrapper sets LOCAL_RANK": (2, None, None, slurm(3, LOCAL_RANK=1), (2, 2, 1, 1, "slurm", False)),
-    "srun, a launcher in a task": (2, None, None, slurm(0, 2, 1) | by_hand(), (2, 1, 0, 1, "by hand", False)),
+    "srun, a launcher in a task": (2, None, None, slurm(0, 2, 1) | manual(), (2, 1, 0, 1, "manual", False)),
     "srun in a batch script": (2, None, None, slurm(3, ENVIRONMENT="BATCH"), (2, 2, 1, 1, "slurm", False)),
     "srun in salloc": (2, None, None, slurm(3, SLURM_JOB_NAME="interactive"), (2, 2, 1, 1, "slurm", False)),
     "srun, task per node": (8, 2, 8, slurm(1, 2, 2), (8, 2, 1, 0, "slurm", True)),
@@ -66,11 +66,11 @@ READ = {
     "srun, task per node, auto, CPU": ("auto", None, None, slurm(1, 2, 2), (1, 2, 1, 0, "slurm", False)),
     "a child of such a task": (
         "auto", None, 2, slurm(1, 2, 2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, WORLD_SIZE=4, **TWO),
-        (2, 2, 1, 1, "by hand", False),
+        (2, 2, 1, 1, "manual", False),
     ),
     "such a task, later": (
         2, None, 2, slurm(1, 2, 2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2, WORLD_SIZE=4, **TWO),
-        (2, 2, 1, 0, "by hand", False),
+        (2, 2, 1, 0, "manual", False),
     ),
     "batch script of one task": (
         2, None, None, {k: v for k, v in slurm(0, 1, 1, ENVIRONMENT="BATCH").items() if k != "SLURM_STEP_ID"},
@@ -78,17 +78,17 @@ READ = {
     ),
     "loop in a batch script": (
         8, None, 8, {k: v for k, v in slurm(0, 8, 1, ENVIRONMENT="BATCH").items() if k != "SLURM_STEP_ID"}
-        | by_hand(LOCAL_RANK=0), (8, 1, 0, 0, "by hand", False),
+        | manual(LOCAL_RANK=0), (8, 1, 0, 0, "manual", False),
     ),
     "shell in SLURM": (
         2, None, None, slurm(0, 4, 1, SLURM_JOB_NAME="bash", SLURM_PTY_PORT=1), (2, 1, 0, 0, "toolkit", True),
     ),
     "salloc's shell": (2, None, None, {"SLURM_NTASKS": "4", "SLURM_NNODES": "1"}, (2, 1, 0, 0, "toolkit", True)),
-    "by hand": (2, None, None, by_hand(), (2, 1, 0, 1, "by hand", False)),
-    "by hand, auto": ("auto", None, 2, by_hand(LOCAL_WORLD_SIZE=2), (2, 1, 0, 1, "by hand", False)),
-    "by hand, nodes": (2, 2, None, by_hand(**TWO), (2, 2, 1, 1, "by hand", False)),
-    "by hand, node from RANK": (2, None, None, by_hand(RANK=3, WORLD_SIZE=4, **NODES), (2, 2, 1, 1, "by hand", False)),
-    "by hand, alone": ("auto", None, None, {"LOCAL_RANK": "0", "WORLD_SIZE": "1"}, (1, 1, 0, 0, "by hand", False)),
+    "manual": (2, None, None, manual(), (2, 1, 0, 1, "manual", False)),
+    "manual, auto": ("auto", None, 2, manual(LOCAL_WORLD_SIZE=2), (2, 1, 0, 1, "manual", False)),
+    "manual, nodes": (2, 2, None, manual(**TWO), (2, 2, 1, 1, "manual", False)),
+    "manual, node from RANK": (2, None, None, manual(RANK=3, WORLD_SIZE=4, **NODES), (2, 2, 1, 1, "manual", False)),
+    "manual, alone": ("auto", None, None, {"LOCAL_RANK": "0", "WORLD_SIZE": "1"}, (1, 1, 0, 0, "manual", False)),
 }  # fmt: skip
 
 
@@ -116,59 +116,59 @@ REFUSED = {
     "torchrun, too many": ("auto", None, 1, torchrun(), ["--devices 2: this machine has 1", "--nproc_per_node 1"]),
     "torchrun, devices": (
         3, None, None, torchrun(),
-        ["--devices 3: torchrun started 2 processes on this node (LOCAL_WORLD_SIZE=2); leave --devices out, or use "
+        ["--devices 3: torchrun started 2 processes on this node (LOCAL_WORLD_SIZE=2); drop --devices, or use "
          "torchrun --nproc_per_node 3"],
     ),
     "torchrun, nodes": ("auto", 3, None, torchrun(), ["--num_nodes 3", "WORLD_SIZE=4", "2 nodes", "--nnodes 3"]),
-    "torchrun, one device is said": (1, None, None, torchrun(), ["--devices 1", "LOCAL_WORLD_SIZE=2"]),
+    "torchrun, --devices 1": (1, None, None, torchrun(), ["--devices 1", "LOCAL_WORLD_SIZE=2"]),
     "torchrun, uneven": ("auto", None, None, torchrun(0, 3, 2), ["WORLD_SIZE=3", "LOCAL_WORLD_SIZE=2"]),
     "torchrun, uneven but divisible": (
         "auto", None, None, torchrun(0, 3, 1, GROUP_WORLD_SIZE=2), ["WORLD_SIZE=3", "LOCAL_WORLD_SIZE=1"],
     ),
     "torchrun, RANK": ("auto", None, None, torchrun(0, RANK=1), ["RANK=1", "has rank 0"]),
-    "torchrun, half an environment": (
-        "auto", None, None, without(torchrun(), "LOCAL_WORLD_SIZE"), ["LOCAL_WORLD_SIZE: is not set"],
+    "torchrun, missing variable": (
+        "auto", None, None, without(torchrun(), "LOCAL_WORLD_SIZE"), ["LOCAL_WORLD_SIZE: not set"],
     ),
     "srun, devices": (
         4, None, None, slurm(0, 2, 1), ["--devices 4", "2 tasks on 1 node", "SLURM_NTASKS=2", "--ntasks-per-node 4"],
     ),
-    "srun, one device is said": (1, None, None, slurm(0, 2, 1), ["--devices 1", "SLURM_NTASKS=2", "leave --devices"]),
+    "srun, --devices 1": (1, None, None, slurm(0, 2, 1), ["--devices 1", "SLURM_NTASKS=2", "drop --devices"]),
     "srun, nodes": (2, 1, None, slurm(), ["--num_nodes 1", "4 tasks on 2 nodes", "SLURM_NNODES=2", "--nodes 1"]),
     "srun, uneven": ("auto", None, None, slurm(0, 3, 2), ["SLURM_NTASKS=3: SLURM", "NNODES=2", "--ntasks-per-node"]),
-    "srun, dealt out in turns": (
+    "srun, cyclic distribution": (
         2, None, None, slurm(1, SLURM_LOCALID=0, SLURM_NODEID=1), ["SLURM_PROCID=1", "--distribution block"],
     ),
     "srun, more tasks here": (2, None, None, slurm(2, SLURM_LOCALID=2, SLURM_NODEID=0), ["SLURM_PROCID=2"]),
     "srun, a GPU per task": (2, None, 1, slurm(), ["--devices 2: this task sees 1", "--gpus-per-node"]),
     "srun, no list of nodes": (2, None, None, without(slurm(), "SLURM_JOB_NODELIST"), ["SLURM_JOB_NODELIST"]),
-    "srun in a shell of SLURM's": (
+    "srun in an interactive SLURM shell": (
         2, None, None, slurm(1, SLURM_JOB_NAME="bash", SLURM_PTY_PORT=1), ["SLURM_JOB_NAME=bash", "--job-name"],
     ),
     "batch script without srun": (8, 2, 8, BATCH, ["SLURM_NTASKS=16", "start it with srun"]),
     "batch script, task per node": (8, 2, 8, BATCH | {"SLURM_NTASKS": "2"}, ["SLURM_NTASKS=2", "srun"]),
-    "by hand, how many": ("auto", None, 2, by_hand(), ["--devices auto", "LOCAL_RANK=1", "unset LOCAL_RANK"]),
-    "by hand, devices": (4, None, None, by_hand(LOCAL_WORLD_SIZE=2), ["--devices 4", "LOCAL_WORLD_SIZE=2"]),
-    "by hand, world": (2, 2, None, by_hand(WORLD_SIZE=2, **TWO), ["WORLD_SIZE=2", "--devices 2 x --num_nodes 2"]),
-    "by hand, alone": (2, None, None, by_hand(LOCAL_RANK=0, WORLD_SIZE=1), ["--devices 2", "WORLD_SIZE=1"]),
-    "by hand, rank too high": (2, None, None, by_hand(LOCAL_RANK=2), ["LOCAL_RANK=2", "less than 2"]),
-    "by hand, not a number": (2, None, None, by_hand(LOCAL_RANK="one"), ["LOCAL_RANK=one", "whole number"]),
-    "by hand, RANK": (2, None, None, by_hand(RANK=0, WORLD_SIZE=2), ["RANK=0", "has rank 1"]),
-    "by hand, no port": (2, None, None, {"LOCAL_RANK": "1"}, ["MASTER_PORT: is not set"]),
-    "by hand, no node": (2, 2, None, by_hand(**NODES), ["--num_nodes 2: NODE_RANK is not set"]),
-    "by hand, no address": (2, 2, None, by_hand(NODE_RANK=0), ["--num_nodes 2: MASTER_ADDR is not set"]),
+    "manual, how many": ("auto", None, 2, manual(), ["--devices auto", "LOCAL_RANK=1", "unset LOCAL_RANK"]),
+    "manual, devices": (4, None, None, manual(LOCAL_WORLD_SIZE=2), ["--devices 4", "LOCAL_WORLD_SIZE=2"]),
+    "manual, world": (2, 2, None, manual(WORLD_SIZE=2, **TWO), ["WORLD_SIZE=2", "--devices 2 x --num_nodes 2"]),
+    "manual, alone": (2, None, None, manual(LOCAL_RANK=0, WORLD_SIZE=1), ["--devices 2", "WORLD_SIZE=1"]),
+    "manual, rank too high": (2, None, None, manual(LOCAL_RANK=2), ["LOCAL_RANK=2", "less than 2"]),
+    "manual, not a number": (2, None, None, manual(LOCAL_RANK="one"), ["LOCAL_RANK=one", "an integer"]),
+    "manual, RANK": (2, None, None, manual(RANK=0, WORLD_SIZE=2), ["RANK=0", "has rank 1"]),
+    "manual, no port": (2, None, None, {"LOCAL_RANK": "1"}, ["MASTER_PORT: not set"]),
+    "manual, no node": (2, 2, None, manual(**NODES), ["--num_nodes 2: NODE_RANK is not set"]),
+    "manual, no address": (2, 2, None, manual(NODE_RANK=0), ["--num_nodes 2: MASTER_ADDR is not set"]),
     "RANK alone": (1, None, None, {"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "WORLD_SIZE=2", "LOCAL_RANK is not"]),
     "nodes, rank": (2, 2, None, NODES, ["--num_nodes 2: NODE_RANK is not set; set NODE_RANK to 0 ... 1", "MASTER_"]),
     "nodes, address": (2, 2, None, without(TWO, "MASTER_ADDR"), ["MASTER_ADDR is not set; set NODE_RANK"]),
     "nodes, port": (2, 2, None, without(TWO, "MASTER_PORT"), ["MASTER_PORT is not set; set NODE_RANK"]),
     "nodes, rank too high": (2, 2, None, TWO | {"NODE_RANK": "2"}, ["NODE_RANK=2", "--num_nodes 2"]),
-    "nodes, not a number": (2, 2, None, TWO | {"NODE_RANK": "gpu07"}, ["NODE_RANK=gpu07", "whole number"]),
+    "nodes, not a number": (2, 2, None, TWO | {"NODE_RANK": "gpu07"}, ["NODE_RANK=gpu07", "an integer"]),
     "nodes, bad port": (2, 2, None, TWO | {"MASTER_PORT": "70000"}, ["MASTER_PORT=70000", "less than 65536"]),
     "a node of one": (2, None, None, {"NODE_RANK": "1"}, ["NODE_RANK=1", "--num_nodes 1"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_contradicts_is_refused_in_one_line(case):
+def test_contradictions_are_one_line_errors(case):
     devices, num_nodes, available, environ, words = REFUSED[case]
     with pytest.raises(UserError) as refusal:
         detect_world(devices, num_nodes, available, environ)
@@ -181,12 +181,12 @@ def test_what_contradicts_is_refused_in_one_line(case):
 
 
 def fabric_environment(monkeypatch, layout_of, **variables):
-    """Return Fabric's cluster environment for a process that has ``variables``, and change this one's to them."""
+    """Set this process's environment to ``variables`` and return Fabric's cluster environment for it."""
     for name in os.environ:
         if name not in clean():
             monkeypatch.delenv(name)
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        monkeypatch.setenv(name, "")  # so that monkeypatch takes away what is set below
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores what is set below
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -203,22 +203,22 @@ def test_slurm_tasks_need_no_ntasks_per_node(monkeypatch, wrong):
     assert (environment.main_address, environment.main_port) == ("gpu08", 15000 + 4567)
 
 
-def test_tasks_of_one_node_meet_on_the_loopback_address(monkeypatch):
+def test_slurm_tasks_on_one_node_use_the_loopback_address(monkeypatch):
     assert fabric_environment(monkeypatch, (2, 1, None), **slurm(1, 2, 1)).main_address == "127.0.0.1"
     assert fabric_environment(monkeypatch, (2, 1, None), **slurm(1, 2, 1, MASTER_ADDR="ib0")).main_address == "ib0"
 
 
-def test_a_slurm_task_per_node_starts_the_processes_of_its_node(monkeypatch):
+def test_one_slurm_task_per_node_launches_the_other_processes(monkeypatch):
     environment = fabric_environment(monkeypatch, (8, 2, 8), **slurm(1, 2, 2))
     assert not environment.creates_processes_externally
     assert (environment.node_rank(), environment.local_rank()) == (1, 0)
     assert (environment.main_address, environment.main_port) == ("gpu07", 15000 + 4567)
     monkeypatch.setenv("LOCAL_RANK", "5")  # as Fabric's launcher does for the sixth process
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert detect_world("auto", None, 8) == WorldInfo(8, 2, 1, 5, "by hand", False)
+    assert detect_world("auto", None, 8) == WorldInfo(8, 2, 1, 5, "manual", False)
 
 
-def test_two_runs_of_one_job_on_one_node_do_not_share_a_port(monkeypatch):
+def test_concurrent_runs_of_one_slurm_job_use_different_ports(monkeypatch):
     fabric_environment(monkeypatch, (2, 1, None), **slurm(0, 1, 1))
     assert "MASTER_PORT" not in os.environ
 
@@ -235,7 +235,7 @@ total = fabric.all_reduce(torch.tensor(2.0 ** fabric.global_rank), reduce_op="su
 assert (fabric.world_size, fabric.global_rank) == (layout.world_size, layout.global_rank), layout
 with open(f"{{sys.argv[1]}}/{{fabric.global_rank}}.json", "w") as file:
     json.dump([fabric.world_size, fabric.node_rank, fabric.local_rank, total], file)
-torch.distributed.destroy_process_group()  # or gloo's threads are there at exit, which now and then ends in an abort
+torch.distributed.destroy_process_group()  # otherwise gloo's threads may abort at exit
 """
 
 
@@ -262,33 +262,33 @@ def free_port() -> str:
 
 
 @pytest.mark.slow
-def test_slurm_tasks_become_one_run(tmp_path):
+def test_slurm_tasks_form_one_run(tmp_path):
     port = free_port()
     ranks = run_workers(tmp_path, "auto", [slurm(rank, 2, 1, MASTER_PORT=port) for rank in range(2)])
     assert ranks == {0: [2, 0, 0, 3.0], 1: [2, 0, 1, 3.0]}
 
 
 @pytest.mark.slow
-def test_one_slurm_task_starts_the_other_process(tmp_path):
-    """Where Fabric on its own trains with one process and says nothing."""
+def test_one_slurm_task_launches_the_second_process(tmp_path):
+    """Fabric alone would silently train with one process."""
     assert run_workers(tmp_path, 2, [slurm(0, 1, 1)]) == {0: [2, 0, 0, 3.0], 1: [2, 0, 1, 3.0]}
 
 
 @pytest.mark.slow
-def test_two_slurm_tasks_that_start_two_processes_each_become_one_run_of_four(tmp_path):
+def test_two_slurm_tasks_with_two_processes_each_form_one_run_of_four(tmp_path):
     nodes = {"SLURM_JOB_NODELIST": "localhost,elsewhere", "MASTER_PORT": free_port()}
     ranks = run_workers(tmp_path, 2, [slurm(rank, 2, 2, **nodes) for rank in range(2)])
     assert ranks == {rank: [4, rank // 2, rank % 2, 15.0] for rank in range(4)}
 
 
 @pytest.mark.slow
-def test_torchrun_without_devices_is_one_run(tmp_path):
+def test_torchrun_without_devices_flag_forms_one_run(tmp_path):
     prefix = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port())
     assert run_workers(tmp_path, "auto", [{}], prefix) == {0: [2, 0, 0, 3.0], 1: [2, 0, 1, 3.0]}
 
 
 def run_sbatch(tmp_path, code: int, *arguments: str, **variables: str):
-    """Run the SLURM script with an srun that ends with ``code``; return its exit code and the commands it called."""
+    """Run the SLURM script with an srun that exits with ``code``; return its exit code and the commands it called."""
     programs, log = tmp_path / "bin", tmp_path / "log"
     programs.mkdir()
     for name, ends in (("srun", code), ("scontrol", 0)):
@@ -300,7 +300,7 @@ def run_sbatch(tmp_path, code: int, *arguments: str, **variables: str):
     return done.returncode, log.read_text().splitlines()
 
 
-def test_the_slurm_script_starts_the_run_and_hands_its_arguments_on(tmp_path):
+def test_slurm_script_launches_the_run_and_forwards_arguments(tmp_path):
     assert subprocess.run(["bash", "-n", str(SBATCH)]).returncode == 0
     code, calls = run_sbatch(tmp_path, 0, "--train.max_steps", "10", "--log.run", "two words")
     assert code == 0 and len(calls) == 1
@@ -309,29 +309,29 @@ def test_the_slurm_script_starts_the_run_and_hands_its_arguments_on(tmp_path):
     assert calls[0].endswith("--resume auto --train.max_steps 10 --log.run two words")
 
 
-def test_s3_the_slurm_script_goes_back_into_the_queue_after_the_signal_before_the_time_limit(tmp_path):
+def test_s3_slurm_script_requeues_after_the_time_limit_signal(tmp_path):
     code, calls = run_sbatch(tmp_path, 138)
     assert code == 0
     assert calls[1:] == ["scontrol 6 6 requeue 77"]
 
 
 @pytest.mark.parametrize("end", [1, 2, 3, 130, 137, 143])
-def test_the_slurm_script_ends_with_any_other_code(tmp_path, end):
+def test_slurm_script_forwards_other_exit_codes(tmp_path, end):
     code, calls = run_sbatch(tmp_path, end)
     assert code == end and len(calls) == 1
 
 
-def test_the_slurm_script_does_not_restart_forever(tmp_path):
+def test_slurm_script_limits_restarts(tmp_path):
     code, calls = run_sbatch(tmp_path, 138, SLURM_RESTART_COUNT="50")
     assert code == 138 and len(calls) == 1
 
 
-def test_what_the_slurm_script_asks_for_is_what_toolkit_is_told():
+def test_slurm_script_requests_match_toolkit_flags():
     options = [
         line.removeprefix("#SBATCH --") for line in SBATCH.read_text().splitlines() if line.startswith("#SBATCH")
     ]
-    asked = dict(option.split("=") for option in options if "=" in option)
-    assert (asked["nodes"], asked["ntasks-per-node"], asked["gpus-per-node"]) == ("2", "8", "8")
-    assert asked["signal"] == "USR1@120" and asked["job-name"] not in ("bash", "interactive")
-    tasks = slurm(9, 16, 2, SLURM_JOB_NAME=asked["job-name"])
+    requested = dict(option.split("=") for option in options if "=" in option)
+    assert (requested["nodes"], requested["ntasks-per-node"], requested["gpus-per-node"]) == ("2", "8", "8")
+    assert requested["signal"] == "USR1@120" and requested["job-name"] not in ("bash", "interactive")
+    tasks = slurm(9, 16, 2, SLURM_JOB_NAME=requested["job-name"])
     assert detect_world(8, 2, 8, tasks) == WorldInfo(8, 2, 1, 1, "slurm", False)

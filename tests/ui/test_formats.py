@@ -44,5 +44,5 @@ from toolkit.ui.formats import (
         (format_seconds, 86400 * 3 + 3600 * 4, "3d 04h"),
     ],
 )
-def test_numbers_are_written_for_people(write, value, text):
+def test_number_formats(write, value, text):
     assert write(value) == text

@@ -25,7 +25,7 @@ def terminal(width: int) -> Console:
 
 
 def shown(progress: LiveProgress) -> list[str]:
-    """The lines of the display as it stands now."""
+    """Return the current lines of the display."""
     width = progress.console.width
     screen = Console(file=io.StringIO(), width=width, color_system=None)
     screen.print(progress)
@@ -49,7 +49,7 @@ def make():
         progress.close()
 
 
-def a_run(progress: LiveProgress) -> None:
+def report_run(progress: LiveProgress) -> None:
     progress.phase("training")
     progress.step(1, METRICS)
     time.sleep(0.01)
@@ -58,22 +58,22 @@ def a_run(progress: LiveProgress) -> None:
     progress.checkpoint(300, "out/step-00000300")
 
 
-def test_the_display_has_all_the_numbers_in_columns_that_stand_still(make):
+def test_display_shows_all_numbers_in_fixed_columns(make):
     progress = make(1000)
-    a_run(progress)
-    air, head, step, validation, times, machine = shown(progress)
-    assert air == ""
+    report_run(progress)
+    empty, head, step, validation, times, hardware = shown(progress)
+    assert empty == ""
     assert re.fullmatch(r" Training   ━+╸? *━* *320/1,000   32%", head.replace("╺", "━")), head
     assert step == " loss        3.2145  lr         3.9e-04  grad norm     0.87  tok/s        12.3k"
     assert validation == " val loss    3.3012  perplexity   27.14  bits/byte   1.2134  at step        300"
     assert re.fullmatch(r" elapsed +0s  left +\d+s  tokens +5\.24M  saved at +300", times)
-    assert machine == " MFU          41.2%  memory     12.3 GB"
+    assert hardware == " MFU          41.2%  memory     12.3 GB"
 
 
 @pytest.mark.parametrize("width", [10, 20, 40, 60, 79, 200])
-def test_every_width_gets_whole_lines(make, width):
+def test_lines_are_complete_at_every_width(make, width):
     progress = make(1000, width)
-    a_run(progress)
+    report_run(progress)
     lines = shown(progress)
     assert max(map(len, lines)) <= min(width, 79)
     if width >= 40:  # no number is cut
@@ -82,7 +82,7 @@ def test_every_width_gets_whole_lines(make, width):
     assert len(lines) == (6 if width >= 79 else 9 if width >= 40 else len(lines))
 
 
-def test_before_the_first_step_and_without_an_end_there_is_no_bar(make):
+def test_spinner_before_the_first_step_and_without_a_known_end(make):
     progress = make(None)
     progress.phase("preparing data")
     assert re.fullmatch(r" \S Preparing data 0s", shown(progress)[1])
@@ -91,7 +91,7 @@ def test_before_the_first_step_and_without_an_end_there_is_no_bar(make):
     assert "left" not in "".join(shown(progress))
 
 
-def test_the_end_is_not_claimed_before_the_last_step(make):
+def test_100_percent_only_after_the_last_step(make):
     progress = make(1000)
     progress.step(999, METRICS)
     assert "99%" in shown(progress)[1]
@@ -117,18 +117,18 @@ def test_messages_validations_and_prints_stay_above_the_display(make, capsys):
     assert capsys.readouterr().out == "afterwards\n"
 
 
-def test_reporting_a_step_draws_nothing_by_itself(make):
+def test_reporting_a_step_does_not_draw(make):
     progress = make(1000)
     progress._live._refresh_thread.stop()
     before = progress.console.file.getvalue()
     started = time.perf_counter()
     for step in range(1000):
         progress.step(step, METRICS)
-    assert time.perf_counter() - started < 0.2  # 2 us each in truth; drawing takes 2 ms
+    assert time.perf_counter() - started < 0.2  # measured: 2 us each; drawing takes 2 ms
     assert progress.console.file.getvalue() == before
 
 
-def test_an_exception_gives_the_terminal_back():
+def test_exception_releases_the_terminal():
     console = terminal(80)
     with pytest.raises(KeyboardInterrupt), LiveProgress(10, console) as progress:
         progress.step(1, METRICS)
@@ -139,7 +139,7 @@ def test_an_exception_gives_the_terminal_back():
     assert not hasattr(sys.stdout, "rich_proxied_file")
 
 
-def test_a_forked_worker_prints_past_the_display(make, tmp_path):
+def test_forked_worker_bypasses_the_display(make, tmp_path):
     progress = make(10)
     with progress._live._lock:  # the drawing thread may hold it at the moment of the fork
         child = os.fork()
@@ -150,22 +150,22 @@ def test_a_forked_worker_prints_past_the_display(make, tmp_path):
 
 
 def in_terminal(code: str, **environment: str) -> str:
-    """What a program writes to a terminal."""
-    ours, theirs = pty.openpty()
+    """Return a program's output to a terminal."""
+    parent, child = pty.openpty()
     variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
     variables |= {"TERM": "xterm-256color", **environment}
-    program = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
-    os.close(theirs)
+    program = subprocess.Popen([sys.executable, "-c", code], stdin=child, stdout=child, stderr=child, env=variables)
+    os.close(child)
     output = b""
-    while select.select([ours], [], [], 30)[0]:
+    while select.select([parent], [], [], 30)[0]:
         try:
-            part = os.read(ours, 65536)
-        except OSError:  # the program has closed its end
+            part = os.read(parent, 65536)
+        except OSError:  # the program has closed its side
             break
         if not part:
             break
         output += part
-    os.close(ours)
+    os.close(parent)
     assert program.wait(timeout=30) == 0, output.decode()
     return output.decode()
 
@@ -181,23 +181,23 @@ with make_progress(total_steps=2, enabled=True) as progress:
 """
 
 
-def test_a_terminal_gets_the_live_display_and_its_cursor_back():
+def test_terminal_shows_the_live_display_and_restores_the_cursor():
     text = in_terminal(PROGRAM)
     assert "━" in text and "100%" in text and "\x1b[36m" in text
     assert "a message" in text and "[/no] markup" in text
     assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
 
 
-def test_no_color_is_obeyed():
+def test_no_color_is_respected():
     text = in_terminal(PROGRAM, NO_COLOR="1")
     assert "100%" in text and not re.search(r"\x1b\[[0-9;]*3[0-9]m", text)
 
 
-def test_a_dumb_terminal_gets_plain_lines():
+def test_dumb_terminal_gets_plain_lines():
     text = in_terminal(PROGRAM, TERM="dumb")
     assert "\x1b" not in text and "step 2/2 | loss 3.2145" in text
 
 
-def test_a_terminal_without_unicode_gets_ascii():
+def test_terminal_without_unicode_gets_ascii():
     text = in_terminal(PROGRAM, PYTHONIOENCODING="ascii")
     assert "100%" in text and text.isascii() and "?" not in re.sub(r"\x1b\[\?", "", text)

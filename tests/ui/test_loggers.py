@@ -33,12 +33,12 @@ def steps(path: Path) -> list[int]:
     return [int(row["step"]) for row in read_metrics(path)]
 
 
-def test_columns_are_those_that_are_documented(path):
+def test_columns_match_the_documentation(path):
     MetricsCSV(path, None).close()
     assert path.read_text() == HEADER + "\n"
 
 
-def test_a_row_is_on_disk_at_once_in_full_precision_with_empty_cells(path):
+def test_row_is_written_immediately_in_full_precision_with_empty_cells(path):
     metrics = MetricsCSV(path, None)
     metrics.write({"step": 3, "tokens": 192, "loss": 0.1 + 0.2, "mfu": None, "grad_norm": math.nan, "val_loss": 1 / 3})
     assert path.read_text().splitlines()[1] == "3,192,0.30000000000000004,,nan,,,,0.3333333333333333,,,"
@@ -48,7 +48,7 @@ def test_a_row_is_on_disk_at_once_in_full_precision_with_empty_cells(path):
     assert math.isnan(row["mfu"]) and list(row) == list(COLUMNS)
 
 
-def test_numbers_of_other_libraries_are_written_as_numbers(path):
+def test_numpy_numbers_are_written_as_numbers(path):
     import numpy as np
 
     metrics = MetricsCSV(path, None)
@@ -58,32 +58,32 @@ def test_numbers_of_other_libraries_are_written_as_numbers(path):
     assert "np." not in path.read_text()
 
 
-def test_an_unknown_column_is_our_own_mistake(path):
+def test_unknown_column_is_an_assertion_error(path):
     metrics = MetricsCSV(path, None)
     with pytest.raises(AssertionError, match="accuracy"):
         metrics.write({"step": 1, "accuracy": 0.5})
     metrics.close()
 
 
-def test_a_resume_cuts_the_rows_beyond_its_checkpoint(path):
+def test_resume_removes_rows_beyond_its_checkpoint(path):
     write_steps(path, *range(1, 11))
     kept = path.read_bytes().splitlines(keepends=True)[:8]
     write_steps(path, 8, 9, resume_step=7)
-    assert path.read_bytes().splitlines(keepends=True)[:8] == kept, "rows before it stay byte for byte"
+    assert path.read_bytes().splitlines(keepends=True)[:8] == kept, "earlier rows are unchanged"
     assert steps(path) == list(range(1, 10))
     assert os.listdir(path.parent) == ["metrics.csv"]
 
 
-def test_a_resume_drops_what_a_kill_has_torn(path):
+def test_resume_removes_truncated_rows(path):
     write_steps(path, 1, 2, 3)
-    whole = path.read_bytes()
+    complete = path.read_bytes()
     for cut in range(1, 12):
-        path.write_bytes(whole[:-cut])
+        path.write_bytes(complete[:-cut])
         write_steps(path, 3, resume_step=3)
-        assert path.read_bytes() == whole, cut
+        assert path.read_bytes() == complete, cut
 
 
-def test_a_resume_drops_lines_that_are_no_rows(path):
+def test_resume_removes_invalid_lines(path):
     write_steps(path, 1)
     with open(path, "ab") as file:
         file.write(b"2,128,0.5\n" + b"\0" * 30 + b"\n" + b",,,,,,,,,,,\n" + b"\xff,1,2,3,4,5,6,7,8,9,10,11\n")
@@ -92,19 +92,19 @@ def test_a_resume_drops_lines_that_are_no_rows(path):
     assert steps(path) == [1, 2]
 
 
-def test_a_missing_file_is_started_anew(path):
+def test_missing_file_is_created_on_resume(path):
     write_steps(path, 6, resume_step=5)
     assert path.read_text().startswith(HEADER) and steps(path) == [6]
     assert read_metrics(path.with_name("none.csv")) == []
 
 
-def test_a_fresh_run_starts_the_file_anew(path):
+def test_new_run_starts_a_new_file(path):
     write_steps(path, 1, 2, 3)
     write_steps(path, 1)
     assert steps(path) == [1]
 
 
-def test_a_file_with_other_columns_is_not_touched(path):
+def test_file_with_other_columns_is_not_modified(path):
     path.parent.mkdir()
     path.write_text("step,loss\n1,2.0\n")
     with pytest.raises(UserError, match=r"metrics.csv: has other columns .* move the file away"):
@@ -112,7 +112,7 @@ def test_a_file_with_other_columns_is_not_touched(path):
     assert path.read_text() == "step,loss\n1,2.0\n"
 
 
-def test_a_cut_that_fails_leaves_the_old_file(path, monkeypatch):
+def test_failed_row_removal_keeps_the_old_file(path, monkeypatch):
     write_steps(path, 1, 2, 3)
     before = path.read_bytes()
 
@@ -127,40 +127,40 @@ def test_a_cut_that_fails_leaves_the_old_file(path, monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_is_one_clear_line(path):
+def test_full_disk_is_a_one_line_error(path):
     metrics = MetricsCSV(path, None)
     metrics._file.close()
     metrics._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     with pytest.raises(UserError, match=r"metrics.csv: No space left on device; free some space$"):
         metrics.write({"step": 1})
-    metrics.close()  # and no second error
+    metrics.close()  # no second error
 
 
-def test_csv_needs_no_further_logger(tmp_path):
+def test_csv_needs_no_additional_logger(tmp_path):
     assert make_loggers("csv", tmp_path, LogArgs(), {}) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "mend"), [("tensorbord", "did you mean 'tensorboard'"), ("x", "use csv, tensorboard")]
+    ("name", "hint"), [("tensorbord", "did you mean 'tensorboard'"), ("x", "use csv, tensorboard")]
 )
-def test_an_unknown_logger_names_the_nearest(name, hint, tmp_path):
+def test_unknown_logger_suggests_the_closest(name, hint, tmp_path):
     with pytest.raises(UserError, match=f"--logger_name {name}: no such logger.*{hint}"):
         make_loggers(name, tmp_path, LogArgs(), {})
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
-def test_a_missing_package_is_named_with_the_line_that_installs_it(name, monkeypatch):
+def test_missing_package_error_has_the_install_command(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=f"^--logger_name {name}: .*pip install {name}$"):
         check_loggers(name, LogArgs())
 
 
-def test_tensorboard_holds_the_metrics_and_hyperparameters(tmp_path):
+def test_tensorboard_has_metrics_and_hyperparameters(tmp_path):
     (logger,) = make_loggers("tensorboard", tmp_path, LogArgs(), {"train": {"learning_rate": 4e-4, "epochs": None}})
     for step in (1, 2, 3):
         log_metrics([logger], {"loss": 1 / step, "mfu": None}, step)
     logger.finalize("success")
-    # killed here, and gone on with from the checkpoint of step 2
+    # killed here and resumed from the checkpoint of step 2
     (logger,) = make_loggers("tensorboard", tmp_path, LogArgs(), {}, resume_step=2)
     log_metrics([logger], {"loss": 0.25}, 3)
     logger.finalize("success")
@@ -175,7 +175,7 @@ def test_tensorboard_holds_the_metrics_and_hyperparameters(tmp_path):
     assert b"train/learning_rate" in written
 
 
-def test_several_loggers_at_once(tmp_path, monkeypatch):
+def test_several_loggers(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
     started = {"tensorboard": Recorder(), "wandb": Recorder()}
     for name, logger in started.items():
@@ -193,7 +193,7 @@ class Recorder:
         pass
 
 
-def test_a_logger_that_does_not_start_is_one_line_before_the_first_step(tmp_path, monkeypatch):
+def test_logger_that_does_not_start_is_a_one_line_error(tmp_path, monkeypatch):
     def not_logged_in(folder, log_args, resume_step):
         raise RuntimeError("No API key configured.\nUse `wandb login` to log in.")
 
@@ -204,22 +204,22 @@ def test_a_logger_that_does_not_start_is_one_line_before_the_first_step(tmp_path
     assert "\n" not in str(caught.value) and "No API key configured. Use `wandb login`" in str(caught.value)
 
 
-def test_a_logger_that_fails_later_does_not_end_the_training():
-    class Gone:
+def test_logger_failure_during_training_is_a_warning():
+    class Lost:
         def log_metrics(self, metrics, step):
             raise ConnectionError("no answer")
 
-    class There:
+    class Working:
         def __init__(self):
             self.seen = []
 
         def log_metrics(self, metrics, step):
             self.seen.append((metrics, step))
 
-    there = There()
-    with pytest.warns(UserWarning, match="Gone failed .no answer.*metrics.csv"):
-        log_metrics([Gone(), there], {"loss": 1, "mfu": None}, 7)
-    assert there.seen == [({"loss": 1.0}, 7)]
+    working = Working()
+    with pytest.warns(UserWarning, match="Lost failed .no answer.*metrics.csv"):
+        log_metrics([Lost(), working], {"loss": 1, "mfu": None}, 7)
+    assert working.seen == [({"loss": 1.0}, 7)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         log_metrics([], {"loss": 1.0}, 8)

@@ -11,8 +11,8 @@ from toolkit.ui.loggers import MetricsCSV
 from toolkit.ui.plots import loss_limits, plot_loss, smooth
 
 
-def course(n: int) -> list[float]:
-    """The losses of a usual run."""
+def loss_curve(n: int) -> list[float]:
+    """Return the losses of a typical run."""
     noise = random.Random(1)
     return [2.5 + 6.5 * math.exp(-step / 20) + noise.gauss(0, 0.07) for step in range(n)]
 
@@ -28,12 +28,12 @@ def write_run(path, losses, validate_every: int = 50) -> None:
     metrics.close()
 
 
-@pytest.mark.parametrize("spoiled", [{}, {16: math.nan, 40: math.inf}, {299: math.nan}])
-def test_a_run_gives_a_picture(tmp_path, spoiled, monkeypatch):
+@pytest.mark.parametrize("nonfinite", [{}, {16: math.nan, 40: math.inf}, {299: math.nan}])
+def test_plot_is_written(tmp_path, nonfinite, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # no window system and no global state are needed
-    losses = course(300)
-    for step, loss in spoiled.items():
+    losses = loss_curve(300)
+    for step, loss in nonfinite.items():
         losses[step] = loss
     write_run(tmp_path / "metrics.csv", losses)
     assert plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png") is True
@@ -44,13 +44,13 @@ def test_a_run_gives_a_picture(tmp_path, spoiled, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["loss.png", "metrics.csv"]
 
 
-def test_labels_say_what_is_shown_in_which_units(tmp_path, monkeypatch):
+def test_labels_and_units(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
     seen = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: seen.append(self))
-    write_run(tmp_path / "metrics.csv", course(300))
+    write_run(tmp_path / "metrics.csv", loss_curve(300))
     plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png")
     (axes,) = seen[0].axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("tokens", "loss (nats per token)")
@@ -64,13 +64,13 @@ def test_labels_say_what_is_shown_in_which_units(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("losses", [[], [3.0], [3.0, math.nan]])
-def test_fewer_than_two_losses_are_no_picture(tmp_path, losses):
+def test_fewer_than_two_losses_write_no_plot(tmp_path, losses):
     write_run(tmp_path / "metrics.csv", losses)
     assert plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png") is False
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_two_equal_losses_are_a_picture(tmp_path):
+def test_two_equal_losses_write_a_plot(tmp_path):
     pytest.importorskip("matplotlib")
     low, high = loss_limits([3.0, 3.0], [])
     assert low < 3.0 < high
@@ -78,9 +78,9 @@ def test_two_equal_losses_are_a_picture(tmp_path):
     assert plot_loss(tmp_path / "metrics.csv", tmp_path / "loss.png") is True
 
 
-def test_a_run_does_not_fail_for_want_of_its_picture(tmp_path, monkeypatch):
+def test_plot_errors_do_not_fail_the_run(tmp_path, monkeypatch):
     assert plot_loss(tmp_path / "none.csv", tmp_path / "loss.png") is False
-    write_run(tmp_path / "metrics.csv", course(10))
+    write_run(tmp_path / "metrics.csv", loss_curve(10))
     (tmp_path / "a file").touch()
     assert plot_loss(tmp_path / "metrics.csv", tmp_path / "a file" / "loss.png") is False
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -88,38 +88,38 @@ def test_a_run_does_not_fail_for_want_of_its_picture(tmp_path, monkeypatch):
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_smoothing_takes_the_noise_not_the_course():
+def test_smoothing_removes_noise_and_keeps_the_trend():
     clean = [2.5 + 6.5 * math.exp(-step / 20) for step in range(300)]
-    noisy = course(300)
+    noisy = loss_curve(300)
     smoothed = smooth(noisy)
     assert len(smoothed) == 300 and smoothed[0] == noisy[0]
     rest = range(60, 300)
     rms = [math.sqrt(sum((curve[i] - clean[i]) ** 2 for i in rest) / len(rest)) for curve in (noisy, smoothed)]
     assert rms[1] < rms[0] / 2
-    # at the steep start it neither lags nor leads by much
+    # no large lag at the steep start
     assert max(abs(smoothed[i] - clean[i]) for i in range(60)) < 0.4
 
 
-def test_smoothing_makes_no_hill_of_a_spike():
+def test_smoothing_removes_spikes():
     losses = [2.0] * 200
     losses[100] = losses[101] = 50.0
     assert smooth(losses) == pytest.approx([2.0] * 200)
 
 
-def test_first_losses_do_not_press_the_rest_flat():
+def test_axis_limits_cut_off_the_first_losses():
     losses = [11.0, 6.0, 4.0] + [2.0 + 0.5 * (100 - i) / 100 for i in range(100)]
     low, high = loss_limits(losses, [2.4])
     assert low < 2.0 and 2.5 < high < 3.5
 
 
-def test_a_spike_does_not_press_the_rest_flat_but_a_validation_is_seen():
+def test_axis_limits_cut_off_spikes_but_not_validation_losses():
     losses = [2.0 + 0.5 * (300 - i) / 300 for i in range(300)]
     losses[150] = 40.0
     assert loss_limits(losses, [])[1] < 3.5
     assert loss_limits(losses, [5.0])[1] > 5.0
 
 
-def test_a_usual_course_is_shown_whole():
-    losses = course(300)
+def test_axis_limits_show_a_typical_run_completely():
+    losses = loss_curve(300)
     low, high = loss_limits(losses, [])
     assert low < min(losses) and high > max(losses)

@@ -17,7 +17,7 @@ VALIDATION = {"val_loss": 3.3012, "val_ppl": 27.145, "val_bpb": 1.2134}
 
 
 class Clock:
-    """Seconds that pass only when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +43,7 @@ def steps_in(text: str) -> list[int]:
     return [int(step) for step in re.findall(r"step (\d+)[/ ].*\| loss", text)]
 
 
-def test_a_step_is_one_line_with_all_its_numbers(clock):
+def test_step_is_one_line_with_all_numbers(clock):
     out = io.StringIO()
     progress = PlainProgress(1000, out, clock)
     progress.step(1, METRICS | {"mfu": 0.4123, "peak_memory_gb": 12.345})
@@ -52,25 +52,25 @@ def test_a_step_is_one_line_with_all_its_numbers(clock):
     first, second = out.getvalue().splitlines()
     assert first == (
         f"{STAMP}step 1/1000 | loss 3.2145 | lr 3.9e-04 | grad norm 0.87 | tok/s 12.3k | tokens 5.24M | MFU 41.2% | "
-        "memory 12.3 GB | 0s gone"
+        "memory 12.3 GB | elapsed 0s"
     )
     assert second == (
-        f"{STAMP}step 2/1000 | loss 3.2145 | lr 3.9e-04 | grad norm 0.87 | tok/s 12.3k | tokens 5.24M | 1m 05s gone | "
-        "18h 01m left"
+        f"{STAMP}step 2/1000 | loss 3.2145 | lr 3.9e-04 | grad norm 0.87 | tok/s 12.3k | tokens 5.24M | "
+        "elapsed 1m 05s | 18h 01m left"
     )
 
 
-def test_steps_are_printed_once_a_second_and_the_first_and_last_always(clock):
+def test_steps_are_printed_once_per_second_plus_first_and_last(clock):
     out = io.StringIO()
     with PlainProgress(100, out, clock) as progress:
         for step in range(1, 101):
             progress.step(step, METRICS)
             clock.now += 0.125
-        assert out.getvalue().splitlines()[-1].startswith(f"{STAMP}step 100/100 |"), "before what comes after it"
+        assert out.getvalue().splitlines()[-1].startswith(f"{STAMP}step 100/100 |"), "printed before later output"
     assert steps_in(out.getvalue()) == [*range(1, 101, 8), 100]
 
 
-def test_after_a_minute_steps_are_printed_once_in_ten_seconds(clock):
+def test_after_a_minute_steps_are_printed_every_ten_seconds(clock):
     out = io.StringIO()
     with PlainProgress(200, out, clock) as progress:
         for step in range(1, 201):
@@ -79,7 +79,7 @@ def test_after_a_minute_steps_are_printed_once_in_ten_seconds(clock):
     assert steps_in(out.getvalue()) == [*range(1, 61), *range(70, 201, 10)]
 
 
-def test_the_last_step_of_a_run_that_another_limit_ends_is_printed_at_its_close(clock):
+def test_last_step_without_a_step_limit_is_printed_at_close(clock):
     out = io.StringIO()
     with PlainProgress(None, out, clock) as progress:
         for step in range(1, 8):
@@ -87,10 +87,10 @@ def test_the_last_step_of_a_run_that_another_limit_ends_is_printed_at_its_close(
     assert steps_in(out.getvalue()) == [1, 7]
     assert "step 7 |" in out.getvalue() and "left" not in out.getvalue()
     progress.close()
-    assert steps_in(out.getvalue()) == [1, 7], "closing twice prints nothing more"
+    assert steps_in(out.getvalue()) == [1, 7], "a second close prints nothing"
 
 
-def test_everything_but_steps_is_printed_at_once(clock):
+def test_everything_except_steps_is_printed_immediately(clock):
     out = io.StringIO()
     progress = PlainProgress(None, out, clock)
     progress.phase("preparing data")
@@ -116,7 +116,7 @@ def test_everything_but_steps_is_printed_at_once(clock):
     ]
 
 
-def test_a_validation_without_its_loss_is_our_own_mistake(clock):
+def test_validation_without_a_loss_is_an_assertion_error(clock):
     with pytest.raises(AssertionError, match="val_loss"):
         PlainProgress(None, io.StringIO(), clock).validation(1, {"loss": 1.0})
 
@@ -140,11 +140,11 @@ with make_progress(total_steps=int(sys.argv[1]), enabled=True) as progress:
     for step in range(1, int(sys.argv[1]) + 1):
         progress.step(step, {METRICS!r})
         progress.message("x" * 100)
-print("the training went on to its end", file=sys.stderr)
+print("training finished", file=sys.stderr)
 """
 
 
-def test_a_pipe_gets_no_escape_codes_even_with_colours_forced(monkeypatch):
+def test_pipe_gets_no_escape_codes_even_with_forced_colors(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     done = subprocess.run([sys.executable, "-c", RUN, "3"], capture_output=True, text=True, check=True, timeout=30)
@@ -153,17 +153,17 @@ def test_a_pipe_gets_no_escape_codes_even_with_colours_forced(monkeypatch):
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_goes_away_stops_the_printing_not_the_training(unbuffered):
+def test_broken_pipe_stops_the_output_not_the_training(unbuffered):
     command, environment = [sys.executable, "-c", RUN, "5000"], os.environ | {"PYTHONUNBUFFERED": unbuffered}
     run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert run.stdout is not None and run.stderr is not None
     assert run.stdout.readline() == b"Training\n"
     run.stdout.close()
-    assert run.stderr.read() == b"the training went on to its end\n"
+    assert run.stderr.read() == b"training finished\n"
     assert run.wait(timeout=30) == 0
 
 
-def test_what_the_output_cannot_encode_is_replaced():
+def test_unencodable_characters_are_replaced():
     raw = io.BytesIO()
     out = SafeOutput(io.TextIOWrapper(raw, encoding="ascii"))
     out.write("naïve → text\n")
@@ -171,7 +171,7 @@ def test_what_the_output_cannot_encode_is_replaced():
     assert raw.getvalue() == b"na?ve ? text\n"
 
 
-def test_a_closed_output_is_no_error():
+def test_closed_output_is_not_an_error():
     file = io.StringIO()
     file.close()
     out = SafeOutput(file)
@@ -179,7 +179,7 @@ def test_a_closed_output_is_no_error():
     out.flush()
 
 
-def test_time_left_leaves_out_the_start_and_follows_the_recent_steps(clock):
+def test_time_left_excludes_the_start_and_follows_recent_steps(clock):
     pace = Pace(clock)
     clock.now = 100.0  # preparing, compiling
     pace.step(1)
@@ -197,7 +197,7 @@ def test_time_left_leaves_out_the_start_and_follows_the_recent_steps(clock):
     assert pace.seconds_left(400, 1000) == pytest.approx(1200, rel=0.01)
 
 
-def test_time_left_starts_anew_at_the_step_of_a_resume(clock):
+def test_time_left_after_a_resume(clock):
     pace = Pace(clock)
     for step in (5001, 5011, 5021):  # log_interval 10
         pace.step(step)
@@ -205,7 +205,7 @@ def test_time_left_starts_anew_at_the_step_of_a_resume(clock):
     assert pace.seconds_left(5021, 6021) == pytest.approx(1000)
 
 
-def test_pauses_are_a_share_of_the_time_left_not_slow_steps(clock):
+def test_pauses_are_a_fraction_of_the_time_left(clock):
     pace = Pace(clock)
     pace.phase("training")
     for step in range(1, 102):

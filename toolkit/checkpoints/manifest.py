@@ -13,7 +13,7 @@ from pathlib import Path
 
 from toolkit.checksums import Checksum, check_entries, checksum_files, find_damage
 from toolkit.errors import UserError
-from toolkit.ui.files import write_whole
+from toolkit.ui.files import write_atomic
 from toolkit.untrusted import read_json
 
 COMPLETE = "COMPLETE"
@@ -35,7 +35,7 @@ def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
     """
     values = {"format_version": FORMAT_VERSION, "files": dict(sorted(files.items())), "crc32": _crc32(files)}
     text = json.dumps(values, indent=1)
-    write_whole(folder / COMPLETE, f"{text}\n".encode())
+    write_atomic(folder / COMPLETE, f"{text}\n".encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Checksum] | None:

@@ -1,4 +1,4 @@
-"""Where to compute, and in which precision. Without Lightning, whose import takes longer than torch's."""
+"""Selection of accelerator, precision and kernels. Does not import Lightning, which is slow to import."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from toolkit.args import Accelerator, Precision
 from toolkit.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""torch's dtypes by the names that options have for them."""
+"""torch dtypes by option value."""
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
-"""The sizes with which cuBLAS gives the same bits every time; see its documentation on reproducibility."""
+"""Workspace sizes with which cuBLAS is deterministic; see its documentation on reproducibility."""
 
 
 def pick_accelerator(accelerator: Accelerator) -> str:
     """Return "cpu", "cuda" or "mps".
 
     Raises:
-        UserError: the accelerator that was asked for is not there.
+        UserError: the requested accelerator is not available.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if accelerator == "auto":
-        return next(name for name, there in available.items() if there)
+        return next(name for name, is_available in available.items() if is_available)
     if not available[accelerator]:
-        there = " or ".join(name for name, is_there in available.items() if is_there)
-        raise UserError(f"--accelerator {accelerator}: no such device on this machine; use {there} or auto")
+        choices = " or ".join(name for name, is_available in available.items() if is_available)
+        raise UserError(f"--accelerator {accelerator}: no such device on this machine; use {choices} or auto")
     return accelerator
 
 
@@ -49,12 +49,12 @@ def device_memory(accelerator: str) -> float:
 
 
 def pick_precision(precision: Precision | None, accelerator: str, on_cuda: Precision = "bf16-mixed") -> Precision:
-    """Return the precision to run with: what was asked for, else ``on_cuda`` on CUDA and 32-true elsewhere.
+    """Return the requested precision; by default ``on_cuda`` on CUDA and 32-true elsewhere.
 
-    Where CUDA has no bfloat16 that is 16-mixed.
+    The default is 16-mixed on CUDA devices without bfloat16.
 
     Raises:
-        UserError: the device cannot do it.
+        UserError: the device does not support it.
     """
     bf16_cuda = accelerator == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if precision is None:
@@ -67,17 +67,17 @@ def pick_precision(precision: Precision | None, accelerator: str, on_cuda: Preci
 
 
 def choose_attention_kernels(*, fixed_shapes: bool, has_masks: bool) -> None:
-    """Say which kernels attention may take on CUDA in this process, for fixed shapes or for any.
+    """Enable or disable cuDNN attention on CUDA in this process.
 
-    torch 2.11 and later prefer cuDNN's, which are the fastest, on Hopper; but they are planned anew for every shape, up
-    to a second each, and with masks their gradients may be NaN (pytorch 196678).
+    torch 2.11 and later prefer cuDNN's kernels on Hopper, where they are the fastest. They are compiled for each new
+    shape, up to a second each, and with masks their gradients may be NaN (pytorch 196678).
     """
     torch.backends.cuda.enable_cudnn_sdp(fixed_shapes and not has_masks)
 
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Where every call has another shape: see :func:`choose_attention_kernels`."""
+    """Disable cuDNN attention, for calls whose shapes vary: see :func:`choose_attention_kernels`."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -88,10 +88,10 @@ def without_cudnn_attention() -> Iterator[None]:
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Have torch take only algorithms that give the same bits every time; enter it before the first matrix product.
+    """Restrict torch to deterministic algorithms; enter it before the first matrix product.
 
     Raises:
-        UserError: within it, an operation has no such algorithm; or the environment's cuBLAS workspace rules it out.
+        UserError: an operation has no deterministic algorithm, or the environment sets another cuBLAS workspace.
     """
     if not enabled:
         yield
@@ -99,12 +99,12 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     workspace = os.environ.setdefault(CUBLAS_WORKSPACE, DETERMINISTIC_WORKSPACES[0])
     if workspace not in DETERMINISTIC_WORKSPACES:
         raise UserError(
-            f"--deterministic true: needs {CUBLAS_WORKSPACE} {' or '.join(DETERMINISTIC_WORKSPACES)}, and it is "
+            f"--deterministic true: needs {CUBLAS_WORKSPACE} {' or '.join(DETERMINISTIC_WORKSPACES)}, not "
             f"{workspace}; unset it"
         )
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn
-    benchmark, cudnn.benchmark = cudnn.benchmark, False  # which chooses a kernel by the clock
+    benchmark, cudnn.benchmark = cudnn.benchmark, False  # it selects kernels by timing
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -113,7 +113,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
         if found is None:
             raise
         raise UserError(
-            f"--deterministic true: {found[1]} has no deterministic form on this device; leave --deterministic out"
+            f"--deterministic true: {found[1]} has no deterministic implementation on this device; drop --deterministic"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -121,5 +121,5 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
 
 
 def count_devices(accelerator: str) -> int | None:
-    """Return the number of devices of this machine; None for the CPU, which any number of processes can share."""
+    """Return the number of devices on this machine; None for the CPU, which any number of processes can share."""
     return {"cuda": torch.cuda.device_count(), "mps": 1}.get(accelerator)

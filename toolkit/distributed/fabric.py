@@ -1,4 +1,4 @@
-"""Where a run happens: the one place that builds Lightning's Fabric."""
+"""Construction of Lightning's Fabric, in one place."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from toolkit.distributed.world import WorldInfo, cluster_environment
 
 
 class _DDP(LauncherMixin, DDPStrategy):
-    """Fabric's DDP, started in our way."""
+    """Fabric's DDP with toolkit's launcher."""
 
 
 class _Sharded(LauncherMixin, ShardedStrategy):
-    """FSDP, started in our way."""
+    """FSDP with toolkit's launcher."""
 
 
 class _True16Bits(HalfPrecision):
-    """Fabric's own, but for the module: adapters stay fp32 beside a base in 16 bits."""
+    """Fabric's half precision, except that adapters stay fp32 beside a 16-bit base model."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module
 
 
 def single_device_fabric(accelerator: Accelerator, precision: Precision | None) -> Fabric:
-    """Build Fabric on one device, ready to use. A model keeps the dtypes that it comes with.
+    """Build a launched Fabric on one device. A model keeps its dtypes.
 
     Raises:
-        UserError: the machine has no such device, or the device not this precision.
+        UserError: the machine has no such device, or the device does not support the precision.
     """
     device = pick_accelerator(accelerator)
     keep_freed_memory(device)
@@ -50,12 +50,12 @@ def single_device_fabric(accelerator: Accelerator, precision: Precision | None) 
 
 
 def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..., None]) -> None:
-    """Have a module on the meta device get its values: here, or, where it is sharded, one unit after the other."""
+    """Materialize a module on the meta device: immediately, or unit by unit when it is sharded."""
     if isinstance(fabric.strategy, ShardedStrategy):
         fabric.strategy.materialize = materialize
     else:
-        for part in module.modules():
-            materialize(part)
+        for submodule in module.modules():
+            materialize(submodule)
 
 
 def build_fabric(
@@ -72,15 +72,15 @@ def build_fabric(
 
     Args:
         accelerator: "cpu", "cuda" or "mps".
-        block_classes: The modules to shard one by one.
+        block_classes: The modules that each become one FSDP unit.
     """
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it greets on every rank
-    how: dict[str, Any] = {"precision": precision}
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it logs a banner on every rank
+    precision_options: dict[str, Any] = {"precision": precision}
     plugins: list[Any] = []
     if precision == "bf16-true":
-        how, plugins = {}, [_True16Bits("bf16-true")]
+        precision_options, plugins = {}, [_True16Bits("bf16-true")]
     if plan.kind == "single":
-        return Fabric(accelerator=accelerator, devices=1, plugins=plugins, **how)
+        return Fabric(accelerator=accelerator, devices=1, plugins=plugins, **precision_options)
     options: dict[str, Any] = {
         "accelerator": accelerator,
         "devices": layout.devices,
@@ -93,6 +93,6 @@ def build_fabric(
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,
         )
         options["plugins"] += plugins
-        return Fabric(strategy=strategy, **how, **options)
+        return Fabric(strategy=strategy, **precision_options, **options)
     assert plan.sharding is not None
     return Fabric(strategy=_Sharded(block_classes, plan.mesh, plan.sharding, fsdp, precision, accelerator), **options)

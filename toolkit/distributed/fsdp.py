@@ -1,14 +1,18 @@
-"""FSDP as this project needs it: on CUDA and on the CPU, with explicit meshes and the mathematics of one device.
+"""FSDP on CUDA and CPU, with explicit meshes and the same numerics as one device.
 
-Under mixed precision one device keeps weights, residual stream, norms and gradients in fp32 and computes matrix
-products in 16 bits (autocast). Here the same is had in four steps: the blocks' matrices are gathered in 16 bits;
-embedding and head, in the root's unit, in fp32; vectors (norms, biases) are not sharded but held in fp32 by every rank,
-their gradients summed once per step; and gradients that wait for their last micro-batch wait in fp32.
-Measured over 20 steps on 2 ranks, largest relative difference of the loss from one device: 3.7e-5, where other
-micro-batches on one device differ by 6.5e-5; with all parameters in bf16, as Fabric has it, 3.7e-4.
+Under mixed precision, a single device keeps weights, residual stream, norms and gradients in fp32 and computes matrix
+products in 16 bits (autocast). FSDP matches that as follows:
 
-Low-rank adapters are held whole by every rank in the same way, whatever the precision: inside a block's unit they would
-cost a gradient as large as the frozen block.
+- block weight matrices are all-gathered in 16 bits;
+- embedding and head, in the root unit, are all-gathered in fp32;
+- vectors (norms, biases) are replicated in fp32, and their gradients are all-reduced once per step;
+- gradients accumulate over micro-batches in fp32.
+
+Measured over 20 steps on 2 ranks, the largest relative difference of the loss from one device is 3.7e-5. Other
+micro-batch sizes on one device differ by 6.5e-5; Fabric's default, all parameters in bf16, by 3.7e-4.
+
+Low-rank adapters are replicated in the same way under every precision: inside a block's unit they would cost a gradient
+as large as the frozen block.
 """
 
 from __future__ import annotations
@@ -43,14 +47,14 @@ class ShardedStrategy(FSDPStrategy):
     """FSDP per block.
 
     Args:
-        block_classes: The classes of the blocks: each block is a unit, what remains is the root's.
+        block_classes: The classes of the blocks. Each block is a unit; the remaining modules form the root unit.
         mesh: (shards,) or (replicas, shards).
         sharding: FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD.
-        options: The user's further options.
-        precision: How to compute.
+        options: Further options from the user.
+        precision: The compute precision.
 
-    ``materialize(module, wanted)`` gives the parameters directly in a module, as far as they are on the meta device and
-    ``wanted``, their values.
+    ``materialize(module, wanted)`` initializes the meta-device parameters directly in ``module`` that satisfy
+    ``wanted``.
     """
 
     materialize: Callable[..., None] | None = None
@@ -64,7 +68,7 @@ class ShardedStrategy(FSDPStrategy):
         precision: Precision,
         device_type: str,
     ) -> None:
-        # the mesh is made in setup_module: Fabric would make one of CUDA devices
+        # setup_module creates the mesh: Fabric would create one of CUDA devices
         super().__init__(sharding_strategy="FULL_SHARD", precision=ShardedPrecision(precision, device_type))
         self.sharding_strategy = ShardingStrategy[sharding]
         self._blocks, self._mesh_shape, self._options = tuple(block_classes), mesh, options
@@ -82,10 +86,10 @@ class ShardedStrategy(FSDPStrategy):
                 f"--fsdp.buffer_dtype {self._options.buffer_dtype}: would have no effect, the model has no buffers"
             )
         unit, root = unit_precision(self._options, self.precision.precision)
-        whole = {id(p) for name, p in module.named_parameters() if is_adapter(name) or unit and _is_vector(p)}
-        names = [name for name, p in module.named_parameters() if id(p) in whole]
+        replicated = {id(p) for name, p in module.named_parameters() if is_adapter(name) or (unit and _is_vector(p))}
+        names = [name for name, p in module.named_parameters() if id(p) in replicated]
         for owner in module.modules() if self.materialize is not None else ():
-            self.materialize(owner, lambda p: id(p) in whole)
+            self.materialize(owner, lambda p: id(p) in replicated)
         self._replicated = [module.get_parameter(name) for name in names]
         for parameter in self._replicated:
             parameter.data = parameter.data.to(self.root_device)
@@ -108,20 +112,20 @@ class ShardedStrategy(FSDPStrategy):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **options: Any
     ) -> torch.Tensor:
-        """Finish the gradient, then clip it; every step does."""
+        """Reduce the replicated gradients, then clip. Called once per optimizer step."""
         self._reduce_replicated_gradients()
         if len(self._mesh_shape) == 1:
             return super().clip_gradients_norm(module, optimizer, max_norm, *args, **options)
-        # Each copy of the model would clip by its own norm. They may differ in the last bit, and the copies with them.
+        # The norms of the replicas may differ in the last bit; clipping by them would let the replicas diverge.
         norm = super().clip_gradients_norm(module, optimizer, math.inf, *args, **options).float()
         dist.all_reduce(norm, op=dist.ReduceOp.MAX)
         clip_grads_with_norm_(list(module.parameters()), max_norm, norm)
         return norm
 
     def _reduce_replicated_gradients(self) -> None:
-        """Average the gradients of the parameters that every rank holds whole, in fp32, in one collective.
+        """All-reduce the gradients of the replicated parameters to their mean, in fp32, in one collective.
 
-        A rank on which a parameter took no part adds zeros.
+        A rank where a parameter has no gradient contributes zeros.
         """
         parameters = [p for p in self._replicated if p.requires_grad]
         if parameters:
@@ -130,33 +134,33 @@ class ShardedStrategy(FSDPStrategy):
                     parameter.grad = torch.zeros_like(parameter)
             flat = torch.cat([p.grad.flatten().float() for p in parameters])
             averaged = sum_over_ranks(flat).div_(world_size())
-            for parameter, part in zip(parameters, averaged.split([p.numel() for p in parameters]), strict=True):
-                parameter.grad.copy_(part.view_as(parameter))
+            for parameter, mean in zip(parameters, averaged.split([p.numel() for p in parameters]), strict=True):
+                parameter.grad.copy_(mean.view_as(parameter))
 
 
 def local_parts(module: nn.Module) -> dict[int, tuple[torch.Size, int]]:
-    """Return, by the id of each parameter that FSDP may shard, its complete shape and the first element held here.
+    """Return the unsharded shape and the local start index of each parameter that FSDP may shard, by ``id``.
 
-    Elements are those of the flattened parameter; how many there are, the parameter itself tells. Empty without FSDP.
+    The index counts elements of the flattened parameter; the local length is the parameter's own. Empty without FSDP.
     """
     units = FullyShardedDataParallel.fsdp_modules(module)
-    flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
+    flat_params = [unit._handle.flat_param for unit in units if unit._handle is not None]
     return {
         id(parameter): (shape, info.intra_param_start_idx or 0)
-        for one in flat
-        for parameter, shape, info in zip(one._params, one._shapes, one._shard_param_infos, strict=True)
+        for flat in flat_params
+        for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)
     }
 
 
 def _is_vector(parameter: nn.Parameter) -> bool:
-    """Norms and biases: too small to shard, and better kept in fp32 than gathered in 16 bits."""
+    """Whether a parameter is a norm or bias: too small to shard, and kept in fp32 rather than gathered in 16 bits."""
     return parameter.ndim < 2
 
 
 class ShardedPrecision(FSDPPrecision):
-    """Autocast as on one device; the dtypes of the units are :func:`unit_precision`'s.
+    """Autocast as on one device; :func:`unit_precision` sets the dtypes of the units.
 
-    Fabric's own rounds reduction and buffers to 16 bits and enters CUDA's autocast even on a CPU.
+    Fabric's class reduces gradients and stores buffers in 16 bits, and enters CUDA autocast even on a CPU.
     """
 
     def __init__(self, precision: Precision, device_type: str) -> None:
@@ -170,7 +174,7 @@ class ShardedPrecision(FSDPPrecision):
         return torch.autocast(self._device_type, dtype=dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module  # its dtypes are as they should be: adapters stay fp32 beside a base in 16 bits
+        return module  # dtypes are already set: adapters stay fp32 beside a 16-bit base model
 
     @property
     def mixed_precision_config(self) -> None:
@@ -178,9 +182,9 @@ class ShardedPrecision(FSDPPrecision):
 
 
 class _AccumulateInFP32(_BackwardSyncControl):
-    """Keeps FSDP from reducing a gradient before the last micro-batch.
+    """Defers FSDP's gradient reduction to the last micro-batch and accumulates in fp32.
 
-    torch keeps such a gradient in the dtype that its unit computes in, and a sum in 16 bits loses what is small.
+    torch would accumulate in the unit's compute dtype; a 16-bit sum loses small gradients.
     """
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
@@ -196,4 +200,4 @@ def _accumulate(module: FullyShardedDataParallel) -> Iterator[None]:
         gradient = None if handle is None else handle.flat_param.grad
         if gradient is not None and gradient.dtype != handle._orig_param_dtype:
             gradient.data = gradient.to(handle._orig_param_dtype)
-            handle._use_unsharded_grad_views()  # or the parameters keep views of the old one
+            handle._use_unsharded_grad_views()  # otherwise parameters keep views of the old tensor

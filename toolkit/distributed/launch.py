@@ -1,7 +1,7 @@
-"""How the processes of a run start and meet; :mod:`toolkit.distributed.shutdown` is how they end.
+"""Launch and rendezvous of a run's processes; :mod:`toolkit.distributed.shutdown` handles their end.
 
-They meet twice: first at a store on rank 0 (torch's TCPStore), where they wait for each other while the data is
-prepared (S5), then in the process group, for the collectives.
+Processes first rendezvous at a store on rank 0 (torch's TCPStore) and wait there while the data is prepared (S5).
+They then create the process group for collectives.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from toolkit.distributed.world import WorldInfo
 from toolkit.errors import PeerLostError, UserError
 
 T = TypeVar("T")
-_HEARTBEAT = 30.0  # seconds between two lines of a rank that waits
+_HEARTBEAT = 30.0  # seconds between messages of a waiting rank
 _runs = count()
 
 
 class Timeouts(NamedTuple):
-    """Seconds to wait for a rank that does not answer."""
+    """Seconds to wait for an unresponsive rank."""
 
     first: float
-    """Before the first step is done, while models are built and kernels compiled, and while checkpoints are written."""
+    """Until the first step completes (model build, kernel compilation), and while checkpoints are written."""
     later: float
 
     @classmethod
@@ -56,7 +56,7 @@ class Timeouts(NamedTuple):
 
 
 class LauncherMixin:
-    """For Fabric's strategies of several processes: starting them is one thing, the process group another."""
+    """For Fabric's multi-process strategies: launches processes without creating the process group."""
 
     def _configure_launcher(self: Any) -> None:
         self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -67,14 +67,14 @@ class LauncherMixin:
 
     def setup_module(self: Any, module: nn.Module) -> nn.Module:
         wrapped = super().setup_module(module)  # type: ignore[misc]
-        ranks.set_timeout(ranks.timeout())  # the strategy may have made groups, which begin with torch's default
+        ranks.set_timeout(ranks.timeout())  # new groups start with torch's default timeout
         return wrapped
 
 
 class _Launcher(_SubprocessScriptLauncher):
-    """Fabric's, which starts the same command once per device, without its watch over the processes.
+    """Fabric's subprocess launcher, which starts the same command once per device, without its process monitor.
 
-    That one kills the run at once when a process ends in any way but well, be it with a checkpoint saved.
+    Fabric's monitor kills the run as soon as a process exits with an error, even after saving a checkpoint.
     """
 
     def launch(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class _Launcher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             os.environ[PARENT] = str(os.getpid())
             self.procs = children
-            atexit.register(wait_for_children)  # the command is over when all of its processes are
+            atexit.register(wait_for_children)  # the command ends after all its processes
             self._call_children_scripts()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
@@ -90,12 +90,12 @@ class _Launcher(_SubprocessScriptLauncher):
 
 @contextmanager
 def launch_processes(fabric: Fabric, layout: WorldInfo, timeouts: Timeouts) -> Iterator[RunGroup]:
-    """Start the processes of a run; they end together, with one message and the exit code of what went wrong.
+    """Launch the processes of a run. They end together, with one message and the exit code of the root cause.
 
     Raises:
-        UserError: the processes do not find each other within the timeout.
-        PeerLostError: another process is gone, or does not answer.
-        PeerShutdownError: another process says why the run ends.
+        UserError: the rendezvous does not complete within the timeout.
+        PeerLostError: another process exited or does not respond.
+        PeerShutdownError: another process reports why the run ends.
     """
     fabric.launch()
     group = RunGroup(fabric, layout, timeouts)
@@ -113,7 +113,7 @@ def launch_processes(fabric: Fabric, layout: WorldInfo, timeouts: Timeouts) -> I
 
 
 class RunGroup:
-    """The processes of one run, from their first meeting on. In a run of one process there is nothing to wait for."""
+    """The processes of one run, from the rendezvous on. With one process every wait is a no-op."""
 
     def __init__(self, fabric: Fabric, layout: WorldInfo, timeouts: Timeouts) -> None:
         self.fabric, self.layout, self.timeouts = fabric, layout, timeouts
@@ -121,10 +121,10 @@ class RunGroup:
         self._store: dist.Store | None = None
 
     def rendezvous(self) -> None:
-        """Wait for all ranks at the store.
+        """Connect to the store and wait for all ranks there.
 
         Raises:
-            UserError: they do not come within the timeout, or cannot.
+            UserError: a rank does not arrive within the timeout, or cannot connect.
         """
         environment, rank = self.fabric.strategy.cluster_environment, self.layout.global_rank
         host, port = environment.main_address, environment.main_port
@@ -133,24 +133,26 @@ class RunGroup:
         try:
             store = open_store(host, port, self.timeouts.first, is_host=rank == 0)
         except TimeoutError as error:
-            raise UserError(f"{address}: rank 0 does not answer there {limit} ({error}); {hint}") from None
+            raise UserError(f"{address}: no answer from rank 0 {limit} ({error}); {hint}") from None
         except dist.DistError as error:
             why = first_line(error)
-            raise UserError(f"{address}: cannot be used ({why}); take a free port of the first node") from None
+            raise UserError(f"{address}: not usable ({why}); use a free port of the first node") from None
         name = name_run(next(_runs))
         self._store = dist.PrefixStore(name, store)
-        # Its own connection: while the process group waits for a key on the other, nothing else gets through there.
+        # A separate connection: the process group blocks the other one while it waits for a key.
         self.ending.store = dist.PrefixStore(name, open_store(host, port, self.timeouts.first, is_host=False))
-        if self._ask(lambda: self._store.add(f"claimed/{rank}", 1)) > 1:
-            raise UserError(f"NODE_RANK {self.layout.node_rank}: another process is rank {rank}, too; number the nodes")
+        if self._query_store(lambda: self._store.add(f"claimed/{rank}", 1)) > 1:
+            raise UserError(
+                f"NODE_RANK {self.layout.node_rank}: another process is also rank {rank}; number the nodes from 0"
+            )
         what = "for all processes to start"
         if rank != 0:
             self._wait_for(lifeline.ADDRESS, what)
-        self.ending.lifeline = self._ask(lambda: Lifeline(self._store, host, port, rank))
+        self.ending.lifeline = self._query_store(lambda: Lifeline(self._store, host, port, rank))
         try:
             self._roll_call("here", what)
         except TimeoutError as error:
-            raise UserError(f"{address}: {error} has not come there {limit}; {hint}") from None
+            raise UserError(f"{address}: {error} did not connect {limit}; {hint}") from None
 
     def first_then_others(self, prepare: Callable[[], T]) -> T:
         """Call ``prepare`` on rank 0, then on the first rank of each other node, then on the rest (S5)."""
@@ -163,24 +165,24 @@ class RunGroup:
             self._wait_for(f"prepared/{self.layout.node_rank}", what)
         value = prepare()
         if self.layout.local_rank == 0:
-            self._ask(lambda: self._store.set(f"prepared/{self.layout.node_rank}", ""))
+            self._query_store(lambda: self._store.set(f"prepared/{self.layout.node_rank}", ""))
         return value
 
     def init_process_group(self) -> None:
-        """Make the process group.
+        """Create the process group.
 
         Raises:
-            PeerLostError: a rank does not come within the timeout.
-            UserError: there are more or fewer processes than the layout says.
+            PeerLostError: a rank does not arrive within the timeout.
+            UserError: the number of processes differs from the layout.
         """
         if self._store is None:
             return
-        try:  # and not in torch's own wait, which does not see that a rank has failed
+        try:  # torch's own wait does not detect a failed rank
             self._roll_call("ready", "for all ranks to have the data")
         except TimeoutError as error:
             minutes = self.timeouts.first / 60
             raise PeerLostError(
-                f"no answer from {error} for {minutes:g} minutes; does it need a longer --timeout?"
+                f"no answer from {error} for {minutes:g} minutes; raise --timeout if it needs longer"
             ) from None
         self.ending.lifeline.is_watching = False
         rank, size = self.layout.global_rank, self.layout.world_size
@@ -189,25 +191,25 @@ class RunGroup:
             dist.init_process_group(store=self._store, rank=rank, world_size=size, timeout=timeout, **backends)
             atexit.register(_leave)
         ranks.set_timeout(self.timeouts.first)
-        ranks.barrier()  # nobody watches these connections any more
+        ranks.barrier()  # no rank needs the lifeline from here on
         self.ending.lifeline.close()
         if not self.fabric.world_size == ranks.world_size() == size:
             raise UserError(
-                f"--devices {self.layout.devices}: {size} processes were expected on --num_nodes "
-                f"{self.layout.num_nodes}, and there are {ranks.world_size()}"
+                f"--devices {self.layout.devices}: expected {size} processes on --num_nodes "
+                f"{self.layout.num_nodes}, found {ranks.world_size()}"
             )
 
     def first_step_done(self) -> None:
         ranks.set_timeout(self.timeouts.later)
 
     def _roll_call(self, name: str, what: str) -> None:
-        """Wait until all ranks have come to this point; rank 0 keeps the time.
+        """Wait until all ranks reach this point; rank 0 enforces the timeout.
 
         Raises:
-            TimeoutError: on rank 0; its text names the ranks that are missing.
+            TimeoutError: on rank 0; the message names the missing ranks.
         """
         assert self._store is not None
-        self._ask(lambda: self._store.set(f"{name}/{self.layout.global_rank}", ""))
+        self._query_store(lambda: self._store.set(f"{name}/{self.layout.global_rank}", ""))
         if self.layout.global_rank != 0:
             return self._wait_for(name, what)
         started, others = time.monotonic(), range(1, self.layout.world_size)
@@ -221,15 +223,15 @@ class RunGroup:
         self._store.set(name, "")
 
     def _wait_for(self, key: str, what: str, deadline: float = math.inf) -> None:
-        """Wait for another rank to set a key, and say so now and then. A rank that has failed ends the wait."""
-        started = said = time.monotonic()
-        while not self._ask(lambda: self._is_set(key)):
+        """Wait for another rank to set a key, with periodic messages. A failed rank ends the wait."""
+        started = last_message = time.monotonic()
+        while not self._query_store(lambda: self._is_set(key)):
             if (now := time.monotonic()) > deadline:
                 raise TimeoutError
-            if now - said >= _HEARTBEAT and self.ending.is_reporter:
-                said = now
+            if now - last_message >= _HEARTBEAT and self.ending.is_reporter:
+                last_message = now
                 ranks.rank_print(f"waiting {what} ({now - started:.0f} s)")
-            time.sleep(0.05)  # the store's own wait writes a warning whenever it comes back without the key
+            time.sleep(0.05)  # the store's own wait logs a warning on every timeout
 
     def _is_set(self, key: str) -> bool:
         assert self._store is not None
@@ -239,23 +241,23 @@ class RunGroup:
             raise PeerLostError("another rank has ended")
         return False
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        """Ask the store something.
+    def _query_store(self, query: Callable[[], T]) -> T:
+        """Run a store query.
 
         Raises:
-            PeerLostError: it does not answer within the timeout.
+            PeerLostError: the store does not answer within the timeout.
         """
         try:
-            return within(self.timeouts.first, question)
+            return within(self.timeouts.first, query)
         except TimeoutError:
             minutes = self.timeouts.first / 60
-            raise PeerLostError(f"no answer from the store of rank 0 for {minutes:g} minutes (--timeout)") from None
+            raise PeerLostError(f"no answer from rank 0's store for {minutes:g} minutes (--timeout)") from None
 
 
 def choose_backends(device: torch.device) -> dict[str, Any]:
-    """Return what ``init_process_group`` is to be given for a rank on ``device``.
+    """Return the backend arguments of ``init_process_group`` for a rank on ``device``.
 
-    NCCL gets the device, too: it would guess it by the rank, wrongly where a rank does not see all devices of its node.
+    NCCL would guess the device from the rank, which is wrong where a rank does not see all devices of its node.
     """
     if device.type != "cuda":
         return {"backend": "gloo"}
@@ -266,5 +268,5 @@ def _leave() -> None:
     if ranks.is_distributed():
         with suppress(Exception):
             dist.destroy_process_group()
-        # gloo's threads may still hold the last collectives' tensors: to let go of one while Python ends is an abort
+        # gloo's threads may still hold tensors of the last collectives; freeing one during interpreter exit aborts
         time.sleep(0.2)

@@ -1,7 +1,7 @@
-"""How rank 0 and the other ranks notice each other's end before the process group exists, while data is prepared.
+"""Detection of process exits between rank 0 and the other ranks, before the process group exists.
 
-Each rank holds a TCP connection to rank 0. The system closes it with the process, however that ends and whatever it is
-busy with, and ends it some seconds after a node has lost power.
+Each rank keeps a TCP connection to rank 0. The operating system closes it when the process exits for any reason, and
+keepalive probes close it some seconds after a node loses power.
 """
 
 from __future__ import annotations
@@ -21,57 +21,57 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # secon
 
 
 class Lifeline:
-    """One rank's end of these connections, open until :meth:`close`.
+    """One rank's side of these connections, open until :meth:`close`.
 
-    Where nobody can connect, because of a firewall say, nobody is lost, and only timeouts are left.
+    Where connections fail, for example behind a firewall, no rank is reported as lost and only timeouts remain.
 
     Args:
-        store: Where rank 0 publishes its address, and the others find it.
-        host, port: Those of the store; other nodes can reach rank 0 there, or at the address it reaches the store from.
-        rank: This process.
+        store: Where rank 0 publishes its address.
+        host, port: Address of the store. Other nodes reach rank 0 there, or at the address rank 0 connects from.
+        rank: Rank of this process.
     """
 
     def __init__(self, store: Store, host: str, port: int, rank: int) -> None:
         self.lost: set[int] = set()
-        """Ranks whose processes have ended."""
+        """Ranks whose processes have exited."""
         self.is_watching = True
-        """Set to False when the process group takes over: an end is then none of this class's business."""
+        """Set to False when the process group takes over; later exits are not recorded."""
         self._closed = threading.Event()
         if rank == 0:
-            watch, connection = self._accept, _listen(store, host, port)
+            watch, connection = self._watch_peers, _listen(store, host, port)
         else:
-            watch, connection = self._hold, _connect(store, host, rank)
+            watch, connection = self._watch_rank0, _connect(store, host, rank)
         if connection is not None:
             threading.Thread(target=watch, args=[connection], daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
 
-    def _lose(self, rank: int) -> None:
+    def _mark_lost(self, rank: int) -> None:
         if self.is_watching:
             self.lost.add(rank)
 
-    def _accept(self, server: socket.socket) -> None:
+    def _watch_peers(self, server: socket.socket) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)
             while not self._closed.is_set():
                 for key, _ in selector.select(timeout=0.5):
                     if key.fileobj is server:
-                        with suppress(OSError):  # who connects may have left already
+                        with suppress(OSError):  # the peer may have disconnected already
                             selector.register(_keep_alive(server.accept()[0]), selectors.EVENT_READ)
                         continue
                     data = _receive(key.fileobj)
-                    if key.data is None and data:  # its first message
+                    if key.data is None and data:  # the first message is the peer's rank
                         selector.modify(key.fileobj, selectors.EVENT_READ, int.from_bytes(data, "big"))
                     elif not data:
                         selector.unregister(key.fileobj)
                         key.fileobj.close()
                         if key.data is not None:
-                            self._lose(key.data)
+                            self._mark_lost(key.data)
             for key in list(selector.get_map().values()):
                 key.fileobj.close()
 
-    def _hold(self, connection: socket.socket) -> None:
+    def _watch_rank0(self, connection: socket.socket) -> None:
         with connection:
             connection.settimeout(0.5)
             while not self._closed.is_set():
@@ -82,26 +82,26 @@ class Lifeline:
                     continue
                 except OSError:
                     break
-            self._lose(0)
+            self._mark_lost(0)
 
 
 def _listen(store: Store, host: str, port: int) -> socket.socket | None:
-    """Open rank 0's server and publish its address at the store; empty where it cannot be opened."""
+    """Open rank 0's server and publish its address at the store, or an empty string if that fails."""
     try:
         with socket.create_connection((host, port), timeout=10) as probe:
-            family, own = probe.family, probe.getsockname()[0]
-        if ipaddress.ip_address(own).is_loopback:  # the store is here: other nodes reach this server by its host, too
-            own = ""
-        server = socket.create_server((own, 0), family=family)
+            family, local_address = probe.family, probe.getsockname()[0]
+        if ipaddress.ip_address(local_address).is_loopback:  # a local store: other nodes reach this server by its host
+            local_address = ""
+        server = socket.create_server((local_address, 0), family=family)
     except OSError:
         store.set(ADDRESS, "")
         return None
-    store.set(ADDRESS, f"{own} {server.getsockname()[1]}")
+    store.set(ADDRESS, f"{local_address} {server.getsockname()[1]}")
     return server
 
 
 def _connect(store: Store, host: str, rank: int) -> socket.socket | None:
-    """Connect to rank 0, whose address is at the store; None where that cannot be, because of a firewall say."""
+    """Connect to rank 0 at the address in the store; None where that fails, for example behind a firewall."""
     address, _, port = store.get(ADDRESS).decode().rpartition(" ")
     if not port:
         return None

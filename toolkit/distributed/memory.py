@@ -1,4 +1,4 @@
-"""What the C library does with freed memory, where the work is on the CPU. Only glibc is told anything."""
+"""Tuning of glibc's allocator for CPU training. A no-op with other C libraries."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 
 def _glibc(name: str) -> Callable[..., int] | None:
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None  # musl has none of them
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None  # musl lacks both
 
 
 def keep_freed_memory(accelerator: str) -> None:
-    """Have glibc keep large freed blocks instead of handing them back to the kernel, where the work is on the CPU.
+    """Let glibc keep large freed blocks instead of returning them to the kernel, for training on the CPU.
 
-    A training step frees and takes the same tensors again and again; by default each goes through mmap and is paged
-    in anew. The parameters are mallopt(3)'s M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD.
+    A training step frees and reallocates the same tensors; by default each allocation is a new mmap with page faults.
+    The parameters are mallopt(3)'s M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD.
     """
     mallopt = _glibc("mallopt")
     if accelerator == "cpu" and mallopt is not None:
@@ -24,7 +24,7 @@ def keep_freed_memory(accelerator: str) -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Give freed memory back. glibc would keep the room of each freed tensor, and may find none of it large enough."""
+    """Return freed memory to the kernel; glibc would keep fragments that may be too small to reuse."""
     trim = _glibc("malloc_trim")
     if trim is not None:
         trim(0)

@@ -1,7 +1,7 @@
-"""What the processes (ranks) of a run say to each other. In a run of one process every function is its own answer.
+"""Rank information and collectives. In a run of one process every collective returns its input.
 
-Small things (counts, flags, names) go over the CPU, whatever the devices: a rank that is gone is then noticed at once
-and as an exception.
+Small values (counts, flags, names) use CPU collectives on every device: gloo reports a lost rank at once, as an
+exception.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def world_size() -> int:
 
 
 def barrier() -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks call this."""
     all_reduce_sum(here=1)
 
 
 def all_reduce_sum(**values: int) -> dict[str, int]:
-    """Sum each value over all ranks, in one collective. Flags are 0 or 1: above zero means that some rank says yes."""
+    """Sum each value over all ranks, in one collective. For 0/1 flags, a sum above zero means "on some rank"."""
     if not is_distributed():
         return values
-    ballot = torch.tensor(list(values.values()), dtype=torch.int64)
-    dist.all_reduce(ballot)
-    return dict(zip(values, ballot.tolist(), strict=True))
+    packed = torch.tensor(list(values.values()), dtype=torch.int64)
+    dist.all_reduce(packed)
+    return dict(zip(values, packed.tolist(), strict=True))
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,22 +74,22 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def rank_print(*message: object, rank: int | None = None) -> None:
-    """Print a message with its rank before it, on the rank that is named, or on every one.
+    """Print a message with a rank prefix, on ``rank`` or on every rank.
 
-    Before a run connects the processes, the rank is what the launcher has told this one.
+    Before the process group exists, the rank is read from the launcher's environment variables.
 
     >>> rank_print("ready", rank=1)
     [rank 1] ready
     """
     here = global_rank() if is_distributed() else _announced_rank()
     if rank is None or rank == here:
-        # in one piece, or lines of ranks that print at the same time mix
+        # a single write, so that concurrent lines of several ranks do not mix
         sys.stdout.write(" ".join([f"[rank {here}]", *map(str, message)]) + "\n")
         sys.stdout.flush()
 
 
 def _announced_rank() -> int:
-    """The rank by the environment of torchrun, of SLURM, or of the processes that a run starts (LOCAL_RANK)."""
+    """Return the rank set by torchrun, by SLURM, or by toolkit's launcher (LOCAL_RANK)."""
     if "RANK" not in os.environ and "LOCAL_RANK" in os.environ:
         node, per_node, local = (os.environ.get(n, "0") for n in ("NODE_RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"))
         return int(node) * int(per_node) + int(local)
@@ -97,22 +97,22 @@ def _announced_rank() -> int:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set how long a collective waits for a rank that does not answer, in all process groups that there are."""
+    """Set the timeout of collectives in all existing process groups."""
     global _timeout
     _timeout = seconds
     if is_distributed():
-        for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list of them
+        for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list of groups
             group.set_timeout(timedelta(seconds=seconds))
 
 
 def timeout() -> float:
-    """Seconds that a collective waits, as set last."""
+    """Return the timeout of collectives in seconds."""
     return _timeout
 
 
 @contextmanager
 def extended_timeout(seconds: float, otherwise: float) -> Iterator[None]:
-    """Wait ``seconds`` for other ranks within, one of which may write to a slow disk; ``otherwise`` afterwards."""
+    """Set the timeout to ``seconds`` in the block, where a rank may write to a slow disk; ``otherwise`` afterwards."""
     set_timeout(seconds)
     try:
         yield
@@ -120,16 +120,16 @@ def extended_timeout(seconds: float, otherwise: float) -> Iterator[None]:
         set_timeout(otherwise)
 
 
-def run_on_rank0(act: Callable[[], T]) -> T | None:
-    """Do something on rank 0 only and return what comes of it there; where it fails, it fails on all ranks.
+def run_on_rank0(function: Callable[[], T]) -> T | None:
+    """Call ``function`` on rank 0 and return its result there, None elsewhere. An exception raises on all ranks.
 
     Raises:
-        PeerLostError: on the other ranks, if rank 0 could not.
+        PeerLostError: on the other ranks, if rank 0 failed.
     """
     value, error = None, None
     if global_rank() == 0:
         try:
-            value = act()
+            value = function()
         except Exception as caught:
             error = caught
     if all_reduce_sum(failed=int(error is not None))["failed"]:

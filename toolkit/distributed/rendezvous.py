@@ -1,7 +1,7 @@
-"""Where the processes of a run meet before the process group exists: torch's TCPStore, on rank 0 or in torchrun.
+"""Rendezvous of a run's processes before the process group exists: torch's TCPStore, on rank 0 or in torchrun.
 
-A process that fails before it has come there (a mistake in its own command, say) publishes that at the store, and the
-others, which wait for it, end.
+A process that fails before the rendezvous, for example on a wrong flag, publishes its failure at the store. The waiting
+processes then end.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FAILED = "failed"  # the key of the first failure before the rendezvous
-BOOT = 60.0  # seconds that a process of this run may take to start, however short --timeout is
-_FIRST_TRY = 10.0  # seconds in which a failed process looks for the store before it prints its message
+BOOT = 60.0  # seconds a process of this run may take to start, regardless of --timeout
+_FIRST_TRY = 10.0  # seconds a failed process tries to reach the store before it prints its message
 
 
-def within(seconds: float, act: Callable[[], T]) -> T:
-    """Call ``act`` in a thread: torch's client of a store that does not answer waits without a limit.
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """Call ``function`` in a thread with a timeout; torch's store client would wait forever for a dead store.
 
     Raises:
-        TimeoutError: it has not returned within ``seconds``; the thread is left behind.
+        TimeoutError: it did not return within ``seconds``; the thread keeps running.
     """
     results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            results.put((act(), None))
+            results.put((function(), None))
         except BaseException as error:
             results.put((None, error))
 
@@ -55,17 +55,17 @@ def within(seconds: float, act: Callable[[], T]) -> T:
 
 
 def open_store(host: str, port: int, seconds: float, is_host: bool) -> Store:
-    """Open the store at an address; it lives in rank 0, or in torchrun.
+    """Open the store at an address; rank 0 or torchrun hosts it.
 
     Raises:
-        TimeoutError: nobody answers there; with the last reason as its text.
-        torch.distributed.DistError: the port is taken, or who answers is no store.
+        TimeoutError: no answer at this address; the message is the last error.
+        torch.distributed.DistError: another program uses the port.
     """
     from torch import distributed as dist
 
     is_host = is_host and not _is_in_torchrun()
     deadline = time.monotonic() + seconds
-    while not is_host:  # torch tries as long, but writes a stack to stderr each time
+    while not is_host:  # torch retries too, but prints a stack trace each time
         try:
             socket.create_connection((host, port), timeout=max(1.0, seconds)).close()
             break
@@ -74,7 +74,7 @@ def open_store(host: str, port: int, seconds: float, is_host: bool) -> Store:
                 raise TimeoutError(error.strerror or str(error)) from None
             time.sleep(0.2)
     timeout = timedelta(seconds=max(seconds, 5.0))
-    # multi_tenant: a later run in the same processes takes the same server
+    # multi_tenant: a later run in the same processes reuses the server
     return within(
         max(deadline - time.monotonic(), 5.0),
         lambda: dist.TCPStore(host, port, None, is_host, timeout, wait_for_workers=False, multi_tenant=True),
@@ -82,7 +82,7 @@ def open_store(host: str, port: int, seconds: float, is_host: bool) -> Store:
 
 
 def name_run(number: int) -> str:
-    """The prefix of a run's keys: torchrun's store outlives a failed attempt, and what was published in it."""
+    """Return the prefix of a run's keys. It is unique because torchrun's store outlives a failed attempt."""
     return f"run-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{number}"
 
 
@@ -93,80 +93,80 @@ def _is_in_torchrun() -> bool:
 # ---- a failure before the rendezvous
 
 
-class _Place(NamedTuple):
-    """A process of a run that has failed, by what its launcher, or the user, has set."""
+class _Peer(NamedTuple):
+    """A failed process and the address of its run's store, from the environment."""
 
     host: str
     port: int
     rank: int
     others: int | None
-    """How many other processes there are; None if only the command's options tell."""
+    """Number of other processes; None if only the command's options specify it."""
     prefix: str
-    """Names the process, where it is not the first."""
+    """Prefix of messages that names the process; empty for rank 0."""
 
 
 def report_failure(error: BaseException | None, text: str, code: int, report: Callable[[str], None]) -> None:
-    """Report that this process fails. If it has not met the others of its run, they end, too.
+    """Report the failure of this process. Before the rendezvous, also end the other processes.
 
     Args:
-        error: The exception, if it is one.
-        text: Why it fails.
-        code: Its exit code.
-        report: Prints the text after a prefix. It is called unless another process has reported the same text.
+        error: The exception, if there is one.
+        text: The message of the failure.
+        code: The exit code.
+        report: Prints the text after a prefix. Called unless another process already reported the same text.
     """
-    place = None if is_settled(error) or isinstance(error, KeyboardInterrupt) else _find_place()
-    if place is None:
+    peer = None if is_settled(error) or isinstance(error, KeyboardInterrupt) else _find_peer()
+    if peer is None:
         return report("")
-    report_once = cache(lambda: report(place.prefix))
-    if place.others is None or (place.rank == 0 and not _is_in_torchrun()):
+    report_once = cache(lambda: report(peer.prefix))
+    if peer.others is None or (peer.rank == 0 and not _is_in_torchrun()):
         report_once()
     try:
-        store = _open_to_publish(place, _FIRST_TRY)
+        store = _open_to_publish(peer, _FIRST_TRY)
         if store is None:  # rank 0 may be slower to start
             report_once()
-            store = _open_to_publish(place, BOOT)
+            store = _open_to_publish(peer, BOOT)
         if store is None:
             return
-        if store.add(f"{FAILED}/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1:  # nobody has reported the same
+        if store.add(f"{FAILED}/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1:  # first to report this text
             report_once()
     except (Exception, KeyboardInterrupt):
         return report_once()
     with suppress(Exception, KeyboardInterrupt):  # the store may end with another process
-        _publish(store, place, text, code)
+        _publish(store, peer, text, code)
 
 
-def _open_to_publish(place: _Place, seconds: float) -> Store | None:
+def _open_to_publish(peer: _Peer, seconds: float) -> Store | None:
     from torch import distributed as dist
 
     try:
-        store = open_store(place.host, place.port, seconds, is_host=place.rank == 0)
+        store = open_store(peer.host, peer.port, seconds, is_host=peer.rank == 0)
     except (TimeoutError, dist.DistError):
         return None
-    return dist.PrefixStore(name_run(0), store)  # only the first run of a process has nobody to end it
+    return dist.PrefixStore(name_run(0), store)  # later runs of this process end through ShutdownCoordinator
 
 
-def _publish(store: Store, place: _Place, text: str, code: int) -> None:
-    """See :class:`toolkit.distributed.shutdown.ShutdownCoordinator` for what the keys mean."""
-    store.compare_set(FAILED, "", f"{code} {place.prefix}{text}")
+def _publish(store: Store, peer: _Peer, text: str, code: int) -> None:
+    """Publish a failure; :class:`toolkit.distributed.shutdown.ShutdownCoordinator` defines the keys."""
+    store.compare_set(FAILED, "", f"{code} {peer.prefix}{text}")
     store.set("ended", "")
-    if place.rank != 0:
+    if peer.rank != 0:
         store.add("read", 1)
         return
     store.set("end", f"{code} {text}")
     if _is_in_torchrun():
         return
-    # The store lives in this process: keep it until the others have read it.
-    deadline = time.monotonic() + (BOOT if place.others is not None else _FIRST_TRY)
-    while time.monotonic() < deadline and (place.others is None or store.add("read", 0) < place.others):
+    # This process hosts the store: keep it until the others have read it.
+    deadline = time.monotonic() + (BOOT if peer.others is not None else _FIRST_TRY)
+    while time.monotonic() < deadline and (peer.others is None or store.add("read", 0) < peer.others):
         time.sleep(0.05)
 
 
-def _find_place(environ: Environ = os.environ) -> _Place | None:
-    """Return where this process would have met others; None if there are none, or their address is not known."""
-    by_hand = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()  # on --num_nodes nodes, two at least
+def _find_peer(environ: Environ = os.environ) -> _Peer | None:
+    """Return this process's place in a multi-process run; None for one process or an unknown address."""
+    is_manual = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()  # at least two nodes
     has_launcher = bool({"LOCAL_RANK", "SLURM_NTASKS"} & environ.keys())
     try:
-        nodes = None if has_launcher or not by_hand else max(2, int(environ["NODE_RANK"]) + 1)
+        nodes = None if has_launcher or not is_manual else max(2, int(environ["NODE_RANK"]) + 1)
         layout = detect_world("auto", nodes, None, environ)
         if layout.world_size == 1:
             return None
@@ -175,6 +175,6 @@ def _find_place(environ: Environ = os.environ) -> _Place | None:
     except (UserError, ValueError):
         return None
     rank = layout.global_rank
-    is_numbered = layout.devices > 1 or "LOCAL_RANK" in environ  # else by nodes
-    prefix = "" if rank == 0 else f"{'rank' if is_numbered else 'node'} {rank}: "
-    return _Place(host, port, rank, layout.world_size - 1 if has_launcher else None, prefix)
+    has_ranks = layout.devices > 1 or "LOCAL_RANK" in environ  # otherwise one process per node
+    prefix = "" if rank == 0 else f"{'rank' if has_ranks else 'node'} {rank}: "
+    return _Peer(host, port, rank, layout.world_size - 1 if has_launcher else None, prefix)

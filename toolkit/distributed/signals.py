@@ -1,4 +1,4 @@
-"""S3: a signal asks the loop to stop; it does not interrupt a step."""
+"""S3 graceful-signals: a signal requests a stop of the loop and never interrupts a step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from types import FrameType
 from typing import Any
 
 WATCHED = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
-PATIENCE = 1.0  # seconds within which a second Ctrl-C is taken for an echo of the first
+DEBOUNCE_SECONDS = 1.0  # seconds within which a second Ctrl-C counts as a duplicate of the first
 
 
 class SignalWatch:
-    """While active, the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (a closed terminal) is noted in ``received``.
+    """Records the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (closed terminal) in ``received`` while active.
 
-    Launchers and schedulers send the same signal twice, or one after the other: further ones change nothing. Only a
-    second Ctrl-C some time after the first, a person's impatience, acts as it always did.
+    Launchers and schedulers may send a signal twice or several in a row; later ones are ignored. Only a second Ctrl-C
+    some time after the first has its default effect.
 
-    Handlers can be set in the main thread only; elsewhere (a notebook's worker thread) nothing is watched.
+    Python allows handlers in the main thread only; elsewhere (a notebook's worker thread) no signal is handled.
     """
 
     def __init__(self) -> None:
@@ -31,23 +31,23 @@ class SignalWatch:
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is threading.main_thread():
             for number in WATCHED:
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup wants it so
+                if signal.getsignal(number) != signal.SIG_IGN:  # set by nohup
                     self._previous[number] = signal.signal(number, self._note)
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received == signal.SIGINT == number and time.monotonic() - self._since > PATIENCE:
+        if self.received == signal.SIGINT == number and time.monotonic() - self._since > DEBOUNCE_SECONDS:
             self._restore()
             signal.raise_signal(number)
         if not self.received:
             self.received, self._since = number, time.monotonic()
 
     def ignore(self) -> None:
-        """Ignore further signals from here on, until the process ends: its state is saved, and it must report that.
+        """Ignore further signals until the process ends: its state is saved and must be reported.
 
-        :func:`handlers_restored` ends this in a process that lives on.
+        In a process that continues, :func:`handlers_restored` restores the handlers.
         """
-        while self._previous:  # not with a handler of Python's: these are removed shortly before a process ends
+        while self._previous:  # SIG_IGN, because Python removes its own handlers before the process exits
             signal.signal(self._previous.popitem()[0], signal.SIG_IGN)
 
     def _restore(self) -> None:
@@ -61,7 +61,7 @@ class SignalWatch:
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Bring back the handlers of signals at the end, as they were before."""
+    """Restore the previous signal handlers on exit."""
     before = {number: signal.getsignal(number) for number in WATCHED}
     try:
         yield

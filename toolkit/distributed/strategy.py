@@ -1,4 +1,4 @@
-"""Which strategy a run gets, and why: a pure function of what was asked for and where it runs."""
+"""Choice of the distributed strategy: a pure function of the options and the layout."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class StrategyPlan:
     """The strategy of a run.
 
     Args:
-        kind: What is built.
-        sharding: torch's name of the sharding strategy, where ``kind`` is "fsdp".
-        mesh: (shards,) or (replicas, shards); their product is the number of ranks. (ranks, 1) for whole copies.
-        reason: For people.
+        kind: Kind of strategy.
+        sharding: Name of torch's sharding strategy if ``kind`` is "fsdp".
+        mesh: (shards,) or (replicas, shards); the product is the number of ranks. (ranks, 1) for ddp.
+        reason: Why this strategy was chosen, for display.
     """
 
     kind: Literal["single", "ddp", "fsdp"]
@@ -27,16 +27,16 @@ class StrategyPlan:
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of the model."""
+        """Ranks per model replica."""
         return self.mesh[-1]
 
     def __str__(self) -> str:
         if self.kind == "single":
             return f"one device ({self.reason})"
         if self.kind == "ddp":
-            return f"ddp, {self.mesh[0]} whole copies ({self.reason})"
-        copies = f", {self.mesh[0]} copies" if len(self.mesh) == 2 else ""
-        return f"fsdp {self.sharding}, one unit per block, {self.shards} shards{copies} ({self.reason})"
+            return f"ddp, {self.mesh[0]} replicas ({self.reason})"
+        replicas = f", {self.mesh[0]} replicas" if len(self.mesh) == 2 else ""
+        return f"fsdp {self.sharding}, one unit per block, {self.shards} shards{replicas} ({self.reason})"
 
 
 def plan_strategy(
@@ -49,45 +49,50 @@ def plan_strategy(
     accelerator: str,
     precision: Precision,
 ) -> StrategyPlan:
-    """Decide the strategy, with its mesh written out.
+    """Choose the strategy, with an explicit mesh.
 
-    A shard group of one rank becomes ddp: torch would train copies that never meet (N4).
+    A shard group of one rank becomes ddp, because torch would not synchronize the replicas (N4).
 
     Raises:
-        UserError: the strategy cannot be had on these devices, or an option of it would have no effect.
+        UserError: these devices do not support the strategy, or one of its options would have no effect.
     """
     ranks = devices * num_nodes
     plan = _plan(strategy, fsdp.sharding_strategy, devices, num_nodes)
     if ranks > 1 and strategy == "single":
-        raise UserError(f"--strategy single: is for one device, and there are {ranks}; use auto, fsdp or ddp")
+        raise UserError(f"--strategy single: requires one device, but {ranks} are in use; use auto, fsdp or ddp")
     if ranks > 1 and accelerator == "mps":
         raise UserError(f"--devices {ranks}: mps has one device; use --devices 1 or --accelerator cpu")
     if plan.kind != "fsdp":
-        _require_defaults("fsdp", fsdp, ("sharding_strategy", "state_dict_type"), f"nothing is sharded: {plan}")
+        _check_unused("fsdp", fsdp, ("sharding_strategy", "state_dict_type"), f"nothing is sharded: {plan}")
         if strategy == "ddp" and fsdp.sharding_strategy not in ("HYBRID_SHARD", "NO_SHARD"):
             raise UserError(
                 f"--fsdp.sharding_strategy {fsdp.sharding_strategy}: contradicts --strategy ddp; leave one out"
             )
     if plan.kind != "ddp":
-        _require_defaults("ddp", ddp, (), f"the strategy is {plan}")
-    _require_dtypes(fsdp, precision)
+        _check_unused("ddp", ddp, (), f"the strategy is {plan}")
+    _check_dtypes(fsdp, precision)
     return plan
 
 
-def _require_defaults(group: str, args: FSDPArgs | DDPArgs, but: tuple[str, ...], why: str) -> None:
+def _check_unused(group: str, args: FSDPArgs | DDPArgs, allowed: tuple[str, ...], reason: str) -> None:
     for field in fields(args):
         value = getattr(args, field.name)
-        if field.name not in but and value != field.default:
-            raise UserError(f"--{group}.{field.name} {value}: would have no effect, {why}")
+        if field.name not in allowed and value != field.default:
+            raise UserError(f"--{group}.{field.name} {value}: would have no effect, {reason}")
 
 
-def _require_dtypes(fsdp: FSDPArgs, precision: Precision) -> None:
-    """Refuse dtypes that the precision cannot compute with."""
-    fits = {"32-true": ("fp32",), "bf16-true": ("bf16",), "bf16-mixed": ("bf16", "fp32"), "16-mixed": ("fp16", "fp32")}
+def _check_dtypes(fsdp: FSDPArgs, precision: Precision) -> None:
+    """Check that the precision supports the given dtypes."""
+    fits = {
+        "32-true": ("fp32",),
+        "bf16-true": ("bf16",),
+        "bf16-mixed": ("bf16", "fp32"),
+        "16-mixed": ("fp16", "fp32"),
+    }
     if fsdp.param_dtype is not None and fsdp.param_dtype not in fits[precision]:
         hint = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}[fsdp.param_dtype]
         raise UserError(
-            f"--fsdp.param_dtype {fsdp.param_dtype}: does not go with --precision {precision}; use --precision {hint}"
+            f"--fsdp.param_dtype {fsdp.param_dtype}: not supported with --precision {precision}; use --precision {hint}"
         )
     if fsdp.reduce_dtype == "fp16" and precision != "16-mixed":
         raise UserError("--fsdp.reduce_dtype fp16: needs the gradient scaler of --precision 16-mixed; use bf16 or fp32")
@@ -96,26 +101,21 @@ def _require_dtypes(fsdp: FSDPArgs, precision: Precision) -> None:
 def _plan(strategy: Strategy, sharding: str, devices: int, num_nodes: int) -> StrategyPlan:
     ranks = devices * num_nodes
     if ranks == 1:
-        reason = "there is only one" if strategy in ("auto", "single") else f"{strategy} on one device is the same"
+        reason = "only one available" if strategy in ("auto", "single") else f"{strategy} on one device is equivalent"
         if sharding not in ("HYBRID_SHARD", "NO_SHARD"):
             reason += f", nothing for --fsdp.sharding_strategy {sharding} to shard over"
         return StrategyPlan("single", None, (1, 1), reason)
-    whole = StrategyPlan("ddp", None, (ranks, 1), "")
     if strategy == "ddp":
-        return _because(whole, "--strategy ddp")
-    asked = f"--fsdp.sharding_strategy {sharding}"
+        return StrategyPlan("ddp", None, (ranks, 1), "--strategy ddp")
+    flag = f"--fsdp.sharding_strategy {sharding}"
     if sharding == "NO_SHARD":
-        return _because(whole, f"{asked}: whole copies")
+        return StrategyPlan("ddp", None, (ranks, 1), f"{flag}: replicas")
     if sharding == "HYBRID_SHARD":
         if devices == 1:
-            return _because(whole, f"{asked} with one device per node leaves nothing to shard over")
+            return StrategyPlan("ddp", None, (ranks, 1), f"{flag} with one device per node has no shards")
         if num_nodes == 1:
-            reason = f"{asked} on one node is full sharding over it"
+            reason = f"{flag} on one node is full sharding"
             return StrategyPlan("fsdp", "FULL_SHARD", (devices,), reason)
-        reason = f"{asked}: sharded within each of {num_nodes} nodes, copied between them"
+        reason = f"{flag}: sharded within each of {num_nodes} nodes, replicated between them"
         return StrategyPlan("fsdp", "HYBRID_SHARD", (num_nodes, devices), reason)
-    return StrategyPlan("fsdp", sharding, (ranks,), asked)
-
-
-def _because(plan: StrategyPlan, reason: str) -> StrategyPlan:
-    return StrategyPlan(plan.kind, plan.sharding, plan.mesh, reason)
+    return StrategyPlan("fsdp", sharding, (ranks,), flag)

@@ -1,4 +1,4 @@
-"""The dtypes of FSDP's units. Without Lightning, whose import takes longer than torch's."""
+"""Dtypes of FSDP units. Does not import Lightning, which is slow to import."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from toolkit.distributed.device import DTYPES
 
 
 def unit_precision(options: FSDPArgs, precision: Precision) -> tuple[MixedPrecision | None, MixedPrecision | None]:
-    """Return the dtypes of the blocks' units and of the root's; None where everything stays in the model's own.
+    """Return the dtypes of the block units and of the root unit; None where the model's dtypes are kept.
 
-    Inputs are not cast: the residual stream keeps the dtype that it has on one device.
+    Inputs are not cast: the residual stream keeps the same dtype as on one device.
     """
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     given = (options.param_dtype, options.reduce_dtype, options.buffer_dtype)
     if mixed is None and given == (None, None, None):
         return None, None
-    own = None if mixed is None else torch.float32
+    default = None if mixed is None else torch.float32
 
     def dtype(name: Dtype | None, otherwise: torch.dtype | None) -> torch.dtype | None:
         return otherwise if name is None else DTYPES[name]
 
     rest = {
-        "reduce_dtype": dtype(options.reduce_dtype, own),
-        "buffer_dtype": dtype(options.buffer_dtype, own),
+        "reduce_dtype": dtype(options.reduce_dtype, default),
+        "buffer_dtype": dtype(options.buffer_dtype, default),
         "cast_forward_inputs": False,
         "cast_root_forward_inputs": False,
     }

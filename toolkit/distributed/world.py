@@ -1,7 +1,7 @@
-"""How many processes there are and which one this is, as the launcher says: the toolkit, torchrun, SLURM, or by hand.
+"""Detection of world size and ranks from the launcher: toolkit, torchrun, SLURM, or manual environment variables.
 
-Fabric guesses the same, but "auto" devices under torchrun, or one SLURM task with two devices, become processes that
-train alone without an error. So it is read here, before Fabric is built, and what contradicts is refused.
+Fabric detects these too, but with "auto" devices under torchrun, or with one SLURM task and two devices, its processes
+silently train independently. So detection happens here, before Fabric is built, and contradictions are errors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LOCALHOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class WorldInfo:
-    """The processes of a run, one per device, and the place of this one among them.
+    """The processes of a run, one per device, and the ranks of this one.
 
-    ``launcher`` is who set the ranks. "by hand" is everything that sets LOCAL_RANK: a person, an unknown launcher, and
-    the toolkit itself for the processes that it starts.
+    ``launcher`` is what set the ranks. "manual" covers everything else that sets LOCAL_RANK: the user, an unknown
+    launcher, and toolkit itself for the processes that it launches.
     """
 
     devices: int
@@ -35,9 +35,9 @@ class WorldInfo:
     num_nodes: int
     node_rank: int
     local_rank: int
-    launcher: Literal["toolkit", "torchrun", "slurm", "by hand"]
+    launcher: Literal["toolkit", "torchrun", "slurm", "manual"]
     starts_processes: bool
-    """Whether this process has to start the other ``devices - 1`` of its node."""
+    """Whether this process launches the other ``devices - 1`` of its node."""
 
     @property
     def world_size(self) -> int:
@@ -45,24 +45,24 @@ class WorldInfo:
 
     @property
     def global_rank(self) -> int:
-        """The rank in the run; ranks of a node follow each other (a RANK or SLURM_PROCID that differs is refused)."""
+        """Rank in the run. Ranks of a node are consecutive; a RANK or SLURM_PROCID that differs is an error."""
         return self.node_rank * self.devices + self.local_rank
 
 
 def detect_world(
     devices: int | Literal["auto"], num_nodes: int | None, available: int | None, environ: Environ = os.environ
 ) -> WorldInfo:
-    """Read from the environment how the processes of this run were started, or are to be.
+    """Detect the layout of this run's processes from the environment.
 
     Args:
-        devices: Processes per node; "auto" is what the launcher says, else all devices of the node.
-        num_nodes: ``None`` is what the launcher says, else 1.
-        available: Devices that this process sees; ``None`` on a CPU, where any number of processes can be started and
+        devices: Processes per node; "auto" is the launcher's number, otherwise all devices of the node.
+        num_nodes: ``None`` is the launcher's number, otherwise 1.
+        available: Devices visible to this process; ``None`` on a CPU, which takes any number of processes and where
             "auto" is one.
         environ: The variables to read.
 
     Raises:
-        UserError: a number is impossible, what was asked for contradicts the launcher, or a variable is missing.
+        UserError: a number is invalid, an option contradicts the launcher, or a variable is missing.
     """
     if devices != "auto" and (not isinstance(devices, int) or devices < 1):
         raise UserError(f"--devices {devices}: must be auto or at least 1")
@@ -74,18 +74,18 @@ def detect_world(
     elif _is_slurm_task(environ):
         layout = _read_slurm(devices, num_nodes, available, environ)
     elif "LOCAL_RANK" in environ:
-        layout = _read_by_hand(devices, num_nodes, environ)
+        layout = _read_manual(devices, num_nodes, environ)
     else:
-        layout = _read_nothing(devices, num_nodes, available, environ)
+        layout = _read_no_launcher(devices, num_nodes, available, environ)
     _check_available(layout, available, environ)
     return layout
 
 
 def cluster_environment(layout: WorldInfo) -> ClusterEnvironment:
-    """Return what tells Fabric the same, for ``Fabric(plugins=[...])``.
+    """Return the cluster environment plugin that passes this layout to Fabric.
 
-    Lightning's environments read ``os.environ`` whenever they are asked, so variables are set there where the launcher
-    left them out; the processes that Fabric starts inherit them.
+    Lightning's environments read ``os.environ`` on every access, so variables that the launcher did not set are set
+    there. Processes that Fabric launches inherit them.
     """
     from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
@@ -101,15 +101,15 @@ def cluster_environment(layout: WorldInfo) -> ClusterEnvironment:
 def _read_torchrun(devices: int | str, num_nodes: int | None, environ: Environ) -> WorldInfo:
     world, per_node = _number("WORLD_SIZE", environ, 1), _number("LOCAL_WORLD_SIZE", environ, 1)
     nodes = world // per_node
-    says = f"torchrun started {_count(per_node, 'process', 'processes')} on this node (LOCAL_WORLD_SIZE={per_node})"
+    found = f"torchrun started {_count(per_node, 'process', 'processes')} on this node (LOCAL_WORLD_SIZE={per_node})"
     if world % per_node or nodes != _number("GROUP_WORLD_SIZE", environ, 1, default=nodes):
-        raise UserError(f"WORLD_SIZE={world}: {says}; use the same torchrun --nproc_per_node on every node")
+        raise UserError(f"WORLD_SIZE={world}: {found}; use the same torchrun --nproc_per_node on every node")
     if devices not in ("auto", per_node):
-        raise UserError(f"--devices {devices}: {says}; leave --devices out, or use torchrun --nproc_per_node {devices}")
+        raise UserError(f"--devices {devices}: {found}; drop --devices, or use torchrun --nproc_per_node {devices}")
     if num_nodes not in (None, nodes):
         raise UserError(
-            f"--num_nodes {num_nodes}: {says} of {world} (WORLD_SIZE={world}), so on {_count(nodes, 'node')}; "
-            f"leave --num_nodes out, or use torchrun --nnodes {num_nodes}"
+            f"--num_nodes {num_nodes}: {found} of {world} (WORLD_SIZE={world}), so on {_count(nodes, 'node')}; "
+            f"drop --num_nodes, or use torchrun --nnodes {num_nodes}"
         )
     local_rank = _number("LOCAL_RANK", environ, 0, below=per_node)
     node_rank = _number("GROUP_RANK", environ, 0, below=nodes, default=0 if nodes == 1 else None)
@@ -117,71 +117,71 @@ def _read_torchrun(devices: int | str, num_nodes: int | None, environ: Environ) 
 
 
 def _is_slurm_task(environ: Environ) -> bool:
-    """Whether SLURM numbered this process; a LOCAL_RANK that differs is of a launcher inside of the task."""
+    """Whether SLURM set this process's rank; a LOCAL_RANK that differs belongs to a launcher inside the task."""
     if not {"SLURM_NTASKS", "SLURM_PROCID"} <= environ.keys():
         return False
     if environ.get("LOCAL_RANK") not in (None, environ.get("SLURM_LOCALID")):
         return False
     if (name := environ.get("SLURM_JOB_NAME")) not in ("bash", "interactive"):
         return True
-    if "SLURM_STEP_ID" in environ and "SLURM_PTY_PORT" not in environ:  # salloc names its job so; this is srun in it
+    if "SLURM_STEP_ID" in environ and "SLURM_PTY_PORT" not in environ:  # srun inside a salloc job of that name
         return True
-    if _number("SLURM_PROCID", environ, 0) == 0:  # a person's shell, with the devices of the node to itself
+    if _number("SLURM_PROCID", environ, 0) == 0:  # an interactive shell with all devices of the node
         return False
     raise UserError(
-        f"SLURM_JOB_NAME={name}: looks like a shell, but is one of several tasks; use srun --job-name train"
+        f"SLURM_JOB_NAME={name}: an interactive shell that is one of several tasks; use srun --job-name train"
     )
 
 
 def _read_slurm(devices: int | str, num_nodes: int | None, available: int | None, environ: Environ) -> WorldInfo:
     tasks = _number("SLURM_NTASKS", environ, 1)
     nodes = _number("SLURM_NNODES", environ, 1, default=num_nodes or 1)
-    # The batch script itself: SLURM numbers it 0 of all tasks, and the others do not exist before srun.
+    # SLURM numbers the batch script 0 of all tasks; the other tasks do not exist before srun.
     in_batch_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     if in_batch_script and "LOCAL_RANK" in environ:
-        return _read_by_hand(devices, num_nodes, environ)
+        return _read_manual(devices, num_nodes, environ)
     if in_batch_script and tasks > 1:
         raise UserError(
             f"SLURM_NTASKS={tasks}: only one of these tasks runs; start it with srun: srun toolkit ... "
-            "(or submit with --ntasks=1, for one process that starts the others of its node)"
+            "(or submit with --ntasks=1, so that one process starts the others of its node)"
         )
     variables = f"SLURM_NTASKS={tasks}, SLURM_NNODES={nodes}"
-    says = f"SLURM started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({variables})"
+    found = f"SLURM started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({variables})"
     if num_nodes not in (None, nodes):
-        raise UserError(f"--num_nodes {num_nodes}: {says}; leave --num_nodes out, or use srun --nodes {num_nodes}")
+        raise UserError(f"--num_nodes {num_nodes}: {found}; drop --num_nodes, or use srun --nodes {num_nodes}")
     if devices == "auto":
         if tasks % nodes:
-            raise UserError(f"SLURM_NTASKS={tasks}: {says}, not the same number on each; use srun --ntasks-per-node")
+            raise UserError(f"SLURM_NTASKS={tasks}: {found}, not the same number on each; use srun --ntasks-per-node")
         devices = available if tasks == nodes and available else tasks // nodes
     if nodes > 1 and not any(environ.get(name) for name in ("MASTER_ADDR", *_NODE_LISTS)):
         raise UserError(f"SLURM_NNODES={nodes}: SLURM_JOB_NODELIST is not set; set MASTER_ADDR to the first node")
     if tasks == devices * nodes:
         return _slurm_task(devices, nodes, environ)
     if tasks != nodes:
-        raise UserError(f"--devices {devices}: {says}; leave --devices out, or use srun --ntasks-per-node {devices}")
-    if "LOCAL_RANK" in environ:  # the first process of a node, after it has started the others
-        return _read_by_hand(devices, nodes, environ)
+        raise UserError(f"--devices {devices}: {found}; drop --devices, or use srun --ntasks-per-node {devices}")
+    if "LOCAL_RANK" in environ:  # the first process of a node, after it launched the others
+        return _read_manual(devices, nodes, environ)
     node_rank = _number("SLURM_NODEID", environ, 0, below=nodes)
     return WorldInfo(devices, nodes, node_rank, 0, "slurm", starts_processes=True)
 
 
 def _slurm_task(devices: int, nodes: int, environ: Environ) -> WorldInfo:
-    """One task per device. Tasks that are dealt out in turns would make every shard group cross all nodes."""
+    """One task per device. A cyclic distribution is an error: every shard group would span all nodes."""
     rank, local_rank = _number("SLURM_PROCID", environ, 0), _number("SLURM_LOCALID", environ, 0)
     layout = WorldInfo(devices, nodes, _number("SLURM_NODEID", environ, 0, below=nodes), local_rank, "slurm", False)
     if local_rank >= devices or rank != layout.global_rank:
         raise UserError(
-            f"SLURM_PROCID={rank}: is task {local_rank} of node {layout.node_rank} (SLURM_LOCALID, SLURM_NODEID), but "
-            f"nodes must hold {devices} tasks each, in order; use srun --ntasks-per-node {devices} --distribution block"
+            f"SLURM_PROCID={rank}: task {local_rank} of node {layout.node_rank} (SLURM_LOCALID, SLURM_NODEID), but "
+            f"each node must run {devices} consecutive tasks; use srun --ntasks-per-node {devices} --distribution block"
         )
     return layout
 
 
-def _read_by_hand(devices: int | str, num_nodes: int | None, environ: Environ) -> WorldInfo:
-    """LOCAL_RANK is set: all processes exist. What is not known is asked for, as a wrong guess waits for nobody."""
+def _read_manual(devices: int | str, num_nodes: int | None, environ: Environ) -> WorldInfo:
+    """LOCAL_RANK is set: all processes exist. Missing values are errors, because a wrong guess would hang."""
     world = _number("WORLD_SIZE", environ, 1, default=0)
     per_node = _number("LOCAL_WORLD_SIZE", environ, 1, default=1 if world == 1 else 0)
-    started = f"LOCAL_RANK={environ['LOCAL_RANK']} says that a launcher started this process"
+    started = f"LOCAL_RANK={environ['LOCAL_RANK']} means that a launcher started this process"
     if devices == "auto":
         if not per_node:
             raise UserError(f"--devices auto: {started}; give the number per node, or unset LOCAL_RANK")
@@ -192,24 +192,24 @@ def _read_by_hand(devices: int | str, num_nodes: int | None, environ: Environ) -
     nodes = num_nodes or max(1, world // devices)
     if world and world != devices * nodes:
         raise UserError(
-            f"WORLD_SIZE={world}: is not --devices {devices} x --num_nodes {nodes}; "
-            "give those that the launcher started, or unset LOCAL_RANK"
+            f"WORLD_SIZE={world}: not equal to --devices {devices} x --num_nodes {nodes}; "
+            "use the launcher's numbers, or unset LOCAL_RANK"
         )
     local_rank = _number("LOCAL_RANK", environ, 0, below=devices)
     by_rank = None if "RANK" not in environ else _number("RANK", environ, 0, below=devices * nodes) // devices
     node_rank = _node_rank(nodes, environ, default=by_rank)
-    # On one node too: without it every process of Fabric's takes a free port of its own, and waits there.
+    # On one node too: without it every process would wait on its own free port.
     if devices * nodes > 1:
         _require(["MASTER_ADDR"] * (nodes > 1) + ["MASTER_PORT"], nodes, environ)
-    return _checked(WorldInfo(devices, nodes, node_rank, local_rank, "by hand", False), environ)
+    return _checked(WorldInfo(devices, nodes, node_rank, local_rank, "manual", False), environ)
 
 
-def _read_nothing(devices: int | str, num_nodes: int | None, available: int | None, environ: Environ) -> WorldInfo:
+def _read_no_launcher(devices: int | str, num_nodes: int | None, available: int | None, environ: Environ) -> WorldInfo:
     """No launcher: this process is the first of its node."""
     devices, nodes = (available or 1) if devices == "auto" else devices, num_nodes or 1
     if "RANK" in environ and (world := _number("WORLD_SIZE", environ, 1, default=1)) > 1:
-        hint = "set it to the rank within the node, or unset RANK for processes that the toolkit starts"
-        raise UserError(f"RANK={environ['RANK']}: is one of WORLD_SIZE={world}, but LOCAL_RANK is not set; {hint}")
+        hint = "set it to the rank within the node, or unset RANK for processes that toolkit starts"
+        raise UserError(f"RANK={environ['RANK']}: one of WORLD_SIZE={world}, but LOCAL_RANK is not set; {hint}")
     node_rank = _node_rank(nodes, environ)
     if nodes > 1:
         _require(["MASTER_ADDR", "MASTER_PORT"], nodes, environ)
@@ -221,31 +221,31 @@ def _node_rank(nodes: int, environ: Environ, default: int | None = None) -> int:
         _require(["NODE_RANK"], nodes, environ)
     value = _number("NODE_RANK", environ, 0, default=default or 0)
     if value >= nodes:
-        raise UserError(f"NODE_RANK={value}: must be less than --num_nodes {nodes}; {_what_to_set(max(nodes, 2))}")
+        raise UserError(f"NODE_RANK={value}: must be less than --num_nodes {nodes}; {_variables_hint(max(nodes, 2))}")
     return value
 
 
 def _require(variables: list[str], nodes: int, environ: Environ) -> None:
     for name in (name for name in variables if not environ.get(name)):
         if nodes > 1:
-            raise UserError(f"--num_nodes {nodes}: {name} is not set; {_what_to_set(nodes)}")
-        raise UserError(f"{name}: is not set; set it to the same free port for all processes that LOCAL_RANK numbers")
+            raise UserError(f"--num_nodes {nodes}: {name} is not set; {_variables_hint(nodes)}")
+        raise UserError(f"{name}: not set; set it to the same free port for all processes")
 
 
-def _what_to_set(nodes: int) -> str:
-    return f"set NODE_RANK to 0 ... {nodes - 1}, one per node, and MASTER_ADDR and MASTER_PORT of the first on all"
+def _variables_hint(nodes: int) -> str:
+    return f"set NODE_RANK to 0 ... {nodes - 1}, one per node, and MASTER_ADDR and MASTER_PORT of the first node on all"
 
 
 def _check_available(layout: WorldInfo, available: int | None, environ: Environ) -> None:
     if available is None or layout.devices <= available:
         return
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    has = _count(available, "device") + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible else "")
+    count = _count(available, "device") + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible else "")
     if layout.launcher == "slurm" and not layout.starts_processes:
         hint = "every task must see all devices of its node: use srun --gpus-per-node, not --gpus-per-task"
-        raise UserError(f"--devices {layout.devices}: this task sees {has}; {hint}")
+        raise UserError(f"--devices {layout.devices}: this task sees {count}; {hint}")
     hint = f"torchrun --nproc_per_node {available}" if layout.launcher == "torchrun" else f"--devices {available}"
-    raise UserError(f"--devices {layout.devices}: this machine has {has}; use {hint}")
+    raise UserError(f"--devices {layout.devices}: this machine has {count}; use {hint}")
 
 
 def _checked(layout: WorldInfo, environ: Environ) -> WorldInfo:
@@ -258,17 +258,17 @@ def _checked(layout: WorldInfo, environ: Environ) -> WorldInfo:
 
 
 def _number(name: str, environ: Environ, at_least: int, *, below: int | None = None, default: int | None = None) -> int:
-    """Return a variable's whole number, or ``default`` where it is not set."""
+    """Return a variable as an integer, or ``default`` if it is not set."""
     if (value := environ.get(name)) is None:
         if default is None:
-            raise UserError(f"{name}: is not set, as it should be by the launcher of this process")
+            raise UserError(f"{name}: not set by this process's launcher")
         return default
     if not value.strip().isdecimal():
-        raise UserError(f"{name}={value}: must be a whole number")
+        raise UserError(f"{name}={value}: must be an integer")
     number = int(value)
     if number < at_least or (below is not None and number >= below):
-        most = "" if below is None else f" and less than {below}"
-        raise UserError(f"{name}={value}: must be at least {at_least}{most}")
+        upper = "" if below is None else f" and less than {below}"
+        raise UserError(f"{name}={value}: must be at least {at_least}{upper}")
     return number
 
 
@@ -279,21 +279,21 @@ def _count(count: int, one: str, many: str | None = None) -> str:
 def _slurm_environment(layout: WorldInfo) -> ClusterEnvironment:
     from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
-    # Set by --ntasks-per-node only, but Lightning refuses to run without; srun may have been given another number.
+    # Only set by --ntasks-per-node, but Lightning requires it; srun may have been given another number.
     os.environ["SLURM_NTASKS_PER_NODE"] = str(1 if layout.starts_processes else layout.devices)
     slurm = SLURMEnvironment(auto_requeue=False)
     nodes = next((os.environ[name] for name in _NODE_LISTS if os.environ.get(name)), _LOCALHOST)
-    # On one node the loopback address: names of nodes do not resolve everywhere.
+    # On one node the loopback address: node names do not resolve everywhere.
     root = _LOCALHOST if layout.num_nodes == 1 else slurm.resolve_root_node_address(nodes)
     os.environ.setdefault("MASTER_ADDR", root)
     if not layout.starts_processes:
         return slurm
     if layout.num_nodes > 1:
-        os.environ["MASTER_PORT"] = str(slurm.main_port)  # on one node any free port will do
+        os.environ["MASTER_PORT"] = str(slurm.main_port)  # on one node any free port works
     _set_node(layout)
     return LightningEnvironment()
 
 
 def _set_node(layout: WorldInfo) -> None:
-    """LOCAL_WORLD_SIZE tells the processes that this one starts what "--devices auto" was here."""
+    """Set the variables of launched processes; LOCAL_WORLD_SIZE is this node's resolved "--devices auto"."""
     os.environ["NODE_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(layout.node_rank), str(layout.devices)

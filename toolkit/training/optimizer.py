@@ -1,4 +1,4 @@
-"""Which parameters are updated, and how."""
+"""Construction of the optimizer and its parameter groups."""
 
 from __future__ import annotations
 
@@ -12,55 +12,56 @@ from toolkit.args import OptimizerArgs
 from toolkit.checkpoints.weights import canonical_name
 from toolkit.errors import UserError, did_you_mean
 
-NOT_HERE = {
+UNSUPPORTED = {
     "Optimizer": "is the base class",
     "LBFGS": "evaluates the loss several times per step",
-    "Muon": "takes matrices only, and embeddings, norms and biases need another",
-    "SparseAdam": "needs sparse gradients, and these are dense",
+    "Muon": "takes matrices only; embeddings, norms and biases need another optimizer",
+    "SparseAdam": "needs sparse gradients",
 }
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Find a class of ``torch.optim`` by name, without regard to case.
+    """Return a class of ``torch.optim`` by case-insensitive name.
 
     Raises:
-        UserError: there is none, or it cannot be used in this loop.
+        UserError: no such class, or the training loop does not support it.
     """
     known = {
         n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)
     }  # fmt: skip
     match = next((n for n in known if n.lower() == name.lower()), None)
     if match is None:
-        usable = sorted(known.keys() - NOT_HERE.keys())
+        usable = sorted(known.keys() - UNSUPPORTED.keys())
         raise UserError(
             f"--optimizer.name {name}: not in torch.optim{did_you_mean(name, usable)} ({', '.join(usable)})"
         )
-    if match in NOT_HERE:
-        raise UserError(f"--optimizer.name {name}: {NOT_HERE[match]}; use AdamW, for example")
+    if match in UNSUPPORTED:
+        raise UserError(f"--optimizer.name {name}: {UNSUPPORTED[match]}; use AdamW, for example")
     return known[match]
 
 
 def no_decay_params(model: nn.Module) -> frozenset[str]:
-    """Return the canonical names of the parameters that do not decay (N5): biases, norms and embeddings.
+    """Return the canonical names of the parameters without weight decay (N5): biases, norms and embeddings.
 
-    Tied heads are embeddings; the biases of experts are matrices. To be asked before a strategy wraps the model: shards
-    have one dimension, all of them.
+    Tied heads are embeddings; experts' biases are matrices. Call this before a strategy wraps the model, because shards
+    are all one-dimensional.
     """
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
 
-    def is_spared(name: str, parameter: nn.Parameter) -> bool:
-        return parameter.ndim < 2 or name.endswith(".bias") or id(parameter) in embeddings
+    return frozenset(
+        canonical_name(name)
+        for name, p in model.named_parameters()
+        if p.ndim < 2 or name.endswith(".bias") or id(p) in embeddings
+    )
 
-    return frozenset(canonical_name(name) for name, p in model.named_parameters() if is_spared(name, p))
 
-
-def parameter_groups(model: nn.Module, weight_decay: float, no_decay_params: frozenset[str]) -> list[dict[str, Any]]:
-    """Split the trained parameters, whole or sharded, into those that decay and those that are no_decay_params."""
-    decay, rest = [], []
+def parameter_groups(model: nn.Module, weight_decay: float, no_decay: frozenset[str]) -> list[dict[str, Any]]:
+    """Split the trainable parameters, sharded or not, into groups with and without weight decay."""
+    decayed, undecayed = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (rest if canonical_name(name) in no_decay_params else decay).append(parameter)
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+            (undecayed if canonical_name(name) in no_decay else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
@@ -70,30 +71,32 @@ def resolve_optimizer(
     precision: str,
     given_class: type[torch.optim.Optimizer] | None = None,
 ) -> dict[str, Any]:
-    """Return the options of the optimizer that will be built, with its ``name``.
+    """Return the resolved options of the optimizer, with its ``name``.
 
-    ``defaults`` (weight_decay, betas) apply where the class takes them; what the user asked for must be taken.
-    ``given_class`` is one that torch.optim does not have.
+    ``defaults`` (weight_decay, betas) apply if the class takes them; the user's options must be accepted.
+    ``given_class`` is a class outside torch.optim.
 
     Raises:
-        UserError: there is no such class, or it does not take an option.
+        UserError: no such class, or it does not take an option.
     """
     cls = given_class or optimizer_class(args.name)
     takes = inspect.signature(cls).parameters
-    asked = {k: v for k in ("weight_decay", "betas", "eps") if (v := getattr(args, k)) is not None} | args.options
-    if "lr" in asked:
+    requested = {k: v for k in ("weight_decay", "betas", "eps") if (v := getattr(args, k)) is not None} | args.options
+    if "lr" in requested:
         raise UserError(
-            f"--optimizer.options lr {asked['lr']}: the rate is set by --train.learning_rate; leave this out"
+            f"--optimizer.options lr {requested['lr']}: --train.learning_rate sets the learning rate; remove this"
         )
-    for option in asked:
+    for option in requested:
         if option not in takes or option == "params":
             options = sorted(takes.keys() - {"params", "lr"})
             where = f"options {option}" if option in args.options else option
             hint = did_you_mean(option, options) or f"; it takes {', '.join(options)}"
-            raise UserError(f"--optimizer.{where} {asked[option]}: {cls.__name__} takes no such option{hint}")
-    given = {k: v for k, v in defaults.items() if k in takes} | asked
+            raise UserError(f"--optimizer.{where} {requested[option]}: {cls.__name__} takes no such option{hint}")
+    given = {k: v for k, v in defaults.items() if k in takes} | requested
     if given.get("fused") and precision == "16-mixed":
-        raise UserError("--optimizer.options fused: does not go with --precision 16-mixed, whose gradients are scaled")
+        raise UserError(
+            "--optimizer.options fused: not supported with --precision 16-mixed, whose gradients are scaled"
+        )
     return {"name": args.name if given_class else cls.__name__, **given}
 
 
@@ -102,23 +105,23 @@ def build_optimizer(
     options: dict[str, Any],
     learning_rate: float,
     precision: str = "32-true",
-    no_decay_params: frozenset[str] | None = None,
+    no_decay: frozenset[str] | None = None,
     given_class: type[torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that :func:`resolve_optimizer` describes, fused where the class and the device have that.
+    """Build the optimizer from :func:`resolve_optimizer`'s options, fused where class and device support it.
 
-    Not under 16-mixed: a fused optimizer takes the fp16 scale off the gradients itself, and clipping would see them
-    scaled. ``no_decay_params`` is what :func:`no_decay_params` said of the model; needed where the model is wrapped.
+    It is not fused under 16-mixed: a fused optimizer unscales the gradients itself, after clipping. ``no_decay`` is the
+    result of :func:`no_decay_params`; required if the model is wrapped.
 
     Raises:
-        UserError: the class refuses a value.
+        UserError: the class rejects a value.
     """
     given = dict(options)
     name = given.pop("name")
     cls = given_class or optimizer_class(name)
-    no_decay_params = no_decay_params(model) if no_decay_params is None else no_decay_params
+    no_decay = no_decay_params(model) if no_decay is None else no_decay
     takes = inspect.signature(cls).parameters
-    groups = parameter_groups(model, given.pop("weight_decay", 0.0), no_decay_params)
+    groups = parameter_groups(model, given.pop("weight_decay", 0.0), no_decay)
     if "weight_decay" not in takes:
         groups = [{"params": [p for group in groups for p in group["params"]]}]
     if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & given.keys():

@@ -1,4 +1,4 @@
-"""Options that are given as Python objects: names and types are checked against those of a typed function."""
+"""Options as Python objects: names and types are checked against the signature of a function."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def read_options(setup: Callable[..., None], given: dict[str, Any]) -> dict[str,
     """Check names and types against those of ``setup``'s parameters, and fill in its defaults.
 
     Args:
-        setup: A function with typed parameters; those that are dataclasses are groups.
-        given: Values by name; groups as dictionaries or as their dataclasses, paths as texts or path objects.
+        setup: A function with typed parameters; dataclass parameters are groups.
+        given: Values by name; groups as dictionaries or dataclasses, paths as strings or path objects.
 
     Raises:
-        UserError: a name that does not exist, with the nearest one, or a value of the wrong type.
+        UserError: an unknown name, with a suggestion, or a value of the wrong type.
     """
     hints, parameters = get_type_hints(setup), inspect.signature(setup).parameters
     groups = {name: hints[name] for name in parameters if is_dataclass(hints[name])}
     for name in given:
         if name not in parameters:
-            home = next((group for group, cls in groups.items() if name in {f.name for f in fields(cls)}), None)
-            inside = f"; did you mean {home}={{{name!r}: ...}}?"
-            raise UserError(f"{name}: no such option{inside if home else did_you_mean(name, parameters)}")
+            owner = next((group for group, cls in groups.items() if name in {f.name for f in fields(cls)}), None)
+            group_hint = f"; did you mean {owner}={{{name!r}: ...}}?"
+            raise UserError(f"{name}: no such option{group_hint if owner else did_you_mean(name, parameters)}")
     values = {}
     for name, parameter in parameters.items():
         value = given.get(name, parameter.default)
@@ -43,7 +43,7 @@ def read_options(setup: Callable[..., None], given: dict[str, Any]) -> dict[str,
 
 
 def read_group(name: str, cls: type, value: Any) -> Any:
-    """Make the dataclass ``cls`` from a dictionary, or anew (and so checked) from one of its kind."""
+    """Create the dataclass ``cls`` from a dictionary or an instance, and validate it."""
     values, hints = as_mapping(name, value), get_type_hints(cls)
     for key, inner in values.items():
         if key not in hints:
@@ -57,7 +57,7 @@ def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
         return vars(value)
     if not isinstance(value, Mapping):
         kind = type(value).__name__
-        raise UserError(f"{name} {kind}: is a group of options; give a dictionary such as {{'name': value}}")
+        raise UserError(f"{name} {kind}: must be a group of options, as a dictionary such as {{'name': value}}")
     return value
 
 
@@ -69,7 +69,7 @@ def _require_type(name: str, value: Any, hint: Any) -> None:
 
 
 def _choices(hint: Any) -> list[str]:
-    """What a value of a type looks like, for people."""
+    """Describe the values of a type for messages."""
     if get_origin(hint) in (Union, types.UnionType):
         return [choice for part in get_args(hint) for choice in _choices(part)]
     if get_origin(hint) is Literal:
@@ -78,7 +78,7 @@ def _choices(hint: Any) -> list[str]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the type that an option has."""
+    """Whether a value has the type of an option."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint is Any:
         return True

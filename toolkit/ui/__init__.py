@@ -1,1 +1,1 @@
-"""What people see of a run: progress, metrics files, loggers, plots. Takes plain values; imports no torch by itself."""
+"""Output of a run: progress, metrics files, loggers, plots. Takes plain values; does not import torch."""

@@ -1,4 +1,4 @@
-"""Small files that appear whole or not at all."""
+"""Atomic writes of small files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def file_error(path: Path, error: OSError) -> UserError:
-    """Return the one line that says what the system refused to do with ``path``, and the mend."""
+    """Return a one-line error for a failed operation on ``path``, with a fix."""
     hint = "free some space" if error.errno in _NO_SPACE else "check the path and its permissions"
     return UserError(f"{path}: {error.strerror or error}; {hint}")
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content``; a reader, or a crash at any instant, sees the old file or the new one.
+def write_atomic(path: Path, content: bytes) -> None:
+    """Atomically replace ``path`` with ``content``; readers and crashes see either the old or the new file.
 
     Raises:
-        OSError: The folder cannot be written, or the disk is full; the old file is still there.
+        OSError: The folder is not writable or the disk is full; the old file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent)
@@ -39,7 +39,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Make the rename itself last through a power cut."""
+    """Make the rename durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

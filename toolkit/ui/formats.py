@@ -1,4 +1,4 @@
-"""Numbers as people read them, for the progress display and the plots."""
+"""Human-readable numbers for the progress display and the plots."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 
 
 def format_loss(value: float) -> str:
-    """``3.2145``; from 10 on two decimals are enough: ``10.83``."""
+    """``3.2145``; two decimals from 10 on: ``10.83``."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
 
 
 def format_learning_rate(value: float) -> str:
-    """Two significant digits, in one width for a whole schedule: ``3.9e-04``."""
+    """Two significant digits at constant width: ``3.9e-04``."""
     return f"{value:.1e}"
 
 
@@ -25,7 +25,7 @@ def format_count(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        # 999,600 is 1.00M, not 1000k: a unit starts where the one below it would round up to a thousand
+        # 999,600 is 1.00M, not 1000k: a unit starts where the smaller one would round up to 1000
         if abs(value) >= size * 0.9995:
             scaled = value / size
             decimals = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0

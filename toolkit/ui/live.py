@@ -1,4 +1,4 @@
-"""The live display on a terminal: a bar and a small table of numbers that stand still while their values change."""
+"""Live display on a terminal: a progress bar and a table with fixed positions."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.ui.formats import format_count, format_seconds
-from toolkit.ui.progress import STEP_METRICS, VALIDATION_METRICS, Pace, Progress, SafeOutput, capitalised, labelled
+from toolkit.ui.progress import STEP_METRICS, VALIDATION_METRICS, Pace, Progress, SafeOutput, capitalized, labeled
 
 REFRESHES_PER_SECOND = 4
 
 LABEL_WIDTH, VALUE_WIDTH, GAP = 10, 8, 2
 CELL_WIDTH = LABEL_WIDTH + VALUE_WIDTH + GAP
-MAX_WIDTH = 1 + 4 * CELL_WIDTH - GAP  # 79: four cells beside each other; wider terminals keep the rest empty
+MAX_WIDTH = 1 + 4 * CELL_WIDTH - GAP  # 79: four cells per line; wider terminals leave the rest empty
 
 Cell = tuple[str, str]  # label, value
-WRITTEN = {key: (label, write) for key, label, write in (*STEP_METRICS, *VALIDATION_METRICS)}
-# the step's loss stands above it in the same column, so the validation's needs another name; and labels must be short
+FORMATS = {key: (label, write) for key, label, write in (*STEP_METRICS, *VALIDATION_METRICS)}
+# the training loss is in the same column, so the validation loss needs another name; labels must be short
 SHORT_LABELS = {"val_loss": "val loss", "val_bpb": "bits/byte"}
 
 
 class LiveProgress(Progress):
-    """Draws the newest state in a thread of its own; the training thread only stores numbers."""
+    """Draws the latest state in a separate thread; the training thread only stores numbers."""
 
     def __init__(self, total_steps: int | None, console: Console | None = None) -> None:
         super().__init__(total_steps)
-        # highlight, markup and emoji are off: texts hold paths such as "runs/[a]", which must come out as they are
+        # no highlight, markup or emoji: texts contain paths such as "runs/[a]"
         self.console = console or Console(
             file=SafeOutput(sys.stdout), force_terminal=True, force_interactive=True,
             highlight=False, markup=False, emoji=False,
@@ -54,11 +54,11 @@ class LiveProgress(Progress):
             vertical_overflow="crop",
         )  # fmt: skip
         self._live.start(refresh=True)
-        _leave_output_alone_in_children(self._live)
+        _restore_output_in_children(self._live)
 
     def phase(self, text: str) -> None:
         self._pace.phase(text)
-        self._phase, self._phase_since = capitalised(text), time.monotonic()
+        self._phase, self._phase_since = capitalized(text), time.monotonic()
 
     def message(self, text: str) -> None:
         self.console.print(Text(text))
@@ -70,7 +70,7 @@ class LiveProgress(Progress):
     def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
         line = Text(f"step {step:<7,} ", style="dim")
         line.append("validation ", style="not dim magenta")
-        line.append("   ".join(labelled(VALIDATION_METRICS, metrics, required="val_loss")), style="not dim")
+        line.append("   ".join(labeled(VALIDATION_METRICS, metrics, required="val_loss")), style="not dim")
         self._validation = [*_cells(("val_loss", "val_ppl", "val_bpb"), metrics), ("at step", f"{step:,}")]
         self.console.print(line)
 
@@ -82,13 +82,13 @@ class LiveProgress(Progress):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, MAX_WIDTH)
-        yield Text()  # some air between the messages and the display
+        yield Text()  # empty line between messages and display
         yield self._headline(width)
         if self._metrics:
             yield from _table(self._rows(), width)
 
     def _headline(self, width: int) -> Table | Text:
-        """The phase with a bar; before the first step, and where the end is unknown, with a spinner."""
+        """Return the phase with a bar, or with a spinner before the first step or without a known end."""
         grid = Table.grid(padding=(0, 1))
         phase = Text(self._phase, style="bold cyan")
         if not self.total_steps or not self._metrics:
@@ -97,16 +97,16 @@ class LiveProgress(Progress):
             return grid
         # never "100%" before the last step is done
         count = f"{self._step:,}/{self.total_steps:,}  {self._step * 100 // self.total_steps:>3}%"
-        room = width - len(count) - max(len(self._phase), len("Validating")) - 4
-        if room < 4:
+        bar_width = width - len(count) - max(len(self._phase), len("Validating")) - 4
+        if bar_width < 4:
             return Text.assemble(" ", phase, " ", count)
-        bar = ProgressBar(self.total_steps, self._step, width=room, complete_style="cyan", finished_style="green")
+        bar = ProgressBar(self.total_steps, self._step, width=bar_width, complete_style="cyan", finished_style="green")
         phase.pad_right(max(0, len("Validating") - len(phase)))
         grid.add_row("", phase, bar, count)
         return grid
 
     def _rows(self) -> list[list[Cell]]:
-        """Rows of at most four cells: the step, the validation, the time, the machine."""
+        """Return rows of at most four cells: step, validation, time, hardware."""
         left = self._pace.seconds_left(self._step, self.total_steps)
         times = [("elapsed", format_seconds(self._pace.elapsed()))]
         if self.total_steps:
@@ -115,18 +115,18 @@ class LiveProgress(Progress):
             times.append(("tokens", format_count(self._metrics["tokens"])))
         if self._saved is not None:
             times.append(("saved at", f"{self._saved:,}"))
-        machine = _cells(("mfu", "peak_memory_gb"), self._metrics)
+        hardware = _cells(("mfu", "peak_memory_gb"), self._metrics)
         step = _cells(("loss", "learning_rate", "grad_norm", "tokens_per_sec"), self._metrics)
-        return [row for row in (step, self._validation, times, machine) if row]
+        return [row for row in (step, self._validation, times, hardware) if row]
 
 
 def _cells(keys: tuple[str, ...], metrics: Mapping[str, float | None]) -> list[Cell]:
-    known = [(key, *WRITTEN[key]) for key in keys if metrics.get(key) is not None]
+    known = [(key, *FORMATS[key]) for key in keys if metrics.get(key) is not None]
     return [(SHORT_LABELS.get(key, label), write(metrics[key])) for key, label, write in known]
 
 
 def _table(rows: list[list[Cell]], width: int) -> RenderResult:
-    """Yield lines of equal cells, four, two or one beside each other, so that rows keep together on any width."""
+    """Yield lines of equal cells, four, two or one per line, so that rows stay aligned at any width."""
     fitting = (width - 1 + GAP) // CELL_WIDTH
     per_line = 4 if fitting >= 4 else 2 if fitting >= 2 else 1
     for row in rows:
@@ -147,11 +147,11 @@ def _can_print(text: str, encoding: str) -> bool:
     return True
 
 
-def _leave_output_alone_in_children(live: Live) -> None:
-    """Give forked processes (the workers of a data loader) the plain standard streams back.
+def _restore_output_in_children(live: Live) -> None:
+    """Restore the plain standard streams in forked processes (data loader workers).
 
-    In a child there is no thread that draws, and the display's lock may have been copied while it was held:
-    a worker that prints a warning would wait for it forever.
+    A child has no drawing thread, and it may have inherited the display's lock while locked: a worker that prints a
+    warning would wait forever.
     """
     reference = weakref.ref(live)
 

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: ``logs/metrics.csv`` always, and any of Lightning's loggers that is asked for."""
+"""Metrics of a run: ``logs/metrics.csv`` always, and optionally Lightning's loggers."""
 
 from __future__ import annotations
 
@@ -13,58 +13,58 @@ from typing import Any
 
 from toolkit.args import LogArgs
 from toolkit.errors import UserError, did_you_mean
-from toolkit.ui.files import file_error, write_whole
+from toolkit.ui.files import file_error, write_atomic
 from toolkit.untrusted import open_regular
 
 COLUMNS = (
     "step",  # optimizer steps done
-    "tokens",  # input tokens so far over all ranks, padding left out
+    "tokens",  # input tokens so far over all ranks, without padding
     "loss",  # of this step's global batch, nats per token
     "learning_rate",
     "grad_norm",  # before clipping
     "tokens_per_sec",  # over all ranks, since the row before
-    "mfu",  # model FLOP utilisation, 0 to 1
+    "mfu",  # model FLOPs utilization, 0 to 1
     "peak_memory_gb",
     "val_loss",  # nats per token
     "val_ppl",
     "val_bpb",  # bits per byte
-    "seconds",  # wall time of training so far, all launches together
+    "seconds",  # wall time of training so far, over all launches
 )
 _HEADER = ",".join(COLUMNS) + "\n"
 
 LOGGERS = {"csv": "", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-"""Names of loggers, and the package that each needs."""
+"""Logger names and their required packages."""
 
 NAMES = {"wandb": {"project", "run", "group"}, "mlflow": {"project", "run"}}
-"""Which options of LogArgs a logger uses."""
+"""Options of LogArgs that each logger uses."""
 
 
 class MetricsCSV:
-    """One row per logged step, on disk at once, numbers in full precision; an empty cell where there is no value.
+    """One row per logged step, written immediately, in full precision; empty cells for missing values.
 
     Args:
-        path: The file; its folder is made.
-        resume_step: Rows up to this step stay and later ones are cut, in one atomic replacement; ``None`` starts anew.
+        path: The file; its folder is created.
+        resume_step: Rows beyond this step are removed, atomically; ``None`` starts a new file.
 
     Raises:
-        UserError: The file cannot be written, or it has other columns.
+        UserError: The file is not writable, or it has other columns.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None) -> None:
         self.path = Path(path)
         try:
             kept = [] if resume_step is None else _lines_until(self.path, resume_step)
-            write_whole(self.path, "".join([_HEADER, *kept]).encode())
-            # no buffer: a row that a full disk refused must not come back when the file is closed
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (it stays open for the whole run)
+            write_atomic(self.path, "".join([_HEADER, *kept]).encode())
+            # unbuffered: a row that failed on a full disk must not be written at close
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (open for the duration of the run)
         except OSError as error:
             raise file_error(self.path, error) from error
 
     def write(self, row: Mapping[str, float | None]) -> None:
-        """Append a row; columns that are missing or ``None`` stay empty.
+        """Append a row; missing or ``None`` columns stay empty.
 
         Raises:
-            UserError: The disk is full, or the file can no longer be written.
+            UserError: The disk is full, or the file is no longer writable.
         """
         assert row.keys() <= set(COLUMNS), f"not a column of metrics.csv: {sorted(row.keys() - set(COLUMNS))}"
         line = (",".join(_cell(row.get(name)) for name in COLUMNS) + "\n").encode()
@@ -79,7 +79,7 @@ class MetricsCSV:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Return the rows of metrics.csv as numbers, NaN for an empty cell; no rows where there is no file.
+    """Return the rows of metrics.csv as numbers, NaN for empty cells; no rows if the file is missing.
 
     Raises:
         UserError: The file has other columns.
@@ -88,15 +88,15 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 
 
 def check_loggers(logger_name: str, log_args: LogArgs) -> list[str]:
-    """Return the names in a list such as "csv,tensorboard".
+    """Split a list such as "csv,tensorboard" and check the names.
 
     Raises:
-        UserError: there is no such logger, its package is missing, or none of them has a use for a given name.
+        UserError: unknown logger, missing package, or an option that none of them uses.
     """
     names = list(dict.fromkeys(name.strip() for name in logger_name.split(",")))
     for name in names:
         if name not in LOGGERS:
-            hint = did_you_mean(name, LOGGERS) or f"; use {', '.join(LOGGERS)}, or several with commas between them"
+            hint = did_you_mean(name, LOGGERS) or f"; use {', '.join(LOGGERS)}, or several separated by commas"
             raise UserError(f"--logger_name {logger_name}: no such logger{hint}")
     given = {f.name for f in fields(log_args) if getattr(log_args, f.name) != f.default}
     for option in sorted(given.difference(*(NAMES.get(name, set()) for name in names))):
@@ -114,17 +114,17 @@ def make_loggers(
     hyperparameters: dict[str, Any],
     resume_step: int | None = None,
 ) -> list[Any]:
-    """Start the loggers that run beside metrics.csv; none for "csv". For the first rank only.
+    """Start the loggers in addition to metrics.csv; none for "csv". For rank 0 only.
 
     Args:
-        logger_name: csv, tensorboard, wandb or mlflow, or several with commas between them.
+        logger_name: csv, tensorboard, wandb or mlflow, or several separated by commas.
         out_dir: Local files go to ``out_dir/logs``.
-        log_args: Names under which W&B and MLflow file the run.
-        hyperparameters: What is shown with the run; must hold no secret.
+        log_args: Names of the run in W&B and MLflow.
+        hyperparameters: Hyperparameters to log; must not contain secrets.
         resume_step: Points beyond this step, from before an interruption, are hidden (TensorBoard).
 
     Raises:
-        UserError: There is no such logger, its package is missing, or it does not start (not logged in, no server).
+        UserError: Unknown logger, missing package, or it does not start (not logged in, no server).
     """
     loggers = []
     for name in check_loggers(logger_name, log_args):
@@ -132,20 +132,21 @@ def make_loggers(
             continue
         try:
             logger = _START[name](Path(out_dir) / "logs", log_args, resume_step)
-            # this connects: a wrong key or address shows here, before the first step
+            # this connects: a wrong key or address fails here, before the first step
             logger.log_hyperparams(hyperparameters)
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"--logger_name {name}: did not start ({reason}); or use --logger_name csv") from error
+            raise UserError(
+                f"--logger_name {name}: did not start ({reason}); fix this or use --logger_name csv"
+            ) from error
         loggers.append(logger)
     return loggers
 
 
 def log_metrics(loggers: Iterable[Any], metrics: Mapping[str, float | None], step: int) -> None:
-    """Hand metrics to the loggers; ``None`` is left out.
+    """Log metrics to the loggers, without ``None`` values.
 
-    A logger that fails in the middle of a run (its server is gone) is a warning, not the end of the training:
-    metrics.csv has every row.
+    A logger that fails during a run (for example, a lost server) only causes a warning; metrics.csv has every row.
     """
     present = {name: float(value) for name, value in metrics.items() if value is not None}
     for logger in loggers:
@@ -167,13 +168,13 @@ def _lines_until(path: Path, last_step: int) -> list[str]:
 
 
 def _read(path: Path) -> list[tuple[str, dict[str, float]]]:
-    """Return (line, its values); what a kill or a full disk has torn is left out."""
+    """Return (line, values) of each row, without rows truncated by a kill or a full disk."""
     if not path.exists():
         return []
     with open_regular(path) as file:
-        lines = file.read().decode(errors="replace").split("\n")[:-1]  # the last has no line end: torn, or empty
+        lines = file.read().decode(errors="replace").split("\n")[:-1]  # the last has no line end: truncated, or empty
     if lines and lines[0] + "\n" != _HEADER:
-        raise UserError(f"{path}: has other columns than this version writes; move the file away, then go on")
+        raise UserError(f"{path}: has other columns than this version writes; move the file away, then resume")
     rows = [(line + "\n", _values(line)) for line in lines[1:]]
     return [(line, values) for line, values in rows if values is not None]
 
@@ -214,7 +215,7 @@ def _start_mlflow(folder: Path, log_args: LogArgs, resume_step: int | None) -> A
     from lightning.pytorch.loggers import MLFlowLogger
 
     folder.mkdir(parents=True, exist_ok=True)
-    # MLflow 3 refuses its former default, plain files (file:...): the local store is a database
+    # MLflow 3 no longer supports plain files (file:...): the local store is a database
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').absolute()}"
     return MLFlowLogger(experiment_name=log_args.project, run_name=log_args.run, tracking_uri=uri)
 

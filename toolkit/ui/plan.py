@@ -1,29 +1,29 @@
-"""What `toolkit plan` shows: the facts as plain values, and as a table."""
+"""Output of `toolkit plan`: as plain values, and as a table."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _GB = 1e9
-_MEANING = {
+_DESCRIPTIONS = {
     "weights": "",
     "quantized_base": "weights in 4 bits",
-    "adapters": "whole on every device",
+    "adapters": "replicated on every device",
     "gradients": "",
-    "optimizer": "its state",
-    "cast_weights": "16-bit copies that autocast makes",
-    "unsharded_unit": "what FSDP gathers for one block, the next and the root",
-    "activations": "kept for the backward pass",
-    "logits": "one chunk, and the gradient of the head",
-    "context": "CUDA's own and gaps, estimated",
+    "optimizer": "state",
+    "cast_weights": "autocast's 16-bit copies",
+    "unsharded_unit": "FSDP all-gathers: current block, next block and root",
+    "activations": "saved for the backward pass",
+    "logits": "one chunk, and the head's gradient",
+    "context": "CUDA context and fragmentation, estimated",
 }
 
 
-def plan_facts(command: str, plan: Any, device_memory_gb: float | None, advice: list[Any]) -> dict[str, Any]:
-    """Return what there is to say of a :class:`toolkit.training.plan.RunPlan`, ready for JSON.
+def plan_summary(command: str, plan: Any, device_memory_gb: float | None, advice: list[Any]) -> dict[str, Any]:
+    """Return a :class:`toolkit.training.plan.RunPlan` as plain values, ready for JSON.
 
-    ``memory_gb`` has the parts and their ``total``, the peak: less than the sum where gradients only come as
-    activations go.
+    ``memory_gb`` has the parts and ``total``, the peak. The peak is less than the sum if gradients replace activations
+    during the backward pass.
     """
     total = plan.memory.total / _GB
     return {
@@ -49,40 +49,40 @@ def plan_facts(command: str, plan: Any, device_memory_gb: float | None, advice: 
     }
 
 
-def format_plan(facts: dict[str, Any]) -> str:
-    """The facts as lines for people."""
-    counts, memory = facts["parameters"], facts["memory_gb"]
-    world = facts["devices"] * facts["num_nodes"]
-    where = f"{world} x {facts['device']}"
+def format_plan(summary: dict[str, Any]) -> str:
+    """Return :func:`plan_summary` as a table."""
+    counts, memory = summary["parameters"], summary["memory_gb"]
+    world = summary["devices"] * summary["num_nodes"]
+    where = f"{world} x {summary['device']}"
     lines = [
-        f"Model      {facts['model']}: {counts['total']:,} parameters, {counts['trained']:,} trained, "
+        f"Model      {summary['model']}: {counts['total']:,} parameters, {counts['trained']:,} trained, "
         f"{counts['matmul']:,} in matrix products",
-        f"Where      {where}, {facts['precision']}, {facts['optimizer']}",
-        f"Strategy   {facts['strategy']}",
-        f"Batch      {facts['global_batch_size']} = micro batch {facts['micro_batch_size']} x "
-        f"{world} device{'s' if world > 1 else ''} x {facts['gradient_accumulation_steps']} accumulated",
-        f"Tokens     {facts['tokens_per_step']:,} per step, sequences of {facts['max_seq_length']:,}",
+        f"Devices    {where}, {summary['precision']}, {summary['optimizer']}",
+        f"Strategy   {summary['strategy']}",
+        f"Batch      {summary['global_batch_size']} = micro batch {summary['micro_batch_size']} x "
+        f"{world} device{'s' if world > 1 else ''} x {summary['gradient_accumulation_steps']} accumulated",
+        f"Tokens     {summary['tokens_per_step']:,} per step, sequences of {summary['max_seq_length']:,}",
         "",
         "Memory per device, GB",
     ]
     shown = {name: size for name, size in memory.items() if name != "total" and size > 0}
-    lines += [f"  {name:15}{size:10.2f}  {_MEANING[name]}".rstrip() for name, size in shown.items()]
+    lines += [f"  {name:15}{size:10.2f}  {_DESCRIPTIONS[name]}".rstrip() for name, size in shown.items()]
     total = memory["total"]
-    apart = sum(shown.values()) > total + 0.005 * len(shown)
-    lines += [f"  {'total':15}{total:10.2f}{'  gradients come as activations go' if apart else ''}"]
-    return "\n".join(lines + _verdict(facts))
+    overlaps = sum(shown.values()) > total + 0.005 * len(shown)
+    lines += [f"  {'total':15}{total:10.2f}{'  gradients replace activations' if overlaps else ''}"]
+    return "\n".join(lines + _verdict(summary))
 
 
-def _verdict(facts: dict[str, Any]) -> list[str]:
-    limit = facts["device_memory_gb"]
+def _verdict(summary: dict[str, Any]) -> list[str]:
+    limit = summary["device_memory_gb"]
     if limit is None:
-        return ["", "Give --device_memory_gb to see whether this fits."]
-    if facts["fits"]:
+        return ["", "Use --device_memory_gb to check whether this fits."]
+    if summary["fits"]:
         return ["", f"Fits into {limit:g} GB."]
-    lines = ["", f"Does not fit into {limit:g} GB. In this order:"]
-    for number, advice in enumerate(facts["advice"], 1):
+    lines = ["", f"Does not fit into {limit:g} GB. Changes, in this order:"]
+    for number, advice in enumerate(summary["advice"], 1):
         fits = ", fits" if advice["fits"] else ""
         lines.append(f"  {number}. {advice['change']:45} {advice['memory_gb']:.2f} GB{fits}")
-    if not any(advice["fits"] for advice in facts["advice"]):
-        lines.append("  That is not enough; take more devices, or a smaller model.")
+    if not any(advice["fits"] for advice in summary["advice"]):
+        lines.append("  That is not enough; use more devices or a smaller model.")
     return lines

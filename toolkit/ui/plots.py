@@ -1,4 +1,4 @@
-"""Pictures of a run."""
+"""Plots of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.ui.files import write_whole
+from toolkit.ui.files import write_atomic
 from toolkit.ui.formats import format_count, format_perplexity
 from toolkit.ui.loggers import read_metrics
 
@@ -21,56 +21,56 @@ Point = tuple[float, float]  # tokens, loss in nats per token
 
 
 def plot_loss(csv_path: str | Path, png_path: str | Path) -> bool:
-    """Draw the loss of a run over its tokens: each step, smoothed, and the validations. The file appears whole.
+    """Plot the loss over tokens: each step, smoothed, and validation. The file is written atomically.
 
     Returns:
-        Whether there is a picture now. None is drawn without matplotlib, with fewer than two losses in the file, or
-        where a file cannot be read or written: a run does not fail for want of its picture.
+        Whether the plot was written. It is not without matplotlib, with fewer than two losses in the file, or if a file
+        is not readable or writable: a run does not fail because of its plot.
     """
     try:
         rows = read_metrics(csv_path)
         training = _points(rows, "loss")
         if len(training) < 2:
             return False
-        picture = _draw(training, _points(rows, "val_loss"), rows)
-        write_whole(Path(png_path), picture)
+        plot = _draw(training, _points(rows, "val_loss"), rows)
+        write_atomic(Path(png_path), plot)
     except (ImportError, OSError, UserError):
         return False
     return True
 
 
 def smooth(losses: list[float]) -> list[float]:
-    """The course of the losses without their noise: medians of five, so that one spike makes no hill, then means.
+    """Smooth losses: running medians of five, which remove spikes, then running means.
 
-    The windows reach as far to the right as to the left: where the loss falls steeply, a mean of past values would lag
-    behind it. They cover about a tenth of the run; at its end, only their left half.
+    The windows are centered: a mean of past values would lag where the loss falls steeply. They cover about a tenth of
+    the run, and shrink to their left half at its end.
     """
-    reach = 2 if len(losses) >= 40 else 0
-    spikeless = [median(losses[first:end]) for first, end in _windows(len(losses), reach)]
-    reach = len(losses) // 40
-    return _windowed_means(_windowed_means(spikeless, reach), reach)
+    radius = 2 if len(losses) >= 40 else 0
+    without_spikes = [median(losses[first:end]) for first, end in _windows(len(losses), radius)]
+    radius = len(losses) // 40
+    return _running_means(_running_means(without_spikes, radius), radius)
 
 
-def _windows(length: int, reach: int) -> list[tuple[int, int]]:
-    """(first, end) around each index, never reaching further to the right than to the left."""
-    return [(i - min(reach, i), min(i + min(reach, i) + 1, length)) for i in range(length)]
+def _windows(length: int, radius: int) -> list[tuple[int, int]]:
+    """Return (first, end) around each index, never wider to the right than to the left."""
+    return [(i - min(radius, i), min(i + min(radius, i) + 1, length)) for i in range(length)]
 
 
-def _windowed_means(values: list[float], reach: int) -> list[float]:
-    sums = list(accumulate(values, initial=0.0))  # a window costs two look-ups, however far it reaches
-    return [(sums[end] - sums[first]) / (end - first) for first, end in _windows(len(values), reach)]
+def _running_means(values: list[float], radius: int) -> list[float]:
+    sums = list(accumulate(values, initial=0.0))  # prefix sums: constant cost per window
+    return [(sums[end] - sums[first]) / (end - first) for first, end in _windows(len(values), radius)]
 
 
 def loss_limits(losses: list[float], others: list[float]) -> tuple[float, float]:
-    """The range of the loss axis, such that the first losses do not press the rest of the curve flat.
+    """Return the range of the loss axis, clipped so that the first losses do not flatten the rest of the curve.
 
     Args:
-        losses: Of training, in order.
-        others: Losses that must be seen, whatever they are.
+        losses: Training losses, in order.
+        others: Losses that must be visible.
 
     Returns:
-        Lowest and highest loss to show. All of them, unless those of the first twentieth, or a few spikes, would take
-        more than two thirds of the height: then these leave the picture at its top.
+        Lowest and highest loss to show. This covers all losses, unless the first twentieth or a few spikes would take
+        more than two thirds of the height; these are then cut off at the top.
     """
     rest = sorted(losses[len(losses) // 20 :])
     low = min([rest[0], *others])
@@ -87,8 +87,8 @@ def _points(rows: list[dict[str, float]], column: str) -> list[Point]:
 
 
 def _draw(training: list[Point], validation: list[Point], rows: list[dict[str, float]]) -> bytes:
-    """Return the picture as PNG."""
-    # not pyplot: no window system, no global state, whatever backend the user has set
+    """Return the plot as PNG."""
+    # without pyplot: no window system and no global state, whatever the user's backend
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -110,14 +110,14 @@ def _draw(training: list[Point], validation: list[Point], rows: list[dict[str, f
         enters = next(t for t, loss in training if loss <= high)
         axes.annotate(f"from {losses[0]:.2f}", (enters, high), xytext=(14, -12), textcoords="offset points",
                       color=QUIET, fontsize=9)  # fmt: skip
-    _dress(axes, last_token=max(t for t, _ in [*training, *validation]))
+    _style_axes(axes, last_token=max(t for t, _ in [*training, *validation]))
     axes.set_title(_title(tokens[-1], smoothed[-1], rows), fontsize=11, loc="left", pad=10)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    return picture.getvalue()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
-def _dress(axes: Any, last_token: float) -> None:
+def _style_axes(axes: Any, last_token: float) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlim(0, last_token * 1.015)

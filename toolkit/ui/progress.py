@@ -1,7 +1,7 @@
-"""What a run says while it works: a live display on a terminal, plain lines everywhere else.
+"""Progress of a run: a live display on a terminal, plain lines everywhere else.
 
 The training loop calls :func:`make_progress` once and then the methods of :class:`Progress` with plain numbers.
-Nothing here waits for a device or the terminal: on a terminal a thread draws the newest numbers four times a second.
+Nothing here waits for a device or the terminal: on a terminal a thread draws the latest numbers four times a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from toolkit.ui.formats import (
     format_seconds,
 )
 
-# One metric of a step: its key, its label on a line, and how its value is written.
+# Metrics of a step: key, label, format.
 STEP_METRICS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", "loss", format_loss),
     ("learning_rate", "lr", format_learning_rate),
@@ -43,12 +43,12 @@ VALIDATION_METRICS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def make_progress(*, total_steps: int | None, enabled: bool) -> Progress:
-    """Return what reports this run on standard output.
+    """Return the progress reporter on standard output.
 
     Args:
-        total_steps: Optimizer steps of the whole run, earlier launches included; ``None`` where another limit ends it.
-            It may be set later, as the attribute of the same name.
-        enabled: False on all ranks but the first: they stay silent.
+        total_steps: Optimizer steps of the run, earlier launches included; ``None`` if another limit ends it. The
+            attribute of the same name may be set later.
+        enabled: True on rank 0; other ranks print nothing.
     """
     if not enabled:
         return Progress(total_steps)
@@ -60,34 +60,34 @@ def make_progress(*, total_steps: int | None, enabled: bool) -> Progress:
 
 
 class Progress:
-    """What a run tells people. This one keeps silent; the other two print. A context manager that closes itself."""
+    """Progress reporter without output, base class of those that print. A context manager that closes itself."""
 
     def __init__(self, total_steps: int | None) -> None:
         self.total_steps = total_steps
 
     def phase(self, text: str) -> None:
-        """Say what the run is doing now, for example "Preparing data" or "Training"."""
+        """Set the current phase, for example "Preparing data" or "Training"."""
 
     def message(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Show an optimizer step that is done.
+        """Show a completed optimizer step.
 
         Args:
-            step: Steps done, from 1.
+            step: Number of completed steps, from 1.
             metrics: loss (nats per token), learning_rate, grad_norm, tokens_per_sec, tokens (so far), mfu (0 to 1) and
-                peak_memory_gb; each may be missing or ``None``, further ones are passed over.
+                peak_memory_gb; each may be missing or ``None``, others are ignored.
         """
 
     def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Show the result of a validation: val_loss (nats per token) and, where known, val_ppl and val_bpb."""
+        """Show a validation result: val_loss (nats per token) and, if known, val_ppl and val_bpb."""
 
     def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
-        """Show that a checkpoint is whole on disk."""
+        """Show that a checkpoint is complete on disk."""
 
     def close(self) -> None:
-        """Show the last state and give the terminal back. Calling it twice is fine."""
+        """Show the last state and release the terminal. May be called twice."""
 
     def __enter__(self) -> Progress:
         return self
@@ -99,10 +99,10 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """Whole lines without colour: for pipes, files, and terminals that cannot move the cursor.
+    """Plain lines without color, for pipes, files, and terminals without cursor control.
 
-    Steps are printed at most once a second in the first minute and once in ten seconds after it, but the first and the
-    last always; everything else at once.
+    Steps are printed at most once per second in the first minute and every ten seconds afterwards, plus the first and
+    the last one. Everything else is printed immediately.
     """
 
     FIRST_SECONDS = 60.0
@@ -116,32 +116,32 @@ class PlainProgress(Progress):
         self._pace = Pace(clock)
         self._printed_at = -math.inf
         self._unprinted: tuple[int, Mapping[str, float | None]] | None = None
-        self._said: set[str] = set()
-        self._stepping = False
+        self._announced: set[str] = set()
+        self._has_steps = False
 
     def phase(self, text: str) -> None:
         self._pace.phase(text)
-        # once steps are reported, phases only alternate (training, validating, saving), and what they do is said anyway
-        if not self._stepping and text not in self._said:
-            self.message(capitalised(text))
-        self._said.add(text)
+        # after the first step, phases only alternate (training, validating, saving), with messages of their own
+        if not self._has_steps and text not in self._announced:
+            self.message(capitalized(text))
+        self._announced.add(text)
 
     def message(self, text: str) -> None:
         self._file.write(f"{text}\n")
         self._file.flush()
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        self._stepping = True
+        self._has_steps = True
         self._pace.step(step)
-        between = 1.0 if self._pace.elapsed() < self.FIRST_SECONDS else 10.0
-        due = self._clock() - self._printed_at >= between
-        if due or step == self.total_steps:
+        interval = 1.0 if self._pace.elapsed() < self.FIRST_SECONDS else 10.0
+        is_due = self._clock() - self._printed_at >= interval
+        if is_due or step == self.total_steps:
             self._print_step(step, metrics)
         else:
             self._unprinted = (step, metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        self._line(step, ["validation " + ", ".join(labelled(VALIDATION_METRICS, metrics, required="val_loss"))])
+        self._line(step, ["validation " + ", ".join(labeled(VALIDATION_METRICS, metrics, required="val_loss"))])
 
     def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
         self._line(step, [f"saved {os.fspath(path)}"])
@@ -151,8 +151,8 @@ class PlainProgress(Progress):
             self._print_step(*self._unprinted)
 
     def _print_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        parts = labelled(STEP_METRICS, metrics)
-        parts.append(f"{format_seconds(self._pace.elapsed())} gone")
+        parts = labeled(STEP_METRICS, metrics)
+        parts.append(f"elapsed {format_seconds(self._pace.elapsed())}")
         left = self._pace.seconds_left(step, self.total_steps)
         if left:
             parts.append(f"{format_seconds(left)} left")
@@ -164,25 +164,25 @@ class PlainProgress(Progress):
         self.message(" | ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} step {step}{total}", *parts]))
 
 
-def capitalised(text: str) -> str:
+def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def labelled(
+def labeled(
     table: tuple[tuple[str, str, Callable[[float], str]], ...],
     metrics: Mapping[str, float | None],
     required: str | None = None,
 ) -> list[str]:
-    """Return "label value" for each metric of ``table`` that ``metrics`` holds; ``required`` must be among them."""
+    """Return "label value" for each metric of ``table`` in ``metrics``; ``required`` must be among them."""
     assert required is None or required in metrics, f"{required} is not among {sorted(metrics)}"
     return [f"{label} {write(metrics[key])}" for key, label, write in table if metrics.get(key) is not None]
 
 
 class Pace:
-    """How long the run has gone on, and how long it will.
+    """Elapsed time and estimate of the remaining time.
 
-    The time per step is smoothed over about the last half minute. Validation and saving are kept apart, as a share of
-    the time of the steps: so one long validation neither shakes the estimate nor is forgotten in it.
+    The time per step is smoothed over about the last half minute. Validation and saving are counted separately, as a
+    fraction of the step time, so that one long validation neither distorts the estimate nor is ignored.
     """
 
     SMOOTHED_OVER_SECONDS = 30.0
@@ -192,44 +192,44 @@ class Pace:
         self._start = self._phase_since = clock()
         self._phase = self._phase_of_steps = ""
         self._step = 0
-        self._mark: float | None = None  # when the last step ended; pauses since then push it forward
-        self._recent_seconds = self._recent_steps = 0.0  # of steps, older ones weigh less
-        self._worked = self._paused = 0.0  # seconds since the first step
+        self._step_end: float | None = None  # end of the last step, plus pauses since then
+        self._recent_seconds = self._recent_steps = 0.0  # of steps, exponentially decayed
+        self._active = self._paused = 0.0  # seconds since the first step
 
     def elapsed(self) -> float:
-        """Seconds since the run was started."""
+        """Seconds since the start of the run."""
         return self._clock() - self._start
 
     def phase(self, name: str) -> None:
-        """Note what the run does from now on: every phase but that in which steps are reported is a pause."""
+        """Set the current phase. Every phase except that in which steps are reported is a pause."""
         now = self._clock()
-        if self._mark is not None and self._phase != self._phase_of_steps:
+        if self._step_end is not None and self._phase != self._phase_of_steps:
             self._paused += now - self._phase_since
-            self._mark += now - self._phase_since
+            self._step_end += now - self._phase_since
         self._phase, self._phase_since = name, now
 
     def step(self, step: int) -> None:
-        """Note that the steps up to ``step`` are done. What came before the first one (compiling) does not count."""
+        """Record that the steps up to ``step`` are done. Time before the first one (compilation) does not count."""
         now = self._clock()
         self._phase_of_steps = self._phase
-        if self._mark is not None and step > self._step:
-            seconds = now - self._mark
-            fade = math.exp(-seconds / self.SMOOTHED_OVER_SECONDS)
-            self._recent_seconds = self._recent_seconds * fade + seconds
-            self._recent_steps = self._recent_steps * fade + step - self._step
-            self._worked += seconds
-        self._mark, self._step = now, step
+        if self._step_end is not None and step > self._step:
+            seconds = now - self._step_end
+            decay = math.exp(-seconds / self.SMOOTHED_OVER_SECONDS)
+            self._recent_seconds = self._recent_seconds * decay + seconds
+            self._recent_steps = self._recent_steps * decay + step - self._step
+            self._active += seconds
+        self._step_end, self._step = now, step
 
     def seconds_left(self, step: int, total_steps: int | None) -> float | None:
-        """Seconds from ``step`` to the end of the run, or ``None`` while they cannot be known."""
+        """Return the seconds from ``step`` to the end of the run, or ``None`` while unknown."""
         if total_steps is None or not self._recent_steps:
             return None
-        pauses = self._paused / self._worked if self._worked > 0 else 0.0
+        pauses = self._paused / self._active if self._active > 0 else 0.0
         return max(total_steps - step, 0) * self._recent_seconds / self._recent_steps * (1 + pauses)
 
 
 class SafeOutput:
-    """Standard output that cannot stop a training: a reader that has gone away silences it, nothing more."""
+    """Standard output whose failure does not stop a training: a closed pipe only silences it."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -254,9 +254,9 @@ class SafeOutput:
             self._silence()
 
     def _silence(self) -> None:
-        # The text is still in the file's buffer, and Python would print an error when it flushes that at exit:
-        # point the descriptor at nothing, as the Python documentation advises for a broken pipe.
+        # The text is still buffered, and Python would report an error when it flushes at exit: redirect the descriptor
+        # to /dev/null, as the Python documentation recommends for a broken pipe.
         with suppress(OSError, ValueError):
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self._file.fileno())
-            os.close(nothing)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self._file.fileno())
+            os.close(devnull)

@@ -1,4 +1,4 @@
-"""Tokens with their labels, and counts, for people: in colour on a terminal, with brackets everywhere else."""
+"""Tokens with their labels, and counts: in color on a terminal, with brackets everywhere else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-# Neighbours alternate between two shades, so that each token can be told from the next.
+# Adjacent tokens alternate between two shades.
 TRAINED = ("black on green", "black on bright_green")
 MASKED = ("dim", "")
 _SHOWN = {"\n": "⏎", "\t": "⇥"}
@@ -17,15 +17,15 @@ _PLAIN = {"\n": "\\n"}
 
 def print_inspection(found: dict[str, Any], console: Console) -> None:
     """Print what :func:`toolkit.data.inspection.inspect_rows` returns."""
-    colour = console.color_system is not None and not console.no_color
+    color = console.color_system is not None and not console.no_color
     for number, sample in enumerate(found["samples"], 1):
         tokens = sample["tokens"]
         share = f"{sum(token['trained'] for token in tokens):,} of {len(tokens):,} tokens trained"
         console.print(Text.assemble((f"Sample {number}", "bold"), f": {sample['where']}: {share}"), soft_wrap=True)
-        console.print(coloured(tokens) if colour else Text(bracketed(tokens, console.encoding)), soft_wrap=not colour)
+        console.print(colored(tokens) if color else Text(bracketed(tokens, console.encoding)), soft_wrap=not color)
         console.print()
     if found["samples"]:
-        console.print(_legend(colour))
+        console.print(_legend(color))
         console.print()
     for name, value in _lines(found["counts"]):
         console.print(Text(f"{name:20} {value}"), soft_wrap=True)
@@ -34,14 +34,14 @@ def print_inspection(found: dict[str, Any], console: Console) -> None:
         console.print(Text(f"{name:20} {sample['tokens']:,} tokens: {sample['where']}"), soft_wrap=True)
 
 
-def _legend(colour: bool) -> Text:
-    if not colour:
+def _legend(color: bool) -> Text:
+    if not color:
         return Text("Tokens in [brackets] are trained, the others are not.")
-    return Text.assemble((" trained ", TRAINED[0]), " ", ("not trained", MASKED[0]), "; shades tell tokens apart")
+    return Text.assemble((" trained ", TRAINED[0]), " ", ("not trained", MASKED[0]), "; shades separate tokens")
 
 
 def _lines(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names and values for people: a count together with its share, and only those reasons that occurred."""
+    """Yield names and formatted values: counts with percentages, and only reasons that occurred."""
     for name, value in counts.items():
         share = counts.get(f"{name.removesuffix('_tokens')}_percent")
         if name.endswith("_percent"):
@@ -56,8 +56,8 @@ def _lines(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name.replace("_", " "), number if share is None else f"{number} ({share:.1f} %)"
 
 
-def coloured(tokens: list[dict[str, Any]]) -> Text:
-    """The text of a sample; trained tokens on a green ground, the others dim."""
+def colored(tokens: list[dict[str, Any]]) -> Text:
+    """Return the text of a sample; trained tokens on a green background, the others dim."""
     shown = Text()
     for number, token in enumerate(tokens):
         style = (TRAINED if token["trained"] else MASKED)[number % 2]
@@ -69,7 +69,7 @@ def coloured(tokens: list[dict[str, Any]]) -> Text:
 
 
 def bracketed(tokens: list[dict[str, Any]], encoding: str = "utf-8") -> str:
-    """The text of a sample; every trained token in brackets."""
+    """Return the text of a sample; every trained token in brackets."""
     shown = []
     for token in tokens:
         if not token["trained"]:
@@ -80,5 +80,5 @@ def bracketed(tokens: list[dict[str, Any]], encoding: str = "utf-8") -> str:
 
 
 def _visible(text: str, names: dict[str, str]) -> str:
-    """Control characters in writing: what a file holds must not steer the terminal."""
+    """Escape control characters: file content must not control the terminal."""
     return "".join(names.get(c, c if c.isprintable() or c == "\n" else ascii(c)[1:-1]) for c in text)
