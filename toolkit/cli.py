@@ -61,16 +61,16 @@ def run(name: str, argv: list[str]) -> int:
     except Exception as error:
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)
-        return _end(program, f"{type(error).__name__}: {error}", 1, is_fault=True)
+        return _end(program, f"{type(error).__name__}: {error}", 1, is_internal=True)
 
 
-def _end(program: str, message: object, code: int, is_fault: bool = False) -> int:
+def _end(program: str, message: object, code: int, is_internal: bool = False) -> int:
     error, text = sys.exc_info()[1], " ".join(str(message).split())
-    if is_fault or (os.environ.get("TOOLKIT_TRACEBACK") == "1" and error):
+    if is_internal or (os.environ.get("TOOLKIT_TRACEBACK") == "1" and error):
         traceback.print_exc()
 
     def report(prefix: str) -> None:
-        if text and not is_fault:
+        if text and not is_internal:
             print(f"{program}: {prefix}{text}", file=sys.stderr, flush=True)
 
     report_failure(error, text, code, report)

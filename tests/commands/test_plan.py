@@ -14,7 +14,7 @@ from toolkit.cli import main
 from toolkit.cli_parser import parse
 from toolkit.commands import finetune_lora, pretrain
 from toolkit.errors import UserError
-from toolkit.training.plan import Place, out_of_memory, place_of, run_args_of
+from toolkit.training.plan import DeviceSpec, device_spec_of, out_of_memory, run_args_of
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_the_table_has_a_line_for_each_part(capsys):
 def test_running_out_of_memory_is_answered_with_the_runs_own_values():
     arguments = parse("pretrain", pretrain.setup, ("model_name",), ["pythia-160m", "--train.micro_batch_size", "64"])
     with run_args_of("pretrain", arguments) as args:
-        error = out_of_memory(args, Place("cuda", 1, 1), 24)
+        error = out_of_memory(args, DeviceSpec("cuda", 1, 1), 24)
     assert isinstance(error, UserError)
     assert str(error).startswith("--train.micro_batch_size 64: out of memory on cuda: this run needs about 49.7 GB")
     assert "activations 4" in str(error) and "use --train.micro_batch_size 16 (1" in str(error)
@@ -153,7 +153,7 @@ def test_finetuning_arguments_are_those_that_the_command_makes():
                       ["HuggingFaceTB/SmolLM2-135M-Instruct", "--lora_r", "4", "--data.json_path", "x"])  # fmt: skip
     with run_args_of("finetune_lora", arguments) as args:
         assert args.defaults is FINETUNE_LORA and args.lora.r == 4
-        assert place_of(args) == Place("cuda", 1, 1)
+        assert device_spec_of(args) == DeviceSpec("cuda", 1, 1)
     with run_args_of("pretrain", parse("pretrain", pretrain.setup, (), [])) as args:
         assert args.defaults is PRETRAIN
 

@@ -18,7 +18,7 @@ from toolkit.models.lora import add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import quantize_linears
 from toolkit.training import activations
-from toolkit.training.memory_plan import Job, build_on_meta, count_parameters, plan_memory, state_bytes
+from toolkit.training.memory_plan import TrainingSetup, build_on_meta, count_parameters, plan_memory, state_bytes
 from toolkit.training.optimizer import build_optimizer
 
 SINGLE = StrategyPlan("single", None, (1, 1), "")
@@ -72,32 +72,32 @@ LORAS = {
 }
 
 
-def job_of(family: str, precision: str, lora: LoRAConfig | None = None, **other) -> Job:
+def setup_of(family: str, precision: str, lora: LoRAConfig | None = None, **other) -> TrainingSetup:
     values = {"strategy": SINGLE, "micro_batch_size": 2, "accumulation": 1, "seq_length": 128, "optimizer": ADAMW}
-    return Job(CONFIGS[family], precision, device="cpu", lora=lora, **(values | other))
+    return TrainingSetup(CONFIGS[family], precision, device="cpu", lora=lora, **(values | other))
 
 
-def build(job: Job) -> GPT:
+def build(setup: TrainingSetup) -> GPT:
     """The model of a job with its values, as a run has it."""
-    model = GPT(job.config)
-    if job.lora is not None:
-        add_lora(model, job.lora)
+    model = GPT(setup.config)
+    if setup.lora is not None:
+        add_lora(model, setup.lora)
     for name, parameter in model.named_parameters():
-        if job.precision == "bf16-true" and not is_adapter(name):
+        if setup.precision == "bf16-true" and not is_adapter(name):
             parameter.data = parameter.data.bfloat16()
     return model
 
 
-def loss_of(model: GPT, job: Job) -> torch.Tensor:
-    ids = torch.randint(0, 512, (job.micro_batch_size, job.seq_length))
-    documents = torch.arange(job.seq_length).expand_as(ids) // 50 if job.packed else None
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=job.is_mixed):
+def loss_of(model: GPT, setup: TrainingSetup) -> torch.Tensor:
+    ids = torch.randint(0, 512, (setup.micro_batch_size, setup.seq_length))
+    documents = torch.arange(setup.seq_length).expand_as(ids) // 50 if setup.packed else None
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setup.is_mixed):
         return model(ids, ids, documents=documents)[0]
 
 
-def saved_bytes(job: Job, model: GPT | None = None) -> int:
+def saved_bytes(setup: TrainingSetup, model: GPT | None = None) -> int:
     """Bytes of all storages that autograd keeps in a forward pass, parameters left out."""
-    model, kept = model or build(job), {}
+    model, kept = model or build(setup), {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ def saved_bytes(job: Job, model: GPT | None = None) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss_of(model, job)
+        loss_of(model, setup)
     return sum(storage.nbytes() for storage in kept.values())
 
 
@@ -121,9 +121,9 @@ def nbytes(tensors) -> int:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_activations_of_full_training_are_what_autograd_keeps(family, precision):
-    job = job_of(family, precision)
-    memory = plan_memory(job)
-    assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(job), rel=0.01)
+    setup = setup_of(family, precision)
+    memory = plan_memory(setup)
+    assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(setup), rel=0.01)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -132,21 +132,21 @@ def test_activations_of_full_training_are_what_autograd_keeps(family, precision)
 def test_activations_beside_adapters_are_what_autograd_keeps(family, lora, precision):
     """The first block keeps a little less than the formula says: nothing before it is trained."""
     adapters = replace(LORAS[lora], mlp=False) if CONFIGS[family].n_moe_layer else LORAS[lora]
-    job = job_of(family, precision, adapters)
-    memory = plan_memory(job)
-    assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(job), rel=0.1)
+    setup = setup_of(family, precision, adapters)
+    memory = plan_memory(setup)
+    assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(setup), rel=0.1)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_packed_rows_keep_a_mask_in_every_layer(family):
-    job = job_of(family, "bf16-true", packed=True)
-    assert plan_memory(job).activations == pytest.approx(saved_bytes(job), rel=0.02)
+    setup = setup_of(family, "bf16-true", packed=True)
+    assert plan_memory(setup).activations == pytest.approx(saved_bytes(setup), rel=0.02)
 
 
 def test_activations_grow_with_tokens_and_layers():
-    one = plan_memory(job_of("llama", "32-true")).activations
-    assert plan_memory(job_of("llama", "32-true", micro_batch_size=4)).activations == pytest.approx(2 * one, rel=0.02)
-    more = replace(job_of("llama", "32-true"), config=replace(CONFIGS["llama"], n_layer=4))
+    one = plan_memory(setup_of("llama", "32-true")).activations
+    assert plan_memory(setup_of("llama", "32-true", micro_batch_size=4)).activations == pytest.approx(2 * one, rel=0.02)
+    more = replace(setup_of("llama", "32-true"), config=replace(CONFIGS["llama"], n_layer=4))
     assert plan_memory(more).activations == pytest.approx(2 * one, rel=0.1)
 
 
@@ -154,20 +154,20 @@ def test_activations_grow_with_tokens_and_layers():
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt-oss"])
 def test_where_kernels_take_no_groups_keys_and_values_of_all_heads_are_kept(family, precision, monkeypatch):
     """As on CUDA in fp32 and with masks; here on the CPU, whose kernels take them."""
-    job, asked = job_of(family, precision, packed=True), []
+    setup, asked = setup_of(family, precision, packed=True), []
     monkeypatch.setattr(attention, "sdpa_supports_gqa", lambda q, mask: bool(asked.append(mask)))
-    monkeypatch.setattr(activations, "_repeated", lambda job: 1)
-    assert plan_memory(job).activations == pytest.approx(saved_bytes(job), rel=0.02)
-    assert len(asked) == job.config.n_layer
+    monkeypatch.setattr(activations, "_repeated", lambda setup: 1)
+    assert plan_memory(setup).activations == pytest.approx(saved_bytes(setup), rel=0.02)
+    assert len(asked) == setup.config.n_layer
 
 
 def test_cuda_keeps_no_attention_matrix():
     for family in set(CONFIGS) - {"gemma2"}:  # which caps the scores
         for precision in PRECISIONS:
-            jobs = [
-                replace(job_of(family, precision, seq_length=n, micro_batch_size=1), device="cuda") for n in (64, 128)
+            setups = [
+                replace(setup_of(family, precision, seq_length=n, micro_batch_size=1), device="cuda") for n in (64, 128)
             ]
-            short, long = (plan_memory(job).activations for job in jobs)
+            short, long = (plan_memory(setup).activations for setup in setups)
             masks = 4 * 4 * 128 * 128  # a few layers' at most
             assert long <= 2 * short + masks
 
@@ -180,9 +180,9 @@ def test_cuda_keeps_no_attention_matrix():
 @pytest.mark.parametrize(("family", "lora"), [("llama", "full"), ("llama", "lora all"), ("experts", "full")])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_weights_gradients_and_optimizer_are_exact(precision, family, lora, optimizer):
-    job = job_of(family, precision, LORAS[lora], optimizer=optimizer)
-    model, memory = build(job), plan_memory(job)
-    loss_of(model, job).backward()
+    setup = setup_of(family, precision, LORAS[lora], optimizer=optimizer)
+    model, memory = build(setup), plan_memory(setup)
+    loss_of(model, setup).backward()
     built = build_optimizer(model, optimizer, 1e-3, precision)
     gradients = nbytes(p.grad for p in model.parameters() if p.grad is not None)
     built.step()
@@ -203,9 +203,9 @@ def test_the_optimizer_itself_says_what_it_keeps():
 
 
 def test_parameters_are_counted_once():
-    tied = count_parameters(build_on_meta(job_of("llama", "32-true")))
+    tied = count_parameters(build_on_meta(setup_of("llama", "32-true")))
     assert tied.total == tied.trained == sum(p.numel() for p in GPT(CONFIGS["llama"]).parameters())
-    lora = count_parameters(build_on_meta(job_of("llama", "32-true", LoRAConfig())))
+    lora = count_parameters(build_on_meta(setup_of("llama", "32-true", LoRAConfig())))
     assert lora.trained == lora.total - tied.total > 0
 
 
@@ -214,8 +214,8 @@ def test_parameters_are_counted_once():
 
 @pytest.mark.parametrize(("quantize", "per_weight"), [("bnb.nf4", 0.5625), ("bnb.nf4-dq", 0.515869140625)])
 def test_a_quantised_base_takes_its_bits_and_scales(quantize, per_weight):
-    job = job_of("gpt_neox", "bf16-true", LoRAConfig())
-    plain, small = plan_memory(job), plan_memory(replace(job, quantize=quantize))
+    setup = setup_of("gpt_neox", "bf16-true", LoRAConfig())
+    plain, small = plan_memory(setup), plan_memory(replace(setup, quantize=quantize))
     linear = 6 * (3 * 128 * 128 + 128 * 128 + 2 * 128 * 512)
     assert plain.weights - small.weights == 2 * linear
     assert small.quantized_base == per_weight * linear + 2 * 128 * 512  # and one layer restored
@@ -224,68 +224,68 @@ def test_a_quantised_base_takes_its_bits_and_scales(quantize, per_weight):
 @pytest.mark.parametrize("quantize", ["bnb.nf4", "bnb.nf4-dq"])
 def test_a_quantised_base_is_as_large_as_bitsandbytes_makes_it(quantize):
     pytest.importorskip("bitsandbytes")
-    job = job_of("gpt_neox", "bf16-true", LoRAConfig(mlp=True), quantize=quantize)
-    model = build(job)
+    setup = setup_of("gpt_neox", "bf16-true", LoRAConfig(mlp=True), quantize=quantize)
+    model = build(setup)
     quantize_linears(model, quantize)
     states = [p.quant_state for p in model.parameters() if hasattr(p, "quant_state")]
     scales = [s.absmax for s in states] + [s.state2.absmax for s in states if s.nested]
     packed = nbytes(p for p in model.parameters() if hasattr(p, "quant_state"))
-    memory = plan_memory(job)
+    memory = plan_memory(setup)
     assert len(states) == 4 * 6
     assert memory.quantized_base - 2 * 128 * 512 == pytest.approx(packed + nbytes(scales), rel=0.01)
-    assert memory.activations == pytest.approx(saved_bytes(job, model), rel=0.1)
+    assert memory.activations == pytest.approx(saved_bytes(setup, model), rel=0.1)
 
 
 # ---- strategies
 
 
-def sharded(job: Job, devices: int, nodes: int = 1, **fsdp) -> Job:
+def sharded(setup: TrainingSetup, devices: int, nodes: int = 1, **fsdp) -> TrainingSetup:
     options = FSDPArgs(**fsdp)
     plan = plan_strategy("auto", options, DDPArgs(), devices=devices, num_nodes=nodes, accelerator="cuda",
-                         precision=job.precision)  # fmt: skip
-    return replace(job, strategy=plan, fsdp=options)
+                         precision=setup.precision)  # fmt: skip
+    return replace(setup, strategy=plan, fsdp=options)
 
 
 def test_sharded_states_are_parts_and_vectors_stay_whole_under_mixed_precision():
-    job = job_of("gpt_neox", "bf16-mixed")
-    whole, four = plan_memory(job), plan_memory(sharded(job, 4))
-    vectors = 4 * sum(p.numel() for p in build_on_meta(job).parameters() if p.ndim < 2)
+    setup = setup_of("gpt_neox", "bf16-mixed")
+    whole, four = plan_memory(setup), plan_memory(sharded(setup, 4))
+    vectors = 4 * sum(p.numel() for p in build_on_meta(setup).parameters() if p.ndim < 2)
     assert four.weights == pytest.approx(vectors + (whole.weights - vectors) / 4)
     assert four.optimizer == pytest.approx(2 * four.weights, rel=0.01)
-    assert plan_memory(sharded(job_of("gpt_neox", "32-true"), 4)).weights == whole.weights / 4
+    assert plan_memory(sharded(setup_of("gpt_neox", "32-true"), 4)).weights == whole.weights / 4
     assert four.cast_weights == 0 < whole.cast_weights
 
 
 def test_gathered_units_are_root_and_two_blocks():
-    job = job_of("gpt_neox", "32-true")
-    model = build_on_meta(job)
+    setup = setup_of("gpt_neox", "32-true")
+    model = build_on_meta(setup)
     block = sum(p.numel() for p in model.transformer.h[0].parameters())
     root = sum(p.numel() for p in model.parameters()) - 6 * block
-    assert plan_memory(sharded(job, 2)).unsharded_unit == 4 * (2 * block + root) + 4 * (block + root)
-    kept = plan_memory(sharded(job, 2, sharding_strategy="SHARD_GRAD_OP")).unsharded_unit
+    assert plan_memory(sharded(setup, 2)).unsharded_unit == 4 * (2 * block + root) + 4 * (block + root)
+    kept = plan_memory(sharded(setup, 2, sharding_strategy="SHARD_GRAD_OP")).unsharded_unit
     assert kept == 4 * (6 * block + root) + 4 * (block + root)
 
 
 def test_gradients_that_wait_are_whole():
-    job = sharded(job_of("gpt_neox", "32-true"), 2)
-    whole = 4 * count_parameters(build_on_meta(job)).total
-    assert plan_memory(job).gradients == whole / 2
-    assert plan_memory(replace(job, accumulation=2)).gradients == whole
+    setup = sharded(setup_of("gpt_neox", "32-true"), 2)
+    whole = 4 * count_parameters(build_on_meta(setup)).total
+    assert plan_memory(setup).gradients == whole / 2
+    assert plan_memory(replace(setup, accumulation=2)).gradients == whole
 
 
 def test_hybrid_shards_within_a_node():
-    job = job_of("gpt_neox", "32-true")
-    assert plan_memory(sharded(job, 2, nodes=4)).weights == plan_memory(sharded(job, 2)).weights
-    full = sharded(job, 2, nodes=4, sharding_strategy="FULL_SHARD")
-    assert plan_memory(full).weights == plan_memory(job).weights / 8
+    setup = setup_of("gpt_neox", "32-true")
+    assert plan_memory(sharded(setup, 2, nodes=4)).weights == plan_memory(sharded(setup, 2)).weights
+    full = sharded(setup, 2, nodes=4, sharding_strategy="FULL_SHARD")
+    assert plan_memory(full).weights == plan_memory(setup).weights / 8
 
 
 def test_gradients_that_come_as_activations_go_count_once():
-    memory = plan_memory(job_of("llama", "32-true"))
+    memory = plan_memory(setup_of("llama", "32-true"))
     parts = sum(memory.parts().values())
     step = memory.activations + memory.logits + memory.cast_weights
     assert memory.total == parts - min(step, memory.gradients)
-    waiting = plan_memory(job_of("llama", "32-true", accumulation=2))
+    waiting = plan_memory(setup_of("llama", "32-true", accumulation=2))
     assert waiting.total == pytest.approx(sum(waiting.parts().values()))
 
 
@@ -300,7 +300,7 @@ def test_two_ranks_hold_what_is_planned(tmp_path, accumulation):
              "--eval.final_validation", "false"]  # fmt: skip
     seen = run_group(tmp_path, 2, cases, flags)
     for precision in PRECISIONS:
-        memory = plan_memory(sharded(job_of("llama", precision, accumulation=accumulation), 2))
+        memory = plan_memory(sharded(setup_of("llama", precision, accumulation=accumulation), 2))
         for rank in seen[precision]:
             assert rank["parameters"] == pytest.approx(memory.weights, rel=0.01)
             assert rank["moments"] == pytest.approx(memory.optimizer, rel=0.01)

@@ -465,7 +465,7 @@ def test_nodes_that_were_started_with_other_options_are_refused(corpus, tmp_path
         heard.append(facts)
         return heard
 
-    monkeypatch.setattr(agreement.ranks, "gather", gather)
+    monkeypatch.setattr(agreement.ranks, "all_gather_object", gather)
     agreement.require_same_everywhere(mine, identity)
     with pytest.raises(UserError, match=f"{flag}: on rank 1"):
         agreement.require_same_everywhere(replace(mine, **change), identity)

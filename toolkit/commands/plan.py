@@ -38,11 +38,11 @@ def setup(
     """
     if device_memory_gb is not None and not device_memory_gb > 0:
         raise UserError(f"--device_memory_gb {device_memory_gb}: must be greater than zero")
-    from toolkit.training.plan import advice_for, place_of, plan_run, run_args_of
+    from toolkit.training.plan import advice_for, device_spec_of, plan_run, run_args_of
     from toolkit.ui.plan import format_plan, plan_summary
 
     with run_args_of(command, run) as args:
-        plan = plan_run(args, place_of(args))
+        plan = plan_run(args, device_spec_of(args))
         advice = [] if device_memory_gb is None else advice_for(plan, device_memory_gb)
     summary = plan_summary(command, plan, device_memory_gb, advice)
     if format == "json":

@@ -38,7 +38,7 @@ def pick_accelerator(accelerator: Accelerator) -> str:
 
 
 def device_memory(accelerator: str) -> float:
-    """Return the bytes of a CUDA device, or of this machine with its swap; infinity where that is not known."""
+    """Return the memory of a CUDA device, or of this machine including swap, in bytes; infinity if unknown."""
     if accelerator == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
     with suppress(OSError):

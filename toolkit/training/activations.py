@@ -1,6 +1,6 @@
-"""Bytes of a training step's activations and logits, per part of the model: closed formulas.
+"""Bytes of a training step's activations and logits, by part of the model: closed formulas.
 
-The letters are those of :mod:`toolkit.training.memory_plan`.
+:mod:`toolkit.training.memory_plan` defines N and c.
 """
 
 from __future__ import annotations
@@ -12,271 +12,275 @@ import torch
 from toolkit.models.loss import chunk_rows
 
 if TYPE_CHECKING:
-    from toolkit.training.memory_plan import Job
+    from toolkit.training.memory_plan import TrainingSetup
 
 FP32, INT64 = 4, 8
 _QKV, _PROJECTION, _MLP = ("query", "key", "value"), ("projection",), ("mlp",)  # the adapters of each linear layer
 
 
-def activation_bytes(job: Job) -> float:
-    """What autograd keeps of a forward pass: Korthikanti et al. 2022 (arXiv 2205.05198) count so, here for our Block.
+def activation_bytes(setup: TrainingSetup) -> float:
+    """Return the bytes that autograd saves in a forward pass, counted as in Korthikanti et al. 2022 (arXiv 2205.05198).
 
-    Attention is ``scaled_dot_product_attention``: no (T, T) matrix, but where no fused kernel takes the inputs.
+    Attention is ``scaled_dot_product_attention``: there is no (T, T) matrix unless no fused kernel supports the inputs.
     """
-    config, n = job.config, job.tokens
+    config, n = setup.config, setup.tokens
     experts, dense = config.n_moe_layer, config.n_layer - config.n_moe_layer
     gates = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
-    mlps = dense * (_norms(job, gates * _keeps_input(job, _MLP)) + _mlp(job))
-    mlps += experts * (_norms(job, _expert_readers(job)) + _experts(job))
-    attention = _attention(job) if config.latent_attention is None else _latent_attention(job)
+    mlps = dense * (_norms(setup, gates * _keeps_input(setup, _MLP)) + _mlp(setup))
+    mlps += experts * (_norms(setup, _expert_readers(setup)) + _experts(setup))
+    attention = _attention(setup) if config.latent_attention is None else _latent_attention(setup)
     blocks = n * (config.n_layer * attention + mlps)
-    last_norm = n * _norm(job)
-    rotation = 2 * FP32 * job.seq_length * config.rope_n_elem * _rotations(job)
-    mask = n * job.seq_length if job.packed else 0
-    return blocks + last_norm + rotation + mask + 8 * n
+    last_norm = n * _norm(setup)
+    rope = 2 * FP32 * setup.seq_length * config.rope_n_elem * _rope_tables(setup)
+    mask = n * setup.seq_length if setup.packed else 0
+    return blocks + last_norm + rope + mask + 8 * n
 
 
-def _rotations(job: Job) -> int:
-    """How many kinds of rotation the layers have; each is computed once."""
-    config = job.config
+def _rope_tables(setup: TrainingSetup) -> int:
+    """Return the number of different RoPE tables of the layers; each is computed once."""
+    config = setup.config
     return len({config.rope_index(i) for i in range(config.n_layer)} - {-1}) * (config.position_embedding == "rope")
 
 
-def _norm(job: Job) -> int:
-    """One norm, per token: its input and its statistics.
+def _norm(setup: TrainingSetup) -> int:
+    """Return the bytes per token of one norm: its input and its statistics.
 
-    On the CPU torch composes RMSNorm of smaller steps, which keep what goes between them in fp32. Gemma's has its input
-    in fp32 everywhere.
+    On the CPU torch composes RMSNorm of smaller operations with fp32 intermediates. Gemma's norm has an fp32 input on
+    all devices.
     """
-    config, residual = job.config, FP32 if job.config.norm_offset else job.weight_bytes
-    if job.device == "cpu" and config.norm_class_name == "RMSNorm":
-        return config.n_embd * FP32 * (1 + (job.lora is None)) + FP32
+    config, residual = setup.config, FP32 if setup.config.norm_offset else setup.weight_bytes
+    if setup.device == "cpu" and config.norm_class_name == "RMSNorm":
+        return config.n_embd * FP32 * (1 + (setup.lora is None)) + FP32
     return config.n_embd * residual + (FP32 if config.norm_class_name == "RMSNorm" else 2 * FP32)
 
 
-def _norms(job: Job, mlp_readers: int) -> int:
-    """The norms of a block and their outputs, as inputs of linear layers, per token.
+def _norms(setup: TrainingSetup, mlp_readers: int) -> int:
+    """Return the bytes per token of a block's norms and of their outputs, the inputs of linear layers.
 
-    Autocast rounds an fp32 input anew for each layer that keeps it; ``mlp_readers``: how many of the MLP's do.
+    Autocast casts an fp32 input separately for each layer that saves it; ``mlp_readers`` is their number in the MLP.
     """
-    config = job.config
+    config = setup.config
     count = config.norm_1 + (config.norm_2 and not config.shared_attention_norm)
-    kept = (count + config.post_attention_norm + config.post_mlp_norm) * _norm(job)
+    kept = (count + config.post_attention_norm + config.post_mlp_norm) * _norm(setup)
     if config.parallel_residual and count == 2:
-        kept -= config.n_embd * job.weight_bytes  # both read the same
-    readers = [_attention_readers(job), mlp_readers]
+        kept -= config.n_embd * setup.weight_bytes  # both read the same
+    readers = [_attention_readers(setup), mlp_readers]
     if config.shared_attention_norm:
         readers = [sum(readers)]
-    copies = sum(readers) if job.is_mixed else sum(min(1, n) for n in readers)
-    return kept + copies * config.n_embd * job.compute_bytes
+    copies = sum(readers) if setup.is_mixed else sum(min(1, n) for n in readers)
+    return kept + copies * config.n_embd * setup.compute_bytes
 
 
-def _attention_readers(job: Job) -> int:
-    """The linear layers of attention that keep its input."""
-    latent = job.config.latent_attention
+def _attention_readers(setup: TrainingSetup) -> int:
+    """Return the number of linear layers in attention that save its input."""
+    latent = setup.config.latent_attention
     if latent is None:
-        return int(_keeps_input(job, _QKV))
-    if job.lora is None:
-        return 2  # for queries, and for keys and values
-    return int(_keeps_input(job, ("query",)) and latent["q_lora_rank"] is None)
+        return int(_keeps_input(setup, _QKV))
+    if setup.lora is None:
+        return 2  # queries; keys and values
+    return int(_keeps_input(setup, ("query",)) and latent["q_lora_rank"] is None)
 
 
-def _attention(job: Job) -> float:
-    """Attention with its projections, per token."""
-    config = job.config
+def _attention(setup: TrainingSetup) -> float:
+    """Return the bytes per token of attention with its projections."""
+    config = setup.config
     heads, groups = config.n_head * config.head_size, config.n_query_groups * config.head_size
     if config.attention_sinks:
-        kept = _with_sinks(job)
+        kept = _sink_attention(setup)
     else:
-        kept = _capped(job) if config.attention_logit_softcapping is not None else _fused_kernel(job)
+        kept = _softcap_attention(setup) if config.attention_logit_softcapping is not None else _fused_kernel(setup)
     if config.norm_qk:
-        kept += _norm_qk(job)
+        kept += _norm_qk(setup)
     if config.clip_qkv is not None:
-        kept += job.compute_bytes * (heads + 2 * groups)
-    kept += _adapter(job, _QKV, config.n_embd, heads + 2 * groups, job.weight_bytes)
-    return kept + _adapter(job, _PROJECTION, heads, config.n_embd, job.compute_bytes)
+        kept += setup.compute_bytes * (heads + 2 * groups)
+    kept += _adapter(setup, _QKV, config.n_embd, heads + 2 * groups, setup.weight_bytes)
+    return kept + _adapter(setup, _PROJECTION, heads, config.n_embd, setup.compute_bytes)
 
 
-def _latent_attention(job: Job) -> float:
-    """Latent attention with its projections, per token.
+def _latent_attention(setup: TrainingSetup) -> float:
+    """Return the bytes per token of latent attention with its projections.
 
-    Queries, keys and values are new, each as wide as the widest; values are copied again where zeros are cut off.
+    Queries, keys and values are new tensors of the largest of their widths; values are copied again if unpadded.
     """
-    config, c, sizes = job.config, job.compute_bytes, job.config.latent_attention
+    config, c, sizes = setup.config, setup.compute_bytes, setup.config.latent_attention
     rank, kv_rank, shared = sizes["q_lora_rank"] or 0, sizes["kv_lora_rank"], sizes["qk_rope_head_dim"]
     width, values = max(config.head_size, config.value_size), config.n_head * config.value_size
-    made = config.n_head * (sizes["qk_nope_head_dim"] + config.value_size)  # the values are a part of it, or padded
-    kept = c * config.n_head * 3 * width + c * (config.n_head * width if config.value_size < width else made)
-    kept += FP32 * config.n_head + c * _mask(job) + c * values * (config.value_size < width)
-    kept += _small_norm(job, kv_rank, kv_rank + shared) + (_small_norm(job, rank, rank) if rank else 0)
-    of_queries, of_keys = ("query",), ("key", "value")
-    kept += c * rank * _keeps_input(job, of_queries) + c * kv_rank * _keeps_input(job, of_keys)
-    kept += _adapter(job, of_queries, rank or config.n_embd, config.n_head * config.head_size, c)
-    return kept + _adapter(job, of_keys, kv_rank, made, c) + _adapter(job, _PROJECTION, values, config.n_embd, c)
+    expanded = config.n_head * (sizes["qk_nope_head_dim"] + config.value_size)  # the values are a view of it, or padded
+    kept = c * config.n_head * 3 * width + c * (config.n_head * width if config.value_size < width else expanded)
+    kept += FP32 * config.n_head + c * _mask(setup) + c * values * (config.value_size < width)
+    kept += _small_norm(setup, kv_rank, kv_rank + shared) + (_small_norm(setup, rank, rank) if rank else 0)
+    query_parts, kv_parts = ("query",), ("key", "value")
+    kept += c * rank * _keeps_input(setup, query_parts) + c * kv_rank * _keeps_input(setup, kv_parts)
+    kept += _adapter(setup, query_parts, rank or config.n_embd, config.n_head * config.head_size, c)
+    return (
+        kept + _adapter(setup, kv_parts, kv_rank, expanded, c) + _adapter(setup, _PROJECTION, values, config.n_embd, c)
+    )
 
 
-def _small_norm(job: Job, width: int, stored: int) -> int:
-    """A norm in latent attention, per token: its input, as a part of what is ``stored``, and its statistics."""
-    c = job.compute_bytes
-    if job.device == "cpu":
-        return (FP32 * width if c != FP32 else FP32 * stored) + FP32 * width * (job.lora is None) + FP32
+def _small_norm(setup: TrainingSetup, width: int, stored: int) -> int:
+    """Return the bytes per token of a norm in latent attention: its input, a view of ``stored``, and its statistics."""
+    c = setup.compute_bytes
+    if setup.device == "cpu":
+        return (FP32 * width if c != FP32 else FP32 * stored) + FP32 * width * (setup.lora is None) + FP32
     return c * stored + FP32
 
 
-def _fused_kernel(job: Job) -> float:
-    """Queries, keys, values, the output and its log-sum-exps, per token.
+def _fused_kernel(setup: TrainingSetup) -> float:
+    """Return the bytes per token of queries, keys, values, the output and its log-sum-exps.
 
-    The values are a part of the fused projection's output, which therefore stays whole; rotated, or normalised, queries
-    and keys are new. A mask is turned into numbers, layer by layer.
+    The values are a view of the fused projection's output, which therefore stays in memory; rotated or normalized
+    queries and keys are new tensors. A boolean mask is converted to floating point in each layer.
     """
-    config, c = job.config, job.compute_bytes
+    config, c = setup.config, setup.compute_bytes
     heads, groups = config.n_head * config.head_size, config.n_query_groups * config.head_size
     projection, is_new = heads + 2 * groups, config.position_embedding == "rope" or config.norm_qk
     grouped = projection + (heads + groups) * is_new
-    is_normed = config.norm_qk and not _copies_for_norms(job)  # then the norms keep the projection's output
+    is_normed = config.norm_qk and not _copies_for_norms(setup)  # then the norms keep the projection's output
     repeated = (heads + groups) * is_new + projection * (is_normed or not is_new) + 2 * heads
-    share = _repeated(job)
-    kept = c * (share * repeated + (1 - share) * grouped) + c * heads + FP32 * config.n_head
-    return kept + c * _mask(job)
+    fraction = _repeated(setup)
+    kept = c * (fraction * repeated + (1 - fraction) * grouped) + c * heads + FP32 * config.n_head
+    return kept + c * _mask(setup)
 
 
-def _repeated(job: Job) -> float:
-    """The share of layers where keys and values are repeated for all heads, see attention.sdpa_supports_gqa."""
-    config = job.config
-    if job.device != "cuda" or config.n_query_groups == config.n_head:
+def _repeated(setup: TrainingSetup) -> float:
+    """Return the fraction of layers that repeat keys and values for all heads, see attention.sdpa_supports_gqa."""
+    config = setup.config
+    if setup.device != "cuda" or config.n_query_groups == config.n_head:
         return 0
-    return 1 if job.compute_bytes == FP32 or config.head_size > 256 else _masked(job)
+    return 1 if setup.compute_bytes == FP32 or config.head_size > 256 else _masked_fraction(setup)
 
 
-def _with_sinks(job: Job) -> float:
-    """As :func:`_fused_kernel`, with a token more and heads wider by up to 8; the output is copied where they end."""
-    config, c, more = job.config, job.compute_bytes, 1 + 1 / job.seq_length
+def _sink_attention(setup: TrainingSetup) -> float:
+    """As :func:`_fused_kernel`, with one more token and heads wider by up to 8; the output is copied to its width."""
+    config, c, growth = setup.config, setup.compute_bytes, 1 + 1 / setup.seq_length
     width = config.head_size + 8 - config.head_size % 8
-    groups = config.n_query_groups + _repeated(job) * (config.n_head - config.n_query_groups)
+    groups = config.n_query_groups + _repeated(setup) * (config.n_head - config.n_query_groups)
     kept = c * (2 * config.n_head + 2 * groups) * width + FP32 * config.n_head
-    kept = more * kept + c * config.n_head * config.head_size * _keeps_input(job, _PROJECTION)
-    return kept + more**2 * c * _mask(job)
+    kept = growth * kept + c * config.n_head * config.head_size * _keeps_input(setup, _PROJECTION)
+    return kept + growth**2 * c * _mask(setup)
 
 
-def _capped(job: Job) -> float:
-    """Queries, the keys and values of all heads and the output; each score after tanh and softmax, and rounded; and
-    the mask, causal or other, in every layer."""
-    config, c = job.config, job.compute_bytes
-    scores = config.n_head * job.seq_length * (2 * FP32 + (c if c != FP32 else 0))
-    return 4 * c * config.n_head * config.head_size + scores + job.seq_length / (1 if job.packed else _rows(job))
+def _softcap_attention(setup: TrainingSetup) -> float:
+    """Return the bytes per token of queries, keys, values and output of all heads, of the scores after tanh, softmax
+    and cast, and of the mask in every layer."""
+    config, c = setup.config, setup.compute_bytes
+    scores = config.n_head * setup.seq_length * (2 * FP32 + (c if c != FP32 else 0))
+    return 4 * c * config.n_head * config.head_size + scores + setup.seq_length / (1 if setup.packed else _rows(setup))
 
 
-def _rows(job: Job) -> int:
-    return job.tokens // job.seq_length
+def _rows(setup: TrainingSetup) -> int:
+    return setup.tokens // setup.seq_length
 
 
-def _mask(job: Job) -> float:
-    """Elements of masks, per token and layer: one for each row of packed documents, else one for all in a window."""
-    return job.seq_length * _masked(job) / (1 if job.packed else _rows(job))
+def _mask(setup: TrainingSetup) -> float:
+    """Return mask elements per token and layer: one mask per row of packed documents, otherwise one for all rows."""
+    return setup.seq_length * _masked_fraction(setup) / (1 if setup.packed else _rows(setup))
 
 
-def _masked(job: Job) -> float:
-    """The share of layers with a mask."""
-    config = job.config
-    if job.packed:
+def _masked_fraction(setup: TrainingSetup) -> float:
+    """Return the fraction of layers with a mask."""
+    config = setup.config
+    if setup.packed:
         return 1
-    return sum((config.window(i) or job.seq_length) < job.seq_length for i in range(config.n_layer)) / config.n_layer
+    return (
+        sum((config.window(i) or setup.seq_length) < setup.seq_length for i in range(config.n_layer)) / config.n_layer
+    )
 
 
-def _norm_qk(job: Job) -> int:
-    """As :func:`_norm`; the input is a part of the fused projection's output, where that is in fp32 or stays so."""
-    config, c = job.config, job.compute_bytes
+def _norm_qk(setup: TrainingSetup) -> int:
+    """As :func:`_norm`; an fp32 input is a view of the fused projection's output."""
+    config, c = setup.config, setup.compute_bytes
     vectors = 2 if config.norm_qk_type == "olmo2" else config.n_head + config.n_query_groups
     width = (config.n_head + config.n_query_groups) * config.head_size
-    if config.norm_class_name == "LayerNorm":  # mean and deviation; those of all heads also what the weights multiply
-        own = config.norm_qk_type == "per_head"
-        copied = c != FP32 and (own or (job.is_mixed and job.device != "cpu"))
-        return FP32 * width * (copied + (own and job.lora is None)) + 2 * FP32 * vectors
-    return FP32 * width * (_copies_for_norms(job) + (job.device == "cpu" and job.lora is None)) + FP32 * vectors
+    if config.norm_class_name == "LayerNorm":  # mean and deviation; per head also the normalized values
+        per_head = config.norm_qk_type == "per_head"
+        copied = c != FP32 and (per_head or (setup.is_mixed and setup.device != "cpu"))
+        return FP32 * width * (copied + (per_head and setup.lora is None)) + 2 * FP32 * vectors
+    return FP32 * width * (_copies_for_norms(setup) + (setup.device == "cpu" and setup.lora is None)) + FP32 * vectors
 
 
-def _copies_for_norms(job: Job) -> bool:
-    """Whether the norms of queries and keys keep an fp32 copy of their input."""
-    return job.compute_bytes != FP32 and (job.device == "cpu" or job.config.norm_offset)
+def _copies_for_norms(setup: TrainingSetup) -> bool:
+    """Whether QK-norm saves an fp32 copy of its input."""
+    return setup.compute_bytes != FP32 and (setup.device == "cpu" or setup.config.norm_offset)
 
 
-def _mlp(job: Job) -> float:
-    """Per token: what the activation function and the gate read, and the last layer's input."""
-    config, c = job.config, job.compute_bytes
+def _mlp(setup: TrainingSetup) -> float:
+    """Return the bytes per token of the MLP: inputs of activation function and gate, and of the last layer."""
+    config, c = setup.config, setup.compute_bytes
     inner = config.intermediate_size
     gates = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
-    kept = c * inner * ((3 if gates == 2 else 1) + _keeps_input(job, _MLP))
-    first = gates * _adapter(job, _MLP, config.n_embd, inner, job.weight_bytes)
-    return kept + first + _adapter(job, _MLP, inner, config.n_embd, c)
+    kept = c * inner * ((3 if gates == 2 else 1) + _keeps_input(setup, _MLP))
+    first = gates * _adapter(setup, _MLP, config.n_embd, inner, setup.weight_bytes)
+    return kept + first + _adapter(setup, _MLP, inner, config.n_embd, c)
 
 
-def _expert_readers(job: Job) -> int:
-    """The linear layers in an LLaMAMoE that keep its input: the router; the shared expert's two, and its gate."""
-    config = job.config
-    if job.lora is not None:
+def _expert_readers(setup: TrainingSetup) -> int:
+    """Return the number of linear layers in an LLaMAMoE that save its input: router, shared expert (2), its gate."""
+    config = setup.config
+    if setup.lora is not None:
         return 0
-    router = 0 if _is_router_in_fp32(job) else 1
+    router = 0 if _is_router_in_fp32(setup) else 1
     return router + (0 if config.shared_expert_intermediate_size is None else 2 + config.shared_expert_gate)
 
 
-def _is_router_in_fp32(job: Job) -> bool:
-    """Whether the router reads a copy of its own, in another type than the other layers do."""
-    return job.config.router_scores == "sigmoid" and job.compute_bytes != FP32
+def _is_router_in_fp32(setup: TrainingSetup) -> bool:
+    """Whether the router reads a separate fp32 copy of its input."""
+    return setup.config.router_scores == "sigmoid" and setup.compute_bytes != FP32
 
 
-def _experts(job: Job) -> float:
-    """What a layer with experts keeps, per token.
+def _experts(setup: TrainingSetup) -> float:
+    """Return the bytes per token of a MoE layer.
 
-    Of each expert that a token goes to, its input, what activation function and gate read, the last layer's input,
-    and what it says; of the router, all probabilities, the choice, and the order there and back.
+    For each active expert: its input, the inputs of activation function and gate, the last layer's input, and its
+    output. For the router: all probabilities, the top-k indices, and the permutation and its inverse.
     """
-    config, c, is_trained = job.config, job.compute_bytes, job.lora is None
+    config, c, is_trained = setup.config, setup.compute_bytes, setup.lora is None
     k, shared = config.n_expert_per_token, config.shared_expert_intermediate_size
     product = 3 if config.swiglu_limit is None else 6
     experts = k * c * ((product + is_trained) * config.expert_size + (1 + is_trained) * config.n_embd)
-    if config.bias and is_trained:  # as a product with ones, 8 for each layer; and 8 rows for each bias
-        experts += k * c * 3 * 8 + c * 8 * config.n_expert * (2 * config.expert_size + config.n_embd) / job.tokens
+    if config.bias and is_trained:  # biases as products with ones: 8 columns per layer, 8 rows per bias
+        experts += k * c * 3 * 8 + c * 8 * config.n_expert * (2 * config.expert_size + config.n_embd) / setup.tokens
     router = FP32 * config.n_expert + k * (3 * INT64 + c) + FP32 * (k + 1) * config.norm_topk_prob
-    if config.n_expert_groups is not None:  # the best experts of each group, the best groups, and the mask of these
+    if config.n_expert_groups is not None:  # top experts per group, top groups, and the group mask
         best = 1 if config.router_scores == "softmax" else 2
         router += INT64 * (best * config.n_expert_groups + config.n_topk_groups) + config.n_expert_groups
-    router += FP32 * config.n_embd * (is_trained and _is_router_in_fp32(job))
-    one_more = 0 if shared is None else c * (3 + is_trained) * shared
-    one_more += c * (config.n_embd + 1) * (shared is not None and config.shared_expert_gate)
-    return experts + router + one_more
+    router += FP32 * config.n_embd * (is_trained and _is_router_in_fp32(setup))
+    shared_expert = 0 if shared is None else c * (3 + is_trained) * shared
+    shared_expert += c * (config.n_embd + 1) * (shared is not None and config.shared_expert_gate)
+    return experts + router + shared_expert
 
 
-def _keeps_input(job: Job, parts: tuple[str, ...]) -> bool:
-    """Whether a linear layer's input is kept: for the gradient of its weight, or of its adapters."""
-    if job.lora is None:
+def _keeps_input(setup: TrainingSetup, parts: tuple[str, ...]) -> bool:
+    """Whether a linear layer's input is saved, for the gradient of its weight or its adapters."""
+    if setup.lora is None:
         return True
-    return not job.lora.dropout and any(getattr(job.lora, part) for part in parts)
+    return not setup.lora.dropout and any(getattr(setup.lora, part) for part in parts)
 
 
-def _adapter(job: Job, parts: tuple[str, ...], inputs: int, outputs: int, input_bytes: int) -> float:
-    """What the adapters of one layer keep per token.
+def _adapter(setup: TrainingSetup, parts: tuple[str, ...], inputs: int, outputs: int, input_bytes: int) -> float:
+    """Return the bytes per token of the adapters of one layer.
 
-    That is the low-rank values; with dropout what is left of the inputs, and the mask, which on the CPU is of the
-    inputs' dtype (``input_bytes``); with DoRA what its magnitudes multiply.
+    These are the low-rank values; with dropout the dropped-out inputs and the mask, which on the CPU has the inputs'
+    dtype (``input_bytes``); with DoRA the values that its magnitudes multiply.
     """
-    chosen = 0 if job.lora is None else sum(getattr(job.lora, part) for part in parts)
-    if not chosen:
+    n_adapted = 0 if setup.lora is None else sum(getattr(setup.lora, part) for part in parts)
+    if not n_adapted:
         return 0
-    c = job.compute_bytes
-    dropped = inputs * (c + (input_bytes if job.device == "cpu" else 1)) if job.lora.dropout else 0
-    return job.lora.r * chosen * c + dropped + (outputs * c if job.lora.dora else 0)
+    c = setup.compute_bytes
+    dropped = inputs * (c + (input_bytes if setup.device == "cpu" else 1)) if setup.lora.dropout else 0
+    return setup.lora.r * n_adapted * c + dropped + (outputs * c if setup.lora.dora else 0)
 
 
-def logits_bytes(job: Job) -> float:
-    """One chunk of logits with its gradient, rounded where products are in 16 bits, and the gradients of the loss.
+def logits_bytes(setup: TrainingSetup) -> float:
+    """Return the bytes of one chunk of logits with its gradient, cast under 16-bit products, and of the loss gradients.
 
-    See models/loss.py: the head's gradient waits in fp32 between forward and backward, a second one in 16 bits is
-    added to it; the input is rounded, masked and gets its gradient.
+    See models/loss.py: the head's gradient accumulates in fp32 between forward and backward, from 16-bit chunks; the
+    input is cast, masked and gets a gradient.
     """
-    config, c, n = job.config, job.compute_bytes, job.tokens
+    config, c, n = setup.config, setup.compute_bytes, setup.tokens
     vocabulary, head = config.padded_vocab_size, config.padded_vocab_size * config.n_embd
-    rows = min(chunk_rows(vocabulary, torch.device(job.device)), n)
+    rows = min(chunk_rows(vocabulary, torch.device(setup.device)), n)
     chunk = rows * vocabulary * (FP32 + (c if c != FP32 else 0))
-    trained = head * (FP32 + (c if c != FP32 else 0)) if job.lora is None else 0
-    rounded = head * c if job.is_mixed else 0
-    return chunk + trained + rounded + n * config.n_embd * (2 * c + job.weight_bytes)
+    trained = head * (FP32 + (c if c != FP32 else 0)) if setup.lora is None else 0
+    rounded = head * c if setup.is_mixed else 0
+    return chunk + trained + rounded + n * config.n_embd * (2 * c + setup.weight_bytes)

@@ -1,4 +1,4 @@
-"""N1: how a global batch is cut into micro-batches."""
+"""N1 exact-accumulation: division of a global batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class BatchPlan:
 
 
 def plan_batch(global_batch_size: int, micro_batch_size: int, devices: int = 1, num_nodes: int = 1) -> BatchPlan:
-    """Cut the global batch into equal micro-batches.
+    """Divide the global batch into equal micro-batches.
 
     Raises:
-        UserError: it cannot be cut evenly; the message lists the nearest values of both flags that can.
+        UserError: it does not divide evenly; the message lists the nearest valid values of both flags.
     """
     world_size = devices * num_nodes
     unit = world_size * micro_batch_size

@@ -1,4 +1,4 @@
-"""When a run ends: the limit that is reached first; and how often it validates and saves until then."""
+"""Limits that end a run, and the intervals of validation and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from toolkit.args import AUTO, EvalArgs, TrainArgs
 from toolkit.errors import UserError
 from toolkit.training.state import Progress
 
-VALIDATIONS, CHECKPOINTS = 10, 5  # of a run, where their intervals are auto
-MIN_INTERVAL = 5  # steps; a run of a few steps is a trial, which saves and validates at its end
+VALIDATIONS, CHECKPOINTS = 10, 5  # per run, with auto intervals
+MIN_INTERVAL = 5  # steps; shorter runs are trials that save and validate at the end only
 MAX_SAVE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The end of a run.
+    """The limits of a run.
 
     Args:
-        total_steps: Optimizer steps of the whole run, over all launches; None when only the clock ends it.
-        total_samples: Samples of the whole run where epochs limit it; the last global batch may be short.
-        max_tokens: Input tokens of the whole run.
-        last_step: Ends the run. It is ``total_steps``, but where that is an estimate, from ``max_tokens`` and the mean
-            length of unequal rows: then ``total_steps`` only shapes the learning rate.
+        total_steps: Optimizer steps of the run, over all launches; None if only max_time limits it.
+        total_samples: Samples of the run if epochs limit it; the last global batch may be short.
+        max_tokens: Input tokens of the run.
+        last_step: The last step of the run. Equal to ``total_steps``, unless that is an estimate from ``max_tokens``
+            and the mean length of ragged rows, which only determines the LR schedule.
         max_seconds: Wall time of this launch.
     """
 
@@ -35,7 +35,7 @@ class Limits:
     last_step: int | None
 
     def reached(self, step: int, tokens: int) -> bool:
-        """Whether a run that has made ``step`` steps over ``tokens`` tokens is finished."""
+        """Whether a run is finished after ``step`` steps and ``tokens`` tokens."""
         return (self.last_step is not None and step >= self.last_step) or (
             self.max_tokens is not None and tokens >= self.max_tokens
         )
@@ -44,10 +44,10 @@ class Limits:
 def build_limits(
     args: TrainArgs, done: Progress, *, n_rows: int, tokens_per_row: float, is_ragged: bool = False
 ) -> Limits:
-    """Turn the limits that the user gave (one at least) into one end.
+    """Combine the user's limits (at least one).
 
-    ``done`` is how far the run has come: the last batch of an epoch may have been short, so that steps and samples
-    before it do not tell of those to come. ``tokens_per_row`` is their mean.
+    ``done`` is the progress so far. It is needed because the last batch of an epoch may have been short, so steps and
+    samples are not proportional. ``tokens_per_row`` is a mean.
     """
     assert args.global_batch_size is not None
     ends, estimates, total_samples = [], [], None
@@ -67,15 +67,15 @@ def build_limits(
 
 
 def require_ahead(args: TrainArgs, done: Progress, limits: Limits, longest_row: int, checkpoint: Path) -> None:
-    """Refuse to resume ``checkpoint``, which is ``done``, with a limit that it has passed.
+    """Check that ``checkpoint``, with progress ``done``, is not past a limit.
 
-    The last step of a run may reach beyond ``max_tokens``, by less than a global batch of its longest row.
+    The last step of a run may exceed ``max_tokens`` by less than a global batch of its longest row.
 
     Raises:
-        UserError: naming the limit.
+        UserError: the checkpoint is past a limit, which the message names.
     """
     assert args.global_batch_size is not None
-    passed = {
+    checks = {
         "max_steps": (args.max_steps, args.max_steps is not None and done.step > args.max_steps),
         "max_tokens": (
             args.max_tokens,
@@ -83,21 +83,21 @@ def require_ahead(args: TrainArgs, done: Progress, limits: Limits, longest_row: 
         ),
         "epochs": (args.epochs, limits.total_samples is not None and done.samples > limits.total_samples),
     }
-    for name, (value, is_passed) in passed.items():
-        if is_passed:
+    for name, (value, is_past) in checks.items():
+        if is_past:
             raise UserError(
                 f"--train.{name} {value}: {checkpoint} is past this limit, after {done.step:,} steps, "
-                f"{done.tokens:,} tokens and {done.samples:,} samples; raise it, or train anew in another --out_dir"
+                f"{done.tokens:,} tokens and {done.samples:,} samples; raise it, or use a new --out_dir"
             )
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """How often a run validates and saves before its end; None is never.
+    """How often a run validates and saves before its end; None disables.
 
     Args:
-        eval_steps, save_steps: Optimizer steps; due at multiples of them, so that a resumed run keeps to them.
-        eval_seconds, save_seconds: Wall time since the last one, or since the launch.
+        eval_steps, save_steps: Optimizer steps; due at multiples, so that a resumed run keeps the same steps.
+        eval_seconds, save_seconds: Wall time since the previous one, or since the launch.
     """
 
     eval_steps: int | None
@@ -107,7 +107,7 @@ class Intervals:
 
 
 def build_intervals(train: TrainArgs, evaluation: EvalArgs, limits: Limits) -> Intervals:
-    """Resolve the intervals that are auto by the length of the run; explicit ones are taken as they are."""
+    """Resolve auto intervals from the length of the run; explicit intervals are unchanged."""
     eval_seconds = save_seconds = None
     if evaluation.interval == AUTO and limits.max_seconds is not None:
         eval_seconds = limits.max_seconds / VALIDATIONS

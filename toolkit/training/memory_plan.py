@@ -1,12 +1,12 @@
-"""How much memory a training run needs on one device, by part: closed formulas over plain values.
+"""Memory of a training run on one device, by part: closed formulas over plain values.
 
-Nothing is allocated and no device is asked. Parameters are those of the model itself on the meta device. Sizes are
-bytes; N is the tokens of one micro-batch on one device, c the bytes of a number in the matrix products (2 under bf16
-and 16-bit autocast, else 4), r those of the residual stream (4, but 2 under bf16-true).
+Nothing is allocated and no device is queried. Parameters are those of the model on the meta device. Sizes are in bytes.
+N is the number of tokens of one micro-batch on one device, c the bytes per element in matrix products (2 under bf16 and
+16-bit autocast, otherwise 4), r those of the residual stream (4, but 2 under bf16-true).
 
-The peak is in the middle of a step: when the loss has been computed and everything that the backward pass needs is
-there. Gradients are there as well when an earlier micro-batch of the step has left them; else they come as activations
-go, and the larger of the two counts. torch.compile may keep less than is said here.
+The peak is after the forward pass, when everything that the backward pass needs is in memory. Gradients of earlier
+micro-batches add to it; without accumulation, gradients replace activations during the backward pass, and the larger of
+the two counts. torch.compile may need less.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from toolkit.training.activations import FP32, activation_bytes, logits_bytes
 from toolkit.training.optimizer import optimizer_class
 from toolkit.training.throughput import matmul_parameters
 
-# bitsandbytes: 4 bits, and for each 64 weights an fp32 scale; with double quantisation an 8-bit one, and for each 256
-# of those an fp32 one (Dettmers et al. 2023, QLoRA, section 3).
+# bitsandbytes: 4 bits, and an fp32 scale per 64 weights; with double quantization an 8-bit scale, and an fp32 scale per
+# 256 of those (Dettmers et al. 2023, QLoRA, section 3).
 QUANTIZED_BYTES = {"bnb.nf4": 0.5 + 4 / 64, "bnb.nf4-dq": 0.5 + 1 / 64 + 4 / (64 * 256)}
-# What CUDA, cuBLAS and the allocator's gaps take. A rule of thumb, not a formula: contexts measure 0.3 to 0.6 GB.
+# CUDA context, cuBLAS workspace and allocator fragmentation: a rule of thumb; measured contexts take 0.3 to 0.6 GB.
 CUDA_CONTEXT, ALLOCATOR_GAPS = 0.6e9, 0.03
 
 
 @dataclass(frozen=True)
-class Job:
-    """What the memory of a run depends on.
+class TrainingSetup:
+    """The inputs of the memory formulas.
 
     Args:
         config: The architecture, with its vocabulary.
-        precision: How to compute.
-        strategy: How the devices share the work.
+        precision: The compute precision.
+        strategy: The distributed strategy.
         micro_batch_size: Sequences per forward pass on one device.
         accumulation: Micro-batches per optimizer step.
         seq_length: Tokens per sequence.
         optimizer: What :func:`toolkit.training.optimizer.resolve_optimizer` returns.
         device: "cuda", "cpu" or "mps".
-        lora: The adapters; None trains all weights.
-        quantize: One of :data:`QUANTIZED_BYTES`; None keeps the weights as they are.
-        packed: Several documents share a row, and a mask keeps them apart.
-        fsdp: Further options of sharding.
-        ddp: Further options of whole copies.
-        optimizer_class: A class that torch.optim does not have.
+        lora: Adapter configuration; None trains all weights.
+        quantize: One of :data:`QUANTIZED_BYTES`; None does not quantize.
+        packed: Several documents share a row, separated by an attention mask.
+        fsdp: Further FSDP options.
+        ddp: Further DDP options.
+        optimizer_class: A class outside torch.optim.
     """
 
     config: ModelConfig
@@ -98,17 +98,17 @@ class Memory:
     """Bytes on one device.
 
     Args:
-        weights: Parameters of the base that this device holds, not quantised.
-        quantized_base: Weights in 4 bits, and the largest of them restored for its product.
+        weights: Unquantized parameters of the base model on this device.
+        quantized_base: 4-bit weights, and the largest of them dequantized for its matrix product.
         adapters: LoRA's parameters.
-        gradients: Of all that is trained, in the dtype of the parameters.
-        optimizer: The optimizer's state.
-        cast_weights: 16-bit copies of the blocks' weights that autocast makes.
-        unsharded_unit: What FSDP gathers: the root's unit and two blocks, with the gradients of root and one block.
-        activations: What the forward pass keeps for the backward pass.
-        logits: A chunk of logits, and the gradients of the head, which are made with it.
-        context: CUDA's own, and gaps; see :data:`CUDA_CONTEXT`.
-        waits: Whether gradients wait for later micro-batches, beside activations.
+        gradients: Gradients of trainable parameters, in the dtype of the parameters.
+        optimizer: Optimizer state.
+        cast_weights: Autocast's 16-bit copies of the blocks' weights.
+        unsharded_unit: FSDP's all-gathered root unit and two blocks, with the gradients of root and one block.
+        activations: Tensors saved for the backward pass.
+        logits: A chunk of logits, and the head's gradients, which are computed with it.
+        context: CUDA context and fragmentation; see :data:`CUDA_CONTEXT`.
+        has_gradients_in_forward: Whether gradients are in memory together with activations.
     """
 
     weights: float
@@ -121,23 +121,24 @@ class Memory:
     activations: float
     logits: float
     context: float
-    waits: bool
+    has_gradients_in_forward: bool
 
     @property
     def total(self) -> float:
-        """The peak, see the module's docstring."""
+        """The peak; see the module docstring."""
         step = self.cast_weights + self.activations + self.logits
-        held = self.weights + self.quantized_base + self.adapters + self.optimizer + self.unsharded_unit
-        return held + self.context + (step + self.gradients if self.waits else max(step, self.gradients))
+        persistent = self.weights + self.quantized_base + self.adapters + self.optimizer + self.unsharded_unit
+        peak = step + self.gradients if self.has_gradients_in_forward else max(step, self.gradients)
+        return persistent + self.context + peak
 
     @property
-    def held(self) -> float:
-        """What is there at once in every optimizer step, however little the model's activations take."""
+    def training_state(self) -> float:
+        """Parameters, gradients and optimizer state: the minimum in every optimizer step, without activations."""
         return self.weights + self.quantized_base + self.adapters + self.gradients + self.optimizer
 
     def parts(self) -> dict[str, float]:
-        """The parts by name, in the order of the fields."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "waits"}
+        """Return the parts by name, in the order of the fields."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "has_gradients_in_forward"}
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,9 @@ class Parameters:
     """Numbers of parameters.
 
     Args:
-        total: All, adapters among them; tied ones once.
-        trained: Those that the optimizer moves.
-        matmul: Those in a matrix product for every token (see :mod:`toolkit.training.throughput`).
+        total: All parameters, adapters included; tied ones once.
+        trained: Trainable parameters.
+        matmul: Parameters in a matrix product for every token (see :mod:`toolkit.training.throughput`).
     """
 
     total: int
@@ -155,12 +156,12 @@ class Parameters:
     matmul: int
 
 
-def build_on_meta(job: Job) -> GPT:
-    """Return the model without values, with its adapters and what they freeze."""
+def build_on_meta(setup: TrainingSetup) -> GPT:
+    """Return the model on the meta device, with adapters and frozen parameters."""
     with torch.device("meta"):
-        model = GPT(job.config)
-    if job.lora is not None:
-        add_lora(model, job.lora)
+        model = GPT(setup.config)
+    if setup.lora is not None:
+        add_lora(model, setup.lora)
     return model
 
 
@@ -170,33 +171,34 @@ def count_parameters(model: nn.Module) -> Parameters:
     return Parameters(sum(size for size, _ in sizes), trained, matmul_parameters(model))
 
 
-def plan_memory(job: Job, model: GPT | None = None) -> Memory:
-    """Return what one device needs for ``job``; ``model`` is :func:`build_on_meta`'s where it is there already."""
-    model = build_on_meta(job) if model is None else model
-    quantized = _quantized(job, model)
+def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
+    """Return the memory of one device for ``setup``; ``model`` may be an existing result of :func:`build_on_meta`."""
+    model = build_on_meta(setup) if model is None else model
+    quantized = _quantized(setup, model)
     base = {n: p for n, p in model.named_parameters() if not is_adapter(n) and n not in quantized}
     adapters = [p for n, p in model.named_parameters() if is_adapter(n)]
-    own, adapter_bytes = job.weight_bytes, FP32 * sum(p.numel() for p in adapters)
+    adapter_bytes = FP32 * sum(p.numel() for p in adapters)
     trained = [p for p in base.values() if p.requires_grad]
-    weights = own * _held(job, base.values())
-    copies = 1 if job.strategy.kind != "ddp" or job.ddp.gradient_as_bucket_view else 2
-    waits = job.accumulation > 1 or job.strategy.kind == "ddp"  # ddp's buckets stay
-    # a gradient that waits for its last micro-batch is not reduced yet, so that it is whole: see distributed/fsdp.py
-    gradients = own * (_count(trained) if job.accumulation > 1 else _held(job, trained)) + adapter_bytes
-    restored = 2 * max((p.numel() for p in quantized.values()), default=0)
+    weights = setup.weight_bytes * _local_elements(setup, base.values())
+    copies = 1 if setup.strategy.kind != "ddp" or setup.ddp.gradient_as_bucket_view else 2
+    has_gradients_in_forward = setup.accumulation > 1 or setup.strategy.kind == "ddp"  # ddp's buckets persist
+    # under accumulation gradients are unsharded until the last micro-batch: see distributed/fsdp.py
+    elements = _count(trained) if setup.accumulation > 1 else _local_elements(setup, trained)
+    gradients = setup.weight_bytes * elements + adapter_bytes
+    dequantized = 2 * max((p.numel() for p in quantized.values()), default=0)
     parts = {
         "weights": weights,
-        "quantized_base": QUANTIZED_BYTES.get(job.quantize or "", 0) * _count(quantized.values()) + restored,
+        "quantized_base": QUANTIZED_BYTES.get(setup.quantize or "", 0) * _count(quantized.values()) + dequantized,
         "adapters": adapter_bytes,
         "gradients": copies * gradients,
-        "optimizer": _optimizer_bytes(job, trained, adapters),
-        "cast_weights": _cast_bytes(job, model, quantized),
-        "unsharded_unit": _unsharded_bytes(job, model),
-        "activations": activation_bytes(job),
-        "logits": logits_bytes(job),
+        "optimizer": _optimizer_bytes(setup, trained, adapters),
+        "cast_weights": _cast_bytes(setup, model, quantized),
+        "unsharded_unit": _unsharded_bytes(setup, model),
+        "activations": activation_bytes(setup),
+        "logits": logits_bytes(setup),
     }
-    context = CUDA_CONTEXT + ALLOCATOR_GAPS * sum(parts.values()) if job.device == "cuda" else 0
-    return Memory(**parts, context=context, waits=waits)
+    context = CUDA_CONTEXT + ALLOCATOR_GAPS * sum(parts.values()) if setup.device == "cuda" else 0
+    return Memory(**parts, context=context, has_gradients_in_forward=has_gradients_in_forward)
 
 
 # ---- parameters
@@ -206,34 +208,34 @@ def _count(parameters: Any) -> int:
     return sum(p.numel() for p in parameters)
 
 
-def _held(job: Job, parameters: Any) -> float:
-    """Elements of the parameters that one device holds.
+def _local_elements(setup: TrainingSetup, parameters: Any) -> float:
+    """Return the number of elements of the parameters on one device.
 
-    FSDP cuts each unit into equal parts, but leaves vectors whole where it gathers in another dtype.
+    FSDP shards each unit equally, but replicates vectors if it all-gathers in another dtype.
     """
     parameters = list(parameters)
-    if job.strategy.kind != "fsdp":
+    if setup.strategy.kind != "fsdp":
         return _count(parameters)
-    whole = [p for p in parameters if _stays_whole(job, p)]
-    return _count(whole) + (_count(parameters) - _count(whole)) / job.strategy.shards
+    replicated = _count(p for p in parameters if _is_replicated(setup, p))
+    return replicated + (_count(parameters) - replicated) / setup.strategy.shards
 
 
-def _stays_whole(job: Job, parameter: nn.Parameter) -> bool:
-    return unit_precision(job.fsdp, job.precision)[0] is not None and parameter.ndim < 2
+def _is_replicated(setup: TrainingSetup, parameter: nn.Parameter) -> bool:
+    return unit_precision(setup.fsdp, setup.precision)[0] is not None and parameter.ndim < 2
 
 
-def _quantized(job: Job, model: GPT) -> dict[str, nn.Parameter]:
-    """The weights that are kept in 4 bits: those of the blocks' linear layers."""
-    if job.quantize is None:
+def _quantized(setup: TrainingSetup, model: GPT) -> dict[str, nn.Parameter]:
+    """Return the 4-bit weights: those of the blocks' linear layers."""
+    if setup.quantize is None:
         return {}
-    refuse_experts(job.config, job.quantize)
+    refuse_experts(setup.config, setup.quantize)
     linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("transformer.h.")]
     return {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in linears}
 
 
-def _cast_bytes(job: Job, model: GPT, quantized: dict[str, nn.Parameter]) -> int:
-    """Autocast's copies of the blocks' weights and biases; the head's are the loss's. FSDP gathers in 16 bits."""
-    if not job.is_mixed or job.strategy.kind == "fsdp":
+def _cast_bytes(setup: TrainingSetup, model: GPT, quantized: dict[str, nn.Parameter]) -> int:
+    """Return the bytes of autocast's copies of the blocks' weights; none with FSDP, which all-gathers in 16 bits."""
+    if not setup.is_mixed or setup.strategy.kind == "fsdp":
         return 0
     products = (nn.Linear, StackedLinear)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, products) and n != "lm_head"}
@@ -241,24 +243,23 @@ def _cast_bytes(job: Job, model: GPT, quantized: dict[str, nn.Parameter]) -> int
     return 2 * sum(model.get_parameter(name).numel() for name in names if name not in quantized)
 
 
-def _unsharded_bytes(job: Job, model: GPT) -> float:
-    """What FSDP1 holds whole beside its shards (torch.distributed.fsdp, _runtime_utils).
+def _unsharded_bytes(setup: TrainingSetup, model: GPT) -> float:
+    """Return the bytes of FSDP1's unsharded tensors (torch.distributed.fsdp, _runtime_utils).
 
-    The root's unit (embedding, head, last norm) is gathered for the whole step. Of the blocks it holds the one at work
-    and the next one; all of them between forward and backward with SHARD_GRAD_OP, or when nothing limits it. A unit's
-    gradient is whole until it is reduced, and is copied where it is reduced in another dtype.
+    The root unit (embedding, head, final norm) stays unsharded during the step. Of the blocks, the current and the next
+    one are unsharded; with SHARD_GRAD_OP or without limit_all_gathers, all of them. A unit's gradient is unsharded
+    until it is reduced, and copied if it is reduced in another dtype.
     """
-    if job.strategy.kind != "fsdp":
+    if setup.strategy.kind != "fsdp":
         return 0
-    unit, root = unit_precision(job.fsdp, job.precision)
-    own = job.weight_bytes
+    unit, root = unit_precision(setup.fsdp, setup.precision)
 
     def size(precision: Any, name: str) -> int:
         dtype = getattr(precision, name, None)
-        return own if dtype is None else dtype.itemsize
+        return setup.weight_bytes if dtype is None else dtype.itemsize
 
     def sharded(parameters: Any, trained: bool = False) -> int:
-        return _count(p for p in parameters if not _stays_whole(job, p) and (p.requires_grad or not trained))
+        return _count(p for p in parameters if not _is_replicated(setup, p) and (p.requires_grad or not trained))
 
     def base(module: nn.Module) -> list[nn.Parameter]:
         return [p for n, p in module.named_parameters() if not is_adapter(f".{n}")]
@@ -266,33 +267,34 @@ def _unsharded_bytes(job: Job, model: GPT) -> float:
     blocks = [base(m) for m in model.modules() if isinstance(m, Block)]
     in_blocks = {id(p) for block in blocks for p in block}
     rest = [p for p in base(model) if id(p) not in in_blocks]
-    at_once = 2 if job.strategy.sharding != "SHARD_GRAD_OP" and job.fsdp.limit_all_gathers else len(blocks)
+    at_once = 2 if setup.strategy.sharding != "SHARD_GRAD_OP" and setup.fsdp.limit_all_gathers else len(blocks)
     compute, reduced = size(unit, "param_dtype"), size(unit, "reduce_dtype")
     gathered = compute * sum(sharded(block) for block in blocks[:at_once]) + size(root, "param_dtype") * sharded(rest)
     gradient = (compute + (reduced if reduced != compute else 0)) * sharded(blocks[0], trained=True)
-    of_root = 0 if job.accumulation > 1 else own * sharded(rest, trained=True)  # else it is among the gradients
-    return gathered + gradient + of_root
+    # under accumulation the root's gradient is part of `gradients`
+    root_gradient = 0 if setup.accumulation > 1 else setup.weight_bytes * sharded(rest, trained=True)
+    return gathered + gradient + root_gradient
 
 
 # ---- optimizer
 
 
-def _optimizer_bytes(job: Job, trained: list[nn.Parameter], adapters: list[nn.Parameter]) -> float:
-    """The state for each trained parameter, in the dtype of the parameter; sharded as the parameter is."""
-    own = torch.bfloat16 if job.weight_bytes == 2 else torch.float32
-    held = adapters
+def _optimizer_bytes(setup: TrainingSetup, trained: list[nn.Parameter], adapters: list[nn.Parameter]) -> float:
+    """Return the bytes of the optimizer state, in the dtype and sharding of each parameter."""
+    dtype = torch.bfloat16 if setup.weight_bytes == 2 else torch.float32
+    unsharded = adapters
     total = 0.0
-    if job.strategy.kind == "fsdp":
-        total += state_bytes(job.optimizer, own, (round(_held(job, trained)),), job.optimizer_class)
+    if setup.strategy.kind == "fsdp":
+        total += state_bytes(setup.optimizer, dtype, (round(_local_elements(setup, trained)),), setup.optimizer_class)
     else:
-        held = trained + adapters
+        unsharded = trained + adapters
     shapes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
     adapter_ids = {id(p) for p in adapters}
-    for parameter in held:
-        key = (tuple(parameter.shape), torch.float32 if id(parameter) in adapter_ids else own)
+    for parameter in unsharded:
+        key = (tuple(parameter.shape), torch.float32 if id(parameter) in adapter_ids else dtype)
         shapes[key] = shapes.get(key, 0) + 1
     return total + sum(
-        n * state_bytes(job.optimizer, dtype, shape, job.optimizer_class) for (shape, dtype), n in shapes.items()
+        n * state_bytes(setup.optimizer, d, shape, setup.optimizer_class) for (shape, d), n in shapes.items()
     )
 
 
@@ -304,8 +306,8 @@ def state_bytes(
 ) -> float:
     """Return the bytes of an optimizer's state for one parameter.
 
-    The optimizer itself is asked: it makes one step on tiny parameters. Whatever it keeps (elements, rows, columns, a
-    counter) is linear in each axis, so that four small matrices, or two vectors, tell of all.
+    This runs one step of the optimizer on tiny parameters. State sizes (elements, rows, columns, a counter) are linear
+    in each axis, so four small matrices, or two vectors, determine all of them.
     """
     if 0 in shape:
         return 0.0
@@ -313,7 +315,7 @@ def state_bytes(
     if len(shape) == 1:
         low, high = probe.bytes((8,)), probe.bytes((16,))
         return low + (high - low) / 8 * (shape[0] - 8)
-    if len(shape) == 3:  # stacked experts: as many matrices, and a counter for all
+    if len(shape) == 3:  # stacked experts: one matrix each, and one counter for all
         once = 2 * probe.bytes((1, 8, 8)) - probe.bytes((2, 8, 8))
         return once + shape[0] * (state_bytes(options, dtype, shape[1:], given_class) - once)
     rows, columns = shape
@@ -323,9 +325,9 @@ def state_bytes(
 
 
 class _Probe:
-    """Makes an optimizer's state for a parameter of a shape; each shape once."""
+    """Creates an optimizer's state for a parameter of a given shape; cached by shape."""
 
-    _known: dict[str, int] = {}
+    _cache: dict[str, int] = {}
 
     def __init__(self, options: dict[str, Any], dtype: torch.dtype, given_class: type | None) -> None:
         self.options = {k: v for k, v in options.items() if k not in ("name", "fused", "foreach")}
@@ -333,11 +335,11 @@ class _Probe:
 
     def bytes(self, shape: tuple[int, ...]) -> int:
         key = f"{self.cls} {self.options} {self.dtype} {shape}"
-        if key not in self._known:
+        if key not in self._cache:
             parameter = nn.Parameter(torch.zeros(shape, dtype=self.dtype))
             parameter.grad = torch.zeros_like(parameter)
             optimizer = self.cls([parameter], lr=1e-3, **self.options)
             optimizer.step()
             state = optimizer.state[parameter].values()
-            self._known[key] = sum(v.numel() * v.element_size() for v in state if isinstance(v, torch.Tensor))
-        return self._known[key]
+            self._cache[key] = sum(v.numel() * v.element_size() for v in state if isinstance(v, torch.Tensor))
+        return self._cache[key]

@@ -1,6 +1,6 @@
-"""What a run will be and what it needs, before it is started; and how to make it fit the memory of its devices.
+"""Planning of a run before it starts: its settings, its memory, and changes that make it fit its devices.
 
-Every decision is made by the functions that make it for the run itself.
+All settings come from the same functions as in the run itself.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from toolkit.models.lora_config import LoRAConfig
 from toolkit.training.batch import BatchPlan
 from toolkit.training.decide import ResolvedConfig, resolve_config
 from toolkit.training.finetune import finetune_args
-from toolkit.training.memory_plan import Job, Memory, Parameters, build_on_meta, count_parameters, plan_memory
+from toolkit.training.memory_plan import Memory, Parameters, TrainingSetup, build_on_meta, count_parameters, plan_memory
 from toolkit.training.resolve import RunArgs
 
-MOST_DEVICES = 8  # of a node, for advice
-SHORTEST = 256  # tokens, for advice
+MAX_ADVISED_DEVICES = 8  # per node
+MIN_ADVISED_LENGTH = 256  # tokens
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a run is to be: ``devices`` per node of a kind ("cuda", "cpu" or "mps")."""
+class DeviceSpec:
+    """The devices of a run: ``devices`` per node of a kind ("cuda", "cpu" or "mps")."""
 
     device: str
     devices: int
@@ -47,10 +47,10 @@ class Place:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the run of ``args`` will be."""
+    """The settings and needs of the run of ``args``."""
 
     args: RunArgs
-    place: Place
+    spec: DeviceSpec
     config: ModelConfig
     precision: Precision
     strategy: StrategyPlan
@@ -62,46 +62,46 @@ class RunPlan:
 
     @property
     def tokens_per_step(self) -> int:
-        """At most: rows may be shorter than the longest one."""
+        """Upper bound: rows may be shorter than the longest one."""
         return self.batch.global_batch_size * self.seq_length
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One change, on top of those before it: the flags, the memory that the run then needs, and whether that fits."""
+    """A change in addition to the previous ones: the flags, the resulting memory, and whether it fits."""
 
     change: str
     memory_gb: float
     fits: bool
 
 
-def plan_run(args: RunArgs, place: Place) -> RunPlan:
+def plan_run(args: RunArgs, spec: DeviceSpec) -> RunPlan:
     """Plan a run.
 
     Raises:
-        UserError: a mistake in the arguments, as the run would say it.
+        UserError: an error in the arguments, with the run's message.
     """
     train = args.train
     if all(limit is None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time)):
         args = replace(args, train=replace(train, max_steps=1))  # the length does not matter here
-    decided = resolve_config(args, place.device, place.devices, place.num_nodes, choose_precision(args, place.device))
-    args = replace(decided.args, precision=args.precision)  # another command may have another default
+    decided = resolve_config(args, spec.device, spec.devices, spec.num_nodes, choose_precision(args, spec.device))
+    args = replace(decided.args, precision=args.precision)  # commands differ in their default
     batch, seq_length = decided.batch, decided.max_seq_length
     config = with_known_vocabulary(decided.config, args)
     assert seq_length is not None
-    job = job_of(decided, config)
-    model = build_on_meta(job)
-    parameters, memory = count_parameters(model), plan_memory(job, model)
+    setup = setup_of(decided, config)
+    model = build_on_meta(setup)
+    parameters, memory = count_parameters(model), plan_memory(setup, model)
     return RunPlan(
-        args, place, config, decided.precision, decided.strategy, batch, seq_length, decided.optimizer, parameters,
+        args, spec, config, decided.precision, decided.strategy, batch, seq_length, decided.optimizer, parameters,
         memory,
     )  # fmt: skip
 
 
-def job_of(decided: ResolvedConfig, config: ModelConfig) -> Job:
-    """Return what the memory of a run depends on; ``config`` has its vocabulary."""
+def setup_of(decided: ResolvedConfig, config: ModelConfig) -> TrainingSetup:
+    """Return the inputs of the memory formulas; ``config`` includes the vocabulary size."""
     args, batch = decided.args, decided.batch
-    return Job(
+    return TrainingSetup(
         config, decided.precision, decided.strategy, batch.micro_batch_size, batch.accumulation, decided.max_seq_length,
         decided.optimizer, decided.device,
         args.lora, args.quantize, getattr(args.data, "packing", "none") != "none", args.fsdp, args.ddp,
@@ -110,19 +110,19 @@ def job_of(decided: ResolvedConfig, config: ModelConfig) -> Job:
 
 
 def choose_precision(args: RunArgs, device: str) -> Precision:
-    """The precision of the run; GPUs that are not here have bfloat16, as those of the last years do."""
+    """Return the precision of the run; assumes bfloat16 support for GPUs of other machines."""
     if device == "cuda" and not torch.cuda.is_available():
         return args.precision or args.defaults.cuda_precision
     return pick_precision(args.precision, device, args.defaults.cuda_precision)
 
 
 def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:
-    """The config with the vocabulary of the tokenizer that is there, or that the data is going to make.
+    """Return the config with the vocabulary size of the given tokenizer, or of the one trained on the data.
 
     Raises:
-        UserError: it is not known before the data is prepared.
+        UserError: the vocabulary size is unknown before the data is prepared.
     """
-    assert config is not None, "only models of ours are planned"
+    assert config is not None, "user-provided modules have no plan"
     if config.vocab_size is not None:
         return config
     if folder := args.tokenizer_dir or args.initial_checkpoint_dir:
@@ -139,16 +139,16 @@ def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelCon
 
 # ---- advice
 
-Change = tuple[str, RunArgs, Place]
+Change = tuple[str, RunArgs, DeviceSpec]
 Step = Callable[[RunPlan], Iterator[Change]]
 
 
 def advice_for(plan: RunPlan, device_memory_gb: float) -> list[Advice]:
-    """Return what to change, in this order, until the run fits; nothing where it fits as it is.
+    """Return changes, in order, after which the run fits; empty if it already fits.
 
-    Changes that leave the result as it is come first, then those that cost exactness, then those that train less or
-    need more. A change that does not help, or that is not needed in the end, is left out. If nothing is enough, the
-    last one does not fit.
+    Changes without effect on the result come first, then those that reduce precision, then those that train less or
+    need more hardware. Changes that do not help or are not needed are omitted. If no combination suffices, the last one
+    does not fit.
     """
     limit = device_memory_gb * 1e9
     if plan.memory.total <= limit:
@@ -166,7 +166,7 @@ def advice_for(plan: RunPlan, device_memory_gb: float) -> list[Advice]:
         fewer = [other for other in taken if other is not step]
         changes = _apply(fewer, plan, limit)
         fits = bool(changes) and changes[-1][1].memory.total <= limit
-        # Without this one, the others must not go further: 4 bits are better than much shorter sequences.
+        # The remaining changes must not become larger: 4 bits are better than much shorter sequences.
         if fits and {text for text, _ in changes} <= {text for text, _ in chosen}:
             taken, chosen = fewer, changes
     return [Advice(text, p.memory.total / 1e9, p.memory.total <= limit) for text, p in chosen]
@@ -183,12 +183,12 @@ def _apply(steps: list[Step], plan: RunPlan, limit: float) -> list[tuple[str, Ru
 
 
 def _take(step: Step, plan: RunPlan, limit: float) -> tuple[str, RunPlan] | None:
-    """The first variant of a change that fits, else the one that needs least; None where it does not help."""
+    """Return the first variant of a change that fits, otherwise the smallest; None if no variant helps."""
     best = None
-    for text, args, place in step(plan):
+    for text, args, spec in step(plan):
         try:
-            changed = plan_run(args, place)
-        except UserError:  # the run would refuse it
+            changed = plan_run(args, spec)
+        except UserError:  # the run would fail
             continue
         if changed.memory.total <= limit:
             return text, changed
@@ -197,8 +197,8 @@ def _take(step: Step, plan: RunPlan, limit: float) -> tuple[str, RunPlan] | None
     return best
 
 
-def _train(plan: RunPlan, **changes: Any) -> tuple[RunArgs, Place]:
-    return replace(plan.args, train=replace(plan.args.train, **changes)), plan.place
+def _train(plan: RunPlan, **changes: Any) -> tuple[RunArgs, DeviceSpec]:
+    return replace(plan.args, train=replace(plan.args.train, **changes)), plan.spec
 
 
 def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
@@ -213,16 +213,16 @@ def _full_shard(plan: RunPlan) -> Iterator[Change]:
         named = plan.args.strategy not in ("auto", "fsdp")
         fsdp = replace(plan.args.fsdp, sharding_strategy="FULL_SHARD")
         args = replace(plan.args, strategy="fsdp" if named else plan.args.strategy, fsdp=fsdp, ddp=DDPArgs())
-        yield "--strategy fsdp " * named + "--fsdp.sharding_strategy FULL_SHARD", args, plan.place
+        yield "--strategy fsdp " * named + "--fsdp.sharding_strategy FULL_SHARD", args, plan.spec
 
 
 def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
     if plan.precision != "bf16-true":
-        yield "--precision bf16-true", replace(plan.args, precision="bf16-true"), plan.place
+        yield "--precision bf16-true", replace(plan.args, precision="bf16-true"), plan.spec
 
 
 def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
-    """Sharded gradients that wait for more micro-batches are whole: see distributed/fsdp.py."""
+    """Under accumulation FSDP keeps gradients unsharded: see distributed/fsdp.py."""
     if plan.strategy.kind == "fsdp" and plan.batch.accumulation > 1:
         size = plan.batch.micro_batch_size * plan.batch.world_size
         yield f"--train.global_batch_size {size}", *_train(plan, global_batch_size=size)
@@ -230,29 +230,29 @@ def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
 
 def _adapters(plan: RunPlan) -> Iterator[Change]:
     if plan.args.defaults is FINETUNE_FULL:
-        yield "toolkit finetune_lora", replace(plan.args, defaults=FINETUNE_LORA, lora=LoRAConfig()), plan.place
+        yield "toolkit finetune_lora", replace(plan.args, defaults=FINETUNE_LORA, lora=LoRAConfig()), plan.spec
 
 
 def _quantized(plan: RunPlan) -> Iterator[Change]:
     if plan.args.lora is not None and plan.args.quantize is None:
-        yield "--quantize bnb.nf4", replace(plan.args, quantize="bnb.nf4"), plan.place
-        whole = replace(plan.args, quantize="bnb.nf4", strategy="ddp")  # 4 bits are not sharded
-        yield "--quantize bnb.nf4 --strategy ddp", whole, plan.place
+        yield "--quantize bnb.nf4", replace(plan.args, quantize="bnb.nf4"), plan.spec
+        replicated = replace(plan.args, quantize="bnb.nf4", strategy="ddp")  # 4-bit weights are not sharded
+        yield "--quantize bnb.nf4 --strategy ddp", replicated, plan.spec
 
 
 def _shorter(plan: RunPlan) -> Iterator[Change]:
     length = 2 ** math.ceil(math.log2(plan.seq_length)) // 2
-    while length >= SHORTEST:
+    while length >= MIN_ADVISED_LENGTH:
         yield f"--train.max_seq_length {length}", *_train(plan, max_seq_length=length)
         length //= 2
 
 
 def _more_devices(plan: RunPlan) -> Iterator[Change]:
-    devices = plan.place.devices * 2
-    while plan.place.device == "cuda" and devices <= MOST_DEVICES:
+    devices = plan.spec.devices * 2
+    while plan.spec.device == "cuda" and devices <= MAX_ADVISED_DEVICES:
         strategy = "auto" if plan.args.strategy == "single" else plan.args.strategy
         args = replace(plan.args, strategy=strategy)
-        yield f"--devices {devices}", args, replace(plan.place, devices=devices)
+        yield f"--devices {devices}", args, replace(plan.spec, devices=devices)
         devices *= 2
 
 
@@ -260,7 +260,7 @@ def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
     layers = plan.config.n_layer // 2
     while plan.args.initial_checkpoint_dir is None and plan.args.lora is None and layers:
         config = replace(plan.args.model_config, n_layer=layers)
-        yield f"--model_config.n_layer {layers}", replace(plan.args, model_config=config), plan.place
+        yield f"--model_config.n_layer {layers}", replace(plan.args, model_config=config), plan.spec
         layers //= 2
 
 
@@ -270,23 +270,23 @@ _STEPS: list[Step] = [
 ]  # fmt: skip
 
 
-def out_of_memory(args: RunArgs, place: Place, device_memory_gb: float | None = None) -> UserError:
-    """The one line for a run whose device ran out of memory: what it needs by part, and what to change.
+def out_of_memory(args: RunArgs, spec: DeviceSpec, device_memory_gb: float | None = None) -> UserError:
+    """Return the error for a run that is out of memory: its memory by part, and the changes to make.
 
     Args:
-        args: The run's.
-        place: Where it is.
-        device_memory_gb: Of one device, in GB (1e9 bytes); asked of CUDA when not given.
+        args: The arguments of the run.
+        spec: The devices of the run.
+        device_memory_gb: Memory of one device in GB (1e9 bytes); read from CUDA by default.
     """
     size = args.train.micro_batch_size
-    start = f"--train.micro_batch_size {size}: out of memory on {place.device}"
+    start = f"--train.micro_batch_size {size}: out of memory on {spec.device}"
     if args.module is not None:
-        smaller = "a smaller one" if size is None or size > 1 else "shorter sequences or more devices"
-        return UserError(f"{start}; use {smaller}")
-    plan = plan_run(args, place)
+        hint = "a smaller one" if size is None or size > 1 else "shorter sequences or more devices"
+        return UserError(f"{start}; use {hint}")
+    plan = plan_run(args, spec)
     if device_memory_gb is None:
-        device_memory_gb = device_memory(place.device) / 1e9
-    # it did not fit, whatever the formula says: others may hold a part of the device
+        device_memory_gb = device_memory(spec.device) / 1e9
+    # it did not fit, whatever the formula says: other processes may use a part of the device
     limit = min(device_memory_gb, 0.9 * plan.memory.total / 1e9)
     changes = ", then ".join(f"{a.change} ({a.memory_gb:.1f} GB)" for a in advice_for(plan, limit))
     hint = f"use {changes}" if changes else "use a smaller model"
@@ -294,25 +294,25 @@ def out_of_memory(args: RunArgs, place: Place, device_memory_gb: float | None = 
 
 
 def require_memory(decided: ResolvedConfig, devices: int, config: ModelConfig, model: GPT) -> None:
-    """Refuse a run whose weights, gradients and optimizer state alone exceed the memory of its devices.
+    """Check that weights, gradients and optimizer state fit the memory of the devices.
 
-    Else it would initialize weights for minutes, until the system ends it without a word.
+    Otherwise the run would initialize weights for minutes until the operating system kills it without a message.
 
     Args:
-        decided: The run's.
-        devices: Per node; on a CPU they are processes, which share its memory.
-        config: With its vocabulary.
-        model: On the meta device.
+        decided: The resolved configuration of the run.
+        devices: Devices per node; on a CPU these are processes that share its memory.
+        config: The model's config, including the vocabulary size.
+        model: The model on the meta device.
 
     Raises:
-        UserError: names the model, the memory that it needs and what there is.
+        UserError: the memory does not suffice; the message names the model and both sizes.
     """
     limit = device_memory(decided.device) / (devices if decided.device == "cpu" else 1)
-    memory = plan_memory(job_of(decided, config), model)
-    if memory.held > limit:
+    memory = plan_memory(setup_of(decided, config), model)
+    if memory.training_state > limit:
         raise UserError(
-            f"{config.name}: needs about {_needs(memory)} per device, and there are {limit / 1e9:,.1f}; "
-            "use a smaller model, or see toolkit plan --help for what makes it fit"
+            f"{config.name}: needs about {_needs(memory)} per device, but only {limit / 1e9:,.1f} GB is available; "
+            "use a smaller model, or see toolkit plan --help for changes that make it fit"
         )
 
 
@@ -325,35 +325,34 @@ def _needs(memory: Memory) -> str:
 # ---- from the arguments of a command
 
 
-def place_of(args: RunArgs) -> Place:
-    """Where the run of ``args`` is to be: on GPUs that need not be here, unless another accelerator is named.
+def device_spec_of(args: RunArgs) -> DeviceSpec:
+    """Return the devices of the run of ``args``: GPUs, present or not, unless another accelerator is given.
 
     Raises:
-        UserError: an impossible number of devices or nodes.
+        UserError: an invalid number of devices or nodes.
     """
     device = "cuda" if args.accelerator == "auto" else args.accelerator
-    here = count_devices(device) if args.devices == "auto" else None
-    somewhere = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # no launcher has a say
-    layout = detect_world(args.devices, args.num_nodes, here or None, somewhere)
-    return Place(device, layout.devices, layout.num_nodes)
+    available = count_devices(device) if args.devices == "auto" else None
+    environ = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # ignore any launcher
+    layout = detect_world(args.devices, args.num_nodes, available or None, environ)
+    return DeviceSpec(device, layout.devices, layout.num_nodes)
 
 
 @contextmanager
 def run_args_of(command: str, given: dict[str, Any]) -> Iterator[RunArgs]:
-    """Give the arguments that a training command hands over for its own arguments.
+    """Yield the run arguments that a training command derives from its options.
 
-    A checkpoint that is not on this disk is stood for by a folder that holds nothing but the named architecture; it is
-    there within the context.
+    A missing checkpoint folder is replaced by a temporary folder with the config of the named architecture.
 
     Raises:
-        UserError: they do not go together, or there is no such folder and no such name.
+        UserError: the options conflict, or there is neither a folder nor an architecture of that name.
     """
     option = "initial_checkpoint_dir" if command == "pretrain" else "checkpoint_dir"
     value = given[option]
     with TemporaryDirectory() as folder:
         if value is not None and not any(path.exists() for path in (Path(value), Path("checkpoints") / value)):
             write_model_files(
-                Path(folder), state_dict=None, config=_named(option, value), hyperparameters=None, tokenizer=None
+                Path(folder), state_dict=None, config=_config_of(option, value), hyperparameters=None, tokenizer=None
             )
             given = given | {option: folder}
         if command == "pretrain":
@@ -362,7 +361,7 @@ def run_args_of(command: str, given: dict[str, Any]) -> Iterator[RunArgs]:
             yield finetune_args({"finetune_full": FINETUNE_FULL, "finetune_lora": FINETUNE_LORA}[command], given)
 
 
-def _named(option: str, value: str) -> ModelConfig:
+def _config_of(option: str, value: str) -> ModelConfig:
     try:
         return get_config(value)
     except UserError as error:

@@ -318,9 +318,9 @@ def oom_advice(args: RunArgs, device: str, layout: WorldInfo) -> Iterator[None]:
         is_full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
         if not is_full:
             raise
-        from toolkit.training.plan import Place, out_of_memory  # which plans runs of all commands
+        from toolkit.training.plan import DeviceSpec, out_of_memory  # which plans runs of all commands
 
-        raise out_of_memory(args, Place(device, layout.devices, layout.num_nodes)) from error
+        raise out_of_memory(args, DeviceSpec(device, layout.devices, layout.num_nodes)) from error
 
 
 def mean_length(rows: TokenDataset) -> float:

@@ -1,4 +1,4 @@
-"""N5: the learning rate of every step, a pure function of the step's number."""
+"""N5 sane-schedule-and-decay: the LR schedule, a pure function of the step."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from toolkit.args import CommandDefaults, TrainArgs
 from toolkit.errors import UserError
 
-WSD_DECAY_SHARE = 0.2
-"""The share of a warm-up, stable, decay run that decays."""
+WSD_DECAY_FRACTION = 0.2
+"""Fraction of a warm-up, stable, decay run in which the learning rate decays."""
 
 WARMUP_WITHOUT_HORIZON = 100
-"""Warm-up steps of a run that only the clock ends, where a share of the run is not known."""
+"""Warm-up steps of a run that only max_time limits."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate over ``total_steps`` optimizer steps (None: no known end, constant after the warm-up)."""
+    """The LR schedule over ``total_steps`` optimizer steps (None: unknown end, constant after the warm-up)."""
 
     shape: str
     peak: float
@@ -26,10 +26,10 @@ class Schedule:
     total_steps: int | None
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate of update number ``step``, counted from 0.
+        """Return the learning rate of update ``step``, counted from 0.
 
-        The warm-up rises linearly and reaches the peak with its last step; its first step is above zero. The last
-        step of the run has the minimum. Steps beyond the end keep the minimum.
+        The warm-up is linear from above zero and reaches the peak at its last step. The last step of the run, and steps
+        beyond it, have the minimum.
         """
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
@@ -38,26 +38,26 @@ class Schedule:
         assert self.total_steps is not None
         start = self.warmup_steps
         if self.shape == "wsd":
-            start = max(start, self.total_steps - max(1, round(WSD_DECAY_SHARE * self.total_steps)))
-        done = min(max(0.0, (step - start) / max(1, self.total_steps - 1 - start)), 1.0)
-        left = 0.5 * (1 + math.cos(math.pi * done)) if self.shape == "cosine" else 1 - done
-        return self.minimum + (self.peak - self.minimum) * left
+            start = max(start, self.total_steps - max(1, round(WSD_DECAY_FRACTION * self.total_steps)))
+        progress = min(max(0.0, (step - start) / max(1, self.total_steps - 1 - start)), 1.0)
+        factor = 0.5 * (1 + math.cos(math.pi * progress)) if self.shape == "cosine" else 1 - progress
+        return self.minimum + (self.peak - self.minimum) * factor
 
 
 def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> Schedule:
-    """Make the schedule of a run.
+    """Build the LR schedule of a run.
 
-    ``lr_scaling`` multiplies the rates by (global_batch_size / the command's default batch), or by its square root,
+    ``lr_scaling`` multiplies the learning rates by (global_batch_size / the command's default), or by its square root,
     which suits Adam-like optimizers (Malladi et al. 2022, arXiv 2205.10287).
 
     Raises:
-        UserError: the warm-up does not fit into the run, or the shape needs an end that is not known.
+        UserError: the warm-up is longer than the run, or the shape needs a known end.
     """
     assert args.learning_rate is not None and args.global_batch_size is not None
     if total_steps is None and args.lr_schedule != "constant":
         raise UserError(
-            f"--train.lr_schedule {args.lr_schedule}: needs the length of the run, and --train.max_time alone does not "
-            "tell it; add --train.max_steps, max_tokens or epochs, or use --train.lr_schedule constant"
+            f"--train.lr_schedule {args.lr_schedule}: needs the length of the run, which --train.max_time alone does "
+            "not define; add --train.max_steps, max_tokens or epochs, or use --train.lr_schedule constant"
         )
     ratio = args.global_batch_size / defaults.train["global_batch_size"]
     factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[args.lr_scaling]
@@ -81,8 +81,8 @@ def _warmup_steps(args: TrainArgs, total_steps: int | None, defaults: CommandDef
     if total_steps is None:
         if fraction:
             raise UserError(
-                f"--train.lr_warmup_fraction {fraction}: needs the length of the run, and --train.max_time alone does "
-                "not tell it; use --train.lr_warmup_steps"
+                f"--train.lr_warmup_fraction {fraction}: needs the length of the run, which --train.max_time alone "
+                "does not define; use --train.lr_warmup_steps"
             )
         return WARMUP_WITHOUT_HORIZON if fraction is None else 0
     if fraction is not None:

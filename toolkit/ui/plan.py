@@ -29,9 +29,9 @@ def plan_summary(command: str, plan: Any, device_memory_gb: float | None, advice
     return {
         "command": command,
         "model": plan.config.name,
-        "device": plan.place.device,
-        "devices": plan.place.devices,
-        "num_nodes": plan.place.num_nodes,
+        "device": plan.spec.device,
+        "devices": plan.spec.devices,
+        "num_nodes": plan.spec.num_nodes,
         "strategy": str(plan.strategy),
         "precision": plan.precision,
         "optimizer": plan.optimizer["name"],
