@@ -20,10 +20,11 @@ from tests.checkpoints.test_adapters import make
 from tests.commands.test_consolidate import make_checkpoint, shard
 from toolkit.checkpoints.adapters import read_adapter_info
 from toolkit.checkpoints.folder import read_model_config
-from toolkit.checkpoints.lock import exclusive, require_free
+from toolkit.checkpoints.lock import exclusive_lock, require_unlocked
+from toolkit.checkpoints.resume import resolve_resume
 from toolkit.checkpoints.shard_metadata import read_metadata
 from toolkit.checkpoints.sharded import read_sharded
-from toolkit.checkpoints.store import newest, resolve_resume
+from toolkit.checkpoints.store import newest
 from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main
 from toolkit.data import PythonStdlib
@@ -102,8 +103,8 @@ def test_pipes_instead_of_files_are_not_waited_for(tmp_path):
         assert isinstance(data_of_run(sharded, trust=False)[0], PythonStdlib)
         with pytest.raises(UserError, match="meta.json: damaged: .*not a regular file"):
             read_meta(sharded)
-        require_free(sharded)
-        with pytest.raises(UserError, match="give a folder that can be written"), exclusive(sharded):
+        require_unlocked(sharded)
+        with pytest.raises(UserError, match="give a folder that can be written"), exclusive_lock(sharded):
             pass
 
 
@@ -169,9 +170,9 @@ def test_a_link_as_lock_does_not_reach_its_target(tmp_path):
     out_dir.mkdir()
     (out_dir / ".lock").symlink_to(target)
     with pytest.raises(UserError, match=r"--out_dir .*/out: .*its .lock is a symbolic link; delete it"):
-        with exclusive(out_dir):
+        with exclusive_lock(out_dir):
             pass
-    require_free(out_dir)
+    require_unlocked(out_dir)
     assert target.read_text() == "years of work"
 
 

@@ -56,8 +56,7 @@ def test_a_url_is_refused_wherever_a_path_is_taken(tmp_path, monkeypatch, capsys
         assert main([name, *words, f"--{option}", "s3://bucket/x"]) == 2
         shown = capsys.readouterr().err
         assert shown == (
-            f"toolkit {name}: --{option} s3://bucket/x: remote storage is not supported; copy it to a local folder "
-            "and give that\n"
+            f"toolkit {name}: --{option} s3://bucket/x: remote storage is not supported; copy it to a local folder\n"
         )
     assert not any(tmp_path.iterdir())
 

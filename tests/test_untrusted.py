@@ -22,7 +22,7 @@ def test_what_would_take_too_much_is_a_value_error():
                 parse("[" * deep + "]" * deep)
         with pytest.raises(ValueError, match="contains a number of 5,000 digits"):
             parse("[" + "9" * 5000 + "]")
-    with pytest.raises(ValueError, match="holds more than 200,000 values with its aliases written out"):
+    with pytest.raises(ValueError, match="holds more than 200,000 values with its aliases expanded"):
         parse_yaml(LAUGHS)
     with pytest.raises(ValueError, match="nested more than 64 levels deep"):
         parse_yaml("&a [*a]")
@@ -62,4 +62,4 @@ def test_aliases_of_a_config_are_bounded(tmp_path, capsys):
     path.write_text(LAUGHS + "data: {class_path: TextFiles, init_args: {train_data_path: *i}}\n")
     assert main(["pretrain", "--config", str(path), "--print_config"]) == 2
     shown = capsys.readouterr().err
-    assert "with its aliases written out" in shown and shown.count("\n") == 1
+    assert "with its aliases expanded" in shown and shown.count("\n") == 1

@@ -1,7 +1,7 @@
-"""Checksums of files, computed by several threads, and what no longer matches them.
+"""Compute and verify checksums of files, in several threads.
 
-CRC-32 is the fastest checksum of the standard library and finds every flipped bit and every zeroed sector; it is no
-protection against someone who changes a file on purpose.
+CRC-32 is the fastest checksum of the standard library and detects flipped bits and zeroed sectors; it does not protect
+against intentional changes.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypedDict
 
-CHUNK = 64 * 1024 * 1024  # bytes under one checksum: also the unit of work of a thread
-_PIECE = 1024 * 1024  # bytes read at a time, few enough to stay in a core's cache
-_THREADS = min(16, os.cpu_count() or 1)  # zlib releases the interpreter's lock
+CHUNK = 64 * 1024 * 1024  # bytes per checksum, and per task of a thread
+_PIECE = 1024 * 1024  # bytes per read, which fit into a core's cache
+_THREADS = min(16, os.cpu_count() or 1)  # zlib releases the GIL
 
 
 class Checksum(TypedDict):
-    """Of one file, ready for JSON."""
+    """Size and checksums of one file, JSON-serializable."""
 
     size: int
     """In bytes."""
     crc32: list[str]
-    """Of each chunk of 64 MiB, in hexadecimal."""
+    """CRC-32 of each 64 MiB chunk, in hexadecimal."""
 
 
 def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
     """Return the checksum of each file.
 
     Args:
-        folder: Where the files are.
-        names: Their paths in it.
+        folder: The files' folder.
+        names: Relative paths of the files.
 
     Raises:
         OSError: a file cannot be read.
@@ -51,11 +51,11 @@ def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
 
 
 def find_damage(folder: Path, files: Mapping[str, Checksum]) -> dict[str, str]:
-    """Compare files with their checksums and return what is wrong with each damaged one, by name; empty if none is.
+    """Verify files and return {name: reason} of the damaged ones.
 
     Args:
-        folder: Where the files are.
-        files: What :func:`checksum_files` returned for them, checked by :func:`check_entries` if it was in a file.
+        folder: The files' folder.
+        files: Result of :func:`checksum_files`, validated by :func:`check_entries` if it was read from a file.
     """
     damaged = {name: why for name, entry in files.items() if (why := _wrong_size(Path(folder) / name, entry["size"]))}
     chunks = [
@@ -81,7 +81,7 @@ def find_damage(folder: Path, files: Mapping[str, Checksum]) -> dict[str, str]:
 
 
 def check_entries(files: Any) -> dict[str, Checksum]:
-    """Check names and checksums that were read from a file, and return them.
+    """Validate names and checksums read from a file, and return them.
 
     Raises:
         ValueError: they are malformed, or a name points outside the folder.
@@ -100,7 +100,7 @@ def check_entries(files: Any) -> dict[str, Checksum]:
 
 def _size(path: Path) -> int:
     status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe could block forever
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return status.st_size
 
@@ -116,7 +116,7 @@ def _wrong_size(path: Path, expected: int) -> str | None:
 
 
 def _crc32(path: Path, start: int) -> str:
-    """Of the chunk that begins at byte ``start``."""
+    """Return the CRC-32 of the chunk that begins at byte ``start``."""
     value, left, buffer = 0, CHUNK, memoryview(bytearray(_PIECE))
     with open(path, "rb", buffering=0) as file:
         file.seek(start)

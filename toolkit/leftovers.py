@@ -1,4 +1,4 @@
-"""Names of temporary files and folders, which tell whose they are, and the removal of those whose process died."""
+"""Names of temporary files and folders, which contain machine and process, and cleanup after dead processes."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-TMP = ".tmp-"  # every temporary name begins with it
-_TOOLKIT = f"{TMP}toolkit-"  # others may have files of that kind beside
-_ABANDONED = 24 * 3600  # seconds without a change, after which a process on another machine is taken for dead
+TMP = ".tmp-"  # prefix of every temporary name
+_TOOLKIT = f"{TMP}toolkit-"  # distinguishes them from other programs' files
+_STALE_SECONDS = 24 * 3600  # without a change for so long, files of another machine's process are stale
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the name beside ``path`` for what this process writes until it is complete and renamed."""
+    """Return the temporary name beside ``path`` to write to before renaming."""
     return path.with_name(f"{temporary_prefix()}{path.name}")
 
 
 def temporary_prefix() -> str:
-    """Return what the names of this process's temporary files begin with."""
+    """Return the prefix of this process's temporary names."""
     return f"{_machine()}{os.getpid()}-"
 
 
 def sweep(folder: Path) -> None:
-    """Remove what processes that died left in ``folder``, and never what a live one writes there.
+    """Remove temporary files of dead processes from ``folder``, never those of a live one.
 
-    Of a process on another machine, or in another container, only the age of its files can tell.
+    For processes on another machine or in another container, only the age of the files is known.
     """
     for path in folder.glob(f"{_TOOLKIT}*"):
         if path.name.startswith(_machine()):
             pid = path.name.removeprefix(_machine()).partition("-")[0]
             is_dead = pid.isdigit() and not _is_alive(int(pid))
         else:
-            is_dead = time.time() - _last_change(path) > _ABANDONED
+            is_dead = time.time() - _last_change(path) > _STALE_SECONDS
         if is_dead:
             remove([path])
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Delete files and folders, as far as that is possible; of a symbolic link only the link."""
+    """Delete files and folders, ignoring errors; of a symbolic link only the link."""
     for path in paths:
         with suppress(OSError):
             if path.is_dir() and not path.is_symlink():
@@ -53,7 +53,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 @functools.cache
 def _machine() -> str:
-    """Machines by name, and containers on it, which have process ids of their own."""
+    """Return a prefix for this machine and its PID namespace (containers have separate process ids)."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -62,10 +62,10 @@ def _machine() -> str:
 
 
 def _last_change(path: Path) -> float:
-    """When anything in a file or folder last changed, in seconds since 1970; now where that cannot be seen."""
+    """Return the last modification time of a file or folder tree; the current time if it cannot be read."""
     try:
-        inside = [] if path.is_symlink() else path.rglob("*")
-        return max(one.lstat().st_mtime for one in (path, *inside))
+        children = [] if path.is_symlink() else path.rglob("*")
+        return max(entry.lstat().st_mtime for entry in (path, *children))
     except OSError:
         return time.time()
 

@@ -1,4 +1,4 @@
-"""Which options are paths, and where a path may lead: not to another machine, and no link out of its folder."""
+"""Recognize path options, and reject URLs and symbolic links that lead out of a folder."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 
 
 def is_path_option(name: str) -> bool:
-    """Whether the value of an option is a path; ``name`` may be dotted."""
+    """Whether the option takes a path; ``name`` may be dotted."""
     return _OPTION.fullmatch(name) is not None
 
 
 def require_local(name: str, value: Any) -> None:
-    """Refuse a URL as the value of an option that is a path; ``Path`` would make it a local folder ``s3:``.
+    """Reject a URL as the value of a path option; ``Path`` would create a local folder ``s3:``.
 
     Raises:
-        UserError: names the option, its value and the fix.
+        UserError: the value is a URL.
     """
     if is_path_option(name) and isinstance(value, str) and _URL.match(value):
-        raise UserError(f"{name} {value}: remote storage is not supported; copy it to a local folder and give that")
+        raise UserError(f"{name} {value}: remote storage is not supported; copy it to a local folder")
 
 
 def require_inside(file: Path, folder: Path) -> None:
-    """Refuse a file of ``folder`` that is, or lies in, a symbolic link to elsewhere: a stranger's folder could have
-    private files of the user's copied into a model to publish. Links within the folder, and those of the Hugging Face
-    hub's cache to its blobs, are fine.
+    """Reject a file of ``folder`` that a symbolic link resolves to a path outside.
+
+    An untrusted folder could otherwise copy the user's private files into a published model. Links within the folder,
+    and those of the Hugging Face hub's cache to its blobs, are allowed.
 
     Raises:
-        UserError: names the link and where it leads.
+        UserError: the file is outside the folder.
     """
     real, root = file.resolve(), folder.resolve()
     roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     if not any(real.is_relative_to(inside) for inside in roots):
-        raise UserError(f"{file}: is a link to {real}, outside its folder; replace it by a copy, or delete it")
+        raise UserError(
+            f"{file}: is a symbolic link to {real}, outside its folder; replace it with a copy or delete it"
+        )

@@ -1,4 +1,4 @@
-"""Reading files that strangers may have written: every read is bounded in size, nesting and time, and never blocks."""
+"""Read untrusted files: every read is bounded in size, nesting and time, and never blocks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any, BinaryIO
 
 import yaml
 
-MAX_BYTES = {"JSON": 2**26, "YAML": 2**18}  # an index of weights has some MB, YAML's reader takes seconds per MB
+MAX_BYTES = {"JSON": 2**26, "YAML": 2**18}  # an index of weights has some MB; parsing YAML takes seconds per MB
 _MAX_DEPTH = 64
-_MAX_NODES = 200_000  # of a YAML file with its aliases written out
+_MAX_NODES = 200_000  # of a YAML file with its aliases expanded
 _MAX_DIGITS = 300  # a longer number overflows a float; model_max_length has up to 31
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; a FIFO, which would block for ever, or a device is refused.
+    """Open a regular file for reading; FIFOs, which could block forever, and devices are rejected.
 
     Raises:
-        OSError: there is no such file, or it is of another kind.
+        OSError: the file is missing or not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     mode = os.fstat(descriptor).st_mode
@@ -58,7 +58,7 @@ def parse_json(content: bytes | str) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: it is not JSON, is nested too deeply or holds a number too long to compute with.
+        ValueError: not JSON, too deeply nested, or a number has too many digits.
     """
     try:
         values = json.loads(content, parse_int=_int)
@@ -69,11 +69,10 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def parse_yaml(content: bytes | str) -> Any:
-    """Parse YAML into plain values. Aliases are read as long as the file stays small with them written out.
+    """Parse YAML into plain values. Aliases are accepted if the file stays small with them expanded.
 
     Raises:
-        ValueError: it is not YAML, is nested too deeply, grows too large by its aliases or holds a number too long to
-            compute with.
+        ValueError: not YAML, too deeply nested, too large with its aliases expanded, or a number has too many digits.
     """
     try:
         loader = yaml.SafeLoader(content)
@@ -85,7 +84,7 @@ def parse_yaml(content: bytes | str) -> Any:
             loader.dispose()
     except RecursionError:
         raise ValueError(f"nested more than {_MAX_DEPTH} levels deep") from None
-    except (yaml.YAMLError, TypeError, KeyError, OverflowError) as error:  # the last of values that YAML cannot make
+    except (yaml.YAMLError, TypeError, KeyError, OverflowError) as error:  # all but the first: invalid values
         raise ValueError(" ".join(str(error).split())) from error
 
 
@@ -118,7 +117,7 @@ def _require_shallow(values: Any) -> None:
 
 
 def _require_bounded(root: yaml.Node | None) -> None:
-    """Visit a document's nodes as often as its aliases repeat them."""
+    """Check a document's nodes, counting each as often as aliases repeat it."""
     level, count = [root] if root is not None else [], 0
     for _ in range(_MAX_DEPTH):
         inner: list[yaml.Node] = []
@@ -131,7 +130,7 @@ def _require_bounded(root: yaml.Node | None) -> None:
             else:
                 inner += node.value
             if count + len(inner) > _MAX_NODES:
-                raise ValueError(f"holds more than {_MAX_NODES:,} values with its aliases written out")
+                raise ValueError(f"holds more than {_MAX_NODES:,} values with its aliases expanded")
         count += len(inner)
         level = inner
         if not level:

@@ -24,7 +24,7 @@ from toolkit.checkpoints.adapters import (
 from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import load_compatible_weights, load_model, read_model_config, write_model_files
-from toolkit.checkpoints.merge import MergedWeights, merge_beside
+from toolkit.checkpoints.merge import MergedWeights, merge_in_place
 from toolkit.checkpoints.sharded import save_sharded
 from toolkit.checkpoints.store import COMPLETE, write_checkpoint
 from toolkit.checkpoints.weights import load_weights
@@ -144,7 +144,7 @@ def test_merging_in_bf16_rounds_once(tmp_path):
     for n, p in model.named_parameters():
         exact_model.get_parameter(n).data.copy_(p)
     expected = exact_model(tokens())
-    merge_beside(folder)
+    merge_in_place(folder)
     errors = [(m(tokens()).float() - expected).norm() for m in (load_model(folder), model)]
     assert errors[0] <= 1.5 * errors[1]
 
@@ -160,7 +160,7 @@ def test_what_merging_costs_is_said(tmp_path, capsys):
 
 def test_merged_weights_win_and_are_not_overwritten(made, capsys):
     base_dir, folder, _ = made
-    merge_beside(folder)
+    merge_in_place(folder)
     shutil.rmtree(base_dir)
     assert not has_adapters_only(folder)
     load_model(folder)
@@ -179,13 +179,13 @@ def test_a_merge_that_breaks_leaves_the_adapters_as_they_were(tmp_path, monkeypa
 
     monkeypatch.setattr("toolkit.checkpoints.merge.save_weights", breaks)
     with pytest.raises(UserError, match="No space left on device"):
-        merge_beside(folder)
+        merge_in_place(folder)
     assert {p.name for p in folder.iterdir()} == files
     torch.testing.assert_close(load_model(folder)(tokens()), model(tokens()))  # its configuration is untied already
     with pytest.raises(UserError, match="run toolkit merge_lora"):
         load_compatible_weights(folder, model)
     monkeypatch.undo()
-    merge_beside(folder)
+    merge_in_place(folder)
     assert {p.name for p in folder.iterdir()} == files | {"lit_model.pth"}
     torch.testing.assert_close(load_model(folder)(tokens()), model(tokens()), rtol=1e-5, atol=1e-5)
 
@@ -193,7 +193,9 @@ def test_a_merge_that_breaks_leaves_the_adapters_as_they_were(tmp_path, monkeypa
 def test_a_moved_base_is_found_where_it_is_said_to_be(made, tmp_path, monkeypatch):
     base_dir, folder, model = made
     moved = base_dir.rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="base .*base is not there any more; say with --base_checkpoint_dir"):
+    with pytest.raises(
+        UserError, match="base .*base no longer exists; give its new location with --base_checkpoint_dir"
+    ):
         load_model(folder)
     assert torch.equal(load_model(folder, base_checkpoint_dir=moved)(tokens()), model(tokens()))
     (tmp_path / "checkpoints").mkdir()
@@ -211,10 +213,10 @@ def test_an_adapter_of_another_checkpoint_is_refused(made, tmp_path, capsys):
     other_dir = write_base(tmp_path / "other", other)
     assert main(["merge_lora", str(folder), "--base_checkpoint_dir", str(other_dir)]) == 2
     shown = capsys.readouterr().err
-    assert "was trained on another checkpoint" in shown and shown.count("\n") == 1
+    assert "was trained on a different checkpoint" in shown and shown.count("\n") == 1
     shutil.rmtree(base_dir)
     shutil.copytree(other_dir, base_dir)  # the same folder, other weights
-    with pytest.raises(UserError, match="was trained on another checkpoint"):
+    with pytest.raises(UserError, match="was trained on a different checkpoint"):
         load_model(folder)
 
 
@@ -301,7 +303,7 @@ def test_a_model_without_adapters_cannot_be_merged(made, tmp_path, capsys):
     assert main(["merge_lora", str(made[0])]) == 2
     assert "holds no lit_model.pth.lora" in capsys.readouterr().err
     assert main(["merge_lora", str(made[1]), "--out_dir", str(tmp_path)]) == 2
-    assert "already there and not empty" in capsys.readouterr().err
+    assert "already exists and is not empty" in capsys.readouterr().err
 
 
 def test_merged_weights_are_computed_one_at_a_time(made, monkeypatch):

@@ -276,10 +276,10 @@ def exported(tmp_path):
         ({"rank_pattern": {"q_proj": 3}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern"),
         ({"layers_to_transform": [0]}, "layers_to_transform"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa_niter_4: changes the base"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa_niter_4: also changes the base"),
         ({"r": 9}, "lora_A is (8, 32), not (9, 32)"),
-        ({"r": "many"}, "adapter_config.json: r 'many': must be a whole number"),
-        ({"r": 8.0}, "r 8.0: must be a whole number"),
+        ({"r": "many"}, "adapter_config.json: r 'many': must be an integer"),
+        ({"r": 8.0}, "r 8.0: must be an integer"),
         ({"lora_dropout": 1.5}, "--lora_dropout 1.5"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
@@ -307,13 +307,13 @@ def test_tensors_without_a_counterpart_are_named(exported):
     assert "has no model.layers.1.mlp.up_proj.lora_A" in refused({}, "1.mlp.up_proj")
     assert "has no model.layers.0.mlp.up_proj.lora_A; " in refused({}, "up_proj")
     resized = {"base_model.model.lm_head.base_layer.weight": torch.zeros(161, 32)}
-    assert "lm_head.base_layer.weight, which is no adapter" in refused(resized)
+    assert "lm_head.base_layer.weight, which is not an adapter" in refused(resized)
     bad = {f"{block}self_attn.q_proj.lora_B.weight": torch.zeros(31, 8)}
     assert "model.layers.1.self_attn.q_proj.lora_B is (31, 8), not (32, 8)" in refused(bad)
     assert "adapts model.layers.7.mlp.up_proj" in refused(
         {f"{block}mlp.up_proj.lora_A.weight".replace("1", "7"): torch.zeros(1)}
     )
-    assert "lora_embedding_A, which is no adapter" in refused({"base_model.model.lora_embedding_A": torch.zeros(1)})
+    assert "lora_embedding_A, which is not an adapter" in refused({"base_model.model.lora_embedding_A": torch.zeros(1)})
     assert "adapts none of this model's layers" in refused({}, "layers")
     path.write_bytes(b"\x00" * 20)
     with pytest.raises(UserError, match="damaged or cut short"):

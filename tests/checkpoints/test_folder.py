@@ -181,8 +181,8 @@ def test_litgpts_folder_is_read_as_it_is(tmp_path):
     ("text", "message"),
     [
         (None, "no such file"),
-        ("", "must hold names and values"),
-        ("- 1", "must hold names and values"),
+        ("", "must be a mapping"),
+        ("- 1", "must be a mapping"),
         ("a: [", "not a model's configuration"),
         ("!!python/object/apply:os.mkdir [ran]", "not a model's configuration"),
         ("n_layer: many", "not a model's configuration"),

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.test_parity import HF_CONFIGS, randomize, token_ids
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.fp8 import dequantized
+from toolkit.checkpoints.fp8 import dequantize
 from toolkit.checkpoints.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
@@ -51,7 +51,7 @@ def folder(tmp_path):
 def test_each_block_has_its_scale():
     weight = torch.randn(40, 60, generator=torch.Generator().manual_seed(0))  # blocks at the end are smaller
     small, scales = quantized(weight)
-    found = dequantized(small, scales, BLOCK)
+    found = dequantize(small, scales, BLOCK)
     for i, j in ((0, 0), (15, 23), (16, 24), (39, 59)):
         expected = small[i, j].float() * scales[i // 16, j // 24]
         assert found[i, j] == expected.bfloat16()
@@ -64,7 +64,7 @@ def test_the_same_bits_as_transformers():
         pytest.skip("this version of transformers has it elsewhere")
     small, scales = quantized(torch.randn(48, 72, generator=torch.Generator().manual_seed(1)))
     expected = module.Fp8Dequantize(None)._dequantize_one(small, scales, torch.bfloat16)
-    assert torch.equal(dequantized(small, scales, BLOCK), expected)
+    assert torch.equal(dequantize(small, scales, BLOCK), expected)
 
 
 def test_a_model_in_8_bits_is_the_one_in_16_that_it_stands_for(folder, tmp_path):
@@ -76,7 +76,7 @@ def test_a_model_in_8_bits_is_the_one_in_16_that_it_stands_for(folder, tmp_path)
     scales = {name: t for name, t in load_file(folder / "model.safetensors").items() if "scale_inv" in name}
     for name in list(plain):
         if f"{name}_scale_inv" in scales:
-            plain[name] = dequantized(plain[name], scales[f"{name}_scale_inv"], BLOCK)
+            plain[name] = dequantize(plain[name], scales[f"{name}_scale_inv"], BLOCK)
     (tmp_path / "plain").mkdir()
     save_file(plain, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -92,9 +92,9 @@ def test_a_model_in_8_bits_is_the_one_in_16_that_it_stands_for(folder, tmp_path)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"weight_block_size": None}, "quantised by 'fp8' .* weight_block_size"),
+        ({"weight_block_size": None}, "quantized by 'fp8' .* weight_block_size"),
         ({"weight_block_size": [16, 16]}, r"_proj.weight_scale_inv is \(.*\) in float32; it must be \(.*\) in float32"),
-        ({"fmt": "e5m2"}, "quantised by 'fp8'"),
+        ({"fmt": "e5m2"}, "quantized by 'fp8'"),
     ],
 )
 def test_other_forms_are_refused(folder, tmp_path, changed, message):

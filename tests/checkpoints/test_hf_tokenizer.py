@@ -42,7 +42,7 @@ def folder(tmp_path, corpus) -> Path:
 
 def test_it_is_converted_and_encodes_alike(folder, tmp_path):
     notes = import_hf(folder, tmp_path / "ours")
-    assert any("tokenizer.json was made of tokenizer.model" in note for note in notes), notes
+    assert any("converted tokenizer.model to tokenizer.json" in note for note in notes), notes
     ours = Tokenizer.load(tmp_path / "ours")
     theirs = spm.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     for text in ("the model reads", "a  b\n", "99 × 99", "neue Wörter 🎉"):
@@ -60,7 +60,7 @@ def test_a_download_fetches_what_a_conversion_reads():
 def test_more_tokens_than_the_model_embeds_are_said(folder, tmp_path):
     transformers.AutoModelForCausalLM.from_config(small(vocab_size=260)).save_pretrained(folder)
     made, larger = import_hf(folder, tmp_path / "ours")
-    assert "was made of tokenizer.model" in made
+    assert "converted tokenizer.model to tokenizer.json" in made
     assert larger.startswith("warning: the tokenizer has 300 tokens and the model embeds 260: ")
 
 
@@ -80,7 +80,7 @@ def test_the_script_that_writes_into_the_folder_keeps_it(folder, monkeypatch, ca
 def test_a_broken_one_is_said_and_the_weights_come_all_the_same(folder, tmp_path):
     (folder / "tokenizer.model").write_bytes(b"nothing of the kind")
     (note,) = import_hf(folder, tmp_path / "ours")
-    assert "holds no tokenizer.json, and tokenizer.model was not made one: " in note and "\n" not in note
+    assert "holds no tokenizer.json, and tokenizer.model was not converted: " in note and "\n" not in note
     assert (tmp_path / "ours" / "lit_model.pth").exists() and not (tmp_path / "ours" / "tokenizer.json").exists()
 
 
@@ -89,7 +89,7 @@ def test_one_that_would_encode_otherwise_is_refused(folder, tmp_path, monkeypatc
 
     monkeypatch.setattr(hf_tokenizer, "_PROBES", ("<s> in a text",))  # transformers takes it for the token
     (note,) = import_hf(folder, tmp_path / "ours")
-    assert "encodes '<s> in a text' in another way" in note
+    assert "encodes '<s> in a text' differently" in note
 
 
 def test_without_sentencepiece_it_says_what_to_install(folder, tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def test_several_files_with_an_index(tmp_path, family):
     theirs = save(tmp_path / "hf", family, max_shard_size="100KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     (note,) = import_hf(tmp_path / "hf", tmp_path / "m")
-    assert note.startswith(f"warning: {tmp_path / 'hf'} holds no tokenizer.json: copy one with what")
+    assert note.startswith(f"warning: {tmp_path / 'hf'} holds no tokenizer.json: copy one and its companion files")
     assert same_logits(tmp_path / "m", theirs)
 
 
@@ -88,7 +88,7 @@ def test_several_types_become_the_one_that_holds_them_all(tmp_path):
     norm = torch.linspace(0, 1, 64)
     change(tmp_path / "hf", add={"model.norm.weight": norm})
     notes = import_hf(tmp_path / "hf", tmp_path / "m")
-    assert "the weights are of types bfloat16 and float32: all are written as float32" in notes
+    assert "the weights have dtypes bfloat16 and float32: all are written as float32" in notes
     weights = load_weights(tmp_path / "m")
     assert {t.dtype for t in weights.values()} == {torch.float32} and torch.equal(
         weights["transformer.ln_f.weight"], norm
@@ -116,9 +116,7 @@ def test_a_head_that_differs_although_tied_is_kept_and_said_as_in_transformers_5
     save(tmp_path / "hf", tie_word_embeddings=True)
     change(tmp_path / "hf", add={"lm_head.weight": torch.randn(300, 64)})
     notes = import_hf(tmp_path / "hf", tmp_path / "m")
-    assert any(
-        "lm_head.weight and model.embed_tokens.weight, but the two differ: they are kept as two" in n for n in notes
-    )
+    assert any("lm_head.weight and model.embed_tokens.weight, but they differ: imported as untied" in n for n in notes)
     assert not read_model_config(tmp_path / "m").tie_embeddings
     if int(transformers.__version__.split(".")[0]) >= 5:
         assert same_logits(tmp_path / "m", transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
@@ -217,8 +215,7 @@ def test_code_of_the_folders_own_is_said_and_not_run(tmp_path):
     change_json(tmp_path / "hf" / "config.json", auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
     code, _ = import_hf(tmp_path / "hf", tmp_path / "m")
     assert code == (
-        "warning: config.json names code of its own (auto_map), which is not run; the architecture is taken as plain "
-        "llama"
+        "warning: config.json names custom code (auto_map), which is not run; using the standard architecture of llama"
     )
     assert same_logits(tmp_path / "m", theirs) and not (tmp_path / "m" / "modeling_own.py").exists()
 
@@ -294,11 +291,11 @@ BAD = {
     "sparse": (lambda f: pickled(f, extra=torch.zeros(2).to_sparse()), "'extra' is not a plain tensor"),
     "meta": (lambda f: pickled(f, **{QKV: torch.zeros(32, 64, device="meta")}), "k_proj.weight' is not a plain tensor"),
     "number": (lambda f: pickled(f, numbered=True), "pytorch_model.bin: 3 is not a plain tensor"),
-    "no tensor": (lambda f: pickled(f, epoch=3), "pytorch_model.bin: epoch is a int, no tensor"),
+    "no tensor": (lambda f: pickled(f, epoch=3), "pytorch_model.bin: epoch is a int, not a tensor"),
     "old pickle": (old_pickle, "pytorch_model.bin: "),
-    "checkpoint": (lambda f: (f / "model.safetensors").rename(f / "lit_model.pth"), "is a checkpoint folder already"),
+    "checkpoint": (lambda f: (f / "model.safetensors").rename(f / "lit_model.pth"), "is already a checkpoint folder"),
     "adapter": (adapter, "holds an adapter"),
-    "git-lfs": (lfs, "model.safetensors: only stands for the weights; run `git lfs pull`"),
+    "git-lfs": (lfs, "model.safetensors: is a Git LFS pointer, not the weights; run `git lfs pull`"),
     "cut short": (cut, "model.safetensors: the file is damaged or cut short"),
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json; give the folder"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
@@ -310,10 +307,10 @@ BAD = {
     ),
     "size": (lambda f: change_json(f / "config.json", hidden_size="wide"), "config.json"),
     "negative": (lambda f: change_json(f / "config.json", num_hidden_layers=-1), "num_hidden_layers -1"),
-    "quantised": (
+    "quantized": (
         lambda f: change_json(f / "config.json", quantization_config={"quant_method": "gptq"}), "quantization_config"
     ),
-    "type": (fp8, "model.norm.weight is of type F8_E4M3"),
+    "type": (fp8, "model.norm.weight has unsupported dtype F8_E4M3"),
     "missing": (lambda f: change(f, drop=[QKV]), rf"missing {QKV} \(32, 64\)"),
     "extra": (lambda f: change(f, add={"score.weight": torch.ones(2, 64)}), r"unknown score.weight \(2, 64\)"),
     "misshapen": (lambda f: change(f, add={QKV: torch.ones(64, 64)}), rf"{QKV} is \(64, 64\), not \(32, 64\)"),
@@ -335,7 +332,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, capsys, case):
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("../secret.safetensors", "points to '../secret.safetensors', which is no safetensors file beside it"),
+        ("../secret.safetensors", "points to '../secret.safetensors', which is not a safetensors file beside it"),
         ("/etc/secret.safetensors", "points to '/etc/secret.safetensors'"),
         ("..\\secret.safetensors", "points to"),
         ("model.bin", "points to 'model.bin'"),
@@ -371,7 +368,7 @@ def test_out_dir_in_use_and_a_wrong_hf_dir_are_refused(tmp_path, capsys):
         assert main(["convert_from_hf", str(tmp_path / source), str(tmp_path / target)]) == 2
         assert message in capsys.readouterr().err
     (tmp_path / "m" / "config.json").unlink()
-    with pytest.raises(UserError, match="it is a checkpoint folder already"):
+    with pytest.raises(UserError, match="it is already a checkpoint folder"):
         import_hf(tmp_path / "m", tmp_path / "n")
 
 

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 import torch
-from tests.checkpoints.test_peft import CONFIGS, make
 
 from tests.checkpoints.test_adapters import write_base
+from tests.checkpoints.test_export_peft import CONFIGS, make
 from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.export_peft import export_peft
 from toolkit.checkpoints.import_hf import import_hf
@@ -53,7 +53,7 @@ def test_another_checkpoint_folder_is_refused(trained, tmp_path, monkeypatch):
     assert check_base(peft, base) is None
     other = write_other(tmp_path / "other", CONFIGS["llama"])
     message = refused(peft, other)
-    assert f"--from_peft {peft}: was trained on {base}, which is another checkpoint than {other}" in message
+    assert f"--from_peft {peft}: was trained on {base}, which is a different checkpoint than {other}" in message
     assert "base_model_name_or_path in adapter_config.json" in message
     shutil.copytree(base, tmp_path / "copy")
     assert check_base(peft, tmp_path / "copy") is None
@@ -61,7 +61,7 @@ def test_another_checkpoint_folder_is_refused(trained, tmp_path, monkeypatch):
     shutil.copytree(base, tmp_path / "checkpoints" / "org" / "name")
     name_base(peft, "org/name")
     assert check_base(peft, base) is None
-    assert "was trained on org/name, which is another" in refused(peft, other)
+    assert "was trained on org/name, which is a different" in refused(peft, other)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
@@ -103,10 +103,10 @@ def test_another_architecture_is_refused_without_its_weights(trained, tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("org/on-the-hub", "was trained on org/on-the-hub; whether that is"),
-        ("empty", "was trained on empty; whether that is"),
-        ("", "does not say what it was trained on"),
-        (None, "does not say what it was trained on"),
+        ("org/on-the-hub", "was trained on org/on-the-hub; not verified against"),
+        ("empty", "was trained on empty; not verified against"),
+        ("", "does not name its base model"),
+        (None, "does not name its base model"),
     ],
 )
 def test_a_base_that_is_not_here_is_named(trained, tmp_path, monkeypatch, name, said):
@@ -115,7 +115,9 @@ def test_a_base_that_is_not_here_is_named(trained, tmp_path, monkeypatch, name, 
     (tmp_path / "empty").mkdir()
     name_base(peft, name)
     note = check_base(peft, base)
-    assert note.startswith(f"--from_peft {peft}: {said}") and f"{base} is unchecked" in note and "\n" not in note
+    assert (
+        note.startswith(f"--from_peft {peft}: {said}") and f"not verified against {base}" in note and "\n" not in note
+    )
 
 
 def test_finetune_lora_refuses_or_says_it(tmp_path, capsys):
@@ -133,9 +135,9 @@ def test_finetune_lora_refuses_or_says_it(tmp_path, capsys):
     ]  # fmt: skip
     assert main(command) == 2
     shown = capsys.readouterr().err
-    assert f"was trained on {base}, which is another checkpoint than {other}" in shown and shown.count("\n") == 1
+    assert f"was trained on {base}, which is a different checkpoint than {other}" in shown and shown.count("\n") == 1
     assert not (tmp_path / "out").exists()
     name_base(peft, "org/on-the-hub")
     assert main(command) == 0
-    note = f"--from_peft {peft}: was trained on org/on-the-hub; whether that is {other} is unchecked"
+    note = f"--from_peft {peft}: was trained on org/on-the-hub; not verified against {other}"
     assert "".join(capsys.readouterr()).count(note) == 1

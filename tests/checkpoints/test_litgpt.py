@@ -183,7 +183,7 @@ def run(script, *options):
         (
             "convert_lit_checkpoint.py",
             ["--checkpoint_path", MODELS / "phi", "--output_dir", MODELS],
-            "litgpt: already there and not empty",
+            "litgpt: already exists and is not empty",
         ),
     ],
 )

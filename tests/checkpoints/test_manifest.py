@@ -6,7 +6,7 @@ import pytest
 
 from toolkit.checkpoints import manifest
 from toolkit.checkpoints.finite import nonfinite_state
-from toolkit.checkpoints.manifest import DamagedCheckpointError, read_manifest, replace_listed, require_intact
+from toolkit.checkpoints.manifest import DamagedCheckpointError, read_manifest, replace_in_manifest, require_intact
 from toolkit.checkpoints.store import prune, write_checkpoint, write_file
 from toolkit.errors import UserError
 
@@ -77,7 +77,7 @@ def test_a_crash_while_a_file_is_replaced_leaves_no_damage(folder, monkeypatch, 
 
     monkeypatch.setattr(manifest, "write_manifest", crash)
     with pytest.raises(KeyboardInterrupt):
-        replace_listed(folder, "lit_model.pth", lambda: (folder / "lit_model.pth").write_text("replaced"))
+        replace_in_manifest(folder, "lit_model.pth", lambda: (folder / "lit_model.pth").write_text("replaced"))
     require_intact(folder, pytest.fail)
 
 

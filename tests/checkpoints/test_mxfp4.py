@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model, read_model_config
 from toolkit.checkpoints.import_hf import import_hf, is_import_of
-from toolkit.checkpoints.mxfp4 import dequantized
+from toolkit.checkpoints.mxfp4 import dequantize
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
 
@@ -65,7 +65,7 @@ def test_every_byte_with_every_scale_is_what_transformers_makes_of_it():
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 256, 16, 16).contiguous()
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(2, 256, 16).contiguous()
     scales[1] = scales[1].flip(0)
-    expected, found = convert_moe_packed_tensors(blocks, scales), dequantized(blocks, scales)
+    expected, found = convert_moe_packed_tensors(blocks, scales), dequantize(blocks, scales)
     assert found.shape == expected.shape == (2, 16 * 32, 256) and found.dtype == expected.dtype == torch.bfloat16
     assert torch.equal(found.contiguous().view(torch.int16), expected.view(torch.int16))
 
@@ -101,15 +101,15 @@ EXPERTS = "model.layers.0.mlp.experts."
 BAD = {
     "scales missing": (
         lambda f: change(f, drop=[f"{EXPERTS}down_proj_scales"]),
-        rf"{re.escape(EXPERTS)}down_proj_blocks is of type U8, no weight's",
+        rf"{re.escape(EXPERTS)}down_proj_blocks has unsupported dtype U8",
     ),
     "scales misshapen": (
         lambda f: change(f, **{f"{EXPERTS}down_proj_scales": torch.zeros(4, 64, 2, dtype=torch.uint8)}),
-        rf"{re.escape(EXPERTS)}down_proj_blocks is of type U8, no weight's",
+        rf"{re.escape(EXPERTS)}down_proj_blocks has unsupported dtype U8",
     ),
     "both": (
         lambda f: change(f, **{f"{EXPERTS}down_proj": torch.zeros(4, 32, 64)}),
-        rf"{re.escape(EXPERTS)}down_proj_blocks is of type U8, no weight's",
+        rf"{re.escape(EXPERTS)}down_proj_blocks has unsupported dtype U8",
     ),
     "shape": (
         lambda f: change_json(f / "config.json", num_local_experts=8),
@@ -117,7 +117,7 @@ BAD = {
     ),
     "other": (
         lambda f: change_json(f / "config.json", quantization_config={"quant_method": "awq"}),
-        "quantization_config: weights quantised by 'awq' are not read, only 'mxfp4', and 'fp8' with .*; get the 16-bit",
+        "quantization_config: weights quantized by 'awq' are not supported, only 'mxfp4', and 'fp8' .*; get the 16-bit",
     ),
 }
 

@@ -239,13 +239,13 @@ FULL = {
     "a name that is a number": (edit(["state", 0], {}), "optimizer state of 0: is"),
     "an entry that is a list": (edit(["state", "0.weight"], [1]), "optimizer state of '0.weight': is a list"),
     "moment missing": (edit(["state", "0.weight", "exp_avg"], None), "state of 0.weight: exp_avg is missing"),
-    "moment unknown": (edit(["state", "0.weight", "exp"], 3), "state of 0.weight: 'exp' is nothing that"),
+    "moment unknown": (edit(["state", "0.weight", "exp"], 3), "state of 0.weight: 'exp' is unknown to"),
     "transposed": (edit(["state", "0.weight", "exp_avg"], torch.zeros(6, 5)), r"exp_avg has shape \(6, 5\)"),
     "a number": (edit(["state", "0.weight", "exp_avg"], torch.tensor(0.0)), r"exp_avg has shape \(\)"),
     "a plain number": (edit(["state", "0.weight", "exp_avg"], 0.0), "'exp_avg' is a number, not a tensor"),
     "a string": (edit(["state", "0.weight", "step"], "3"), "'step' is a string, not a number"),
     "a vector of steps": (edit(["state", "0.weight", "step"], torch.zeros(30)), r"step has shape \(30,\)"),
-    "other type": (edit(["state", "0.weight", "exp_avg"], torch.zeros(5, 6).double()), "exp_avg is of type"),
+    "other type": (edit(["state", "0.weight", "exp_avg"], torch.zeros(5, 6).double()), "exp_avg has dtype"),
     "sparse": (edit(["state", "0.weight", "exp_avg"], torch.zeros(5, 6).to_sparse()), "exp_avg' is a tensor"),
     "groups are a number": (edit(["param_groups"], 3), "param_groups: is a number"),
     "one group": (lambda saved: saved["param_groups"].pop() and None, "has 1 param_groups, this run 2"),
@@ -287,7 +287,7 @@ SHARDED = {
     "one unknown": (lambda tensors: tensors.update({"5.bias|step": torch.ones(3)}), "state of '5.bias'"),
     "no key": (lambda tensors: tensors.update({"step": torch.ones(3)}), "state of ''"),
     "transposed": (lambda tensors: tensors.update({"0.weight|exp_avg": torch.ones(6, 5)}), r"exp_avg has shape"),
-    "other type": (lambda tensors: tensors.update({"0.weight|exp_avg": torch.ones(5, 6).half()}), r"is of type"),
+    "other type": (lambda tensors: tensors.update({"0.weight|exp_avg": torch.ones(5, 6).half()}), r"has dtype"),
 }
 
 

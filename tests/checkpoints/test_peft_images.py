@@ -29,7 +29,7 @@ def test_they_act_on_the_whole_model_in_peft_and_come_back(parts, tmp_path, recw
     expected = ours(ids)
     assert relative_error(before, expected) > 0.01
     write_adapted(tmp_path / "run", tmp_path / "base", ours, lora)
-    assert export_peft(tmp_path / "run", tmp_path / "peft").around == "gemma3"
+    assert export_peft(tmp_path / "run", tmp_path / "peft").wrapper_type == "gemma3"
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert type(whole) is type(theirs)
@@ -50,4 +50,4 @@ def test_of_a_text_model_alone_they_keep_their_names(tmp_path):
     lora, ours = LoRAConfig(r=4), load_model(tmp_path / "base")
     add_lora(ours, lora)
     write_adapted(tmp_path / "run", tmp_path / "base", ours, lora)
-    assert export_peft(tmp_path / "run", tmp_path / "peft").around is None
+    assert export_peft(tmp_path / "run", tmp_path / "peft").wrapper_type is None

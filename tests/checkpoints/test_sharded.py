@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from toolkit.checkpoints import scratch, shard_metadata
 from toolkit.checkpoints.sharded import check_sharded, is_sharded, load_sharded, read_sharded, save_sharded
-from toolkit.checkpoints.store import full_disk
+from toolkit.checkpoints.store import disk_full_reason
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
 
@@ -142,7 +142,7 @@ def fail(rank, mesh, folder, found) -> None:
     error = raised(save_sharded, tensors, folder / "full-disk")
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    found["full disk"] = (str(error), type(error).__name__, full_disk(error))
+    found["full disk"] = (str(error), type(error).__name__, disk_full_reason(error))
     whose = folder / ("dtensors" if rank == 0 else "nowhere")
     found["one rank sees no folder"] = repr(raised(load_sharded, {"even": torch.zeros(8, 3)}, whose))
     odd = {"odd": torch.zeros(3), "even": torch.zeros(3, 8)}
@@ -199,7 +199,7 @@ def test_errors_come_out_on_all_ranks(group):
     folder = group[0]
     for found in group[1]:
         assert found["one rank sees no folder"] == repr(UserError(f"{folder}/nowhere: no such folder"))
-        assert "does not hold what is asked of it: missing odd, even is (8, 3), not (3, 8)" in found["other"]
+        assert "does not match the model: missing odd, even is (8, 3), not (3, 8)" in found["other"]
         assert "hostile/__0_0.distcp: refused: it holds posix.system" in found["hostile"]
     assert not (folder / "witness").exists()
 
@@ -375,7 +375,7 @@ IN_THE_METADATA = [
     ),
     (code_in_bytes, "refused: 'hook' is not a tensor"),
     (state_of_a_class, "damaged"),
-    (no_part_of_a_tensor, "has only a part of 'a'"),
+    (no_part_of_a_tensor, "covers only a part of 'a'"),
     (two_parts_in_one_place, "damaged"),
     (place_of_a_tensor_unknown, "damaged"),
     (larger_than_its_bytes, "damaged"),
@@ -454,9 +454,9 @@ def test_m2_what_is_read_lies_in_files_without_a_name(tmp_path, monkeypatch, bes
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     place = tmp_path / ("step" if beside else "tmp")
     if not beside:
-        real = scratch._mapped
+        real = scratch._map_file
         unless = {place: place}  # any other folder cannot be written
-        monkeypatch.setattr(scratch, "_mapped", lambda where, size: real(unless.get(where, tmp_path / "gone"), size))
+        monkeypatch.setattr(scratch, "_map_file", lambda where, size: real(unless.get(where, tmp_path / "gone"), size))
     read = read_sharded(tmp_path / "step" / "lit_model.pth")
     maps = Path("/proc/self/maps").read_text()
     assert len(re.findall(rf"{re.escape(str(place))}/\.tmp-\S+ \(deleted\)", maps)) == 2
@@ -468,13 +468,13 @@ def test_m2_what_is_read_lies_in_files_without_a_name(tmp_path, monkeypatch, bes
 def test_s1_no_room_to_read_into_is_one_line(tmp_path, monkeypatch):
     """Not a bus error, in the middle of the numbers."""
     save_sharded({"a": torch.randn(100, 10_000)}, tmp_path / "lit_model.pth")
-    mounted, real = tmp_path / "disk", scratch._mapped
+    mounted, real = tmp_path / "disk", scratch._map_file
     mounted.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", mounted], capture_output=True).returncode:
         pytest.skip("mounting a small file system is not permitted here")
-    monkeypatch.setattr(scratch, "_mapped", lambda _, size: real(mounted, size))
+    monkeypatch.setattr(scratch, "_map_file", lambda _, size: real(mounted, size))
     try:
-        with pytest.raises(UserError, match="lit_model.pth: no 4,000,000 bytes of disk to read into, .* set TMPDIR"):
+        with pytest.raises(UserError, match="lit_model.pth: needs 4,000,000 bytes of disk space .* set TMPDIR"):
             read_sharded(tmp_path / "lit_model.pth")
         assert not list(mounted.iterdir())
     finally:

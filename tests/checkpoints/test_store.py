@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from toolkit.checkpoints import store
-from toolkit.checkpoints.lock import exclusive
+from toolkit.checkpoints.lock import exclusive_lock
+from toolkit.checkpoints.resume import resolve_resume
 from toolkit.checkpoints.store import (
     is_complete,
     newest,
     prune,
     require_new_folder,
-    resolve_resume,
     step_folders,
     write_checkpoint,
     write_folder,
@@ -180,7 +180,7 @@ def check_full_disk(out: Path, size: int) -> None:
         message = str(error.value)
         assert "\n" not in message
         assert re.search(
-            r"--out_dir .*(No space left|File too large).* bytes free; step-1 with its \d+ bytes is kept", message
+            r"--out_dir .*(No space left|File too large).* bytes free; step-1 \(\d+ bytes\) is kept", message
         )
         assert names(out) == ["step-1"]
         assert resolve_resume("auto", out) == out / "step-1"
@@ -223,7 +223,7 @@ def test_a_new_folder_is_no_file_and_holds_nothing(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     require_new_folder(tmp_path / "empty")
-    for out_dir, message in ((tmp_path / "file", "is a file"), (tmp_path, "already there and not empty")):
+    for out_dir, message in ((tmp_path / "file", "is a file"), (tmp_path, "already exists and is not empty")):
         with pytest.raises(UserError, match=f"^out_dir {out_dir}: {message}; give a new folder$"):
             require_new_folder(out_dir)
 
@@ -298,7 +298,7 @@ def test_resume_finds(run_dir, resume, expected):
     [
         (
             False,
-            r"--out_dir .*run: already used \(step-\d+ is there\); --resume auto goes on with it, another --out_dir",
+            r"--out_dir .*run: already used \(step-\d+ exists\); --resume auto continues it, another --out_dir",
         ),
         ("false", "already used"),
         ("{out}/step-30", "--resume .*step-30: has no file COMPLETE.*--initial_checkpoint_dir"),
@@ -355,7 +355,7 @@ def test_unfinished_folders_are_nowhere_listed(tmp_path):
 
 
 def test_a_forked_process_does_not_hold_the_lock_of_its_parent(tmp_path):
-    with exclusive(tmp_path):
+    with exclusive_lock(tmp_path):
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:  # as a data worker, which may outlive the run
@@ -363,7 +363,7 @@ def test_a_forked_process_does_not_hold_the_lock_of_its_parent(tmp_path):
             signal.pause()
         assert os.read(reading, 4) == b"here"
     try:
-        with exclusive(tmp_path):
+        with exclusive_lock(tmp_path):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
@@ -372,10 +372,10 @@ def test_a_forked_process_does_not_hold_the_lock_of_its_parent(tmp_path):
 
 def test_a_folder_in_which_another_run_has_begun_is_not_written(tmp_path):
     out = tmp_path / "run"
-    with exclusive(out):
+    with exclusive_lock(out):
         shutil.rmtree(out)
         out.mkdir()
         (out / ".lock").write_text("1\n")
-        with pytest.raises(UserError, match=f"--out_dir {out}: was removed, and another run has begun there"):
+        with pytest.raises(UserError, match=f"--out_dir {out}: was removed, and another run has started there"):
             make(out / "step-1")
     assert names(out) == [".lock"]

@@ -100,7 +100,7 @@ def missing(path, witness):
         (code_in_a_pickle, "not a file that torch.save"),
         (code_in_the_legacy_format, "not a file that torch.save"),
         (whole_module, "refused: it holds torch.nn.modules.linear.Linear, which could run code"),
-        (torchscript, "refused: it holds a program"),
+        (torchscript, "refused: it holds a TorchScript program"),
         (empty, "the file is empty"),
         (text, "not a file that torch.save"),
         (empty_zip, "not a file that torch.save"),

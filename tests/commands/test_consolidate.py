@@ -134,7 +134,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(checkpoint, sharded, tmp_path,
     here = {path.name for path in tmp_path.iterdir()}
     for source, out, message in [
         (checkpoint, tmp_path / "one", f"checkpoint_dir {checkpoint}: is not sharded"),
-        (sharded, used, f"out_dir {used}: already there and not empty"),
+        (sharded, used, f"out_dir {used}: already exists and is not empty"),
         (sharded, sharded / "one", "is inside the checkpoint"),
         (tmp_path / "none", tmp_path / "one", "no such folder"),
         (broken, tmp_path / "one", f"{broken}/trainer/optimizer: no such folder"),

@@ -12,7 +12,7 @@ from sealing import seal
 
 from tests.checkpoints.test_adapters import LLAMA, make, tokens
 from toolkit.checkpoints.folder import write_model_files
-from toolkit.checkpoints.merge import merge_beside
+from toolkit.checkpoints.merge import merge_in_place
 from toolkit.checkpoints.store import write_checkpoint
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
@@ -44,7 +44,7 @@ def test_converts_and_verifies(checkpoint, tmp_path, capsys):
     assert "largest difference of the logits, relative to the largest logit: " in shown
     assert main(["convert_to_hf", str(checkpoint), out_dir]) == 2
     shown = capsys.readouterr().err
-    assert "already there and not empty" in shown and shown.count("\n") == 1
+    assert "already exists and is not empty" in shown and shown.count("\n") == 1
 
 
 def test_a_missing_or_damaged_checkpoint_is_one_line(checkpoint, tmp_path, capsys):
@@ -62,7 +62,9 @@ def test_other_logits_end_it_with_a_guards_error(checkpoint, tmp_path, monkeypat
     monkeypatch.setattr(
         "toolkit.checkpoints.export_hf.verify_hf", lambda _, out, *__: seen.append(Path(out)) or difference
     )
-    with pytest.raises(GuardError, match=f"transformers computes other logits: .* so {tmp_path / 'hf'} is not written"):
+    with pytest.raises(
+        GuardError, match=f"transformers computes different logits: .*; {tmp_path / 'hf'} was not written"
+    ):
         convert_to_hf.setup(str(checkpoint), str(tmp_path / "hf"), verify=True)
     assert seen and [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -134,12 +136,12 @@ def test_a_merge_in_another_type_is_rounded_once(tmp_path, tied, dtype):
 
 def test_what_is_for_adapters_is_refused_for_a_whole_model(tmp_path, capsys):
     base_dir, folder, _ = make(tmp_path)
-    merge_beside(folder)
+    merge_in_place(folder)
     for model in (base_dir, folder):
         for flag, value in (("--merge", "true"), ("--base_checkpoint_dir", str(base_dir))):
             assert main(["convert_to_hf", str(model), str(tmp_path / "hf"), flag, value]) == 2
             shown = capsys.readouterr().err
-            assert f"{flag} {value}: would have no effect, {model} holds a whole model; leave it out" in shown
+            assert f"{flag} {value}: would have no effect, {model} holds a complete model; leave it out" in shown
             assert shown.count("\n") == 1 and not (tmp_path / "hf").exists()
     assert main(["convert_to_hf", str(folder), str(tmp_path / "hf"), "--merge", "false"]) == 0
 

@@ -13,7 +13,7 @@ from tests.checkpoints.test_adapters import make, write_adapted, write_base
 from tests.commands.test_merge_lora import add_companions
 from tests.models.test_lora import base, stir, tokens
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.import_hf import write_record
+from toolkit.checkpoints.import_hf import write_origin
 from toolkit.cli import main
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
@@ -29,7 +29,10 @@ def test_another_base_is_refused(tmp_path, capsys):
     other.lm_head.weight.data[0, 0] += 1
     other_dir, out_dir = write_base(tmp_path / "other", other), tmp_path / "peft"
     command = ["convert_to_peft", str(folder), str(out_dir)]
-    for place, message in [(other_dir, "was trained on another checkpoint"), (tmp_path / "none", "holds no lit_model")]:
+    for place, message in [
+        (other_dir, "was trained on a different checkpoint"),
+        (tmp_path / "none", "holds no lit_model"),
+    ]:
         assert main([*command, "--base_checkpoint_dir", str(place)]) == 2
         shown = capsys.readouterr().err
         assert message in shown and "--base_checkpoint_dir" in shown and shown.count("\n") == 1
@@ -39,7 +42,7 @@ def test_another_base_is_refused(tmp_path, capsys):
     assert named_base(out_dir) == str(moved) and "unchecked" not in capsys.readouterr().out
     shutil.copytree(other_dir, base_dir)  # the remembered folder, other weights
     assert main(["convert_to_peft", str(folder), str(tmp_path / "again")]) == 2
-    assert "was trained on another checkpoint" in capsys.readouterr().err
+    assert "was trained on a different checkpoint" in capsys.readouterr().err
 
 
 def test_the_result_loads_with_the_model_that_the_base_was_imported_from(tmp_path, capsys, monkeypatch):
@@ -80,7 +83,7 @@ def test_the_result_loads_with_the_model_that_the_base_was_imported_from(tmp_pat
 def test_the_name_and_revision_of_a_downloaded_base(tmp_path, capsys):
     base_dir, folder, _ = make(tmp_path)
     for revision, expected in [("main", None), ("v2", "v2")]:
-        write_record(base_dir, {"repo_id": "org/name", "revision": revision, "commit": "abc"})
+        write_origin(base_dir, {"repo_id": "org/name", "revision": revision, "commit": "abc"})
         out_dir = tmp_path / f"peft-{revision}"
         assert main(["convert_to_peft", str(folder), str(out_dir)]) == 0
         assert named_base(out_dir) == "org/name" and capsys.readouterr().err == ""
@@ -91,7 +94,7 @@ def test_a_base_that_is_gone_is_said_to_be_unchecked(tmp_path, capsys):
     base_dir, folder, _ = make(tmp_path)
     shutil.rmtree(base_dir)
     assert main(["convert_to_peft", str(folder), str(tmp_path / "peft")]) == 0
-    assert "that base is unchecked: its folder is not there any more" in capsys.readouterr().out
+    assert "base not verified: its folder no longer exists" in capsys.readouterr().out
     assert named_base(tmp_path / "peft") == str(base_dir)
 
 

@@ -130,7 +130,7 @@ def test_without_converting_it_stays_a_folder_of_hugging_face(hub, exported, cap
     assert os.listdir("checkpoints/org") == ["tiny"]
     assert main(["convert_from_hf", "checkpoints/org/tiny", "ours"]) == 0
     assert same_weights(Path("ours"), model) and Path("ours/download.yaml").is_file()
-    assert "already there and not empty" in refusal(capsys, "org/tiny")
+    assert "already exists and is not empty" in refusal(capsys, "org/tiny")
 
 
 def test_where_no_terminal_shows_bars_lines_tell_the_progress(hub, exported, capsys, monkeypatch):
@@ -217,7 +217,7 @@ CASES = {
     ),
     "adapter": (
         lambda one, many: {"config.json": one["config.json"], "adapter_model.safetensors": b"x"},
-        "holds an adapter, not a whole model",
+        "holds an adapter, not a complete model",
     ),
     "no weights": (lambda one, many: {"config.json": one["config.json"]}, "holds neither model.safetensors nor"),
     "no config": (lambda one, many: {"model.safetensors": b"x"}, "repo_id org/tiny: holds no config.json"),
@@ -225,7 +225,7 @@ CASES = {
         lambda one, many: changed_config(one, model_type="rwkv"),
         "repo_id org/tiny: config.json: model_type 'rwkv' is not supported",
     ),
-    "quantised": (
+    "quantized": (
         lambda one, many: changed_config(one, quantization_config={"bits": 4}),
         "repo_id org/tiny: config.json: quantization_config",
     ),
@@ -250,10 +250,10 @@ def test_names_revisions_and_access(hub, exported, capsys):
     hub.gated.add("org/gated")
     for command, message in [
         (("org/none",), f"repo_id org/none: no such model at {hub.url}, or a private one; check the name, or log in"),
-        (("a/b/c",), "repo_id a/b/c: not a name of the hub's"),
-        (("../etc",), "repo_id ../etc: not a name of the hub's"),
+        (("a/b/c",), "repo_id a/b/c: not a valid hub name"),
+        (("../etc",), "repo_id ../etc: not a valid hub name"),
         (("org/gated", "--revision", "v9"), "--revision v9: no such branch, tag or commit of org/gated"),
-        (("org/gated",), f"is gated; accept its licence at {hub.url}/org/gated, then log in with `hf auth login`"),
+        (("org/gated",), f"is gated; accept its license at {hub.url}/org/gated, then log in with `hf auth login`"),
     ]:
         assert message in refusal(capsys, *command)
     assert not Path("checkpoints").exists()
@@ -304,5 +304,5 @@ def test_a_download_that_cannot_be_converted_is_kept_and_named(hub, exported, ca
     one = exported[0]
     hub.add("org/tiny", one | {"model.safetensors": one["model.safetensors"][:-100]})
     said = refusal(capsys, "org/tiny")
-    assert "model.safetensors" in said and "; what was downloaded is kept in checkpoints/org/.download-tiny" in said
+    assert "model.safetensors" in said and "; the downloaded files are kept in checkpoints/org/.download-tiny" in said
     assert os.listdir("checkpoints/org") == [".download-tiny"]

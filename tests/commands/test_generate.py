@@ -129,7 +129,7 @@ def test_a_base_that_has_moved(folder, adapters, tmp_path, capsys):
     info.write_text(info.read_text().replace(str(folder), "/nowhere"))
     seal(tmp_path / "adapters")
     assert main(["generate", str(tmp_path / "adapters"), "--temperature", "0"]) == 2
-    assert "say with --base_checkpoint_dir where it is now" in capsys.readouterr().err
+    assert "no longer exists; give its new location with --base_checkpoint_dir" in capsys.readouterr().err
     found, _ = run(capsys, tmp_path / "adapters", "--temperature", 0, "--base_checkpoint_dir", tmp_path / "moved")
     assert found == expected
 

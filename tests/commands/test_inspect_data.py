@@ -93,7 +93,7 @@ def test_dropped_samples_are_counted_by_reason(inspect):
     assert counts["dropped"] == "1 (33.3 %)" and counts["too long"] == "1" and "without" not in out
 
 
-def test_colour_tells_trained_tokens_apart(inspect):
+def test_color_tells_trained_tokens_apart(inspect):
     found = json.loads(inspect("--format", "json")[0])
     terminal = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80, highlight=False)
     print_inspection(found, terminal)

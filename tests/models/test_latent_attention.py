@@ -112,7 +112,7 @@ def test_layers_that_predict_further_tokens_are_left_out_and_said(tmp_path):
     further = {"model.layers.2.eh_proj.weight": torch.ones(64, 128), "model.layers.2.enorm.weight": torch.ones(64)}
     save_file(load_file(file) | further, file, metadata={"format": "pt"})
     notes = import_hf(tmp_path / "hf", tmp_path / "ours")
-    assert any("left out: 2 weights that are no part of the model, model.layers.2.e" in note for note in notes)
+    assert any("skipped 2 weights that the model does not use: model.layers.2.e" in note for note in notes)
     ids = token_ids()
     with torch.no_grad():
         assert relative_error(load_model(tmp_path / "ours").eval()(ids), hf(ids).logits) < 1e-5

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from toolkit.args import FINETUNE_FULL, FINETUNE_LORA, EvalArgs, FSDPArgs, TrainArgs
 from toolkit.checkpoints.adapters import ADAPTERS, read_adapter
 from toolkit.checkpoints.folder import load_model, read_model_config, write_model_files
-from toolkit.checkpoints.merge import merge_beside
+from toolkit.checkpoints.merge import merge_in_place
 from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main
 from toolkit.cli_parser import parse
@@ -274,7 +274,7 @@ def test_qlora_trains_adapters_beside_a_base_of_4_bits_and_merges_into_the_plain
     shutil.copytree(out / "step-00000003", tmp_path / "again" / "step-00000003")
     run_training(arguments(finetune_lora, base, questions, tmp_path / "again", *flags, "--resume", "auto"))
     assert losses(tmp_path / "again") == whole[3:]
-    info = merge_beside(out / "final").info
+    info = merge_in_place(out / "final").info
     assert info.quantize == "bnb.nf4-dq"
     merged, plain = load_weights(out / "final"), load_weights(base)
     untouched = [name for name in plain if "attn.qkv" not in name]

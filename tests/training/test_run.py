@@ -19,7 +19,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 
 from toolkit.args import PRETRAIN, DDPArgs, EvalArgs, FSDPArgs, LogArgs, OptimizerArgs, TrainArgs
-from toolkit.checkpoints.lock import exclusive
+from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.weights import load_weights
 from toolkit.data import TextFiles
 from toolkit.data.loader import train_batches
@@ -362,7 +362,7 @@ def test_an_out_dir_without_a_name_is_refused(corpus):
 
 
 def test_two_processes_do_not_share_an_out_dir(corpus, tmp_path):
-    with exclusive(tmp_path / "run"), pytest.raises(UserError, match="--out_dir .*: process .* is running there"):
+    with exclusive_lock(tmp_path / "run"), pytest.raises(UserError, match="--out_dir .*: process .* is running there"):
         run_training(arguments(corpus, tmp_path / "run", resume="auto"))
 
 
@@ -425,7 +425,7 @@ def test_low_precision_learns(corpus, tmp_path, precision):
 @pytest.mark.parametrize("resume", [False, True, "auto"])
 def test_a_folder_where_somebody_runs_is_refused_before_anything_is_read(corpus, tmp_path, resume):
     out = tmp_path / "run"
-    with exclusive(out), pytest.raises(UserError, match="is running there"):
+    with exclusive_lock(out), pytest.raises(UserError, match="is running there"):
         run_training(arguments(corpus, out, resume=resume))
 
 

@@ -1,7 +1,8 @@
-"""Adapters on disk: what was trained, and which base it belongs to.
+"""LoRA adapters on disk, and a reference to their base model.
 
-A checkpoint of adapters holds ``lit_model.pth.lora`` (their tensors only) and ``adapter.yaml`` instead of weights; the
-rest of the folder is that of any model. Merged weights, once they lie beside them, are the folder's model.
+An adapter checkpoint holds ``lit_model.pth.lora`` (adapter tensors only) and ``adapter.yaml`` instead of
+``lit_model.pth``; its other files are those of any model folder. If ``lit_model.pth`` exists as well, it holds the
+merged weights and takes precedence.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from toolkit.checkpoints.fingerprint import ADAPTERS, base_fingerprint
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import load_state, require_fit, save_weights
+from toolkit.checkpoints.weights import load_state, require_compatible, save_weights
 from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
@@ -26,13 +27,13 @@ ADAPTER_CONFIG = "adapter.yaml"
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What the adapters of a folder are.
+    """The content of ``adapter.yaml``.
 
     Args:
-        lora: Their options.
-        base: The checkpoint folder that they were trained on.
+        lora: LoRA configuration.
+        base: Checkpoint folder of the base model.
         base_hash: Its :func:`~toolkit.checkpoints.fingerprint.base_fingerprint`.
-        quantize: How the base was quantised in training; None where it was not. Merging takes the plain one.
+        quantize: Quantization of the base in training, if any. Merging uses the unquantized base.
     """
 
     lora: LoRAConfig
@@ -42,32 +43,32 @@ class AdapterInfo:
 
 
 def is_adapter_dir(folder: str | Path) -> bool:
-    """Whether the folder holds adapters, merged or not."""
+    """Whether the folder contains adapters, merged or not."""
     return (Path(folder) / ADAPTERS).is_file()
 
 
 def has_adapters_only(folder: str | Path) -> bool:
-    """Whether the folder needs another one, its base, to be a model."""
+    """Whether the folder contains adapters without merged weights, so that loading it requires the base model."""
     return is_adapter_dir(folder) and not (Path(folder) / WEIGHTS).exists()
 
 
 def require_adapters(folder: str | Path, **flags: Any) -> None:
-    """Refuse flags that are for adapters without merged weights, where the folder holds a whole model.
+    """Reject flags that only apply to adapters without merged weights if the folder holds a complete model.
 
     Raises:
-        UserError: one of them is given (neither None nor false).
+        UserError: a flag is set (neither None nor false).
     """
     given = next((name for name, value in flags.items() if value not in (None, False)), None)
     if given is not None and not has_adapters_only(folder):
         value = str(flags[given]).lower() if flags[given] is True else flags[given]
-        raise UserError(f"--{given} {value}: would have no effect, {folder} holds a whole model; leave it out")
+        raise UserError(f"--{given} {value}: would have no effect, {folder} holds a complete model; leave it out")
 
 
 def write_adapter_files(folder: Path, adapters: dict[str, Tensor], info: AdapterInfo) -> None:
-    """Write the adapters, under canonical names, and what they are.
+    """Write the adapter tensors, under canonical names, and ``adapter.yaml``.
 
     Raises:
-        OSError, RuntimeError: what writing raises; :func:`~toolkit.checkpoints.store.write_checkpoint` explains it.
+        OSError, RuntimeError: the write failed; :func:`~toolkit.checkpoints.store.write_checkpoint` translates it.
     """
     assert adapters and all(is_adapter(name) for name in adapters), "not adapters"
     save_weights(adapters, folder / ADAPTERS)
@@ -82,10 +83,10 @@ def write_adapter_files(folder: Path, adapters: dict[str, Tensor], info: Adapter
 
 
 def read_adapter_info(folder: str | Path) -> AdapterInfo:
-    """Read what the adapters of a folder are; their base may be gone.
+    """Read ``adapter.yaml``; the base may be missing.
 
     Raises:
-        UserError: the folder holds no adapters, or their file is missing or broken.
+        UserError: the folder contains no adapters, or the file is missing or malformed.
     """
     folder = Path(folder)
     if not is_adapter_dir(folder):
@@ -106,45 +107,43 @@ def read_adapter_info(folder: str | Path) -> AdapterInfo:
 
 
 def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = None) -> AdapterInfo:
-    """Read what the adapters of a folder are, and make sure that their base is there and the one they were trained on.
+    """Read ``adapter.yaml`` and check that the base model exists and is the one used in training.
 
     Args:
-        folder: Of the adapters.
-        base_checkpoint_dir: Where the base is now, a folder or a name below ``checkpoints/``; where it was in training
-            when not given.
+        folder: Adapter checkpoint.
+        base_checkpoint_dir: The base model: a folder or a name below ``checkpoints/``; by default the path recorded in
+            training.
 
     Raises:
-        UserError: as :func:`read_adapter_info`, or the base is missing or another checkpoint.
+        UserError: as :func:`read_adapter_info`, or the base is missing or a different checkpoint.
     """
     info = read_adapter_info(folder)
     base = info.base
     if base_checkpoint_dir is not None:
-        base = named_base(base_checkpoint_dir)
+        base = find_base_dir(base_checkpoint_dir)
         if not (base / WEIGHTS).exists():
             raise UserError(f"--base_checkpoint_dir {base_checkpoint_dir}: holds no {WEIGHTS}; give a model's folder")
     elif not (base / WEIGHTS).exists():
-        raise UserError(
-            f"{folder}: its base {base} is not there any more; say with --base_checkpoint_dir where it is now"
-        )
+        raise UserError(f"{folder}: its base {base} no longer exists; give its new location with --base_checkpoint_dir")
     if base_fingerprint(base) != info.base_hash:
         raise UserError(
-            f"{folder}: was trained on another checkpoint than {base}, whose weights have another fingerprint; "
+            f"{folder}: was trained on a different checkpoint than {base} (fingerprint mismatch); "
             "give the right one with --base_checkpoint_dir"
         )
     return AdapterInfo(info.lora, base, info.base_hash, info.quantize)
 
 
-def named_base(base_checkpoint_dir: str | Path) -> Path:
-    """Return the folder that --base_checkpoint_dir names, whether it is there or not."""
+def find_base_dir(base_checkpoint_dir: str | Path) -> Path:
+    """Return the folder that --base_checkpoint_dir names, whether or not it exists."""
     given = Path(base_checkpoint_dir).expanduser()
     return given if given.is_dir() else Path("checkpoints") / given
 
 
 def load_adapters(folder: str | Path, model: nn.Module) -> dict[str, Tensor]:
-    """Read a folder's adapters, in fp32 on the CPU, and check that they are those of ``model`` (on any device).
+    """Load a folder's adapters, in fp32 on the CPU, and check that they match ``model`` (on any device).
 
     Raises:
-        UserError: the file is missing or broken, or adapters are missing, extra or of another shape, each named.
+        UserError: the file is missing or damaged, or adapters are missing, unexpected or of a different shape.
     """
     path = Path(folder) / ADAPTERS
     adapters: dict[str, Any] = load_state(path)
@@ -152,5 +151,5 @@ def load_adapters(folder: str | Path, model: nn.Module) -> dict[str, Tensor]:
         if not (isinstance(name, str) and isinstance(value, Tensor)):
             raise UserError(f"{path}: {name!r} is not a tensor; the file must hold adapters only")
     wanted = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
-    require_fit(adapters, wanted, path, ADAPTER_CONFIG)
+    require_compatible(adapters, wanted, path, ADAPTER_CONFIG)
     return {name: adapters[name].float() for name in wanted}

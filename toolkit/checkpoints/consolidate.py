@@ -1,4 +1,4 @@
-"""From shards to single files: a checkpoint that any number of ranks wrote becomes one that one process would write."""
+"""Consolidate a sharded checkpoint, written by any number of ranks, into single files."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _STATE, _OPTIMIZER = Path("trainer", "state.pth"), Path("trainer", "optimizer")
 def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
     """Write the checkpoint with its weights in one file and its optimizer in ``trainer/state.pth``.
 
-    The new folder appears whole or not at all, and is complete where the old one is. Runs in one process, without a
-    process group; memory as :func:`~toolkit.checkpoints.sharded.read_sharded`.
+    The new folder is created atomically. It is marked complete if the source is. Runs in one process, without a process
+    group; memory use as in :func:`~toolkit.checkpoints.sharded.read_sharded`.
 
     Returns:
         The names of the weights that contain NaN or Inf.
 
     Raises:
-        UserError: nothing in the checkpoint is sharded, a part of it is missing or damaged, out_dir is in use, or the
+        UserError: nothing in the checkpoint is sharded, a part is missing or damaged, out_dir is not empty, or the
             disk is full.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     _require_new(out_dir, checkpoint_dir)
     if not (is_sharded(checkpoint_dir / WEIGHTS) or is_sharded(checkpoint_dir / _OPTIMIZER)):
         raise UserError(f"checkpoint_dir {checkpoint_dir}: is not sharded: its {WEIGHTS} is one file already")
-    # write_checkpoint would tidy up beside out_dir, where it may be no run's folder, or that of one that is running.
-    write = write_model_folder if is_complete(checkpoint_dir) else write_folder  # whose manifest marks it as complete
+    # Not write_checkpoint: it cleans up beside out_dir, which may belong to a running job or be no run at all.
+    write = write_model_folder if is_complete(checkpoint_dir) else write_folder  # only the former marks it complete
     nonfinite: list[str] = []
     write(out_dir, lambda tmp: nonfinite.extend(_write(tmp, checkpoint_dir)), flag="out_dir")
     return nonfinite
@@ -71,7 +71,7 @@ def _write_weights(tmp: Path, source: Path) -> list[str]:
         with torch.device("meta"):
             model = GPT(read_model_config(source))
         weights = load_compatible_weights(source, model)
-    else:  # of a user's own module: the run has noted which names are one tensor
+    else:  # a user-defined module: meta.json records which names share a tensor
         weights = load_weights(source)
         tied = read_json(source / "trainer" / "meta.json").get("tied", {})
         weights |= {second: weights[first] for second, first in tied.items()}
@@ -83,7 +83,7 @@ def _write_state(tmp: Path, source: Path) -> None:
     state = load_state(source / _STATE)
     optimizer = state.get("optimizer")
     if not isinstance(optimizer, dict):
-        raise UserError(f"{source / _STATE}: holds no optimizer; the checkpoint is not one of toolkit's")
+        raise UserError(f"{source / _STATE}: holds no optimizer; not a toolkit checkpoint")
     if "state" not in optimizer:
         tensors = read_sharded(source / _OPTIMIZER) | (optimizer.get("values") or {})
         rest = {name: value for name, value in optimizer.items() if name != "values"}
@@ -97,6 +97,6 @@ def _optimizer_state(tensors: dict[str, Any], source: Path) -> dict[str, dict[st
     for flat, tensor in tensors.items():
         name, bar, key = flat.rpartition("|")
         if not bar:
-            raise UserError(f"{source / _OPTIMIZER}: holds {flat!r:.100}, which is no optimizer's tensor")
+            raise UserError(f"{source / _OPTIMIZER}: holds {flat!r:.100}, which is not an optimizer tensor")
         state.setdefault(name, {})[key] = tensor
     return state

@@ -1,11 +1,11 @@
-"""Out to Hugging Face: a model folder becomes one that ``AutoModelForCausalLM.from_pretrained`` loads (M2)."""
+"""Export to Hugging Face: write a folder that ``AutoModelForCausalLM.from_pretrained`` loads (M2)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,28 +38,28 @@ def export_hf(
     base_checkpoint_dir: str | Path | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> list[str]:
-    """Write a complete Hugging Face folder, whole or not at all, with about one weight in memory at a time.
+    """Write a complete Hugging Face folder atomically, with about one weight in memory at a time.
 
     Args:
         checkpoint_dir: A model folder.
-        out_dir: The new folder; one that is there must be empty.
-        dtype: Type of the weights; as they are when not given.
-        max_shard_bytes: Weights are split into files of at most this size (a single one may be larger).
-        merge: Merge adapters that have no merged weights beside them on the way.
-        base_checkpoint_dir: Their base; where it was in training when not given.
-        check: Is given the folder when it is written, before it appears as out_dir; if it raises, none appears.
+        out_dir: The new folder; an existing one must be empty.
+        dtype: Dtype of the weights; unchanged by default.
+        max_shard_bytes: Maximum size of a weights file (a single larger tensor gets its own file).
+        merge: Merge adapters during the export if the folder holds no merged weights.
+        base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
+        check: Called with the written folder before it is renamed to out_dir; if it raises, nothing is created.
 
     Returns:
         The names of the tensors in the new folder that contain NaN or Inf.
 
     Raises:
-        UserError: the model cannot be read, out_dir is in use, the disk is full, there are adapters to merge and
-            ``merge`` is false, or there are none and it or a base is given.
+        UserError: the model cannot be read, out_dir is not empty, the disk is full, unmerged adapters without
+            ``merge``, or ``merge`` or a base for a folder without them.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_adapters(checkpoint_dir, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
     require_new_folder(out_dir)
-    config, weights = _read(checkpoint_dir, merge, base_checkpoint_dir, dtype)
+    config, weights = _read_model(checkpoint_dir, merge, base_checkpoint_dir, dtype)
     base = weights.info.base if isinstance(weights, MergedWeights) else None
     tokenizer, nonfinite = None, []
     if (checkpoint_dir / "tokenizer.json").is_file():
@@ -69,8 +69,8 @@ def export_hf(
         nonfinite.extend(_write_weights(folder, weights, config, dtype, max_shard_bytes))
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
-        _write_settings(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
-        _write_model_card(folder / "README.md", config, _count(config), tokenizer is not None)
+        _write_config_files(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
+        _write_model_card(folder / "README.md", config, tokenizer is not None)
         if check is not None:
             check(folder)
 
@@ -83,36 +83,32 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     """Load both folders in float32 and compare their logits on random tokens.
 
     Returns:
-        The largest difference, relative to the largest logit. Ours are merged and rounded to the type of the exported
-        weights first, so that the same bound (1e-4 is ample) holds for every type.
+        The largest difference, relative to the largest logit. The native weights are merged and rounded to the exported
+        dtype first, so that one tolerance (1e-4 is ample) holds for every dtype.
 
     Raises:
         UserError: transformers is not installed.
-        GuardError: it cannot load the folder.
+        GuardError: transformers cannot load the folder.
     """
     require_transformers()
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     exported = getattr(torch, json.loads((Path(out_dir) / CONFIG).read_text())["torch_dtype"])
-    config, weights = _read(Path(checkpoint_dir), True, base_checkpoint_dir, exported)
-    ours = model_on_meta(config)
+    config, weights = _read_model(Path(checkpoint_dir), True, base_checkpoint_dir, exported)
+    native = model_on_meta(config)
     rounded = {name: tensor.to(type_of(name, exported)).float() for name, tensor in weights.items()}
-    ours.load_state_dict(rounded, assign=True)
-    theirs = _load_with_transformers(Path(out_dir))
-    draw = torch.Generator().manual_seed(0)
+    native.load_state_dict(rounded, assign=True)
+    hf = _load_with_transformers(Path(out_dir))
+    generator = torch.Generator().manual_seed(0)
     shape = (2, min(config.block_size, 64))
-    tokens = torch.randint(config.vocab_size or config.padded_vocab_size, shape, generator=draw)
-    a, b = ours.eval()(tokens), theirs.eval()(input_ids=tokens).logits
-    return float((a - b).abs().max() / b.abs().max())
+    tokens = torch.randint(config.vocab_size or config.padded_vocab_size, shape, generator=generator)
+    logits, expected = native.eval()(tokens), hf.eval()(input_ids=tokens).logits
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
 def require_transformers() -> None:
-    """Make sure that transformers is there.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Raise a ``UserError`` if transformers is not installed."""
     try:
         import transformers  # noqa: F401
     except ImportError as error:
@@ -122,17 +118,17 @@ def require_transformers() -> None:
 def _load_with_transformers(folder: Path) -> nn.Module:
     import transformers
 
-    older = tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
-    # At once: of a model that is converted later, constants stay rounded.
-    options = {"torch_dtype" if older else "dtype": torch.float32, "local_files_only": True}
+    is_old = tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
+    # Load in float32 directly: converting afterwards would leave constants rounded.
+    options = {"torch_dtype" if is_old else "dtype": torch.float32, "local_files_only": True}
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
-    except Exception as error:  # an architecture that it does not know yet, and whatever else it finds
-        said = " ".join(str(error).split())[:300]
-        raise GuardError(f"transformers {transformers.__version__} cannot load what was written: {said}") from error
+    except Exception as error:  # any failure to load, such as an unknown architecture
+        reason = " ".join(str(error).split())[:300]
+        raise GuardError(f"transformers {transformers.__version__} cannot load the export: {reason}") from error
 
 
-def _read(
+def _read_model(
     folder: Path, merge: bool, base_checkpoint_dir: str | Path | None, dtype: torch.dtype | None
 ) -> tuple[ModelConfig, Mapping[str, Tensor]]:
     if not has_adapters_only(folder):
@@ -140,23 +136,19 @@ def _read(
         return config, load_compatible_weights(folder, model_on_meta(config))
     if not merge:
         raise UserError(
-            f"checkpoint_dir {folder}: holds adapters and no merged weights; --merge true merges them on the way, "
-            "toolkit convert_to_peft writes the adapters alone"
+            f"checkpoint_dir {folder}: holds adapters and no merged weights; --merge true merges them during the "
+            "export, toolkit convert_to_peft exports only the adapters"
         )
     merged = MergedWeights(folder, base_checkpoint_dir, dtype)
     return merged.config, merged
-
-
-def _count(config: ModelConfig) -> int:
-    return sum(p.numel() for p in model_on_meta(config).parameters())
 
 
 def _write_weights(
     folder: Path, weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None, max_shard_bytes: int
 ) -> list[str]:
     """Return the names of the tensors that contain NaN or Inf."""
-    maps = _whole_table(config, weights)
-    # The header of a file comes before its tensors: run the conversion on the meta device to learn what they will be.
+    maps = _complete_weight_map(config, weights)
+    # The header precedes the tensors: convert on the meta device first to get shapes and dtypes.
     meta = {name: torch.empty_like(t, device="meta", dtype=dtype) for name, t in weights.items()}
     shards = list(_split(to_hf_names(maps, meta), max_shard_bytes))
     if len(shards) == 1:
@@ -176,19 +168,19 @@ def _write_weights(
     return nonfinite
 
 
-def _whole_table(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[WeightMapping]:
-    """Return the family's table of names.
+def _complete_weight_map(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[WeightMapping]:
+    """Return the family's weight map.
 
     Raises:
-        UserError: it has not all weights of the model, or others: none is left out in silence.
+        UserError: it does not list exactly the model's weights.
     """
     maps = family_of(config).weights(config)
     listed = {name for entry in maps for name in entry.native}
-    there = weights.keys() - ({"lm_head.weight"} if config.tie_embeddings else set())
-    if wrong := sorted(listed ^ there):
-        has = "has no" if wrong[0] in there else "cannot be without"
+    present = weights.keys() - ({"lm_head.weight"} if config.tie_embeddings else set())
+    if wrong := sorted(listed ^ present):
+        verb = "has no" if wrong[0] in present else "requires"
         raise UserError(
-            f"{wrong[0]}: the Hugging Face model type {config.family!r} {has} such a weight; such a model cannot be "
+            f"{wrong[0]}: the Hugging Face model type {config.family!r} {verb} such a weight; this model cannot be "
             "exported"
         )
     return maps
@@ -197,14 +189,14 @@ def _whole_table(config: ModelConfig, weights: Mapping[str, Tensor]) -> list[Wei
 def to_hf_names(
     maps: list[WeightMapping], weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor), converting one entry of the family's table at a time."""
+    """Yield (Hugging Face name, tensor), converting one entry of the weight map at a time."""
     for entry in maps:
-        ours = [weights[name].to(type_of(name, dtype)) for name in entry.native]
-        yield from zip(entry.hf, entry.to_hf(ours), strict=True)
+        native = [weights[name].to(type_of(name, dtype)) for name in entry.native]
+        yield from zip(entry.hf, entry.to_hf(native), strict=True)
 
 
 def _split(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Group tensors, in order, into files of at most ``max_bytes``."""
+    """Group tensors, in order, into shards of at most ``max_bytes``."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -217,19 +209,19 @@ def _split(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[di
 
 
 def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
-    """Take the ``expected`` tensors from the iterator into one file, one at a time; return those with NaN or Inf.
+    """Write the ``expected`` tensors from the iterator to a file, one at a time; return those with NaN or Inf.
 
-    The library's ``save_file`` wants them all in memory, and loses the errno of a full disk. The format
-    (https://huggingface.co/docs/safetensors): 8 bytes little-endian length of the header; the header, JSON with type,
-    shape and place of every tensor; their bytes, in C order, without gaps.
+    safetensors' ``save_file`` needs all tensors in memory and loses the errno of a full disk. The format
+    (https://huggingface.co/docs/safetensors): 8 bytes little-endian length of the header; the header, JSON with dtype,
+    shape and offsets of every tensor; the tensors' bytes, in C order, without gaps.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in expected.items():
-        place = [end, end := end + tensor.nbytes]
-        header[name] = {"dtype": FORMAT_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        offsets = [end, end := end + tensor.nbytes]
+        header[name] = {"dtype": FORMAT_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin on a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # align the tensors to 8 bytes
     nonfinite: list[str] = []
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little"))
@@ -238,7 +230,7 @@ def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator
             name, tensor = next(tensors)
             meta = expected[wanted]
             assert (name, tensor.shape, tensor.dtype) == (wanted, meta.shape, meta.dtype), f"{name} is not {wanted}"
-            _write_bytes(file, tensor)
+            file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
             nonfinite += nonfinite_tensors({name: tensor})
             if tensor.numel() >= SMALL:
                 del tensor
@@ -246,26 +238,23 @@ def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator
     return nonfinite
 
 
-def _write_bytes(file: IO[bytes], tensor: Tensor) -> None:
-    file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
-
-
 def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Which tokens begin, end and pad a text: as the tokenizer says, and where it does not as the model came."""
-    came, generation, own = _came_with(folder, base), _read_json(folder / GENERATION_FILE), {}
+    """Return BOS, EOS and PAD ids: the tokenizer's, else those of the original Hugging Face config."""
+    original, generation = _original_config(folder, base), _read_json(folder / GENERATION_FILE)
+    from_tokenizer: dict[str, Any] = {}
     if tokenizer is not None:
         pad = tokenizer.added_tokens.get(tokenizer.special_tokens.get("pad_token", ""))
-        own = {"bos_token_id": tokenizer.bos_id, "eos_token_id": _end_tokens(tokenizer), "pad_token_id": pad}
-    ids = {name: _first(name, own, generation, came) for name in ("bos_token_id", "eos_token_id")}
-    pad = _first("pad_token_id", *([came] if came else [own, generation]))
-    # Written even where there is none: some classes' default lies beyond a small vocabulary, which they refuse.
+        from_tokenizer = {"bos_token_id": tokenizer.bos_id, "eos_token_id": _eos_tokens(tokenizer), "pad_token_id": pad}
+    ids = {name: _first(name, from_tokenizer, generation, original) for name in ("bos_token_id", "eos_token_id")}
+    pad = _first("pad_token_id", *([original] if original else [from_tokenizer, generation]))
+    # Written even if None: the default id of some classes is outside a small vocabulary, which they reject.
     return {**ids, "pad_token_id": pad if isinstance(pad, int) and 0 <= pad < config.padded_vocab_size else None}
 
 
-def _came_with(folder: Path, base: Path | None) -> dict[str, Any]:
-    """The config.json that an imported model, or the base of adapters, keeps; nothing where there is none."""
+def _original_config(folder: Path, base: Path | None) -> dict[str, Any]:
+    """Return the config.json kept from the import of the model, or of the adapters' base; empty if there is none."""
     values = _read_json(folder / CONFIG) or (_read_json(base / CONFIG) if base is not None else {})
-    text = values.get("text_config")  # of a model that sees, too
+    text = values.get("text_config")  # of a multimodal model
     return (text if isinstance(text, dict) else {}) | {k: v for k, v in values.items() if v is not None}
 
 
@@ -277,8 +266,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _write_settings(folder: Path, config: ModelConfig, ids: dict[str, Any], dtype: torch.dtype) -> None:
-    """Write config.json, and generation_config.json where the tokenizer's files brought none that says the end."""
+def _write_config_files(folder: Path, config: ModelConfig, ids: dict[str, Any], dtype: torch.dtype) -> None:
+    """Write config.json, and generation_config.json unless a copied one defines eos_token_id."""
     values = family_of(config).to_hf(config, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"])
     _write_json(folder / CONFIG, {**values, **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
     generation = _read_json(folder / GENERATION_FILE)
@@ -287,20 +276,21 @@ def _write_settings(folder: Path, config: ModelConfig, ids: dict[str, Any], dtyp
         _write_json(folder / GENERATION_FILE, generation | known)
 
 
-def _end_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
-    """What ends a text: what generation_config.json says, else eos and the chat template's end of a turn."""
-    said = tokenizer.settings(GENERATION_FILE).get("eos_token_id")
-    if said is not None:
-        return said
+def _eos_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
+    """Return EOS ids: those of generation_config.json, else EOS and the chat template's end-of-turn token."""
+    eos = tokenizer.settings(GENERATION_FILE).get("eos_token_id")
+    if eos is not None:
+        return eos
     try:
-        ends = ChatTemplate.from_tokenizer(tokenizer, None).export_tokenizer().settings(GENERATION_FILE)["eos_token_id"]
-    except UserError:  # no template, or none that ends turns: then eos alone ends a text
+        ids = ChatTemplate.from_tokenizer(tokenizer, None).export_tokenizer().settings(GENERATION_FILE)["eos_token_id"]
+    except UserError:  # no template, or one without an end-of-turn token
         return tokenizer.eos_id
-    return ends if len(ends) > 1 else ends[0]
+    return ids if len(ids) > 1 else ids[0]
 
 
-def _write_model_card(path: Path, config: ModelConfig, parameters: int, has_tokenizer: bool) -> None:
+def _write_model_card(path: Path, config: ModelConfig, has_tokenizer: bool) -> None:
     name = config.name or "A language model"
+    parameters = sum(p.numel() for p in model_on_meta(config).parameters())
     classes = ["AutoModelForCausalLM", *(["AutoTokenizer"] if has_tokenizer else [])]
     tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")' if has_tokenizer else ""
     path.write_text(

@@ -1,4 +1,4 @@
-"""Adapters out to peft's format, through the families' tables of weight names; see :mod:`.peft_layers`."""
+"""Export adapters to peft's format, through the families' weight maps; see :mod:`.peft_layers`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from toolkit.checkpoints.peft_layers import (
     TENSORS,
     TEXT_MODEL,
     Layer,
-    Placed,
-    in_rows,
+    PlacedAdapter,
     linear_layers,
+    scatter_rows,
 )
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
@@ -40,15 +40,15 @@ from toolkit.models.lora_config import LoRAConfig
 _HEAD = "lm_head"
 
 
-class Exported(NamedTuple):
+class ExportResult(NamedTuple):
     base: str
-    """What the new folder names as its base."""
+    """``base_model_name_or_path`` of the new folder."""
     is_known: bool
-    """Whether that is a model which transformers loads: given by the user, or recorded when the base was imported."""
+    """Whether transformers can load that base: given by the user, or recorded when the base was imported."""
     is_checked: bool
-    """Whether the base is there, and the one that the adapters were trained on."""
-    around: str | None
-    """The type of the model that sees images, too, whose text model the base is; the names are that one's."""
+    """Whether the base exists and its fingerprint matches."""
+    wrapper_type: str | None
+    """Model type of the multimodal model whose text model is the base; the tensor names are those of that model."""
     nonfinite: list[str]
     """The names of the tensors in the new folder that contain NaN or Inf."""
 
@@ -58,20 +58,20 @@ def export_peft(
     out_dir: Path,
     base_checkpoint_dir: str | Path | None = None,
     base_model: str | None = None,
-) -> Exported:
-    """Write a folder that ``peft.PeftModel.from_pretrained`` loads, whole or not at all.
+) -> ExportResult:
+    """Write a folder that ``peft.PeftModel.from_pretrained`` loads, atomically.
 
     Args:
         checkpoint_dir: A folder with adapters.
-        out_dir: The new folder; one that is there must be empty.
-        base_checkpoint_dir: Where the base is; what it was in training when not given. Its weights are read only for
-            DoRA on a part of a layer that is fused in the Hugging Face model, too.
-        base_model: The hub name or the Hugging Face folder of the base, for base_model_name_or_path; what is recorded
-            beside the base when not given.
+        out_dir: The new folder; an existing one must be empty.
+        base_checkpoint_dir: Folder of the base; by default the path recorded in training. Its weights are read only
+            for DoRA on a part of a layer that is also fused in the Hugging Face model.
+        base_model: Hub name or Hugging Face folder of the base, for base_model_name_or_path; by default the origin
+            recorded in the base's folder.
 
     Raises:
-        UserError: the adapters cannot be read, the base is another checkpoint or base_checkpoint_dir none, out_dir is
-            in use, or the disk is full.
+        UserError: the adapters cannot be read, the base is a different checkpoint, base_checkpoint_dir is not a
+            checkpoint, out_dir is not empty, or the disk is full.
     """
     require_new_folder(out_dir)
     info, config = read_adapter_info(checkpoint_dir), replace(read_model_config(checkpoint_dir), tie_embeddings=False)
@@ -90,13 +90,13 @@ def export_peft(
 
     tensors: dict[str, Tensor] = {}
     for layer in linear_layers(config):
-        tensors |= dict(_exported(layer, layer.adapters(model), weight_of))
+        tensors |= dict(_convert_layer(layer, layer.adapters(model), weight_of))
     known = (base_model, None) if base_model else _hf_base(info.base)
     base_name, revision = known or (str(info.base), None)
     settings = _settings(info.lora, tensors, linear_layers(config), base_name) | {"revision": revision}
-    if (around := _model_around(info.base)) is not None:
+    if (wrapper_type := _wrapper_type(info.base)) is not None:
         tensors = {name.replace(".layers.", f".{TEXT_MODEL}layers.", 1): tensor for name, tensor in tensors.items()}
-        settings["target_modules"] = _within_text_model(settings["target_modules"])
+        settings["target_modules"] = _text_model_pattern(settings["target_modules"])
 
     def write(folder: Path) -> None:
         write_safetensors(folder / TENSORS, tensors, iter(tensors.items()))
@@ -104,14 +104,16 @@ def export_peft(
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
 
     write_folder(out_dir, write, flag="out_dir")
-    return Exported(base_name, known is not None, is_checked, around, nonfinite_tensors(tensors))
+    return ExportResult(base_name, known is not None, is_checked, wrapper_type, nonfinite_tensors(tensors))
 
 
-def _exported(layer: Layer, placed: list[Placed], weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _convert_layer(
+    layer: Layer, placed: list[PlacedAdapter], weight_of: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in peft, tensor) for the adapters of one layer, if it has any."""
     adapters = [one.adapter for one in placed]
     covers = [layer.covers(one.rows) for one in placed]
-    factors = [layer.to_theirs(in_rows(one.adapter.B.detach(), one.rows, layer)) for one in placed]
+    factors = [layer.to_hf(scatter_rows(one.adapter.B.detach(), one.rows, layer)) for one in placed]
     dora = any(hasattr(adapter, "magnitude") for adapter in adapters)
     magnitudes = _magnitudes(layer, placed, weight_of) if dora else None
     for i, module in enumerate(layer.modules):
@@ -123,20 +125,20 @@ def _exported(layer: Layer, placed: list[Placed], weight_of: Callable[[str], Ten
                 yield f"{PREFIX}{name}.lora_magnitude_vector", magnitudes[i].flatten().contiguous()
 
 
-def _magnitudes(layer: Layer, placed: list[Placed], weight_of: Callable[[str], Tensor]) -> list[Tensor]:
-    """DoRA's magnitudes of each of their layers, (their out, 1); rows that are not adapted keep the norms they have."""
+def _magnitudes(layer: Layer, placed: list[PlacedAdapter], weight_of: Callable[[str], Tensor]) -> list[Tensor]:
+    """Return DoRA's magnitudes for each Hugging Face layer, (out, 1); rows without adapters keep their norms."""
     full, adapted = torch.zeros(layer.out_features), torch.zeros(layer.out_features, 1)
     for one in placed:
         adapted[one.rows.start : one.rows.stop] = 1
-    if any(theirs.any() and not theirs.all() for theirs in layer.to_theirs(adapted)):
+    if any(part.any() and not part.all() for part in layer.to_hf(adapted)):
         full = torch.cat([magnitude_of(weight_of(f"{name}.weight")) for name in layer.names])
     for one in placed:
         full[one.rows.start : one.rows.stop] = one.adapter.magnitude.detach()
-    return layer.to_theirs(full[:, None])
+    return layer.to_hf(full[:, None])
 
 
 def _settings(lora: LoRAConfig, tensors: dict[str, Tensor], layers: list[Layer], base: str) -> dict[str, Any]:
-    """The content of adapter_config.json."""
+    """Return the content of adapter_config.json."""
     ending = ".lora_A.weight"
     ranks = {n[len(PREFIX) : -len(ending)]: t.size(0) for n, t in tensors.items() if n.endswith(ending)}
     by_target = _targets(ranks, [module for layer in layers for module in layer.modules])
@@ -154,7 +156,7 @@ def _settings(lora: LoRAConfig, tensors: dict[str, Tensor], layers: list[Layer],
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
-        "fan_in_fan_out": any(layer.is_turned for layer in layers),
+        "fan_in_fan_out": any(layer.is_transposed for layer in layers),
         "bias": "none",
         "modules_to_save": None,
         "init_lora_weights": True,
@@ -163,13 +165,13 @@ def _settings(lora: LoRAConfig, tensors: dict[str, Tensor], layers: list[Layer],
 
 
 def _alpha(lora: LoRAConfig, rank: int) -> int | float:
-    """The alpha with which adapters of that rank have the scaling of ours."""
+    """Return the alpha that gives adapters of this rank the same scaling as ``lora``."""
     alpha = lora.alpha * (math.sqrt(rank / lora.r) if lora.rslora else rank / lora.r)
     return int(alpha) if alpha == int(alpha) else alpha
 
 
 def _targets(ranks: dict[str, int], modules: list[str]) -> dict[str, int]:
-    """{last part of a layer's name: rank}; two parts where one would name layers that are not adapted, too."""
+    """Return {shortest suffix of layer names that selects adapted layers only: rank}."""
     targets = {}
     for module, rank in ranks.items():
         parts = module.split(".")
@@ -182,25 +184,25 @@ def _targets(ranks: dict[str, int], modules: list[str]) -> dict[str, int]:
     return targets
 
 
-def _within_text_model(targets: list[str]) -> str:
-    """A pattern for peft instead of names, which other parts of such a model have as well."""
+def _text_model_pattern(targets: list[str]) -> str:
+    """Return a regular expression for peft that matches layers of the text model only."""
     inner = "|".join(re.escape(target) for target in targets if target != _HEAD)
     patterns = [rf".*\.{re.escape(TEXT_MODEL)}.*\.({inner})"] if inner else []
     return "|".join(patterns + [_HEAD] * (_HEAD in targets))
 
 
-def _model_around(base: Path) -> str | None:
-    """The type of the model that the base's config.json is of, where that is more than the text model."""
+def _wrapper_type(base: Path) -> str | None:
+    """Return the model type of the base's config.json if it is multimodal."""
     file = base / "config.json"
     kind = read_json(file).get("model_type") if file.is_file() else None
     return kind if isinstance(kind, str) and kind in WITH_IMAGES else None
 
 
 def _hf_base(base: Path) -> tuple[str, str | None] | None:
-    """What the base was imported from, with the revision of a hub name that is not the main one, else its name at
-    Hugging Face where its folder is checkpoints/ORGANISATION/NAME.
+    """Return where the base was imported from, with the revision of a hub name unless it is main.
 
-    The ``_name_or_path`` of a config.json is not it: there transformers notes what the model was made from.
+    Falls back to the hub name of a folder checkpoints/ORGANIZATION/NAME. The ``_name_or_path`` of config.json is not
+    used: there transformers records the parent of a finetuned model.
     """
     parts = base.resolve().parts
     return read_origin(base) or (("/".join(parts[-2:]), None) if "checkpoints" in parts[-3:-2] else None)

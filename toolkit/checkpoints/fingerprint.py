@@ -1,4 +1,4 @@
-"""Which weights a folder holds, in a few bytes: what adapters remember of their base, and what ranks compare."""
+"""Fingerprints of weights: adapters store that of their base, and ranks compare them before a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ADAPTERS = "lit_model.pth.lora"
 
 
 def base_fingerprint(folder: str | Path) -> str:
-    """Return SHA-256 in hex over names, shapes and types of the weights, and the checksums of their bytes.
+    """Return SHA-256 in hex over names, shapes and dtypes of the weights, and the checksums of their bytes.
 
-    The checksums (CRC-32) stand in the files' zip directories, so that the weights themselves are not read. Where the
-    weights came from does not matter, how they are laid out does: in one file or in shards.
+    The checksums (CRC-32) come from the files' zip directories, so that the weights themselves are not read. The
+    fingerprint depends on the layout (one file or shards), not on the path.
 
     Raises:
         UserError: the weights are missing or damaged.
@@ -30,9 +30,9 @@ def base_fingerprint(folder: str | Path) -> str:
 
 
 def resume_fingerprint(folder: str | Path) -> str:
-    """Return SHA-256 in hex over what a run that is resumed reads of a checkpoint: weights and trainer state.
+    """Return SHA-256 in hex over everything that a resume reads: weights and trainer state.
 
-    Of the tensors only checksums are read, as in :func:`base_fingerprint`.
+    For tensors, only checksums are read, as in :func:`base_fingerprint`.
 
     Raises:
         UserError: a file is missing or damaged.
@@ -41,7 +41,7 @@ def resume_fingerprint(folder: str | Path) -> str:
 
 
 def peft_fingerprint(folder: str | Path) -> str:
-    """Return SHA-256 in hex over the files of adapters in peft's format, which have no checksums and are small.
+    """Return SHA-256 in hex over the (small) files of adapters in peft's format.
 
     Raises:
         UserError: a file cannot be read.
@@ -63,7 +63,7 @@ def _resume_lines(folder: Path) -> Iterator[str]:
     else:
         yield base_fingerprint(folder)
     yield _bytes_line(trainer / "meta.json")
-    yield from _zip_lines(trainer / "state.pth", "")  # its numbers are beside the tensors
+    yield from _zip_lines(trainer / "state.pth", "")  # all entries: numbers are stored outside data/
     if (trainer / "optimizer").is_dir():
         yield from _shard_lines(trainer / "optimizer")
 
@@ -79,37 +79,37 @@ def _bytes_line(path: Path) -> str:
     return f"{path.name} {digest.hexdigest()}"
 
 
-def _zip_lines(path: Path, below: str) -> list[str]:
+def _zip_lines(path: Path, prefix: str) -> list[str]:
     try:
         with open_regular(path) as file:
-            return _checksums(file, path, below)
+            return _checksums(file, path, prefix)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
 
 
 def _file_lines(path: Path) -> Iterator[str]:
-    for name, tensor in load_weights(path.parent).items():  # mapped, not read
+    for name, tensor in load_weights(path.parent).items():  # memory-mapped, not read
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype}"
     yield from _zip_lines(path, "data/")
 
 
 def _shard_lines(path: Path) -> Iterator[str]:
-    from toolkit.checkpoints.shard_metadata import read_metadata  # it takes a second to import
+    from toolkit.checkpoints.shard_metadata import read_metadata  # slow to import (1 s)
 
     metadata = read_metadata(path)
     for name, tensor in metadata.state_dict_metadata.items():
         yield f"{name} {tuple(tensor.size)} {tensor.properties.dtype}"
-    for index, place in sorted(metadata.storage_data.items(), key=lambda item: (item[0].fqn, item[0].offset or ())):
-        with open_regular(path / place.relative_path) as file:
-            sums = _checksums(FileSlice(file, place.offset, place.length), path)
+    for index, chunk in sorted(metadata.storage_data.items(), key=lambda item: (item[0].fqn, item[0].offset or ())):
+        with open_regular(path / chunk.relative_path) as file:
+            sums = _checksums(FileSlice(file, chunk.offset, chunk.length), path)
             yield f"{index.fqn} {tuple(index.offset or ())} {' '.join(sums)}"
 
 
-def _checksums(file: IO[bytes], path: Path, below: str = "data/") -> list[str]:
-    """A line for every entry of a file of torch's zip format; ``data/`` holds the bytes of the tensors."""
+def _checksums(file: IO[bytes], path: Path, prefix: str = "data/") -> list[str]:
+    """Return a line for every entry of a file in torch's zip format; ``data/`` holds the bytes of the tensors."""
     try:
         with zipfile.ZipFile(file) as archive:
             entries = [(info.filename.partition("/")[2], info) for info in archive.infolist()]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: the file is damaged or cut short; copy or download it again") from error
-    return [f"{name} {info.file_size} {info.CRC:08x}" for name, info in entries if name.startswith(below)]
+    return [f"{name} {info.file_size} {info.CRC:08x}" for name, info in entries if name.startswith(prefix)]

@@ -1,4 +1,4 @@
-"""N7 finite-or-stop, of what is saved: weights and optimizer state without NaN or Inf."""
+"""N7 finite-or-stop for checkpoints: checks that weights and optimizer state contain no NaN or Inf."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ _SHOWN = 5
 
 
 def nonfinite_tensors(tensors: Mapping[str, Tensor], weights: Collection[str] = ()) -> list[str]:
-    """Return the names of the tensors that contain NaN or Inf, after one pass over them on their own device.
+    """Return the names of the tensors that contain NaN or Inf, in one pass over each on its device.
 
-    So do ``weights`` whose norm is beyond float32: every product with them would be Inf.
+    Tensors named in ``weights`` are also listed if their norm overflows float32.
     """
     floats = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
     if not floats:
         return []
-    norms = torch._foreach_norm([t.detach() for t in floats.values()])  # the fastest pass that NaN and Inf survive
+    norms = torch._foreach_norm([t.detach() for t in floats.values()])  # the fastest pass that propagates NaN and Inf
     finite = torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().tolist()
     suspects = [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
-    return [name for name in suspects if not _is_sound(floats[name], name in weights)]  # a norm can overflow, too
+    return [name for name in suspects if not _is_finite(floats[name], name in weights)]  # a finite norm can overflow
 
 
-def _is_sound(tensor: Tensor, is_weight: bool) -> bool:
+def _is_finite(tensor: Tensor, is_weight: bool) -> bool:
     wide = torch.promote_types(tensor.dtype, torch.float32)
     return bool((torch.linalg.vector_norm(tensor.detach(), dtype=wide) if is_weight else tensor).isfinite().all())
 
 
 def nonfinite_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of this rank's trained weights, and ``weight|key`` of the optimizer's state, that contain NaN or
-    Inf.
+    """Return this rank's trainable weights, and ``weight|key`` of the optimizer state, that contain NaN or Inf.
 
-    Numbers of the optimizer that are no tensor of at least one dimension do not count: some begin at infinity.
+    Scalars of the optimizer state are ignored: some are initialized to infinity.
     """
     weights, moments = {}, {}
     for name, parameter in module.named_parameters():
@@ -53,17 +52,17 @@ def nonfinite_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def require_finite(folder: Path) -> None:
-    """Read all of a checkpoint that has no manifest: it may be of a version that saved what is not finite.
+    """Read and check all tensors of a checkpoint without a manifest: early versions saved non-finite values.
 
     Raises:
-        DamagedCheckpointError: naming tensors with NaN or Inf, or a file that cannot be read.
+        DamagedCheckpointError: tensors contain NaN or Inf, or a file cannot be read.
     """
     try:
         weights = load_weights(folder) if (folder / WEIGHTS).exists() else {}
         found = nonfinite_tensors(weights, weights.keys())
         state = dict(_tensors(load_state(folder / "trainer" / "state.pth"), "trainer/state.pth"))
         if (folder / "trainer" / "optimizer").is_dir():
-            from toolkit.checkpoints.sharded import read_sharded  # it takes a second to import
+            from toolkit.checkpoints.sharded import read_sharded  # slow to import (1 s)
 
             state |= read_sharded(folder / "trainer" / "optimizer")
         found += nonfinite_tensors(state)
@@ -71,12 +70,12 @@ def require_finite(folder: Path) -> None:
         raise DamagedCheckpointError(str(error)) from error
     if found:
         raise DamagedCheckpointError(
-            f"{folder}: damaged: NaN or Inf in {shown(found)}; resume from an older checkpoint"
+            f"{folder}: damaged: NaN or Inf in {format_names(found)}; resume from an older checkpoint"
         )
 
 
-def shown(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+def format_names(names: list[str]) -> str:
+    """Join the first names and the number of remaining ones."""
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
@@ -85,7 +84,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _tensors(value: Any, path: str) -> Iterable[tuple[str, Tensor]]:
-    """The tensors in nested dictionaries, by their path."""
+    """Yield (path, tensor) for tensors of at least one dimension in nested dictionaries."""
     if isinstance(value, Tensor) and value.ndim:
         yield path, value
     elif isinstance(value, dict):
@@ -94,5 +93,5 @@ def _tensors(value: Any, path: str) -> Iterable[tuple[str, Tensor]]:
 
 
 def nonfinite_warning(names: list[str], folder: object) -> str:
-    """One line about the tensors with NaN or Inf in a folder that a conversion has written."""
-    return f"warning: NaN or Inf in {len(names)} tensor(s) of {folder}: {shown(names)}"
+    """Return a one-line warning that names the tensors with NaN or Inf in a converted folder."""
+    return f"warning: NaN or Inf in {len(names)} tensor(s) of {folder}: {format_names(names)}"

@@ -1,4 +1,4 @@
-"""A model on disk: the folder that every command takes as ``checkpoint_dir``, ours or LitGPT's."""
+"""Model folders: what every command takes as ``checkpoint_dir``, in toolkit's or LitGPT's format."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import yaml
 from torch import Tensor, nn
 
 from toolkit.checkpoints.adapters import (
+    find_base_dir,
     has_adapters_only,
     load_adapters,
-    named_base,
     read_adapter,
     read_adapter_info,
 )
-from toolkit.checkpoints.litgpt import config_from_litgpt, to_our_layout
+from toolkit.checkpoints.litgpt import config_from_litgpt, to_native_layout
 from toolkit.checkpoints.manifest import EDITABLE, require_intact
 from toolkit.checkpoints.store import FINAL, WEIGHTS, newest
-from toolkit.checkpoints.weights import load_weights, require_fit, save_weights
+from toolkit.checkpoints.weights import load_weights, require_compatible, save_weights
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
@@ -39,7 +39,7 @@ CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
 
 
 def find_checkpoint_dir(value: str | Path) -> Path:
-    """Return the model folder that ``value`` names: a folder, else the one of that name below ``checkpoints/``.
+    """Return the model folder that ``value`` names: a path, else a name below ``checkpoints/``.
 
     Raises:
         UserError: there is no such folder, or it holds no model.
@@ -58,15 +58,15 @@ def find_checkpoint_dir(value: str | Path) -> Path:
     if not (folder / CONFIG).is_file():
         if (folder / WEIGHTS).exists():
             raise UserError(
-                f"checkpoint_dir {value}: holds weights but no {CONFIG}, as that of a module of one's own does; "
+                f"checkpoint_dir {value}: holds weights but no {CONFIG} (a user-defined module?); "
                 f"load its {WEIGHTS} with load_state_dict"
             )
-        raise UserError(f"checkpoint_dir {value}: holds no {CONFIG}; {_what_was_meant(folder)}")
+        raise UserError(f"checkpoint_dir {value}: holds no {CONFIG}; {_suggest_folder(folder)}")
     return folder
 
 
-def _what_was_meant(folder: Path) -> str:
-    """The mend for a folder that holds no model of ours."""
+def _suggest_folder(folder: Path) -> str:
+    """Return a hint for a folder that holds no model."""
     converted = "checkpoints" / folder
     if model := newest(folder) or (converted if (converted / CONFIG).is_file() else None):
         return f"did you mean {model}?"
@@ -76,16 +76,16 @@ def _what_was_meant(folder: Path) -> str:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read the architecture of a model folder, ours or LitGPT's.
+    """Read the architecture of a model folder, in toolkit's or LitGPT's format.
 
     Raises:
-        UserError: the file is missing or broken, or describes what this program cannot compute.
+        UserError: the file is missing or malformed, or describes an unsupported model.
     """
     path = Path(folder) / CONFIG
     try:
         values = read_yaml(path)
         if not isinstance(values, dict):
-            raise ValueError("must hold names and values")
+            raise ValueError("must be a mapping")
         config = ModelConfig.from_dict(values) if "family" in values else config_from_litgpt(values)
         if config.padded_vocab_size is None:
             raise ValueError("vocab_size is missing")
@@ -104,18 +104,18 @@ def require_intact_model(
     report: Callable[[str], None] | None = None,
     editable: tuple[str, ...] = EDITABLE,
 ) -> None:
-    """Compare the files of a model folder with its manifest, and those of its base if it holds adapters only.
+    """Verify the files of a model folder against its manifest, and those of its base if it holds adapters only.
 
     ``base_checkpoint_dir``: see :func:`load_model`; the others: see
-    :func:`toolkit.checkpoints.manifest.require_intact`; notes go to stderr where there is no ``report``.
+    :func:`toolkit.checkpoints.manifest.require_intact`; without ``report``, notes go to stderr.
 
     Raises:
-        DamagedCheckpointError: naming the damaged files.
+        DamagedCheckpointError: files are damaged.
     """
     report = report or partial(print, file=sys.stderr)
     require_intact(folder, report, editable)
     if has_adapters_only(folder):
-        base = read_adapter_info(folder).base if base_checkpoint_dir is None else named_base(base_checkpoint_dir)
+        base = read_adapter_info(folder).base if base_checkpoint_dir is None else find_base_dir(base_checkpoint_dir)
         if base.is_dir():
             require_intact(base, report)
 
@@ -126,19 +126,19 @@ def load_model(
     dtype: torch.dtype | None = None,
     base_checkpoint_dir: str | Path | None = None,
 ) -> GPT:
-    """Load the model of a folder; on the CPU and without a ``dtype`` its weights stay in the file until they are used.
+    """Load the model of a folder; on the CPU and without ``dtype`` its weights are memory-mapped.
 
-    A folder that holds adapters is loaded with its base, unmerged; merged weights that lie beside them win.
+    Unmerged adapters are loaded together with their base; merged weights in the same folder take precedence.
 
     Args:
         folder: A model folder (see :func:`find_checkpoint_dir`).
-        device: Where the weights go, one after the other.
-        dtype: Their type; that of the file when not given. Adapters are fp32 always.
-        base_checkpoint_dir: The base of adapters; where it was in training when not given.
+        device: Device to load the weights on, one at a time.
+        dtype: Dtype of the weights; by default that of the file. Adapters are always fp32.
+        base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
 
     Raises:
-        UserError: a file is missing or broken, the weights are not those of the configuration, or the adapters have
-            another base.
+        UserError: a file is missing or damaged, the weights do not match the configuration, or the adapters belong to
+            a different base.
     """
     folder, adapters = Path(folder), None
     if has_adapters_only(folder):
@@ -162,25 +162,25 @@ def load_model(
 
 
 def model_on_meta(config: ModelConfig) -> GPT:
-    """Return a GPT without memory for its weights."""
+    """Return a GPT on the meta device."""
     with torch.device("meta"):
         return GPT(config)
 
 
 def load_compatible_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
-    """Read a folder's weights under the names that ``model`` (on any device, or none) has, and check that they fit.
+    """Read a folder's weights under the names that ``model`` (on any device) has, and check names and shapes.
 
-    Weights that are one tensor in the model are one here, and those that are not share no memory.
+    Tied weights share memory; untied weights do not.
 
     Raises:
-        UserError: weights are missing, extra or of another shape, each named.
+        UserError: weights are missing, unexpected or of a different shape.
     """
     if has_adapters_only(folder):
-        raise UserError(f"{folder}: holds adapters and no weights of its own; run toolkit merge_lora on it first")
+        raise UserError(f"{folder}: holds adapters and no merged weights; run toolkit merge_lora on it first")
     weights, wanted = load_weights(folder), model.state_dict()
-    to_our_layout(weights, model.config)
+    to_native_layout(weights, model.config)
     _tie_or_untie(weights, model.config, Path(folder))
-    require_fit(weights, wanted, Path(folder) / WEIGHTS, CONFIG)
+    require_compatible(weights, wanted, Path(folder) / WEIGHTS, CONFIG)
     return {name: weights[name] for name in wanted}
 
 
@@ -192,9 +192,9 @@ def write_model_files(
     hyperparameters: dict[str, Any] | None,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Write what makes a folder a model: weights, architecture, the options of its run, all tokenizer files.
+    """Write the files of a model folder: weights, architecture, the run's options, all tokenizer files.
 
-    Each may be None: weights that are written in shards, the architecture of somebody's own module.
+    Each may be None, such as the weights when they are written in shards, or the architecture of a user-defined module.
     """
     if state_dict is not None:
         save_weights(state_dict, folder / WEIGHTS)
@@ -207,7 +207,7 @@ def write_model_files(
 
 
 def write_model_config(config: ModelConfig, path: Path) -> None:
-    """Write an architecture so that :func:`read_model_config` reads it."""
+    """Write an architecture in the format that :func:`read_model_config` reads."""
     _write_yaml(path, config.to_dict())
 
 
@@ -219,7 +219,7 @@ def _tie_or_untie(weights: dict[str, Tensor], config: ModelConfig, folder: Path)
     head, embedding = _HEAD, "transformer.wte.weight"
     if not config.tie_embeddings:
         if head in weights and embedding in weights and _same_memory(weights[head], weights[embedding]):
-            weights[head] = weights[head].clone()  # else a step on the one would move the other
+            weights[head] = weights[head].clone()  # otherwise updating one would change the other
         return
     weights.setdefault(head, weights.get(embedding))
     weights.setdefault(embedding, weights[head])

@@ -1,7 +1,7 @@
-"""Weights in 8 bits, as DeepSeek-V3 is published: read as the 16-bit weights that they stand for.
+"""Block-scaled FP8 weights, as published for DeepSeek-V3, dequantized to bfloat16 on reading.
 
-A file holds ``X``, (out, in), in float8_e4m3fn, and ``X_scale_inv``, fp32: one number for each block of config.json's
-``weight_block_size``, usually 128 x 128, that all of the block is multiplied by. Blocks at the end may be smaller.
+A file holds ``X``, (out, in), in float8_e4m3fn, and ``X_scale_inv``, fp32: one scale for each block of config.json's
+``weight_block_size``, usually 128 x 128. The last blocks of a row or column may be smaller.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from toolkit.checkpoints.hf_reader import Stored, Weight
+    from toolkit.checkpoints.hf_reader import StoredTensor, Weight
 
-METHOD = "fp8"  # config.json's word for it
+METHOD = "fp8"  # quant_method in config.json
 BITS = 8  # per weight
 _SCALES = "_scale_inv"
 
 
 class Scaled(NamedTuple):
-    """A weight and its scales in files, read like a :class:`toolkit.checkpoints.hf_reader.Stored`."""
+    """A weight and its scales, with the interface of :class:`toolkit.checkpoints.hf_reader.StoredTensor`."""
 
-    weight: Stored
-    scales: Stored
+    weight: StoredTensor
+    scales: StoredTensor
     block: tuple[int, int]
 
     @property
@@ -35,12 +35,12 @@ class Scaled(NamedTuple):
         return torch.bfloat16
 
     def read(self) -> Tensor:
-        """The weight, in memory, once."""
-        return dequantized(self.weight.read(), self.scales.read(), self.block)
+        """Return the dequantized weight, in memory."""
+        return dequantize(self.weight.read(), self.scales.read(), self.block)
 
 
 def block_size(config_json: dict[str, Any]) -> tuple[int, int] | None:
-    """The rows and columns of the blocks that a ``config.json`` tells; None where it tells of no such weights."""
+    """Return (rows, columns) of the blocks that a ``config.json`` specifies; None if it has no such weights."""
     quantization = config_json.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         return None
@@ -49,39 +49,39 @@ def block_size(config_json: dict[str, Any]) -> tuple[int, int] | None:
     return tuple(block) if is_pair and quantization.get("fmt", "e4m3") == "e4m3" else None
 
 
-def joined(found: dict[str, Weight], block: tuple[int, int]) -> dict[str, Weight]:
-    """Put one weight in the place of an 8-bit one and its scales, where both are there and fit together."""
+def join_scales(found: dict[str, Weight], block: tuple[int, int]) -> dict[str, Weight]:
+    """Replace each pair of 8-bit weight and matching scales by one :class:`Scaled` weight."""
     weights = dict(found)
     for name in [name for name in found if f"{name}{_SCALES}" in found]:
         weight, scales = found[name], found[f"{name}{_SCALES}"]
-        fits = _blocks(weight, block) == scales.shape
+        fits = _n_blocks(weight, block) == scales.shape
         if weight.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32 and len(weight.shape) == 2 and fits:
             del weights[f"{name}{_SCALES}"]
             weights[name] = Scaled(weight, scales, block)
     return weights
 
 
-def _blocks(weight: Weight, block: tuple[int, int]) -> tuple[int, ...]:
-    """How many blocks a weight has along each of its first two axes."""
+def _n_blocks(weight: Weight, block: tuple[int, int]) -> tuple[int, ...]:
+    """Return the number of blocks along each of the first two dimensions."""
     return tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=False))
 
 
 def describe_load_error(name: str, found: dict[str, Weight], block: tuple[int, int]) -> str:
-    """Why an 8-bit weight was not joined with its scales."""
-    scales, shape = found.get(f"{name}{_SCALES}"), _blocks(found[name], block)
+    """Describe why an 8-bit weight could not be joined with its scales."""
+    scales, shape = found.get(f"{name}{_SCALES}"), _n_blocks(found[name], block)
     if scales is None:
         return f"{name}{_SCALES} {shape}, the scales of its blocks, is missing"
     kind = str(scales.dtype).removeprefix("torch.")
     return f"{name}{_SCALES} is {scales.shape} in {kind}; it must be {shape} in float32"
 
 
-def dequantized(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """(out, in) in float8_e4m3fn and the scales of its blocks, fp32 -> (out, in), bf16.
+def dequantize(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Dequantize (out, in) in float8_e4m3fn, with fp32 scales of its blocks, to (out, in) in bf16.
 
-    The products are fp32 and rounded once, as DeepSeek's own ``fp8_cast_bf16.py`` and transformers have them. One row
-    of blocks at a time, because what goes between is several times as large.
+    Products are computed in fp32 and rounded once, as in DeepSeek's ``fp8_cast_bf16.py`` and transformers. One row of
+    blocks at a time, because the intermediate tensors are several times as large.
     """
-    found = torch.empty(weight.shape, dtype=torch.bfloat16)
-    for rows, part, scale in zip(found.split(block[0]), weight.split(block[0]), scales, strict=True):
+    result = torch.empty(weight.shape, dtype=torch.bfloat16)
+    for rows, part, scale in zip(result.split(block[0]), weight.split(block[0]), scales, strict=True):
         rows.copy_(part.float() * scale.repeat_interleave(block[1])[: weight.size(1)])
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""The weights in the files of a Hugging Face folder, one at a time: safetensors, or pickles that can run no code."""
+"""Read the weights of a Hugging Face folder one at a time: safetensors, or pickles restricted to tensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from toolkit.errors import UserError
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# What the safetensors format calls the types that a model's weights can have.
+# Names of dtypes in the safetensors format.
 FORMAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_QUANTISED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
-_TYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()} | _QUANTISED
+_QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+_TYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()} | _QUANTIZED
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
-# Causal masks and rotary tables that older versions of transformers saved with GPT-2, GPT-NeoX and Llama.
+# Causal masks and RoPE tables that older versions of transformers saved with GPT-2, GPT-NeoX and Llama.
 _BUFFERS = re.compile(r"(.+\.)?(attn|attention)\.(masked_)?bias|(.+\.)?rotary_emb\.inv_freq")
 
 
-class Stored(NamedTuple):
-    """A tensor in a file, under the name that it has there."""
+class StoredTensor(NamedTuple):
+    """A tensor in a file, under its name in the file."""
 
     file: Path
     name: str
@@ -38,20 +38,20 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """The tensor, whose bytes come into memory when they are touched and can be given back."""
+        """Return the tensor, memory-mapped."""
         return _open(self.file).get_tensor(self.name)
 
 
-Weight = Stored | mxfp4.Packed | fp8.Scaled
+Weight = StoredTensor | mxfp4.Packed | fp8.Scaled
 
 
 def find_weights(hf_dir: Path) -> dict[str, Weight]:
-    """Read what the files of a folder say of their tensors; safetensors win over pickles. Call :func:`close` later.
+    """List the tensors in a folder's files, preferring safetensors over pickles. Call :func:`close` afterwards.
 
-    A quantised weight and its scales are one weight in 16 bits.
+    A quantized weight and its scales are listed as one 16-bit weight.
 
     Raises:
-        UserError: there are none, an index points outside the folder (S4), or a file is missing or damaged.
+        UserError: there are no weights, an index points outside the folder (S4), or a file is missing or damaged.
     """
     where: dict[str, Any] = {}
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
@@ -63,44 +63,44 @@ def find_weights(hf_dir: Path) -> dict[str, Weight]:
             files = sorted(set(where.values()))
             break
     else:
-        raise UserError(f"hf_dir {hf_dir}: {_instead_of_weights(hf_dir)}")
-    found: dict[str, Stored] = {}
+        raise UserError(f"hf_dir {hf_dir}: {_missing_weights_hint(hf_dir)}")
+    found: dict[str, StoredTensor] = {}
     for file in files:
         opened = _open(hf_dir / file)
         for name in opened.keys():  # noqa: SIM118 (not a dictionary)
-            if name in found and where.get(name) != file or _BUFFERS.fullmatch(name):
+            if (name in found and where.get(name) != file) or _BUFFERS.fullmatch(name):
                 continue
-            part = opened.get_slice(name)
-            kind = part.get_dtype()
-            if kind not in _TYPES:
-                raise _no_weight(hf_dir / file, name, kind)
-            found[name] = Stored(hf_dir / file, name, tuple(part.get_shape()), _TYPES[kind])
-    weights = mxfp4.joined(found)
+            info = opened.get_slice(name)
+            dtype = info.get_dtype()
+            if dtype not in _TYPES:
+                raise _unsupported_dtype(hf_dir / file, name, dtype)
+            found[name] = StoredTensor(hf_dir / file, name, tuple(info.get_shape()), _TYPES[dtype])
+    weights = mxfp4.join_blocks(found)
     if (block := fp8.block_size(read_json(hf_dir / CONFIG))) is not None:
-        weights = fp8.joined(weights, block)
+        weights = fp8.join_scales(weights, block)
     for name, stored in weights.items():
         if stored.dtype == torch.float8_e4m3fn and block is not None:
             raise UserError(
                 f"{stored.file}: {fp8.describe_load_error(name, weights, block)}; copy or download it again"
             )
-        if stored.dtype in _QUANTISED.values():
-            raise _no_weight(stored.file, name, _NAMES[stored.dtype])
+        if stored.dtype in _QUANTIZED.values():
+            raise _unsupported_dtype(stored.file, name, _NAMES[stored.dtype])
     return weights
 
 
-def _no_weight(file: Path, name: str, kind: str) -> UserError:
-    return UserError(f"{file}: {name} is of type {kind}, no weight's; get the 16-bit model")
+def _unsupported_dtype(file: Path, name: str, dtype: str) -> UserError:
+    return UserError(f"{file}: {name} has unsupported dtype {dtype}; get the 16-bit model")
 
 
-def quantised_bits(config_json: dict[str, Any]) -> float | None:
-    """The bits of each weight, by what a ``config.json`` says; None where they are not quantised, or cannot be read."""
+def quantized_bits(config_json: dict[str, Any]) -> float | None:
+    """Return bits per weight as specified by ``config.json``; None if not quantized, or in an unsupported format."""
     if mxfp4.is_packed(config_json):
         return mxfp4.BITS
     return None if fp8.block_size(config_json) is None else fp8.BITS
 
 
 def close() -> None:
-    """Let go of the files."""
+    """Close the files."""
     _open.cache_clear()
 
 
@@ -108,7 +108,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        UserError: it is none.
+        UserError: the file cannot be read or does not hold one.
     """
     try:
         values = untrusted.read_json(path)
@@ -126,17 +126,17 @@ def _read_index(path: Path) -> dict[str, str]:
     if not (isinstance(where, dict) and where and all(isinstance(file, str) for file in where.values())):
         raise UserError(f"{path}: holds no weight_map of names to files; copy or download it again")
     kind = "safetensors" if path.name == INDEX else "bin"
-    # A plain name may still be a link: the hub's cache keeps the contents elsewhere.
+    # The file itself may be a symbolic link: the hub's cache stores its blobs elsewhere.
     if outside := sorted(file for file in where.values() if not re.fullmatch(rf"[^/\\:\0]+\.{kind}", file)):
-        raise UserError(f"{path}: points to {outside[0]!r:.200}, which is no {kind} file beside it")
+        raise UserError(f"{path}: points to {outside[0]!r:.200}, which is not a {kind} file beside it")
     return where
 
 
-def _instead_of_weights(hf_dir: Path) -> str:
+def _missing_weights_hint(hf_dir: Path) -> str:
     if (hf_dir / WEIGHTS).exists():
-        return f"is a checkpoint folder already ({WEIGHTS} is there): every command takes it"
+        return f"is already a checkpoint folder (it has {WEIGHTS}); use it directly as checkpoint_dir"
     if (hf_dir / "adapter_model.safetensors").exists():
-        return "holds an adapter, not a whole model; give the folder of its base model"
+        return "holds an adapter, not a complete model; give the folder of its base model"
     return f"holds neither {SINGLE} nor {INDEX}; give the folder of a Hugging Face model"
 
 
@@ -145,22 +145,22 @@ def _open(path: Path) -> Any:
     try:
         with untrusted.open_regular(path) as file:
             if file.read(24).startswith(b"version https://git-lfs"):
-                raise UserError(f"{path}: only stands for the weights; run `git lfs pull` in its folder")
-        return safe_open(path, "pt") if path.suffix == ".safetensors" else _Pickled(path)
+                raise UserError(f"{path}: is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
+        return safe_open(path, "pt") if path.suffix == ".safetensors" else _PickleFile(path)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; copy or download it again") from error
     except SafetensorError as error:
         raise UserError(f"{path}: the file is damaged or cut short ({error}); copy or download it again") from error
 
 
-class _Pickled:
-    """A file of ``torch.save``, read with weights_only and mapped into memory, with the methods of safetensors'."""
+class _PickleFile:
+    """A ``torch.save`` file, read with weights_only and memory-mapped, with the interface of ``safe_open``."""
 
     def __init__(self, path: Path) -> None:
         self._tensors = load_state(path)
         for name, value in self._tensors.items():
             if not isinstance(value, Tensor):
-                raise UserError(f"{path}: {name} is a {type(value).__name__}, no tensor")
+                raise UserError(f"{path}: {name} is a {type(value).__name__}, not a tensor")
             if not (isinstance(name, str) and value.layout == torch.strided and value.device.type == "cpu"):
                 raise UserError(f"{path}: {name!r} is not a plain tensor; the file must hold weights only")
 
@@ -170,11 +170,11 @@ class _Pickled:
     def get_tensor(self, name: str) -> Tensor:
         return self._tensors[name].contiguous()
 
-    def get_slice(self, name: str) -> _Facts:
-        return _Facts(self._tensors[name])
+    def get_slice(self, name: str) -> _TensorInfo:
+        return _TensorInfo(self._tensors[name])
 
 
-class _Facts:
+class _TensorInfo:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 

@@ -1,4 +1,4 @@
-"""Tokenizers of SentencePiece, which Hugging Face folders may hold instead of a tokenizer.json."""
+"""Convert SentencePiece tokenizers, which Hugging Face folders may contain instead of a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import tempfile
 import warnings
 from pathlib import Path
 
-# The names that transformers' classes look for; all of them must be among what downloads fetch (FILE_PATTERNS).
+# File names that transformers looks for; FILE_PATTERNS, which downloads fetch, must include all of them.
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
-# What the two must encode alike: spaces, other scripts, what no vocabulary has, line ends, digits. No space in front:
-# there transformers, and so everybody who uses the model with it, differs from SentencePiece.
+# Texts that both tokenizers must encode identically: spaces, other scripts, unknown characters, line ends, digits. No
+# leading space: there transformers differs from SentencePiece.
 _PROBES = ("Hello world", "two  spaces ", "Grüße, 你好, مرحبا 🎉", "a\nb\n\n\tc", "1234567.89 + x_i == y", "")
 
 
-def lone_sentencepiece(hf_dir: Path) -> Path | None:
-    """The SentencePiece model of a folder without a tokenizer.json; None where there is none, or no need."""
+def find_sentencepiece(hf_dir: Path) -> Path | None:
+    """Return the SentencePiece model of a folder that has no tokenizer.json, if any."""
     if (hf_dir / "tokenizer.json").is_file():
         return None
     return next((hf_dir / name for name in SENTENCEPIECE if (hf_dir / name).is_file()), None)
 
 
-def converted(model: Path) -> bytes:
-    """Make a tokenizer.json of a SentencePiece model beside its config files, with transformers.
+def convert_sentencepiece(model: Path) -> bytes:
+    """Convert a SentencePiece model, with the config files beside it, to tokenizer.json using transformers.
 
     Returns:
-        The content of the file, which encodes what is tried as SentencePiece does.
+        The content of tokenizer.json, which encodes all probe texts like SentencePiece.
 
     Raises:
-        ValueError: it cannot be made, for the reason given.
+        ValueError: the conversion failed; the message has the reason.
     """
     try:
         import sentencepiece
@@ -42,9 +42,9 @@ def converted(model: Path) -> bytes:
             fast.save_pretrained(folder)
             content = (Path(folder) / "tokenizer.json").read_bytes()
         original = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    except Exception as error:  # transformers and a broken file can make anything of it
+    except Exception as error:  # a damaged file can make transformers raise anything
         raise ValueError(" ".join(str(error).split())[:200].rstrip(".")) from error
     for text in _PROBES:
         if fast.encode(text, add_special_tokens=False) != original.encode(text):
-            raise ValueError(f"what transformers makes of it encodes {text!r} in another way")
+            raise ValueError(f"the converted tokenizer encodes {text!r} differently")
     return content

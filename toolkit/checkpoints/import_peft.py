@@ -1,4 +1,4 @@
-"""Adapters in from peft's format, through the families' tables of weight names; see :mod:`.peft_layers`."""
+"""Import adapters from peft's format, through the families' weight maps; see :mod:`.peft_layers`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from torch import Tensor
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import model_on_meta
 from toolkit.checkpoints.import_hf import is_import_of
-from toolkit.checkpoints.peft_layers import PREFIX, RENAMED, SETTINGS, TENSORS, TEXT_MODEL, Layer, Placed, linear_layers
+from toolkit.checkpoints.peft_layers import (
+    PREFIX,
+    RENAMED,
+    SETTINGS,
+    TENSORS,
+    TEXT_MODEL,
+    Layer,
+    PlacedAdapter,
+    linear_layers,
+)
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -21,30 +30,31 @@ from toolkit.models.lora import Adapter, add_lora, attention_rows
 from toolkit.models.lora_config import PARTS, LoRAConfig
 from toolkit.untrusted import read_json
 
-# What peft can do and this program cannot, with the values that ask for nothing.
+# Unsupported settings of peft, with their neutral values.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",), "modules_to_save": (None, []), "layers_to_transform": (None, []),
     "layer_replication": (None, []), "lora_bias": (None, False), "use_qalora": (None, False),
     "trainable_token_indices": (None, [], {}), "target_parameters": (None, []), "alora_invocation_tokens": (None, []),
 }  # fmt: skip
-# These ways to begin change the base's weights, so that the adapters alone are half of the model.
+# Initializations that also change the base's weights, so that the adapters alone are not sufficient.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
 class _Fused:
-    """The adapters of layers of one kind that hold several parts in the Hugging Face model.
+    """The layout of adapters of layers that hold several parts in the Hugging Face model.
 
     Args:
-        rank: Of each.
-        parts: What they are put together from, with as many columns of lora_B each; empty where all rows share all.
+        rank: Rank of each adapter.
+        parts: Parts whose adapters were concatenated, with equally many columns of lora_B each; empty if all rows share
+            all columns.
     """
 
     rank: int
     parts: tuple[str, ...] = ()
 
     def columns(self, part: str) -> slice:
-        """Of lora_B, or the rows of lora_A, that are the part's."""
+        """Return the part's columns of lora_B, which are its rows of lora_A."""
         width = self.rank // max(1, len(self.parts))
         first = self.parts.index(part) * width if self.parts else 0
         return slice(first, first + width)
@@ -53,16 +63,17 @@ class _Fused:
 def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, dict[str, Tensor]]:
     """Read adapters that peft saved, for a base of this architecture.
 
-    An adapter of a layer that is fused in the Hugging Face model becomes again what :func:`~.peft.export_peft` put
-    together; any other one for the queries, one for the keys and one for the values (or one of each of Phi-3's two
-    layers): the same function, of the same rank each.
+    An adapter of a layer that is fused in the Hugging Face model is split into the parts from which
+    :func:`~.export_peft.export_peft` concatenated it. Otherwise it is split into one for the queries, one for the keys
+    and one for the values (or one for each of Phi-3's two MLP layers), which compute the same function with the same
+    rank each.
 
     Returns:
-        The options and the adapters in fp32, by their names here.
+        The LoRA configuration and the adapters in fp32, by native names.
 
     Raises:
-        UserError: a file is missing or broken, a setting is one that this program does not have, or the adapters are
-            not for this architecture; the setting or the tensor is named.
+        UserError: a file is missing or malformed, a setting is not supported, or the adapters do not match this
+            architecture; the setting or the tensor is named.
     """
     folder = Path(folder)
     settings, found = _read_settings(folder), _read_tensors(folder, config)
@@ -70,53 +81,53 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
     for old, new in RENAMED.items():
         if any(old in layer.modules for layer in layers) and new in found:
             found[old] = found.pop(new)
-    lora = _options(folder, settings, _selected(layers, found, config))
-    joined = _take_joined_apart(folder, settings, lora, layers, found)
-    lora, fused = _take_apart(folder, settings, lora, layers, found, config)
+    lora = _lora_config(folder, settings, _adapted_parts(layers, found, config))
+    hf_fused = _split_hf_fused(folder, settings, lora, layers, found)
+    lora, fused = _split_fused_qkv(folder, settings, lora, layers, found, config)
     model = model_on_meta(replace(config, tie_embeddings=False))
     add_lora(model, lora)
     adapters: dict[str, Tensor] = {}
     for layer in layers:
-        of_kind = joined if layer.is_joined else fused if _is_fused(layer) else _Fused(lora.r)
-        adapters |= _imported(layer, layer.adapters(model), found, folder, of_kind)
+        of_kind = hf_fused if layer.is_fused_in_hf else fused if _is_fused_qkv(layer) else _Fused(lora.r)
+        adapters |= _convert_layer(layer, layer.adapters(model), found, folder, of_kind)
     used = {module for layer in layers for module in layer.modules}
     if unknown := sorted(module for module in found if module not in used):
-        raise UserError(f"--from_peft {folder}: adapts {unknown[0]}, which this program cannot adapt in such a model")
+        raise UserError(f"--from_peft {folder}: adapts {unknown[0]}, which is not supported for this model")
     return lora, adapters
 
 
 def check_base(folder: str | Path, base: Path) -> str | None:
-    """Compare the base that peft's adapters name with the one that they are to be put on.
+    """Compare the base that peft's adapters name with ``base``.
 
     Returns:
-        What the user should know, in a line, where the named base is not here or cannot be read.
+        A note for the user if the named base does not exist locally or cannot be read.
 
     Raises:
-        UserError: the named base is here, and another checkpoint.
+        UserError: the named base exists and is a different checkpoint.
     """
     named = _read_settings(Path(folder)).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
-        return f"--from_peft {folder}: does not say what it was trained on; whether that is {base} is unchecked"
+        return f"--from_peft {folder}: does not name its base model; not verified against {base}"
     try:
         same = _is_same_model(named, base)
     except UserError:
         same = None
     if same is False:
         raise UserError(
-            f"--from_peft {folder}: was trained on {named}, which is another checkpoint than {base}; "
+            f"--from_peft {folder}: was trained on {named}, which is a different checkpoint than {base}; "
             f"give that one as checkpoint_dir, or correct base_model_name_or_path in {SETTINGS}"
         )
-    return None if same else f"--from_peft {folder}: was trained on {named}; whether that is {base} is unchecked"
+    return None if same else f"--from_peft {folder}: was trained on {named}; not verified against {base}"
 
 
 def _is_same_model(named: str, base: Path) -> bool | None:
-    """Whether a name is that of a model; None where there is no such folder, here or below checkpoints/."""
-    place = next((p for p in (Path(named).expanduser(), Path("checkpoints") / named) if p.is_dir()), None)
-    if place is None:
+    """Whether ``named`` is the model in ``base``; None if it names no folder, directly or below checkpoints/."""
+    folder = next((p for p in (Path(named).expanduser(), Path("checkpoints") / named) if p.is_dir()), None)
+    if folder is None:
         return None
-    if (place / WEIGHTS).exists():
-        return base_fingerprint(place) == base_fingerprint(base)
-    return is_import_of(base, place)
+    if (folder / WEIGHTS).exists():
+        return base_fingerprint(folder) == base_fingerprint(base)
+    return is_import_of(base, folder)
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -135,7 +146,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     start = str(settings.get("init_lora_weights", "")).lower()
     if start.startswith(_CHANGES_BASE):
         raise UserError(
-            f"{path}: init_lora_weights {start}: changes the base's weights, too; save such adapters from peft with "
+            f"{path}: init_lora_weights {start}: also changes the base's weights; save the adapters from peft with "
             "path_initial_model_for_weight_conversion first"
         )
     return settings
@@ -158,15 +169,15 @@ def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, dict[str, Tens
     for name, tensor in tensors.items():
         module, _, kind = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         if kind in ("base_layer", "embed_tokens", "embed_in", "wte", "lm_head") and tensor.shape == vocabulary:
-            continue  # of the base: peft adds them where the head is adapted, in case they were resized
+            continue  # base weights: peft adds them if the head is adapted, in case they were resized
         if kind not in ("lora_A", "lora_B", "lora_magnitude_vector"):
-            raise UserError(f"{path}: holds {name}, which is no adapter of a linear layer")
+            raise UserError(f"{path}: holds {name}, which is not an adapter of a linear layer")
         found.setdefault(module.replace(TEXT_MODEL, "", 1), {})[kind] = tensor.float()
     return found
 
 
-def _selected(layers: list[Layer], found: dict[str, Any], config: ModelConfig) -> set[str]:
-    """The parts of LoRAConfig that have adapters in the file."""
+def _adapted_parts(layers: list[Layer], found: dict[str, Any], config: ModelConfig) -> set[str]:
+    """Return the parts of LoRAConfig that have adapters in the file."""
     selected: set[str] = set()
     for layer in layers:
         for i, module in enumerate(layer.modules):
@@ -176,7 +187,7 @@ def _selected(layers: list[Layer], found: dict[str, Any], config: ModelConfig) -
 
 
 def _parts(layer: Layer, config: ModelConfig) -> dict[str, range]:
-    """The parts of LoRAConfig that a layer belongs to, and their rows."""
+    """Return the parts of LoRAConfig that a layer belongs to, and their rows."""
     name = layer.names[0].rpartition(".")[2]
     if ".attn." in layer.names[0] and name != "proj":
         return attention_rows(config).get(name, {})
@@ -184,12 +195,12 @@ def _parts(layer: Layer, config: ModelConfig) -> dict[str, range]:
     return {kind: range(layer.out_features)}
 
 
-def _options(folder: Path, settings: dict[str, Any], selected: set[str]) -> LoRAConfig:
+def _lora_config(folder: Path, settings: dict[str, Any], selected: set[str]) -> LoRAConfig:
     if not selected:
         raise UserError(f"--from_peft {folder}: adapts none of this model's layers; give adapters of this architecture")
     try:
         if type(settings.get("r", 8)) is not int:
-            raise TypeError(f"r {settings['r']!r:.100}: must be a whole number")
+            raise TypeError(f"r {settings['r']!r:.100}: must be an integer")
         return LoRAConfig(
             r=settings.get("r", 8),
             alpha=settings.get("lora_alpha", 8),
@@ -202,12 +213,12 @@ def _options(folder: Path, settings: dict[str, Any], selected: set[str]) -> LoRA
         raise UserError(f"{folder / SETTINGS}: {error}") from error
 
 
-def _is_fused(layer: Layer) -> bool:
-    """Whether queries, keys and values, or two of them, are one layer on either side."""
+def _is_fused_qkv(layer: Layer) -> bool:
+    """Whether queries, keys and values, or two of them, are one layer both natively and in Hugging Face."""
     return layer.names[0].endswith((".attn.qkv", ".attn.kv_b")) and len(layer.modules) == 1
 
 
-def _take_apart(
+def _split_fused_qkv(
     folder: Path,
     settings: dict[str, Any],
     lora: LoRAConfig,
@@ -215,18 +226,18 @@ def _take_apart(
     found: dict[str, dict[str, Tensor]],
     config: ModelConfig,
 ) -> tuple[LoRAConfig, _Fused]:
-    """Find what the adapters of layers fused on both sides are put together from.
+    """Determine the parts of the adapters of QKV layers that are fused both natively and in Hugging Face.
 
     Args:
-        lora: What the settings say of all other layers.
+        lora: The configuration of all other layers.
 
     Returns:
-        The options with which each part has an adapter of its own, and where in the fused ones these are.
+        The configuration with a separate adapter for each part, and the layout of the fused adapters.
 
     Raises:
-        UserError: rank_pattern or alpha_pattern is another one than :func:`~.peft.export_peft` writes.
+        UserError: rank_pattern or alpha_pattern differs from what :func:`~.export_peft.export_peft` writes.
     """
-    fused = list(filter(_is_fused, layers))
+    fused = list(filter(_is_fused_qkv, layers))
     rank = _pattern_rank(settings, lora, layers, fused)
     parts: tuple[str, ...] = ()
     if fused and rank is not None:
@@ -235,43 +246,43 @@ def _take_apart(
         parts = used if _are_in_blocks(columns, _Fused(rank, used)) else ()
     n = max(1, len(parts))
     if rank not in (lora.r, n * lora.r):
-        raise _refused_pattern(folder, settings)
+        raise _pattern_error(folder, settings)
     if not parts or (rank != n * lora.r and (lora.projection or lora.mlp or lora.head)):
         return lora, _Fused(rank)
     if rank == lora.r:
-        alpha = float(f"{lora.alpha / (math.sqrt(n) if lora.rslora else n):.12g}")  # without the digits of rounding
+        alpha = float(f"{lora.alpha / (math.sqrt(n) if lora.rslora else n):.12g}")  # removes rounding errors
         lora = replace(lora, r=rank // n, alpha=alpha)
     all_parts = {part for layer in fused for part in _parts(layer, config)}
     return replace(lora, **{part: part in parts for part in all_parts}), _Fused(rank, parts)
 
 
-def _take_joined_apart(
+def _split_hf_fused(
     folder: Path, settings: dict[str, Any], lora: LoRAConfig, layers: list[Layer], found: dict[str, dict[str, Tensor]]
 ) -> _Fused:
-    """As :func:`_take_apart` for layers that are several here. All of these are adapted, beside others of an MLP."""
-    joined = [layer for layer in layers if layer.is_joined]
-    rank = _pattern_rank(settings, lora, layers, joined)
+    """Like :func:`_split_fused_qkv`, for MLP layers that only Hugging Face fuses. All of their parts are adapted."""
+    hf_fused = [layer for layer in layers if layer.is_fused_in_hf]
+    rank = _pattern_rank(settings, lora, layers, hf_fused)
     if rank == lora.r:
         return _Fused(rank)
-    if rank is None or rank != lora.r * len(joined[0].names):
-        raise _refused_pattern(folder, settings)
-    columns = _used_columns(joined, joined[0].rows, found, rank)
+    if rank is None or rank != lora.r * len(hf_fused[0].names):
+        raise _pattern_error(folder, settings)
+    columns = _used_columns(hf_fused, hf_fused[0].rows, found, rank)
     fused = _Fused(rank, tuple(columns))
     if not _are_in_blocks(columns, fused):
-        raise _refused_pattern(folder, settings)
+        raise _pattern_error(folder, settings)
     return fused
 
 
-def _refused_pattern(folder: Path, settings: dict[str, Any]) -> UserError:
+def _pattern_error(folder: Path, settings: dict[str, Any]) -> UserError:
     name = "rank_pattern" if settings.get("rank_pattern") else "alpha_pattern"
     return UserError(
-        f"{folder / SETTINGS}: {name} {settings[name]!r:.100}: not supported; only what toolkit convert_to_peft "
-        "writes is, for what is one layer there and has several parts here"
+        f"{folder / SETTINGS}: {name} {settings[name]!r:.100}: not supported; only patterns that toolkit "
+        "convert_to_peft writes for fused layers are"
     )
 
 
 def _pattern_rank(settings: dict[str, Any], lora: LoRAConfig, layers: list[Layer], some: list[Layer]) -> int | None:
-    """The rank of some layers; None where a pattern is for others than fused ones, or changes the scaling."""
+    """Return the rank of some layers; None if a pattern selects other layers than fused ones or changes the scaling."""
     ranks, alphas = (settings.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
     found = set()
     try:
@@ -280,7 +291,7 @@ def _pattern_rank(settings: dict[str, Any], lora: LoRAConfig, layers: list[Layer
         for key, rank in ranks.items():
             named = [layer for layer in layers if any(f".{module}".endswith(f".{key}") for module in layer.modules)]
             same = math.isclose(replace(lora, r=rank, alpha=alphas[key]).scaling, lora.scaling) and type(rank) is int
-            if not same or not named or not all(layer.is_joined or _is_fused(layer) for layer in named):
+            if not same or not named or not all(layer.is_fused_in_hf or _is_fused_qkv(layer) for layer in named):
                 return None
             found |= {rank for layer in named if layer in some}
     except (AttributeError, TypeError, ValueError, UserError):
@@ -292,17 +303,17 @@ def _pattern_rank(settings: dict[str, Any], lora: LoRAConfig, layers: list[Layer
 def _used_columns(
     layers: list[Layer], parts: dict[str, range], found: dict[str, dict[str, Tensor]], rank: int
 ) -> dict[str, Tensor]:
-    """{part: which columns of lora_B have anything in its rows, (rank,)}, over these layers."""
+    """Return {part: mask of the columns of lora_B that are nonzero in the part's rows, (rank,)} over these layers."""
     used = torch.zeros(layers[0].out_features, rank, dtype=torch.bool)
     for layer in layers:
         b = found.get(layer.modules[0], {}).get("lora_B")
-        if b is not None and b.shape == used.shape:  # others are named later on
-            used |= layer.to_ours([b]) != 0
+        if b is not None and b.shape == used.shape:  # wrong shapes are reported later
+            used |= layer.to_native([b]) != 0
     return {part: used[rows.start : rows.stop].any(0) for part, rows in parts.items()}
 
 
 def _are_in_blocks(columns: dict[str, Tensor], fused: _Fused) -> bool:
-    """Whether each part uses columns of its own, of equal number and in order."""
+    """Whether the parts use disjoint, equally wide, ordered blocks of columns."""
     if fused.rank % max(1, len(fused.parts)):
         return False
     outside = {part: columns[part].clone() for part in fused.parts}
@@ -311,11 +322,11 @@ def _are_in_blocks(columns: dict[str, Tensor], fused: _Fused) -> bool:
     return not any(column.any() for column in outside.values())
 
 
-def _imported(
-    layer: Layer, placed: list[Placed], found: dict[str, dict[str, Tensor]], folder: Path, fused: _Fused
+def _convert_layer(
+    layer: Layer, placed: list[PlacedAdapter], found: dict[str, dict[str, Tensor]], folder: Path, fused: _Fused
 ) -> dict[str, Tensor]:
-    """The adapters of one layer, by their names here."""
-    outs = [theirs.size(0) for theirs in layer.to_theirs(torch.empty(layer.out_features, 1))]
+    """Return the adapters of one layer, by native names."""
+    outs = [part.size(0) for part in layer.to_hf(torch.empty(layer.out_features, 1))]
     adapters: dict[str, Tensor] = {}
     for name, part, at, adapter in placed:
         i = layer.covers(at).index(True)
@@ -323,16 +334,16 @@ def _imported(
         _require_adapter(given, layer.modules[i], outs[i], adapter, fused.rank, folder)
         rows, columns = slice(at.start, at.stop), fused.columns(part)
         adapters[f"{name}.A"] = given["lora_A"][columns].clone()
-        adapters[f"{name}.B"] = _to_ours(layer, i, given["lora_B"], outs)[rows, columns].clone()
+        adapters[f"{name}.B"] = _part_to_native(layer, i, given["lora_B"], outs)[rows, columns].clone()
         if hasattr(adapter, "magnitude"):
-            magnitude = _to_ours(layer, i, given["lora_magnitude_vector"][:, None], outs)
+            magnitude = _part_to_native(layer, i, given["lora_magnitude_vector"][:, None], outs)
             adapters[f"{name}.magnitude"] = magnitude[rows, 0].clone()
     return adapters
 
 
-def _to_ours(layer: Layer, i: int, tensor: Tensor, outs: list[int]) -> Tensor:
-    """(out, k), from what belongs to the i-th of their layers."""
-    return layer.to_ours([tensor if k == i else tensor.new_zeros(out, tensor.size(1)) for k, out in enumerate(outs)])
+def _part_to_native(layer: Layer, i: int, tensor: Tensor, outs: list[int]) -> Tensor:
+    """Return (out, k) with the rows of the i-th Hugging Face layer, zeros elsewhere."""
+    return layer.to_native([tensor if k == i else tensor.new_zeros(out, tensor.size(1)) for k, out in enumerate(outs)])
 
 
 def _require_adapter(given: dict[str, Tensor], module: str, out: int, adapter: Adapter, r: int, folder: Path) -> None:
@@ -343,8 +354,8 @@ def _require_adapter(given: dict[str, Tensor], module: str, out: int, adapter: A
     for kind, shape in wanted.items():
         if kind not in given:
             raise UserError(
-                f"--from_peft {folder}: has no {module}.{kind}; the same layers must be adapted in every block, and "
-                "all of an MLP or none"
+                f"--from_peft {folder}: has no {module}.{kind}; every block must adapt the same layers, and "
+                "either all layers of its MLP or none"
             )
         if tuple(given[kind].shape) != shape:
             raise UserError(f"{folder / TENSORS}: {module}.{kind} is {tuple(given[kind].shape)}, not {shape}")

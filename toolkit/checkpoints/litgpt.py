@@ -1,8 +1,7 @@
-"""LitGPT's checkpoint folders: what its ``model_config.yaml`` and ``lit_model.pth`` say in another way than ours.
+"""Read LitGPT's ``model_config.yaml`` and ``lit_model.pth`` where they differ from toolkit's format.
 
-Names and layout of the weights are the same but for experts, and for attention in LitGPT's older files. It never ties
-embedding and head: a model that is tied elsewhere has two equal tensors there, and stays untied here. Compared with
-LitGPT 0.5.13.
+Weights have the same names and layout except for experts, and for attention in older LitGPT files. LitGPT never ties
+embedding and head: tied models have two equal tensors there, and stay untied here. Compared with LitGPT 0.5.13.
 """
 
 from __future__ import annotations
@@ -16,68 +15,65 @@ from torch import Tensor
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 
-# Their defaults are not ours, and LitGPT writes them all: a file without one was not written by it.
+# LitGPT always writes these fields, whose defaults differ here: a file without one was not written by LitGPT.
 _ALWAYS_THERE = (
     "block_size", "n_layer", "n_head", "n_embd", "rotary_percentage", "parallel_residual", "bias", "norm_class_name",
     "mlp_class_name",
 )  # fmt: skip
-
-
-# A field of theirs that is not ours, with the value that leaves the model as it is; of all others that is none at all.
+# LitGPT fields without a counterpart, with their neutral value; for all others that is None.
 _NEUTRAL = {"rope_condense_ratio": 1}
-
-# Fields whose models have other weights here, which no model that LitGPT names has.
-_REFUSED = ("latent_attention", "n_expert_groups")
+# Unsupported: their weights have a different layout here. None of LitGPT's named models uses them.
+_UNSUPPORTED = ("latent_attention", "n_expert_groups")
 
 
 def config_from_litgpt(values: dict[str, Any]) -> ModelConfig:
-    """Make a config from the content of a ``model_config.yaml`` that LitGPT wrote.
+    """Build a config from the content of a ``model_config.yaml`` that LitGPT wrote.
 
     Raises:
-        UserError: the model is none that this program computes as LitGPT does.
+        UserError: the model is not supported with LitGPT's semantics.
     """
     if values.get("vocab_size") is not None and (missing := [name for name in _ALWAYS_THERE if name not in values]):
         raise UserError(f"{missing[0]} is missing")
-    if refused := [name for name in _REFUSED if values.get(name)]:
-        raise UserError(f"{refused[0]} {values[refused[0]]}: this version cannot compute such a model of LitGPT's")
+    if found := [name for name in _UNSUPPORTED if values.get(name)]:
+        raise UserError(f"{found[0]} {values[found[0]]}: LitGPT models with this field are not supported")
     values = _with_condensed_positions({name: value for name, value in values.items() if name != "hf_config"})
     values = {name: value for name, value in values.items() if name not in _NEUTRAL or value != _NEUTRAL[name]}
-    config = ModelConfig.from_dict(values | _left_to_its_code(values))
+    config = ModelConfig.from_dict(values | _implicit_fields(values))
     if config.rope_kind == "yarn":
         raise UserError(
             "rope_adjustments: with beta_fast and beta_slow, LitGPT stretches the high frequencies instead of the low "
-            "ones, which this program does not; run toolkit convert_from_hf on the model that it was converted from"
+            "ones, which is not supported; run toolkit convert_from_hf on the original Hugging Face model"
         )
     return replace(config, family=_family(config))
 
 
 def _with_condensed_positions(values: dict[str, Any]) -> dict[str, Any]:
-    """Positions divided by a number are frequencies divided by it, which we know as linear scaling."""
+    """Express rope_condense_ratio (divided positions) as linear RoPE scaling (divided frequencies)."""
     ratio = values.get("rope_condense_ratio", 1)
     if ratio == 1 or values.get("rope_adjustments") or values.get("rope_local_base_freq"):
         return values
     return values | {"rope_condense_ratio": 1, "rope_adjustments": {"factor": float(ratio)}}
 
 
-def _left_to_its_code(values: dict[str, Any]) -> dict[str, Any]:
-    """What LitGPT's code takes from the name alone (``norm_class`` in its config.py), or from other fields."""
+def _implicit_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what LitGPT's code derives from the model's name (``norm_class`` in its config.py) or other fields."""
     name, is_rms = str(values.get("name")), values.get("norm_class_name") == "RMSNorm"
     found = {"norm_offset": is_rms and "Gemma" in name, "norm_affine": is_rms or "OLMo" not in name}
-    listed = values.get("sliding_window_indices") or []  # also where all layers are alike
+    listed = values.get("sliding_window_indices") or []  # written even if all layers are alike
     windows = listed[: values.get("n_layer")]
-    if values.get("sliding_window_size") is None or windows and not any(windows):
+    if values.get("sliding_window_size") is None or (windows and not any(windows)):
         found |= {"sliding_window_size": None, "sliding_window_indices": None}
     elif windows and all(windows):
         found["sliding_window_indices"] = None
     if values.get("rope_local_base_freq") is None:
         found["rope_indices"] = None
     if values.get("mlp_class_name") == "LLaMAMoE":
-        found["norm_topk_prob"] = True  # its softmax is over the chosen experts alone
+        found["norm_topk_prob"] = True  # its softmax is over the top-k experts only
     return found
 
 
 def _family(config: ModelConfig) -> str:
-    """The Hugging Face ``model_type`` of a file of LitGPT's, which does not say; told by what the model computes."""
+    """Infer the Hugging Face ``model_type``, which LitGPT's file does not contain, from the architecture."""
     if config.mlp_class_name == "LLaMAMoE":
         return "qwen3_moe" if config.norm_qk else "mixtral"
     if config.mlp_class_name == "GemmaMLP":
@@ -99,14 +95,14 @@ def _family(config: ModelConfig) -> str:
     return "mistral" if config.sliding_window_size else "llama"
 
 
-def to_our_layout(weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """Bring LitGPT's weights, in place, to our names and layout; ours stay as they are."""
+def to_native_layout(weights: dict[str, Tensor], config: ModelConfig) -> None:
+    """Convert LitGPT's weights in place to native names and layout; native weights stay unchanged."""
     _ungroup_attention(weights, config)
     _stack_experts(weights, config)
 
 
 def _ungroup_attention(weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """Its older ``attn.attn``, a [q..., k, v] per query group, becomes ``attn.qkv``, all q, then k, then v."""
+    """Convert the older ``attn.attn``, a [q..., k, v] per query group, to ``attn.qkv``: all q, then k, then v."""
     size, groups = config.head_size, config.n_query_groups
     per_group = config.n_head // groups
     for old in [name for name in weights if ".attn.attn." in name]:
@@ -119,7 +115,7 @@ def _ungroup_attention(weights: dict[str, Tensor], config: ModelConfig) -> None:
 
 
 def _stack_experts(weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """One tensor per expert, ``mlp.experts.0.fc_1.weight``, becomes one for all, ``mlp.experts.fc_1.weight``."""
+    """Stack tensors per expert, ``mlp.experts.0.fc_1.weight``, into one, ``mlp.experts.fc_1.weight``."""
     for first in [name for name in weights if ".mlp.experts.0." in name]:
         names = [first.replace(".experts.0.", f".experts.{i}.") for i in range(config.n_expert)]
         if all(name in weights and weights[name].shape == weights[first].shape for name in names):

@@ -1,4 +1,4 @@
-"""The lock of a run's folder: only one process writes checkpoints there at a time (S1)."""
+"""The lock of a run's folder: only one process at a time writes checkpoints there (S1)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LOCK = ".lock"
 
 
 @contextmanager
-def exclusive(out_dir: Path) -> Iterator[None]:
-    """Keep a second process from running in the same folder, as long as this lasts.
+def exclusive_lock(out_dir: Path) -> Iterator[None]:
+    """Hold the run folder's lock, so that no second process runs in it.
 
-    The lock is the system's and ends with the process, however it ends. Where there are none (Windows, some network
-    file systems), nothing is locked.
+    The operating system releases the lock when the process ends. Without support for locks (Windows, some network file
+    systems), nothing is locked.
 
     Raises:
-        UserError: another process runs there, or the folder cannot be written.
+        UserError: another process holds the lock, or the folder is not writable.
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def exclusive(out_dir: Path) -> Iterator[None]:
 
 
 _locks: set[IO[str]] = set()
-"""The open lock files of this process."""
+"""Lock files that this process holds open."""
 
 
 def _close_locks() -> None:
@@ -52,35 +52,35 @@ def _close_locks() -> None:
     _locks.clear()
 
 
-if hasattr(os, "register_at_fork"):  # a lock lasts as long as any process has the file open: not in data workers
+if hasattr(os, "register_at_fork"):  # a forked data worker that kept the file open would keep the lock
     os.register_at_fork(after_in_child=_close_locks)
 
 
-def is_removed(out_dir: Path) -> bool:
-    """Whether a folder that this process has locked was removed since.
+def is_lock_lost(out_dir: Path) -> bool:
+    """Whether the lock file that this process holds was removed with its folder.
 
     Raises:
-        UserError: another run has begun there.
+        UserError: another run has started there.
     """
     for file in _locks:
         if Path(file.name) == out_dir / LOCK:
             file.seek(0)
             try:
                 if (out_dir / LOCK).read_text() != file.read():
-                    raise UserError(f"--out_dir {out_dir}: was removed, and another run has begun there")
+                    raise UserError(f"--out_dir {out_dir}: was removed, and another run has started there")
             except FileNotFoundError:
                 return True
     return False
 
 
 def _open_lock(out_dir: Path, flags: int = 0) -> IO[str]:
-    """Open the lock file itself: a stranger's may be a link to a file that would then be overwritten."""
+    """Open the lock file without following a symbolic link, whose target would be overwritten."""
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    return open(out_dir / LOCK, "r+", opener=lambda path, own: os.open(path, own | flags, 0o666))
+    return open(out_dir / LOCK, "r+", opener=lambda path, default: os.open(path, default | flags, 0o666))
 
 
 def _lock(file: IO[str], out_dir: Path) -> bool:
-    """Lock the file until it is closed, and return whether that can be done here."""
+    """Lock the file until it is closed; return False where locks are not supported."""
     try:
         import fcntl
 
@@ -89,18 +89,18 @@ def _lock(file: IO[str], out_dir: Path) -> bool:
         file.seek(0)
         owner = file.read().strip() or "?"
         raise UserError(
-            f"--out_dir {out_dir}: process {owner} is running there; wait for it, or give another"
+            f"--out_dir {out_dir}: process {owner} is running there; wait for it, or give another folder"
         ) from None
     except (ImportError, OSError):
         return False
     return True
 
 
-def require_free(out_dir: Path) -> None:
-    """Make sure that nobody runs there at the moment, before anything is read that may be gone in the next.
+def require_unlocked(out_dir: Path) -> None:
+    """Check that no other process is running in the folder, before reading files that it could delete.
 
     Raises:
-        UserError: another process does.
+        UserError: another process holds the lock.
     """
-    with suppress(OSError), _open_lock(out_dir) as file:  # no such file: nobody has ever run there
+    with suppress(OSError), _open_lock(out_dir) as file:  # no such file: no run has used the folder
         _lock(file, out_dir)

@@ -1,7 +1,7 @@
-"""S7 verified-bytes: the file ``COMPLETE`` of a checkpoint folder, which lists size and checksums of all other files.
+"""S7 verified-bytes: the manifest ``COMPLETE`` of a checkpoint folder lists size and checksums of all other files.
 
-It is written last, so that it also marks a folder as completely written. An empty one (of older versions) only does
-that, and folders of LitGPT need none: there is nothing to verify them by.
+It is written last and also marks the folder as complete. An empty one (of older versions) is only that mark. LitGPT
+folders have none. Neither can be verified.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from toolkit.untrusted import read_json
 
 COMPLETE = "COMPLETE"
 FORMAT_VERSION = 1
-# Records that people edit, and that no result depends on (only `evaluate` reads the first one).
+# Files that users may edit and that do not affect results (only `evaluate` reads the first one).
 EDITABLE = ("hyperparameters.yaml", "README.md")
 _SHOWN = 5
 
 
 class DamagedCheckpointError(UserError):
-    """A file of a checkpoint is missing, differs from its checksum or cannot be what was saved."""
+    """A file of a checkpoint is missing, does not match its checksum or contains NaN or Inf."""
 
 
 def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
-    """Write ``COMPLETE``, atomically and to the disk.
+    """Write ``COMPLETE`` atomically and sync it to disk.
 
     Raises:
         OSError: it cannot be written.
@@ -39,11 +39,11 @@ def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Checksum] | None:
-    """Return the checksums of a folder's files, by their paths in it; None if it has none.
+    """Return the checksums of a folder's files, by relative path; None if the manifest is missing or empty.
 
     Raises:
-        DamagedCheckpointError: the file is malformed.
-        UserError: a newer version of toolkit has written it.
+        DamagedCheckpointError: the manifest is malformed.
+        UserError: a newer version of toolkit wrote it.
     """
     path = folder / COMPLETE
     try:
@@ -53,7 +53,7 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
         files = check_entries(values["files"])
         version = values["format_version"]
         if version == FORMAT_VERSION and values["crc32"] != _crc32(files):
-            raise ValueError("its own checksum differs")
+            raise ValueError("checksum mismatch")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise DamagedCheckpointError(f"{path}: damaged: not a manifest ({reason:.200}){_FIX}") from error
@@ -67,15 +67,15 @@ def _crc32(files: Mapping[str, Checksum]) -> str:
 
 
 def checksum_folder(folder: Path, known: Mapping[str, Checksum]) -> dict[str, Checksum]:
-    """Return the checksums of all files below the folder; ``known`` ones are taken as they are."""
+    """Return the checksums of all files below the folder, computing those that are not in ``known``."""
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     return {**known, **checksum_files(folder, sorted(names - known.keys() - {COMPLETE}))}
 
 
-def replace_listed(folder: Path, name: str, replace: Callable[[], None]) -> None:
+def replace_in_manifest(folder: Path, name: str, replace: Callable[[], None]) -> None:
     """Replace or add a file of the folder, and its checksum in the manifest, if there is one.
 
-    A crash in between leaves a file without a checksum, never one with a checksum that is not its own.
+    A crash in between may leave the file without a checksum, never with a wrong one.
     """
     files = read_manifest(folder)
     if files is not None and files.pop(name, None) is not None:
@@ -86,32 +86,32 @@ def replace_listed(folder: Path, name: str, replace: Callable[[], None]) -> None
 
 
 def describe_damage(folder: Path, damage: Mapping[str, str]) -> str:
-    """Return one line that names the damaged files, why, and what to do."""
+    """Return a one-line message: the damaged files, the reasons and the fix."""
     shown = [f"{name} ({why})" for name, why in list(damage.items())[:_SHOWN]]
     more = f" and {len(damage) - _SHOWN} more" if len(damage) > _SHOWN else ""
     return f"{folder}: damaged: {', '.join(shown)}{more}{_FIX}"
 
 
-_FIX = "; copy the folder again or take another; --verify_checkpoint false reads files that were edited on purpose"
+_FIX = "; copy the folder again or use another one; --verify_checkpoint false accepts intentionally edited files"
 
 
 def require_intact(folder: Path, report: Callable[[str], None], editable: tuple[str, ...] = EDITABLE) -> None:
-    """Compare the folder's files with its manifest, in several threads. What they read then is in the page cache.
+    """Verify the folder's files against its manifest, in several threads (which also fills the page cache).
 
     Args:
         folder: A checkpoint or model folder.
-        report: Is given a note where there is no manifest.
+        report: Receives a note if there is no manifest.
         editable: Files that may differ.
 
     Raises:
-        DamagedCheckpointError: naming the damaged files, or the manifest is malformed.
+        DamagedCheckpointError: files are damaged, or the manifest is malformed.
     """
     files = read_manifest(folder)
     if files is None:
-        report(no_manifest(folder))
+        report(missing_manifest_note(folder))
     elif damage := find_damage(folder, {name: entry for name, entry in files.items() if name not in editable}):
         raise DamagedCheckpointError(describe_damage(folder, damage))
 
 
-def no_manifest(folder: Path) -> str:
+def missing_manifest_note(folder: Path) -> str:
     return f"note: {folder} has no checksums (its {COMPLETE} is missing or empty): not verified"

@@ -1,4 +1,4 @@
-"""Adapters into plain weights: in fp32, rounded once, into the base as it is on disk and never into a quantised one."""
+"""Merge adapters into the base's weights: in fp32, rounded once, into the unquantized base on disk."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from toolkit.paths import require_inside
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """A base's weights with adapters in them; each is computed when it is asked for (M2).
+    """A lazy mapping of the merged weights; each is computed on access (M2).
 
     Args:
-        folder: Of the adapters.
+        folder: Adapter checkpoint.
         base_checkpoint_dir: See :func:`toolkit.checkpoints.adapters.read_adapter`.
-        dtype: Type of all weights, to which the sum is rounded once; that of the base's when not given.
+        dtype: Dtype to which the sum is rounded once; by default that of the base's weight.
 
-    ``config`` is the merged model's architecture: adapters of a tied head untie it. ``nonfinite`` has the names of the
-    weights that contain NaN or Inf, when they are written.
+    ``config`` is the merged model's architecture: adapters of a tied head untie it. ``nonfinite`` collects the names of
+    the weights that contain NaN or Inf when they are written.
 
     Raises:
-        UserError: the adapters or their base cannot be read, or do not belong together.
+        UserError: the adapters or their base cannot be read, or do not match.
     """
 
     def __init__(
@@ -79,21 +79,23 @@ class MergedWeights(Mapping[str, Tensor]):
         return len(self._weights)
 
 
-def merge_beside(
+def merge_in_place(
     folder: Path, base_checkpoint_dir: str | Path | None = None, dtype: torch.dtype | None = None
 ) -> MergedWeights:
-    """Write the merged weights into the folder of the adapters; they appear whole or not at all.
+    """Write the merged weights atomically into the folder of the adapters.
 
     ``base_checkpoint_dir``, ``dtype``: see :class:`MergedWeights`.
 
     Raises:
-        UserError: see :class:`MergedWeights`; or they are there already, or the disk is full.
+        UserError: see :class:`MergedWeights`; or the folder already holds merged weights, or the disk is full.
     """
     if is_adapter_dir(folder) and (folder / WEIGHTS).exists():
-        raise UserError(f"checkpoint_dir {folder}: already holds merged weights ({WEIGHTS}); --out_dir writes others")
+        raise UserError(
+            f"checkpoint_dir {folder}: already holds merged weights ({WEIGHTS}); use --out_dir for another folder"
+        )
     merged = MergedWeights(folder, base_checkpoint_dir, dtype)
     if merged.config != read_model_config(folder):
-        # First: as long as there are no weights, the base's own configuration is what counts.
+        # Before the weights: until they exist, loading uses the configuration in the base's folder.
         write_file(folder / CONFIG, lambda tmp: write_model_config(merged.config, tmp), flag="checkpoint_dir")
     write_file(folder / WEIGHTS, lambda tmp: _write_weights(merged, tmp), flag="checkpoint_dir")
     return merged
@@ -105,12 +107,12 @@ def merge_to(
     base_checkpoint_dir: str | Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> MergedWeights:
-    """Write a model folder of its own: merged weights, architecture, tokenizer and generation files.
+    """Write a separate model folder: merged weights, architecture, tokenizer and generation files.
 
     ``base_checkpoint_dir``, ``dtype``: see :class:`MergedWeights`.
 
     Raises:
-        UserError: see :class:`MergedWeights`; or out_dir is in use, or the disk is full.
+        UserError: see :class:`MergedWeights`; or out_dir is not empty, or the disk is full.
     """
     require_new_folder(out_dir)
     merged = MergedWeights(folder, base_checkpoint_dir, dtype)
@@ -125,10 +127,10 @@ def merge_to(
 
 
 def copy_files(source: Path, target: Path, patterns: tuple[str, ...], exclude: Container[Path] = ()) -> None:
-    """Copy the files of a folder that match one of the patterns, those in its subfolders under the same path.
+    """Copy the files of a folder that match one of the patterns, keeping their relative paths.
 
     Raises:
-        UserError: one is a link out of the folder.
+        UserError: a symbolic link points outside the folder.
     """
     for file in sorted({match for pattern in patterns for match in source.glob(pattern)}):
         if any(path in exclude for path in (file, *file.parents)):
@@ -142,15 +144,15 @@ def copy_files(source: Path, target: Path, patterns: tuple[str, ...], exclude: C
 
 @torch.no_grad()
 def logit_difference(folder: Path, merged_dir: Path, base_checkpoint_dir: str | Path | None = None) -> float:
-    """The largest difference between the logits of the merged weights and of base and adapters apart, in fp32 and
-    relative to the largest logit: what the rounding to the base's type has cost."""
+    """Return the rounding error of a merge: the largest difference between the logits of the merged weights and of the
+    base with unmerged adapters, in fp32 and relative to the largest logit."""
     merged = MergedWeights(folder, base_checkpoint_dir)
     exact = load_model(merged.info.base, dtype=torch.float32)
     add_lora(exact, merged.info.lora)
     exact.load_state_dict(load_adapters(folder, exact), strict=False)
-    config, draw = exact.config, torch.Generator().manual_seed(0)
+    config, generator = exact.config, torch.Generator().manual_seed(0)
     shape = (2, min(config.block_size, 64))
-    tokens = torch.randint(config.vocab_size or config.padded_vocab_size, shape, generator=draw)
+    tokens = torch.randint(config.vocab_size or config.padded_vocab_size, shape, generator=generator)
     expected = exact.eval()(tokens)
     del exact
     rounded = load_model(merged_dir, dtype=torch.float32).eval()(tokens)
@@ -158,7 +160,7 @@ def logit_difference(folder: Path, merged_dir: Path, base_checkpoint_dir: str | 
 
 
 def _write_weights(merged: MergedWeights, path: Path) -> None:
-    """The writer takes all tensors at once: those that are not in a file already go to one."""
+    """Write the merged weights. torch.save needs all tensors at once: new ones go to unnamed files."""
     weights = {}
     for name in merged:
         weight = merged[name]

@@ -1,7 +1,7 @@
-"""An optimizer's state back from a checkpoint: name by name and in place, so that only one set of it is in memory.
+"""Restore optimizer state from a checkpoint, one parameter at a time and in place, so that memory holds one copy.
 
-torch's ``set_optimizer_state_dict`` holds two: it fills an empty optimizer by a step, and replaces what that has made.
-The step also advances the numbers that an optimizer keeps in its groups.
+torch's ``set_optimizer_state_dict`` holds two copies: it initializes an empty optimizer with a step and replaces the
+result. That step also advances the counters that an optimizer keeps in its groups.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from toolkit.distributed.fsdp import local_parts
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import UserError
 
-BETWEEN = "|"  # in the names of tensors in shards: parameter|key
-# The learning rate is the schedule's, how a step is computed the device's.
+SEPARATOR = "|"  # in names of sharded tensors: parameter|key
+# The schedule sets lr; the others depend on the device.
 _NEVER_RESTORED = {"params", "lr", "fused", "foreach", "capturable"}
 
 
-class _Stored(NamedTuple):
-    """A tensor that was not read yet."""
+class _LazyTensor(NamedTuple):
+    """A saved tensor that has not been read yet."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -40,17 +40,18 @@ class _Stored(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What this rank holds of a parameter, and which group of the optimizer it is in."""
+class _LocalParameter:
+    """This rank's part of a parameter."""
 
     names: list[str]
-    """Canonical ones: more than one where it is tied."""
+    """Canonical names; several if the parameter is tied."""
     parameter: nn.Parameter
     group: int
+    """Index of its optimizer group."""
     shape: torch.Size
-    """Of the complete parameter."""
+    """Shape of the unsharded parameter."""
     start: int
-    """The first element that this rank holds, of the flattened parameter."""
+    """Offset of this rank's first element in the flattened parameter."""
 
     @property
     def is_sharded(self) -> bool:
@@ -58,17 +59,17 @@ class _Part:
 
 
 def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return ``param_groups``, with names for parameters; ``param_groups_by_rank`` without them, where ranks differ.
+    """Return ``param_groups`` with parameter names, and ``param_groups_by_rank`` without them if ranks differ.
 
     Collective.
     """
     names = {id(p): canonical_name(name) for name, p in module.named_parameters()}
-    mine = [{k: _on_cpu(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    local = [{k: _on_cpu(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     groups = [
         {"params": [names[id(p)] for p in group["params"]], **values}
-        for group, values in zip(optimizer.param_groups, mine, strict=True)
+        for group, values in zip(optimizer.param_groups, local, strict=True)
     ]
-    by_rank = ranks.all_gather_object(mine)
+    by_rank = ranks.all_gather_object(local)
     differ = any(_plain(values) != _plain(by_rank[0]) for values in by_rank)
     return {"param_groups": groups} | ({"param_groups_by_rank": by_rank} if differ else {})
 
@@ -76,29 +77,30 @@ def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 def load_optimizer(
     module: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, file: Path, folder: Path, may_be_empty: bool
 ) -> None:
-    """Give an optimizer the state that was saved; every rank takes its part of it.
+    """Restore the saved state of an optimizer; every rank loads its part.
 
-    What only configuration decides stays as it is: the learning rate, and all options of torch's own optimizers.
+    Values that only the configuration determines are not restored: the learning rate, and all options of torch's own
+    optimizers.
 
     Args:
-        module: As the strategy has wrapped it.
-        optimizer: New.
-        saved: The entry ``optimizer`` of the state file, by any function of :mod:`toolkit.checkpoints.states`.
-        file: That file, for messages.
-        folder: The optimizer's shards, where ``saved`` has none of its tensors.
-        may_be_empty: Whether the optimizer may have done no step.
+        module: The wrapped module.
+        optimizer: A new optimizer.
+        saved: The entry ``optimizer`` of the state file, from any function of :mod:`toolkit.checkpoints.states`.
+        file: The state file, for messages.
+        folder: The optimizer's shards, used if ``saved`` contains no tensors.
+        may_be_empty: Whether the checkpoint may predate the first optimizer step.
 
     Raises:
-        UserError: an entry is missing, unknown, of another shape or type, or a shard is damaged.
+        UserError: an entry is missing, unknown, of a different shape or dtype, or a shard is damaged.
     """
     where, entries = _read_entries(saved, file, folder)
-    parts = _find_parts(module, optimizer)
+    parts = _local_parameters(module, optimizer)
     by_name = {name: part for part in parts for name in part.names}
-    entries = {canonical_name(name): entry for name, entry in entries.items()}  # torch keeps a layer named "module"
+    entries = {canonical_name(name): entry for name, entry in entries.items()}
     if unknown := sorted(entries.keys() - by_name.keys()):
         raise UserError(f"{where}: optimizer state of {unknown[0]!r:.100}: the optimizer has no such parameter")
-    is_torchs = type(optimizer).__module__.startswith("torch.optim")
-    _load_groups(optimizer, saved, by_name, file, is_torchs)
+    is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim")
+    _load_groups(optimizer, saved, by_name, file, is_torch_optimizer)
     without, missing = set(_list_of_names(saved.get("without_state", []), file)), []
     for part in parts:
         state = _create_state(optimizer, part)
@@ -108,27 +110,27 @@ def load_optimizer(
                 missing.append(part)
             continue
         try:
-            _fill(state, entry, part, is_torchs)
-        except _Mismatch as error:
+            _fill(state, entry, part, is_torch_optimizer)
+        except _MismatchError as error:
             raise UserError(f"{where}: optimizer state of {part.names[0]}: {error}") from None
-        if part.parameter.numel():  # FSDP keeps none of a parameter of which a rank has nothing
+        if part.parameter.numel():  # FSDP: no state for a parameter of which this rank has no elements
             optimizer.state[part.parameter] = state
         if part.parameter.numel() >= SMALL:
             give_back_freed_memory()
     if missing and (entries or not may_be_empty):
-        lost = [part for part in missing if not without.intersection(part.names)]
-        if lost or not entries:
+        unexpected = [part for part in missing if not without.intersection(part.names)]
+        if unexpected or not entries:
             more = f", and of {len(missing) - 1} more" if len(missing) > 1 else ""
-            name = (lost or missing)[0].names[0]
+            name = (unexpected or missing)[0].names[0]
             raise UserError(f"{where}: optimizer state of {name}: is missing{more}; resume from another checkpoint")
 
 
-class _Mismatch(Exception):
-    """What is wrong with a parameter's entry."""
+class _MismatchError(Exception):
+    """A parameter's saved state does not match."""
 
 
 def _read_entries(saved: Any, file: Path, folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Return where the tensors are, and {parameter: {key: tensor to read, or number}}."""
+    """Return the path of the tensors, for messages, and {parameter: {key: lazy tensor or number}}."""
     if not isinstance(saved, dict):
         raise UserError(f"{file}: optimizer: is {_kind(saved)}, not a dictionary; resume from another checkpoint")
     kinds = [name for name in ("adapters", "state", "values") if name in saved]
@@ -140,9 +142,9 @@ def _read_entries(saved: Any, file: Path, folder: Path) -> tuple[Path, dict[str,
     for name, entry in entries.items() if isinstance(entries, dict) else [("state", entries)]:
         if not (isinstance(name, str) and isinstance(entry, dict) and all(isinstance(key, str) for key in entry)):
             raise UserError(f"{file}: optimizer state of {name!r:.100}: is {_kind(entry)}, not names and values")
-    # torch's names keep what stands before those of a user's own module
+    # torch keeps a prefix such as "module." before the names of a user-defined module.
     by_name = {canonical_name(name): entry for name, entry in entries.items()}
-    return file, {name: {key: _stored(value) for key, value in entry.items()} for name, entry in by_name.items()}
+    return file, {name: {key: _lazy(value) for key, value in entry.items()} for name, entry in by_name.items()}
 
 
 def _shard_entries(values: Any, file: Path, folder: Path) -> dict[str, dict[str, Any]]:
@@ -151,22 +153,22 @@ def _shard_entries(values: Any, file: Path, folder: Path) -> dict[str, dict[str,
     reader = ShardReader(folder)
     flat: dict[str, Any] = dict(values)
     for name, (shape, dtype) in reader.tensors.items():
-        flat[name] = _Stored(shape, dtype, lambda start, stop, name=name: reader.read(name, start, stop))
+        flat[name] = _LazyTensor(shape, dtype, lambda start, stop, name=name: reader.read(name, start, stop))
     entries: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
-        parameter, _, key = name.rpartition(BETWEEN)
+        parameter, _, key = name.rpartition(SEPARATOR)
         entries.setdefault(canonical_name(parameter), {})[key] = value
     return entries
 
 
-def _stored(value: Any) -> Any:
+def _lazy(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return value
-    return _Stored(value.shape, value.dtype, lambda start, stop: value.reshape(-1)[start:stop])
+    return _LazyTensor(value.shape, value.dtype, lambda start, stop: value.reshape(-1)[start:stop])
 
 
-def _find_parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[_Part]:
-    """In the same order on every rank."""
+def _local_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[_LocalParameter]:
+    """Return the optimizer's parameters, in the same order on every rank."""
     groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -175,14 +177,18 @@ def _find_parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[_Pa
     for parameter in module.parameters():
         if id(parameter) in groups:
             shape, start = sharded.get(id(parameter), (parameter.shape, 0))
-            parts.append(_Part(names[id(parameter)], parameter, groups[id(parameter)], shape, start))
+            parts.append(_LocalParameter(names[id(parameter)], parameter, groups[id(parameter)], shape, start))
     return parts
 
 
 def _load_groups(
-    optimizer: torch.optim.Optimizer, saved: dict[str, Any], parts: dict[str, _Part], file: Path, is_torchs: bool
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    parts: dict[str, _LocalParameter],
+    file: Path,
+    is_torch_optimizer: bool,
 ) -> None:
-    """Restore the numbers that an optimizer keeps in its groups."""
+    """Restore the values that an optimizer keeps in its param_groups."""
     groups = saved.get("param_groups", [])
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise UserError(f"{file}: optimizer: param_groups: is {_kind(groups)}, not a list of dictionaries")
@@ -194,8 +200,8 @@ def _load_groups(
         names = _list_of_names(group.get("params"), file)
         if {parts[name].group if name in parts else None for name in names} != {i}:
             raise UserError(f"{file}: optimizer: param_groups: group {i} has other parameters than in this run")
-    if is_torchs:
-        return  # options alone, and those are the run's
+    if is_torch_optimizer:
+        return  # their groups hold options only, which come from the configuration
     by_rank = saved.get("param_groups_by_rank")
     if isinstance(by_rank, list) and len(by_rank) == ranks.world_size():
         groups = by_rank[ranks.global_rank()]
@@ -203,21 +209,22 @@ def _load_groups(
             raise UserError(f"{file}: optimizer: param_groups_by_rank: is not a list of dictionaries for each rank")
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key in values.keys() - _NEVER_RESTORED:
-            if not isinstance(key, str) or (key in group and not _is_alike(values[key], group[key])):
+            if not isinstance(key, str) or (key in group and not _is_same_kind(values[key], group[key])):
                 kinds = f"is {_kind(values[key])}, not {_kind(group.get(key))}"
                 raise UserError(f"{file}: optimizer: param_groups: {key!r:.100}: {kinds}")
             device = group["params"][0].device
-            group[key] = values[key].to(device).clone() if isinstance(values[key], Tensor) else values[key]
+            is_tensor = isinstance(values[key], Tensor)
+            group[key] = values[key].to(device).clone() if is_tensor else values[key]
 
 
-def _create_state(optimizer: torch.optim.Optimizer, part: _Part) -> dict[str, Any]:
-    """Return what the optimizer's first step makes for a parameter, by a step of rate zero on a copy of it."""
+def _create_state(optimizer: torch.optim.Optimizer, part: _LocalParameter) -> dict[str, Any]:
+    """Return the state that the optimizer's first step creates, from a step with lr 0 on a copy of the parameter."""
     twin = nn.Parameter(part.parameter.detach().clone())
     twin.grad = torch.zeros_like(twin)
     group = {k: copy.deepcopy(v) for k, v in optimizer.param_groups[part.group].items() if k != "params"}
     if "lr" in group:
         group["lr"] = group["lr"] * 0.0
-    real = optimizer.param_groups, optimizer.state
+    original = optimizer.param_groups, optimizer.state
     optimizer.param_groups, optimizer.state = [{"params": [twin], **group}], defaultdict(dict)
     try:
         with warnings.catch_warnings():
@@ -225,51 +232,53 @@ def _create_state(optimizer: torch.optim.Optimizer, part: _Part) -> dict[str, An
             optimizer.step()
         return dict(optimizer.state.get(twin, {}))
     finally:
-        optimizer.param_groups, optimizer.state = real
+        optimizer.param_groups, optimizer.state = original
 
 
-def _fill(state: dict[str, Any], entry: dict[str, Any], part: _Part, is_torchs: bool) -> None:
-    """Put what was saved into a new state.
+def _fill(state: dict[str, Any], entry: dict[str, Any], part: _LocalParameter, is_torch_optimizer: bool) -> None:
+    """Copy the saved values into a new state.
 
-    torch's optimizers make the same state whatever the values are; others may add to it later, or keep one zero for a
+    torch's optimizers always create the same state; others may add entries later, or store a scalar zero for a
     parameter of zeros (Prodigy).
     """
-    if lost := sorted(state.keys() - entry.keys()):
-        raise _Mismatch(f"{lost[0]} is missing")
-    if is_torchs and (unknown := sorted(entry.keys() - state.keys())):
-        raise _Mismatch(f"{unknown[0]!r:.100} is nothing that {part.names[0]} has in this optimizer")
+    if missing := sorted(state.keys() - entry.keys()):
+        raise _MismatchError(f"{missing[0]} is missing")
+    if is_torch_optimizer and (unknown := sorted(entry.keys() - state.keys())):
+        raise _MismatchError(f"{unknown[0]!r:.100} is unknown to this optimizer")
     for key, value in entry.items():
-        made = state.get(key)
-        if isinstance(value, _Stored) and (made is None or isinstance(made, Tensor)):
-            state[key] = _take(key, value, made, part, is_torchs)
-        elif not isinstance(value, _Stored) and _is_alike(value, made) and not isinstance(made, Tensor):
+        target = state.get(key)
+        if isinstance(value, _LazyTensor) and (target is None or isinstance(target, Tensor)):
+            state[key] = _load_tensor(key, value, target, part, is_torch_optimizer)
+        elif not isinstance(value, _LazyTensor) and _is_same_kind(value, target) and not isinstance(target, Tensor):
             state[key] = value
         else:
-            raise _Mismatch(f"{key!r:.100} is {_kind(value)}, not {_kind(made)}")
+            raise _MismatchError(f"{key!r:.100} is {_kind(value)}, not {_kind(target)}")
 
 
-def _take(key: str, stored: _Stored, made: Tensor | None, part: _Part, is_torchs: bool) -> Tensor:
-    """Read this rank's part of a tensor into the one that was made for it."""
-    is_scalar, is_like = stored.shape == (), stored.shape in (part.shape, (part.shape.numel(),))
-    in_part = part.is_sharded and not is_scalar
-    shape, start = (part.parameter.shape, part.start) if in_part else (stored.shape, 0)
-    fits, is_same = is_like or not in_part, made is None
-    if made is not None:
-        is_same = made.shape == shape or (is_like and made.numel() == part.parameter.numel())
-        fits &= is_same or (not is_torchs and (is_scalar or is_like))
+def _load_tensor(
+    key: str, stored: _LazyTensor, target: Tensor | None, part: _LocalParameter, is_torch_optimizer: bool
+) -> Tensor:
+    """Read this rank's part of a saved tensor into ``target``, or into a new tensor."""
+    is_scalar, has_param_shape = stored.shape == (), stored.shape in (part.shape, (part.shape.numel(),))
+    is_sharded = part.is_sharded and not is_scalar
+    shape, start = (part.parameter.shape, part.start) if is_sharded else (stored.shape, 0)
+    fits, is_same = has_param_shape or not is_sharded, target is None
+    if target is not None:
+        is_same = target.shape == shape or (has_param_shape and target.numel() == part.parameter.numel())
+        fits &= is_same or (not is_torch_optimizer and (is_scalar or has_param_shape))
     if not fits:
-        raise _Mismatch(f"{key} has shape {tuple(stored.shape)}; the parameter has {tuple(part.shape)}")
-    if made is not None and made.dtype != stored.dtype:
-        raise _Mismatch(f"{key} is of type {stored.dtype}, not {made.dtype}")
-    if made is None or not is_same:
-        made = torch.empty(shape, dtype=stored.dtype, device=part.parameter.device)
-    return made.copy_(stored.read(start, start + made.numel()).view(made.shape))
+        raise _MismatchError(f"{key} has shape {tuple(stored.shape)}; the parameter has {tuple(part.shape)}")
+    if target is not None and target.dtype != stored.dtype:
+        raise _MismatchError(f"{key} has dtype {stored.dtype}, not {target.dtype}")
+    if target is None or not is_same:
+        target = torch.empty(shape, dtype=stored.dtype, device=part.parameter.device)
+    return target.copy_(stored.read(start, start + target.numel()).view(target.shape))
 
 
-def _is_alike(value: Any, other: Any) -> bool:
-    """Whether values are of one kind; nothing is known of None."""
+def _is_same_kind(value: Any, other: Any) -> bool:
+    """Whether values are of the same kind; None matches anything."""
     if isinstance(value, tuple | list) and isinstance(other, tuple | list):
-        return len(value) == len(other) and all(map(_is_alike, value, other))
+        return len(value) == len(other) and all(map(_is_same_kind, value, other))
     return other is None or value is None or _kind(value) == _kind(other)
 
 
@@ -278,7 +287,7 @@ def _kind(value: Any) -> str:
         return "true or false"
     if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
         return "a number"
-    if isinstance(value, _Stored | Tensor):
+    if isinstance(value, _LazyTensor | Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return {str: "a string", dict: "a dictionary", list: "a list", tuple: "a list"}.get(type(value), f"{value!r:.50}")
 

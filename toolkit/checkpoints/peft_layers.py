@@ -1,9 +1,10 @@
-"""What adapters to and from peft's format have in common: names, and the linear layers on either side.
+"""Shared by export and import of peft adapters: names, and the correspondence of linear layers.
 
-Where Hugging Face keeps apart what is fused here (Llama's q_proj, k_proj, v_proj), each part's adapter becomes the one
-of its layer. Where both are fused (GPT-NeoX, GPT-2), or only theirs is (Phi-3's gate_up_proj), the parts become one
-adapter: A one below the other, B in blocks; its rank is that of all parts together, and its alpha grows so that the
-scaling stays.
+Layers that are fused only natively (Llama's q_proj, k_proj, v_proj): each part's adapter maps to one layer of Hugging
+Face's.
+Layers that are fused on both sides (GPT-NeoX, GPT-2), or only in Hugging Face (Phi-3's gate_up_proj): the parts'
+adapters are combined, with A stacked and B block-diagonal. The rank is the sum of the parts' ranks, and alpha is scaled
+to keep the same scaling factor.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from toolkit.models.lora import Adapter, LoRALinear
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Where a model that sees images, too, has its text model: in "model.language_model.layers" instead of "model.layers".
+# Prefix of the text model in a multimodal model: "model.language_model.layers" instead of "model.layers".
 TEXT_MODEL = "language_model."
-# transformers 5 has renamed GPT-NeoX's head: an adapter of it is written under both names, and read under either.
+# transformers 5 renamed GPT-NeoX's head: write its adapter under both names, read either.
 RENAMED = {"embed_out": "lm_head"}
 
 
-class Placed(NamedTuple):
-    """An adapter of a :class:`Layer`: its name, the part that it is of, the rows of the layer that are the part's."""
+class PlacedAdapter(NamedTuple):
+    """An adapter of a :class:`Layer`: its name, its part, and the part's rows in the layer."""
 
     name: str
     part: str
@@ -41,9 +42,9 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer, or those that are one at Hugging Face: names here, rows of each, the family's entry of weights.
+    """A native linear layer, or several that are fused in Hugging Face: names, rows of each, the weight map's entry.
 
-    Several count as one layer with the rows of the first, then those of the next.
+    Several layers are treated as one, with their rows concatenated.
     """
 
     names: tuple[str, ...]
@@ -56,7 +57,7 @@ class Layer:
 
     @property
     def rows(self) -> dict[str, range]:
-        """Those of each layer here, by the last part of its name."""
+        """Row range of each native layer, by the last part of its name."""
         stops = accumulate(self.sizes)
         return {
             name.rpartition(".")[2]: range(stop - size, stop)
@@ -64,48 +65,49 @@ class Layer:
         }
 
     @property
-    def is_joined(self) -> bool:
-        """Whether it is several layers here."""
+    def is_fused_in_hf(self) -> bool:
+        """Whether it consists of several native layers."""
         return len(self.names) > 1
 
     @property
     def modules(self) -> list[str]:
-        """The Hugging Face layers that it is, by name."""
+        """Names of the corresponding Hugging Face layers."""
         return [name.removesuffix(".weight") for name in self.entry.hf]
 
-    def adapters(self, model: GPT) -> list[Placed]:
-        """Its adapters in a model, in the order of their rows; the parts of several layers are these."""
+    def adapters(self, model: GPT) -> list[PlacedAdapter]:
+        """Return its adapters in a model, ordered by rows; for several native layers, each layer is a part."""
         found = []
         for name, (last, rows) in zip(self.names, self.rows.items(), strict=True):
             layer = model.get_submodule(name)
             for part, adapter in layer.lora.items() if isinstance(layer, LoRALinear) else ():
-                own = rows[adapter.rows.start : adapter.rows.stop]
-                found.append(Placed(f"{name}.lora.{part}", last if self.is_joined else part, own, adapter))
+                of_part = rows[adapter.rows.start : adapter.rows.stop]
+                part_name = last if self.is_fused_in_hf else part
+                found.append(PlacedAdapter(f"{name}.lora.{part}", part_name, of_part, adapter))
         return found
 
     @property
-    def is_turned(self) -> bool:
-        """Whether theirs are (in, out)."""
+    def is_transposed(self) -> bool:
+        """Whether the Hugging Face weights are (in, out)."""
         probe = torch.empty(self.out_features, self.out_features + 1, device="meta")
         return self.entry.to_hf(list(probe.split(self.sizes)))[0].size(0) == self.out_features + 1
 
-    def to_theirs(self, rows: Tensor) -> list[Tensor]:
-        """(out, k) -> what of it belongs to each of their layers, (their out, k)."""
+    def to_hf(self, rows: Tensor) -> list[Tensor]:
+        """Split (out, k) into the rows of each Hugging Face layer."""
         parts = self.entry.to_hf(list(rows.split(self.sizes)))
-        return [part.t() if self.is_turned else part for part in parts]
+        return [part.t() if self.is_transposed else part for part in parts]
 
-    def to_ours(self, parts: list[Tensor]) -> Tensor:
-        """The inverse."""
-        return torch.cat(self.entry.from_hf([part.t() if self.is_turned else part for part in parts]))
+    def to_native(self, parts: list[Tensor]) -> Tensor:
+        """The inverse of :meth:`to_hf`."""
+        return torch.cat(self.entry.from_hf([part.t() if self.is_transposed else part for part in parts]))
 
     def covers(self, rows: range) -> list[bool]:
-        """Which of their layers hold some of these rows."""
-        return [bool(part.any()) for part in self.to_theirs(in_rows(torch.ones(len(rows), 1), rows, self))]
+        """Return, for each Hugging Face layer, whether it contains any of these rows."""
+        return [bool(part.any()) for part in self.to_hf(scatter_rows(torch.ones(len(rows), 1), rows, self))]
 
 
 def linear_layers(config: ModelConfig) -> list[Layer]:
-    """All linear layers that adapters may have."""
-    config = replace(config, tie_embeddings=False)  # a tied head has no entry of its own
+    """Return all linear layers that can have adapters."""
+    config = replace(config, tie_embeddings=False)  # a tied head has no entry
     model, layers = model_on_meta(config), []
     for entry in family_of(config).weights(config):
         names = tuple(name.rpartition(".")[0] for name in entry.native)
@@ -115,8 +117,8 @@ def linear_layers(config: ModelConfig) -> list[Layer]:
     return layers
 
 
-def in_rows(values: Tensor, rows: range, layer: Layer) -> Tensor:
-    """(out, k) with these values in some rows and zeros elsewhere."""
+def scatter_rows(values: Tensor, rows: range, layer: Layer) -> Tensor:
+    """Return (out, k) with the values in the given rows, zeros elsewhere."""
     full = values.new_zeros(layer.out_features, values.size(1))
     full[rows.start : rows.stop] = values
     return full

@@ -1,4 +1,4 @@
-"""S4: the ``.metadata`` of a folder of shards, a pickle, becomes plain values, and those are checked."""
+"""S4 no-code-from-files: read the pickled ``.metadata`` of a sharded folder as plain values and validate them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _METADATA = ".metadata"
 
 
 class _Record:
-    """Stands in for an object in the file: its fields, and nothing that runs."""
+    """Placeholder for an object in the file: stores its fields and runs no code."""
 
     fields: Any = None
 
@@ -44,9 +44,9 @@ _RECORDS = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
     "pathlib": ("PosixPath", "WindowsPath"),
-    "pathlib._local": ("PosixPath", "WindowsPath"),  # their home in Python 3.13
+    "pathlib._local": ("PosixPath", "WindowsPath"),  # Python 3.13
 }  # fmt: skip
-# All that a .metadata may name, and what it becomes here.
+# Every global that a .metadata may name, and its replacement.
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
@@ -55,7 +55,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes numbers, strings, containers, dtypes and records, and refuses everything else."""
+    """Restricted to numbers, strings, containers, dtypes and records."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
@@ -64,7 +64,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read and check a folder's ``.metadata``; nothing in it is run.
+    """Read and validate a folder's ``.metadata`` without running code.
 
     Raises:
         UserError: see :func:`toolkit.checkpoints.sharded.check_sharded`.
@@ -72,32 +72,32 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with open_regular(folder / _METADATA) as file:
             metadata = _metadata(_Unpickler(file).load())
-        ends = _ends(metadata)
+        required_sizes = _required_sizes(metadata)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
     except FileNotFoundError:
-        what = f"holds no {_METADATA}: not a sharded checkpoint, or one that was not written or copied to its end"
-        raise UserError(f"{folder}: {what if folder.exists() else 'no such folder'}") from None
+        reason = f"holds no {_METADATA}: not a sharded checkpoint, or an incomplete one"
+        raise UserError(f"{folder}: {reason if folder.exists() else 'no such folder'}") from None
     except OSError as error:
         raise UserError(f"{folder / _METADATA}: {error.strerror}") from error
     except Exception as error:  # a hostile file can make the reader raise anything
         raise UserError(f"{folder}: its {_METADATA} is damaged or cut short; copy it again") from error
-    for name, end in ends.items():
+    for name, end in required_sizes.items():
         _check_file(folder, name, end)
     return metadata
 
 
 def _metadata(record: _Record) -> Metadata:
-    """Make torch's metadata of the record's values."""
+    """Build torch's metadata from the record."""
     tensors = {str(name): _tensor(name, value) for name, value in record.fields["state_dict_metadata"].items()}
-    places = {}
+    storage = {}
     for index, info in record.fields["storage_data"].items():
         if info.fields.get("transform_descriptors"):
             raise UserError("its tensors are compressed; only plain ones are read")
-        place = {name: info.fields[name] for name in ("relative_path", "offset", "length")}
+        location = {name: info.fields[name] for name in ("relative_path", "offset", "length")}
         key = MetadataIndex(index.fields["fqn"], index.fields["offset"])
-        places[key] = SimpleNamespace(**place, transform_descriptors=None)
-    return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
+        storage[key] = SimpleNamespace(**location, transform_descriptors=None)
+    return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
 
 
 def _tensor(name: str, record: _Record) -> TensorStorageMetadata:
@@ -110,33 +110,35 @@ def _tensor(name: str, record: _Record) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype), size, [ChunkStorageMetadata(*chunk) for chunk in chunks])
 
 
-def _ends(metadata: Metadata) -> dict[str, int]:
-    """Check that the chunks fill their tensors; return {file: the bytes that it must have}."""
-    ends: dict[str, int] = {}
+def _required_sizes(metadata: Metadata) -> dict[str, int]:
+    """Check that the chunks cover their tensors; return {file: minimum size in bytes}."""
+    required_sizes: dict[str, int] = {}
     for name, tensor in metadata.state_dict_metadata.items():
         for chunk in tensor.chunks:
             place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            place.shape = chunk.sizes  # of what is there, to compare with when it is read
-            inside = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
-            if not all(0 <= offset <= offset + size <= whole for offset, size, whole in inside):
+            place.shape = chunk.sizes  # expected shape, compared on reading
+            bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
+            if not all(0 <= offset <= offset + size <= dim for offset, size, dim in bounds):
                 raise ValueError(f"a chunk outside {name}")
             if place.offset < 0 or place.length < math.prod(chunk.sizes) * tensor.properties.dtype.itemsize:
-                raise ValueError(f"a chunk of {name} that cannot hold its numbers")
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+                raise ValueError(f"a chunk of {name} that is too short")
+            required_sizes[place.relative_path] = max(
+                required_sizes.get(place.relative_path, 0), place.offset + place.length
+            )
         if len({chunk.offsets for chunk in tensor.chunks}) != len(tensor.chunks):
-            raise ValueError(f"two chunks in one place of {name}")
+            raise ValueError(f"overlapping chunks of {name}")
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
-            raise UserError(f"its {_METADATA} has only a part of {name!r:.100}; copy it again")
-    return ends
+            raise UserError(f"its {_METADATA} covers only a part of {name!r:.100}; copy it again")
+    return required_sizes
 
 
 def _check_file(folder: Path, name: str, end: int) -> None:
-    shown = f"{name!r:.100}"  # it is a stranger's: of any length, with any character
+    shown = f"{name!r:.100}"  # untrusted: any length, any character
     if not isinstance(name, str) or Path(name).name != name or name == "..":
         raise UserError(f"{folder}: refused: its {_METADATA} names {shown}, which is not a file of this folder")
     try:
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
-    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+    except (OSError, ValueError):  # too long a name, or a NUL in it
         size = None
     if size is None:
         raise UserError(f"{folder}: its shard {shown} is missing; copy the whole folder again")

@@ -1,7 +1,7 @@
-"""S4 and torch's distributed checkpoints (DCP): folders of shards that all ranks write and read together.
+"""Distributed checkpoints (torch's DCP): folders of shards that all ranks write and read collectively.
 
-Such a folder holds tensors only. torch's own reader unpickles its ``.metadata`` freely, and so it does the items in it
-that are no tensors; it is given metadata here that was read and checked by :mod:`toolkit.checkpoints.shard_metadata`.
+Such a folder holds tensors only. torch's reader unpickles ``.metadata`` and non-tensor items without restriction; here
+it gets metadata validated by :mod:`toolkit.checkpoints.shard_metadata` (S4).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.shard_metadata import read_metadata
-from toolkit.checkpoints.weights import FileSlice, describe_load_error, require_stored
+from toolkit.checkpoints.weights import FileSlice, describe_load_error, require_uncompressed_zip
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.ranks import all_gather_object
 from toolkit.errors import UserError
@@ -30,66 +30,66 @@ from toolkit.untrusted import open_regular
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether weights or optimizer state lie there as a folder of shards (which may be damaged), not as a file."""
+    """Whether the weights or optimizer state at ``path`` are a folder of shards (possibly damaged), not a file."""
     return Path(path).is_dir()
 
 
 def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write tensors, each rank its own shards, into one file per rank; collective where a process group is up.
+    """Write tensors, one file per rank with its shards; collective if a process group is initialized.
 
     Args:
         tensors: The same names on every rank; DTensor, ShardedTensor or plain (then equal on all ranks, stored once).
-        folder: Made if it is not there.
+        folder: Created if missing.
 
     Raises:
-        RuntimeError: a rank could not write, on every rank; its cause is that rank's exception.
+        RuntimeError: on every rank if any rank failed to write; the cause is that rank's exception.
     """
     assert all(isinstance(value, Tensor) for value in tensors.values()), "a folder of shards holds tensors only"
     writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected with one process
             dcp.save(dict(tensors), storage_writer=writer)
     except CheckpointException as error:
         rank, cause = _first_failure(error)
         if not isinstance(cause, Exception):
-            raise cause from None  # Ctrl-C stays one
+            raise cause from None  # such as KeyboardInterrupt
         raise RuntimeError(f"rank {rank} could not write {folder}: {cause}") from cause
 
 
 def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Fill the given tensors in place, each rank its own shards; collective where a process group is up.
+    """Fill the given tensors in place, each rank its own shards; collective if a process group is initialized.
 
     Args:
-        tensors: The same names on every rank; DTensor, ShardedTensor or plain, of any layout and type.
-        folder: What :func:`save_sharded` wrote, on any number of ranks; it may hold more.
+        tensors: The same names on every rank; DTensor, ShardedTensor or plain, of any layout and dtype.
+        folder: Written by :func:`save_sharded` on any number of ranks; may contain more tensors.
 
     Raises:
-        UserError: as :func:`check_sharded`, or a name is missing or of another shape, or a shard is damaged or holds
-            more than a tensor; on every rank, whichever saw it.
+        UserError: on every rank; as :func:`check_sharded`, or a tensor is missing or of a different shape, or a shard
+            is damaged or holds anything but a tensor.
     """
-    metadata = _alike_on_all_ranks(lambda: _fitting(tensors, Path(folder)))
+    metadata = _check_on_all_ranks(lambda: _require_tensors(tensors, Path(folder)))
     _read(tensors, Path(folder), metadata)
 
 
 def check_sharded(folder: Path) -> None:
-    """Look at the folder's ``.metadata`` and at the sizes of its files.
+    """Check the folder's ``.metadata`` and the sizes of its files.
 
     Raises:
-        UserError: ``.metadata`` is missing or damaged, holds anything but the places of tensors, or points outside the
-            folder; a shard that it names is missing or too short.
+        UserError: ``.metadata`` is missing or damaged, holds anything but locations of tensors, or points outside the
+            folder; a shard is missing or too short.
     """
     read_metadata(Path(folder))
 
 
 def read_sharded(folder: Path) -> dict[str, Tensor]:
-    """Read whole tensors in this process alone, one after the other, under their names in the folder.
+    """Read complete tensors, one at a time, in this process only (not collective).
 
-    They lie in files without a name, which the system writes out when memory is short, so that the memory that cannot
-    be given back stays a small multiple of the largest tensor (M2). Needs as much free disk as they take.
+    They are stored in unnamed files, which the system can page out, so that resident memory stays a small multiple of
+    the largest tensor (M2). Needs free disk space of the same size.
 
     Raises:
-        UserError: as :func:`load_sharded`, or there is no room for those files.
+        UserError: as :func:`load_sharded`, or there is not enough disk space.
     """
     folder = Path(folder)
     metadata = read_metadata(folder)
@@ -101,9 +101,9 @@ def read_sharded(folder: Path) -> dict[str, Tensor]:
 
 
 class ShardReader:
-    """Reads parts of tensors, in this process alone.
+    """Reads parts of tensors, in this process only (not collective).
 
-    ``tensors`` has the shape and the type of each, by name.
+    ``tensors`` maps each name to shape and dtype.
 
     Raises:
         UserError: as :func:`check_sharded`.
@@ -116,13 +116,13 @@ class ShardReader:
         }
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``start`` to ``stop`` of a flattened tensor; shards without any of them are not read.
+        """Return elements ``start`` to ``stop`` of a flattened tensor, reading only shards that contain them.
 
         Raises:
-            UserError: a shard is damaged or holds more than a tensor.
+            UserError: a shard is damaged or holds anything but a tensor.
         """
         shape, dtype = self.tensors[name]
-        size = shape or torch.Size([1])  # of a number
+        size = shape or torch.Size([1])  # a scalar
         per_row = max(1, size[1:].numel())
         first, last = start // per_row, -(-stop // per_row)
         rows = torch.empty((last - first, *size[1:]), dtype=dtype)
@@ -139,23 +139,26 @@ class ShardReader:
     def _load(self, name: str, offsets: torch.Size) -> Tensor:
         place = self._metadata.storage_data[MetadataIndex(name, offsets)]
         reader = _Reader(self._folder, self._metadata)
-        with _explained(self._folder / place.relative_path), open_regular(self._folder / place.relative_path) as file:
+        with (
+            _translate_errors(self._folder / place.relative_path),
+            open_regular(self._folder / place.relative_path) as file,
+        ):
             return reader.load_chunk(file, place, name)
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's writer, with errors that keep their reason on the way to other ranks."""
+    """torch's writer, with exceptions that keep their cause when sent to other ranks."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # What torch's zip writer raises has the system's error behind it, which pickling would leave here.
+            # The OSError is the context of the zip writer's error; pickling would drop it.
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's reader, with metadata that was checked, errors that name the file, and one chunk at a time."""
+    """torch's reader, with validated metadata, errors that name the file, and one chunk in memory at a time."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -169,7 +172,7 @@ class _Reader(dcp.FileSystemReader):
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
-            with _explained(self.path / name), open_regular(self.path / name) as file:
+            with _translate_errors(self.path / name), open_regular(self.path / name) as file:
                 for item in items:
                     self._read_chunk(file, item, planner)
                     if item.lengths.numel() >= SMALL:
@@ -187,15 +190,15 @@ class _Reader(dcp.FileSystemReader):
         planner.commit_tensor(item, target)
 
     def load_chunk(self, file: IO[bytes], place: Any, name: object) -> Tensor:
-        require_stored(FileSlice(file, place.offset, place.length), self.path / place.relative_path)
+        require_uncompressed_zip(FileSlice(file, place.offset, place.length), self.path / place.relative_path)
         chunk = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
         if type(chunk) is not Tensor or chunk.layout != torch.strided or chunk.shape != place.shape:
-            raise ValueError(f"{name} is not what the metadata says")
+            raise ValueError(f"{name} does not match the metadata")
         return chunk
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _translate_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except UserError:
@@ -216,13 +219,13 @@ def _read(tensors: dict[str, Tensor], folder: Path, metadata: Metadata, no_dist:
 
 
 def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
-    """(rank, exception) that explains the most: a disk's or a file's error, else the first."""
+    """Return the most informative (rank, exception): an OSError or UserError, else the first."""
     failures = [(rank, failure) for rank, (failure, _) in sorted(error.failures.items())]
     return next((found for found in failures if isinstance(found[1], (OSError, UserError))), failures[0])
 
 
-def _alike_on_all_ranks(check: Callable[[], Metadata]) -> Metadata:
-    """Run the check; where it fails on one rank it fails on all, or the others would wait for that one."""
+def _check_on_all_ranks(check: Callable[[], Metadata]) -> Metadata:
+    """Run the check and raise its error on all ranks if it fails on any; otherwise the other ranks would hang."""
     result, message = None, None
     try:
         result = check()
@@ -235,7 +238,7 @@ def _alike_on_all_ranks(check: Callable[[], Metadata]) -> Metadata:
     return result
 
 
-def _fitting(tensors: dict[str, Tensor], folder: Path) -> Metadata:
+def _require_tensors(tensors: dict[str, Tensor], folder: Path) -> Metadata:
     metadata = read_metadata(folder)
     saved = metadata.state_dict_metadata
     wrong = [f"missing {name}" for name in tensors if name not in saved]
@@ -246,5 +249,5 @@ def _fitting(tensors: dict[str, Tensor], folder: Path) -> Metadata:
     ]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise UserError(f"{folder}: does not hold what is asked of it: {', '.join(wrong[:5])}{more}")
+        raise UserError(f"{folder}: does not match the model: {', '.join(wrong[:5])}{more}")
     return metadata

@@ -1,6 +1,6 @@
-"""S1 and S2 on disk: folders that appear whole or not at all, and which of them a run goes on from.
+"""S1 atomic-checkpoints: folders that are created atomically, the lock of a run's folder, and its list of checkpoints.
 
-Every name that begins with ``.tmp-`` is unfinished or on its way out: nothing lists it, see :mod:`toolkit.leftovers`.
+Names that begin with ``.tmp-`` are being written or deleted and are never listed; see :mod:`toolkit.leftovers`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from toolkit.checkpoints.lock import LOCK, is_removed
-from toolkit.checkpoints.manifest import COMPLETE, checksum_folder, replace_listed, write_manifest
+from toolkit.checkpoints.lock import LOCK, is_lock_lost
+from toolkit.checkpoints.manifest import COMPLETE, checksum_folder, replace_in_manifest, write_manifest
 from toolkit.checksums import Checksum
 from toolkit.errors import UserError
 from toolkit.leftovers import TMP, remove, sweep, temporary_path
@@ -26,27 +26,28 @@ FINAL, BEST = "final", "best"
 WEIGHTS = "lit_model.pth"
 _OLD = ".old-"
 _STEP = re.compile(r"step-(\d+)")
-# In a run's folder only the process that has its lock writes such names, so that none is a live process's.
+# Only the process that holds the lock of a run's folder writes such names, so existing ones are stale.
 _UNFINISHED = re.compile(rf"{re.escape(TMP)}(.+-)?({re.escape(_OLD)})?(step-\d+|{FINAL}|{BEST})(-\d+)?")
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OUT_OF_REACH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
 def write_checkpoint(folder: Path, write: Callable[[Path], Mapping[str, Checksum] | None]) -> None:
-    """Write a checkpoint folder, whole or not at all (S1). One process writes to a run's folder at a time.
+    """Write a checkpoint folder atomically (S1). Only one process may write to a run's folder at a time.
 
     Args:
-        folder: Where it appears. A folder of that name is replaced, and stays findable until the new one is whole.
-        write: Fills the (empty, temporary) folder that it is given; may return checksums of files, by their paths in
-            it, that other processes wrote and have computed already.
+        folder: The checkpoint. An existing folder of that name is replaced, and stays readable until the new one is
+            complete.
+        write: Fills the (empty, temporary) folder that it is given; may return checksums, by relative path, of files
+            for which other processes have computed them.
 
     Raises:
-        UserError: the disk is full; the temporary folder is gone and earlier checkpoints are as they were. Or the
-            run's folder was removed meanwhile; the checkpoint is written all the same, unless another run has begun.
+        UserError: the disk is full; the temporary folder is deleted and earlier checkpoints are unchanged. Or the run's
+            folder was removed during the run; the checkpoint is still written, unless another run has started there.
     """
-    was_removed = is_removed(folder.parent)
-    for aside in folder.parent.glob(f"{_OLD}*"):
-        _put_back_or_delete(aside)
+    was_removed = is_lock_lost(folder.parent)
+    for replaced in folder.parent.glob(f"{_OLD}*"):
+        _restore_or_delete(replaced)
     remove(path for path in folder.parent.glob(f"{TMP}*") if _UNFINISHED.fullmatch(path.name))
     write_model_folder(folder, write, flag="--out_dir")
     if was_removed:
@@ -57,38 +58,38 @@ def write_checkpoint(folder: Path, write: Callable[[Path], Mapping[str, Checksum
 
 
 def write_model_folder(folder: Path, write: Callable[[Path], Mapping[str, Checksum] | None], flag: str) -> None:
-    """As :func:`write_folder`, with a manifest of all files (see :func:`write_checkpoint` for ``write``)."""
+    """Like :func:`write_folder`, with a manifest of all files (see :func:`write_checkpoint` for ``write``)."""
 
     def write_and_list(tmp: Path) -> None:
         known = write(tmp) or {}
-        with ThreadPoolExecutor(1) as pool:  # the disk and the processor work at the same time
+        with ThreadPoolExecutor(1) as pool:  # overlaps disk and CPU work
             synced = pool.submit(_sync_tree, tmp)
             files = checksum_folder(tmp, known)
-            synced.result()  # the manifest must not reach the disk before what it lists
+            synced.result()  # the manifest must not reach the disk before the files that it lists
         write_manifest(tmp, files)
 
     write_folder(folder, write_and_list, flag)
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None:
-    """Write a folder, whole or not at all: into a temporary folder beside it, to the disk, then one rename.
+    """Write a folder atomically: write a temporary folder beside it, sync it to disk, rename it.
 
-    ``write`` fills the folder that it is given; ``flag`` is the option to name when that fails.
+    ``write`` fills the folder that it is given; ``flag`` is the option that error messages name.
 
     Raises:
-        UserError: the disk is full, or the folder cannot be made; nothing is left behind.
+        UserError: the disk is full, or the folder cannot be created; no files are left behind.
     """
     tmp = temporary_path(folder)
     sweep(folder.parent)
-    remove([tmp])  # of a former process with this one's id
+    remove([tmp])  # left by an earlier process with the same id
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         tmp.mkdir()
         write(tmp)
         _sync_tree(tmp)
-        _move_in(tmp, folder)
+        _rename_into_place(tmp, folder)
     except BaseException as error:
-        message = _explain(error, tmp, folder)  # counts what was written, so before it is deleted
+        message = _describe_write_error(error, tmp, folder)  # before deleting tmp, whose size it reports
         shutil.rmtree(tmp, ignore_errors=True)
         if message is not None:
             raise UserError(f"{flag} {folder.parent if flag == '--out_dir' else folder}: {message}") from error
@@ -96,38 +97,38 @@ def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None
 
 
 def require_new_folder(out_dir: Path) -> None:
-    """Refuse to write where something lies already.
+    """Reject an output folder that is in use.
 
     Raises:
-        UserError: out_dir is a file, a folder that is not empty, or out of reach.
+        UserError: out_dir is a file, not empty, or not accessible.
     """
     try:
         is_file = out_dir.exists() and not out_dir.is_dir()
-        is_used = is_file or out_dir.exists() and any(out_dir.iterdir())
-    except OSError as error:  # no permission to look, a name that is too long
+        is_used = is_file or (out_dir.exists() and any(out_dir.iterdir()))
+    except OSError as error:  # such as no permission, or too long a name
         raise UserError(f"out_dir {out_dir}: {error.strerror}; choose another folder") from error
     if is_used:
-        what = "is a file" if is_file else "already there and not empty"
-        raise UserError(f"out_dir {out_dir}: {what}; give a new folder")
+        reason = "is a file" if is_file else "already exists and is not empty"
+        raise UserError(f"out_dir {out_dir}: {reason}; give a new folder")
 
 
 def write_file(path: Path, write: Callable[[Path], None], flag: str) -> None:
-    """Write one file into a folder that is there, whole or not at all; the folder's manifest lists it then.
+    """Write one file atomically into an existing folder, and add it to the folder's manifest.
 
-    ``write`` is given another name for it.
+    ``write`` is given a temporary path. ``flag`` is the option that error messages name.
 
     Raises:
-        UserError: naming ``flag``: the disk is full, or the folder cannot be written; nothing is left behind.
+        UserError: the disk is full, or the folder is not writable; no files are left behind.
     """
     tmp = temporary_path(path)
     sweep(path.parent)
     try:
         write(tmp)
         _sync(tmp)
-        replace_listed(path.parent, path.name, lambda: os.replace(tmp, path))
+        replace_in_manifest(path.parent, path.name, lambda: os.replace(tmp, path))
         _sync(path.parent)
     except BaseException as error:
-        message = _explain(error, tmp, path)
+        message = _describe_write_error(error, tmp, path)
         tmp.unlink(missing_ok=True)
         if message is not None:
             raise UserError(f"{flag} {path.parent}: {message}") from error
@@ -135,50 +136,51 @@ def write_file(path: Path, write: Callable[[Path], None], flag: str) -> None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder is a checkpoint that was written to its end."""
+    """Whether the folder is a completely written checkpoint."""
     return (folder / COMPLETE).is_file()
 
 
 def step_folders(out_dir: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of the complete ``step-*`` checkpoints of a run, the oldest first."""
-    found = ((_STEP.fullmatch(name), path) for name, path in _complete_folders(out_dir))
+    """Return (step, folder) of a run's complete ``step-*`` checkpoints, by ascending step."""
+    found = ((_STEP.fullmatch(name), path) for name, path in complete_checkpoints(out_dir))
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def newest(out_dir: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step; ``final`` where it is as far as a step's."""
+    """Return the complete checkpoint with the highest step; ``final`` wins a tie."""
     return next(iter(newest_first(out_dir)), None)
 
 
 def newest_first(out_dir: Path) -> list[Path]:
-    """Return all complete checkpoints, by falling step, ``final`` before others of its step."""
+    """Return all complete checkpoints, by descending step, ``final`` before others of the same step."""
 
-    def age(name: str, path: Path) -> tuple[float, bool, Path]:
+    def sort_key(checkpoint: tuple[str, Path]) -> tuple[float, bool, Path]:
+        name, path = checkpoint
         step: float = step_of(path)
         if step < 0 and name == FINAL and (path / "trainer").exists():
-            step = math.inf  # its trainer state is damaged: the first to look at, not one to overlook
+            step = math.inf  # damaged trainer state: list it first, so that the damage is reported
         return step, name == FINAL, path
 
-    return [path for *_, path in sorted((age(name, path) for name, path in _complete_folders(out_dir)), reverse=True)]
+    return [path for _, path in sorted(complete_checkpoints(out_dir), key=sort_key, reverse=True)]
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is no checkpoint of its run any more, and return its new path."""
+def rename_damaged(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is no longer listed, and return its new path."""
     for number in itertools.count():
-        aside = folder.with_name(f"damaged-{folder.name.removeprefix(_OLD)}" + (f"-{number}" if number else ""))
-        if not os.path.lexists(aside):
-            os.rename(folder, aside)
-            return aside
+        target = folder.with_name(f"damaged-{folder.name.removeprefix(_OLD)}" + (f"-{number}" if number else ""))
+        if not os.path.lexists(target):
+            os.rename(folder, target)
+            return target
     raise AssertionError
 
 
 def has_best(out_dir: Path) -> bool:
-    """Whether the run has a complete checkpoint of its best validation."""
-    return any(name == BEST for name, _ in _complete_folders(out_dir))
+    """Whether the run has a complete ``best`` checkpoint."""
+    return any(name == BEST for name, _ in complete_checkpoints(out_dir))
 
 
 def step_of(folder: Path) -> int:
-    """Return the optimizer step of a checkpoint: that of its name, else that of its trainer state; -1 if unknown."""
+    """Return the optimizer step of a checkpoint, from its name or else its trainer state; -1 if unknown."""
     if (named := step_in_name(folder)) is not None:
         return named
     try:
@@ -195,94 +197,22 @@ def step_in_name(folder: Path) -> int | None:
 
 
 def prune(out_dir: Path, keep_last: int) -> None:
-    """Delete all but the last ``keep_last`` step checkpoints; 0 keeps all. Call it when the newest is whole."""
+    """Delete all but the last ``keep_last`` step checkpoints; 0 keeps all. Call it after the newest is complete."""
     folders = [folder for _, folder in step_folders(out_dir)]
     for folder in folders[:-keep_last] if keep_last else []:
-        # Out of sight first: killed here, what is left of it is not taken for a checkpoint.
-        gone = temporary_path(folder)
-        os.rename(folder, gone)
-        remove([gone])
+        _delete_atomically(folder)
 
 
-def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
-    """Return the checkpoint folder that a run goes on from, or None for a fresh start.
-
-    Args:
-        resume: False; "auto": the newest checkpoint of out_dir, if there is one; True: the same, but there must be
-            one; else a run's folder, a checkpoint folder or the ``lit_model.pth`` in one.
-        out_dir: Where the run writes.
-
-    Raises:
-        UserError: nothing to resume from, or out_dir belongs to another run.
-    """
-    try:
-        os.listdir(out_dir)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        what = "is a file" if os.path.isfile(out_dir) else error.strerror
-        raise UserError(f"--out_dir {out_dir}: {what}; give a folder that can be read and written") from error
-    known = {"false": False, "true": True, "auto": "auto"}
-    resume = known.get(resume.lower(), resume) if isinstance(resume, str) else resume
-    if resume is False:
-        _require_unused(out_dir, "--resume auto goes on with it, another --out_dir starts afresh")
-        return None
-    if resume is True or resume == "auto":
-        found = newest(out_dir)
-        if found is None and resume is True:
-            raise UserError(f"--resume true: no complete checkpoint in --out_dir {out_dir}; --resume auto starts one")
-        if found is None and (existing := next(_model_folders(out_dir), None)):
-            raise UserError(
-                f"--out_dir {out_dir}: {existing.name} has no file {COMPLETE}, so it cannot be resumed and is not "
-                "overwritten; give another --out_dir"
-            )
-        return found
-    found = _named_checkpoint(Path(resume).expanduser())
-    if out_dir.resolve() not in found.resolve().parents:
-        _require_unused(out_dir, f"--resume {resume} is of another run; give another --out_dir")
-    elif (last := newest(out_dir)) is not None and step_of(last) > step_of(found):
-        # Killed before it has passed them, the run would go on from a newer checkpoint of its former life.
-        raise UserError(f"--resume {resume}: {last} is newer; to go on from the older one, give another --out_dir")
-    return found
-
-
-def _named_checkpoint(path: Path) -> Path:
-    if not path.exists():
-        raise UserError(f"--resume {path}: no such folder or file; --resume auto takes the newest of --out_dir")
-    if path.is_file() and path.name != WEIGHTS:
-        raise UserError(f"--resume {path}: not a checkpoint; give a checkpoint folder or the {WEIGHTS} in one")
-    folder = path.parent if path.name == WEIGHTS else path  # a file, or a folder of shards
-    if is_complete(folder):
-        return folder
-    if folder is path and (found := newest(folder)) is not None:
-        return found
-    what = f"has no file {COMPLETE}: not written to its end" if _holds_model(folder) else "holds no complete checkpoint"
-    raise UserError(f"--resume {path}: {what}; give another, or start from its weights with --initial_checkpoint_dir")
-
-
-def _require_unused(out_dir: Path, hint: str) -> None:
-    metrics = out_dir / "logs" / "metrics.csv"
-    used = next((path for _, path in _complete_folders(out_dir)), None) or next(_model_folders(out_dir), None)
-    if used is None and metrics.exists():
-        used = metrics
-    if used is not None:
-        raise UserError(f"--out_dir {out_dir}: already used ({used.relative_to(out_dir)} is there); {hint}")
-
-
-def _holds_model(folder: Path) -> bool:
-    return (folder / WEIGHTS).exists() or (folder / "model_config.yaml").exists()
-
-
-def _model_folders(out_dir: Path) -> Iterator[Path]:
-    """The folders that are named like checkpoints, complete or not."""
+def checkpoint_folders(out_dir: Path) -> Iterator[Path]:
+    """Yield the folders with names of checkpoints, complete or not."""
     if out_dir.is_dir():
         names = (FINAL, BEST)
         yield from sorted(p for p in out_dir.iterdir() if p.is_dir() and (_STEP.fullmatch(p.name) or p.name in names))
 
 
-def _complete_folders(out_dir: Path) -> Iterator[tuple[str, Path]]:
-    """(name, path) of the complete checkpoints; one that was being replaced stands in for itself under its old name."""
-    for path in _model_folders(out_dir):
+def complete_checkpoints(out_dir: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (name, path) of the complete checkpoints, including one whose replacement was interrupted."""
+    for path in checkpoint_folders(out_dir):
         if is_complete(path):
             yield path.name, path
     for path in out_dir.glob(f"{_OLD}*"):
@@ -291,31 +221,36 @@ def _complete_folders(out_dir: Path) -> Iterator[tuple[str, Path]]:
             yield name, path
 
 
-def _move_in(tmp: Path, folder: Path) -> None:
-    """Rename ``tmp`` to ``folder``; what is there gives way only for the instant between two renames."""
-    aside = folder.with_name(f"{_OLD}{folder.name}")
+def _rename_into_place(tmp: Path, folder: Path) -> None:
+    """Rename ``tmp`` to ``folder``; an existing folder is absent only between two renames."""
+    replaced = folder.with_name(f"{_OLD}{folder.name}")
     if folder.exists():
-        os.rename(folder, aside)
+        os.rename(folder, replaced)
     try:
         os.rename(tmp, folder)
         _sync(folder.parent)
     finally:
-        if aside.exists():
-            _put_back_or_delete(aside)
+        if replaced.exists():
+            _restore_or_delete(replaced)
 
 
-def _put_back_or_delete(aside: Path) -> None:
-    folder = aside.with_name(aside.name.removeprefix(_OLD))
-    if not folder.exists():
-        os.rename(aside, folder)
-        return
-    gone = temporary_path(aside)
-    os.rename(aside, gone)
-    remove([gone])
+def _restore_or_delete(replaced: Path) -> None:
+    folder = replaced.with_name(replaced.name.removeprefix(_OLD))
+    if folder.exists():
+        _delete_atomically(replaced)
+    else:
+        os.rename(replaced, folder)
+
+
+def _delete_atomically(folder: Path) -> None:
+    """Rename the folder before deleting it, so that an interruption leaves no partial checkpoint."""
+    tmp = temporary_path(folder)
+    os.rename(folder, tmp)
+    remove([tmp])
 
 
 def _sync_tree(folder: Path) -> None:
-    """Bring every file and folder to the disk, so that a power cut after the rename finds them."""
+    """Sync every file and folder to disk, so that they survive a power failure after the rename."""
     for root, _, files in os.walk(folder):
         for name in files:
             _sync(Path(root) / name)
@@ -333,47 +268,48 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _explain(error: BaseException, tmp: Path, folder: Path) -> str | None:
-    """What went wrong and the mend, if ``error`` says that the disk is full or out of reach, else None."""
-    reason = full_disk(error)
+def _describe_write_error(error: BaseException, tmp: Path, folder: Path) -> str | None:
+    """Return the reason and a fix if ``error`` means that the disk is full or the folder not writable, else None."""
+    reason = disk_full_reason(error)
     if reason is not None:
-        before = newest(folder.parent)
+        previous, parent = newest(folder.parent), folder.parent
+        free = shutil.disk_usage(parent).free if parent.exists() else 0
         return (
-            f"{reason}: stopped after {_size(tmp):,} bytes of {folder.name} with {_free(folder.parent):,} bytes free"
-            + (f"; {before.name} with its {_size(before):,} bytes is kept" if before else "")
+            f"{reason}: stopped after {_size(tmp):,} bytes of {folder.name} with {free:,} bytes free"
+            + (f"; {previous.name} ({_size(previous):,} bytes) is kept" if previous else "")
             + "; free some space or choose another folder"
         )
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError):  # of one rank's shards
-        return f"{error}; let every rank write there, or choose another folder"
-    if isinstance(error, OSError) and not os.path.exists(tmp) and (error.errno in _OUT_OF_REACH or _is_of(error, tmp)):
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError):  # from save_sharded
+        return f"{error}; choose a folder that all ranks can write to"
+    if (
+        isinstance(error, OSError)
+        and not os.path.exists(tmp)
+        and (error.errno in _UNWRITABLE or _is_creation_error(error, tmp))
+    ):
         return f"{error.strerror}; choose another folder"
     return None
 
 
-def _is_of(error: OSError, tmp: Path) -> bool:
-    """Whether it came of making ``tmp`` or a folder that it lies in: /proc says ENOENT, others what they like."""
+def _is_creation_error(error: OSError, tmp: Path) -> bool:
+    """Whether creating ``tmp`` or one of its parents failed, with any errno (/proc reports ENOENT)."""
     return error.filename is not None and Path(str(error.filename)) in (tmp, *tmp.parents)
 
 
-def full_disk(error: BaseException | None) -> str | None:
-    """The reason if a full disk, a quota or a limit on the size of files is behind the error, else None."""
+def disk_full_reason(error: BaseException | None) -> str | None:
+    """Return the reason if a full disk, a quota or a file size limit caused the error, else None."""
     while error is not None and not isinstance(error, UserError):
         if isinstance(error, OSError) and error.errno in _FULL_DISK:
             return error.strerror
-        # torch's zip writer, given a path, loses the errno: this is all it says when a write falls short.
+        # torch's zip writer, given a path, loses the errno and reports a short write like this.
         if isinstance(error, RuntimeError) and re.search(r"unexpected pos|PytorchStreamWriter", str(error)):
-            reason = full_disk(error.__cause__ or error.__context__)
+            reason = disk_full_reason(error.__cause__ or error.__context__)
             return reason or os.strerror(errno.ENOSPC)
         error = error.__cause__ or error.__context__
     return None
 
 
-def _free(folder: Path) -> int:
-    return shutil.disk_usage(folder).free if folder.exists() else 0
-
-
 def _size(folder: Path) -> int:
-    """Bytes of a file, or of all files in a folder."""
+    """Return the bytes of a file, or of all files in a folder."""
     if folder.is_file():
         return folder.stat().st_size
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())

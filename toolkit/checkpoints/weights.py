@@ -1,4 +1,4 @@
-"""S4: files of tensors, written so that they load with ``weights_only=True``, and read in no other way."""
+"""S4 no-code-from-files: write and read tensor files that load with ``weights_only=True``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from toolkit.errors import UserError
 from toolkit.untrusted import open_regular
 
 _ZIP = b"PK\x03\x04"
-# The layers that DDP, FSDP, torch.compile, activation checkpointing and Fabric put around a module.
+# Name parts added by the wrappers of DDP, FSDP, torch.compile, activation checkpointing and Fabric.
 _WRAPPERS = {"module", "_forward_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def canonical_name(name: str) -> str:
-    """Return the name of a weight without the layers that strategies and compilers put around modules."""
+    """Return a weight's name without the parts that wrappers of strategies and compilers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -31,38 +31,38 @@ def save_weights(state_dict: dict[str, Tensor], path: Path) -> None:
     """Write the weights to one file, under canonical names; tied weights are stored once.
 
     Raises:
-        OSError, RuntimeError: what writing raises; :func:`~toolkit.checkpoints.store.write_checkpoint` explains it.
+        OSError, RuntimeError: the write failed; :func:`~toolkit.checkpoints.store.write_checkpoint` translates it.
     """
     weights = {canonical_name(name): tensor for name, tensor in state_dict.items()}
     assert len(weights) == len(state_dict), "two weights have the same canonical name"
     assert all(type(t) in (Tensor, torch.nn.Parameter) for t in weights.values()), "only plain tensors are weights"
-    save_state(_compact(weights), path)
+    save_state(_detach(weights), path)
 
 
 def save_state(state: dict[str, Any], path: Path) -> None:
-    """Write a dictionary of tensors, numbers, strings and containers of them, and bring it to the disk."""
-    with open(path, "wb") as file:  # given a path, torch's own writer loses the reason of a failed write
+    """Write a dictionary of tensors, numbers, strings and containers of them, and sync it to disk."""
+    with open(path, "wb") as file:  # given a path, torch's writer loses the errno of a failed write
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
 
 
 def load_weights(checkpoint_dir: Path, mmap: bool = True) -> dict[str, Tensor]:
-    """Read the weights of a checkpoint folder, ours or LitGPT's, in one file or in shards, under canonical names.
+    """Read the weights of a toolkit or LitGPT checkpoint, in one file or in shards, under canonical names.
 
-    With ``mmap`` a tensor's bytes come into memory when they are touched, shared by all processes of the machine. Tied
-    weights share their storage.
+    With ``mmap``, tensors are memory-mapped and shared by all processes of the machine. Tied weights share their
+    storage.
 
     Raises:
-        UserError: there is no such file, it is cut short or empty, or holds anything but tensors.
+        UserError: the file is missing, truncated or empty, or holds anything but tensors.
     """
     path = Path(checkpoint_dir) / WEIGHTS
     if path.is_dir():
-        from toolkit.checkpoints.sharded import read_sharded  # it needs this file, and a second to import
+        from toolkit.checkpoints.sharded import read_sharded  # circular, and slow to import (1 s)
 
         return {canonical_name(name): tensor for name, tensor in read_sharded(path).items()}
     state = load_state(path, mmap=mmap)
-    if isinstance(state.get("model"), dict):  # as LitGPT's pretrain writes it, beside the optimizer
+    if isinstance(state.get("model"), dict):  # LitGPT's pretrain stores the optimizer in the same file
         state = state["model"]
     for name, value in state.items():
         if not (isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided):
@@ -70,20 +70,20 @@ def load_weights(checkpoint_dir: Path, mmap: bool = True) -> dict[str, Tensor]:
     return {canonical_name(name): tensor for name, tensor in state.items()}
 
 
-def require_fit(weights: dict[str, Tensor], wanted: dict[str, Tensor], path: Path, what: str) -> None:
-    """Compare names and shapes of the weights in ``path`` with those of a model, which is described by ``what``.
+def require_compatible(weights: dict[str, Tensor], wanted: dict[str, Tensor], path: Path, what: str) -> None:
+    """Compare names and shapes of the weights in ``path`` with those of the model that the file ``what`` describes.
 
     Raises:
-        UserError: weights are missing, extra or of another shape, each named.
+        UserError: weights are missing, unexpected or of a different shape.
     """
     missing = [f"missing {name} {_shape(wanted[name])}" for name in wanted.keys() - weights.keys()]
     extra = [f"unknown {name} {_shape(weights[name])}" for name in weights.keys() - wanted.keys()]
-    other = [
+    mismatched = [
         f"{name} is {_shape(weights[name])}, not {_shape(wanted[name])}"
         for name in wanted.keys() & weights.keys()
         if weights[name].shape != wanted[name].shape
     ]
-    if wrong := sorted(missing) + sorted(extra) + sorted(other):
+    if wrong := sorted(missing) + sorted(extra) + sorted(mismatched):
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise UserError(f"{path}: does not fit {what}: {', '.join(wrong[:5])}{more}")
 
@@ -93,10 +93,10 @@ def _shape(tensor: Tensor) -> str:
 
 
 def load_state(path: Path, mmap: bool = True) -> dict[str, Any]:
-    """Read a dictionary that :func:`save_state` or ``torch.save`` wrote. Nothing in the file is run.
+    """Read a dictionary that :func:`save_state` or ``torch.save`` wrote, without running code.
 
     Raises:
-        UserError: there is no such file, it is cut short or empty, carries code, or holds no dictionary.
+        UserError: the file is missing, truncated or empty, carries code, or holds no dictionary.
     """
     path = Path(path)
     _require_zip(path)
@@ -110,14 +110,14 @@ def load_state(path: Path, mmap: bool = True) -> dict[str, Any]:
 
 
 def _require_zip(path: Path) -> None:
-    """Refuse what is not torch's zip format: older ones are pickles from the first byte."""
+    """Reject files that are not in torch's zip format, such as the plain pickles of old versions."""
     if path.is_dir():
-        raise UserError(f"{path}: is a folder; a file of tensors must stand here")
+        raise UserError(f"{path}: is a folder; expected a file of tensors")
     try:
         with open_regular(path) as file:
             start = file.read(4)
             if start == _ZIP:
-                require_stored(file, path)
+                require_uncompressed_zip(file, path)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; give a folder that holds one") from error
     except OSError as error:
@@ -125,14 +125,14 @@ def _require_zip(path: Path) -> None:
     if not start:
         raise UserError(f"{path}: the file is empty; copy or download it again")
     if start != _ZIP:
-        raise UserError(f"{path}: not a file that torch.save of torch >= 1.6 wrote; save it again with it")
+        raise UserError(f"{path}: not written by torch.save of torch >= 1.6; save it again with a newer version")
 
 
-def require_stored(file: IO[bytes], path: Path) -> None:
-    """Refuse a zip that is larger in memory than on disk, as a zip bomb is (torch.save compresses nothing), or code.
+def require_uncompressed_zip(file: IO[bytes], path: Path) -> None:
+    """Reject zip bombs (torch.save does not compress) and TorchScript programs.
 
     Raises:
-        UserError: entries are compressed or overlap, it is TorchScript, or no zip.
+        UserError: entries are compressed or overlap, or the file is TorchScript or not a zip.
     """
     try:
         size = file.seek(0, os.SEEK_END)
@@ -141,14 +141,14 @@ def require_stored(file: IO[bytes], path: Path) -> None:
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
         raise UserError(f"{path}: {describe_load_error(error)}") from error
     if any(e.filename.endswith("/constants.pkl") for e in entries):
-        raise UserError(f"{path}: refused: it holds a program; only files of tensors are read")
+        raise UserError(f"{path}: refused: it holds a TorchScript program; only files of tensors are read")
     is_stored = all(e.compress_type == zipfile.ZIP_STORED and e.file_size == e.compress_size for e in entries)
     if not is_stored or sum(e.file_size for e in entries) > size:
         raise UserError(f"{path}: refused: its contents are compressed, which torch.save does not do; save it again")
 
 
 def describe_load_error(error: Exception) -> str:
-    """What a failed ``torch.load`` says of the file, in one line."""
+    """Return a one-line reason for a failed ``torch.load``."""
     text = str(error)
     named = re.search(r"GLOBAL ([\w.]+)", text)
     if isinstance(error, pickle.UnpicklingError):
@@ -157,8 +157,8 @@ def describe_load_error(error: Exception) -> str:
     return "the file is damaged or cut short; copy or download it again"
 
 
-def _compact(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Detach; a view of a larger storage becomes a tensor of its own, or the file would hold the whole storage."""
+def _detach(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Detach the tensors and copy views of larger storages, which torch.save would write completely."""
     copies: dict[tuple, Tensor] = {}
     for name, tensor in weights.items():
         tensor = tensor.detach()
@@ -170,7 +170,7 @@ def _compact(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class FileSlice(io.RawIOBase):
-    """A part of a file, to read (torch's own view of one goes astray when it seeks from the end)."""
+    """A read-only view of a part of a file (torch's own one fails to seek from the end)."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0

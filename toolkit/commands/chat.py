@@ -1,4 +1,4 @@
-"""`toolkit chat`: a conversation with a model in the terminal."""
+"""`toolkit chat`: chat with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def setup(
     precision: Literal["32-true", "bf16-true"] | None = None,
     verify_checkpoint: bool = True,
 ) -> None:
-    """Talk with a model: answers on stdout as they come, everything else on stderr.
+    """Chat with a model. Answers are streamed to stdout, everything else goes to stderr.
 
-    A line is a question, from the terminal or from a pipe. /quit or Ctrl-D ends the chat; Ctrl-C interrupts an answer,
-    and between answers the chat.
+    Each line of input is a question, from the terminal or a pipe. /quit or Ctrl-D ends the chat. Ctrl-C interrupts an
+    answer; between answers it ends the chat.
 
     Args:
-        checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are taken as they are, unmerged.
-        prompt: Ask this one question and end; "-" reads all of stdin as one.
-        system: The system message; what the template has for one when not given.
-        prompt_style: The chat template: alpaca, chatml, llama2, llama3, ...; the checkpoint's own when not given.
-        max_new_tokens: Stop an answer after so many tokens, if the model does not end it before.
-        temperature: Flattens (above 1) or sharpens (below 1) the distribution; 0 always takes the likeliest token.
-        top_k: Draw among so many of the likeliest tokens; 0 for all.
-        top_p: Draw among the fewest likeliest tokens whose probabilities reach this sum; 1 for all.
-        seed: Chooses the draws; answer i has the seed seed + i - 1.
-        base_checkpoint_dir: The base of adapters; the folder that it had in training when not given.
-        accelerator: Where to compute.
-        precision: Type of weights and computation; that of the checkpoint when not given.
-        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
+        checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are loaded unmerged.
+        prompt: Answer this one question and exit; "-" reads it from stdin.
+        system: System message. Default: the chat template's.
+        prompt_style: Chat template: alpaca, chatml, llama2, llama3, ... Default: the checkpoint's.
+        max_new_tokens: Maximum number of tokens per answer.
+        temperature: Sampling temperature; 0 is greedy.
+        top_k: Sample from the k most likely tokens; 0 disables.
+        top_p: Nucleus sampling: sample from the most likely tokens with this total probability; 1 disables.
+        seed: Random seed; answer i uses seed + i - 1.
+        base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
+        accelerator: Device type.
+        precision: Dtype of weights and computation. Default: that of the checkpoint.
+        verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     import sys
 
@@ -67,28 +67,28 @@ def setup(
     if prompt is not None:
         answer(conversation, require_text(read_stdin() if prompt == "-" else prompt), notes)
         return
-    person = sys.stdin.isatty()
-    if person:
+    is_interactive = sys.stdin.isatty()
+    if is_interactive:
         print(
             f"{loaded.folder} on {loaded.device}; template: {template.name}", *template.notes, sep="\n", file=sys.stderr
         )
         print(f"{END} or Ctrl-D ends, Ctrl-C interrupts an answer", file=sys.stderr)
-    for question in questions(person):
+    for question in read_questions(is_interactive):
         try:
             answer(conversation, question, notes)
         except KeyboardInterrupt:
-            if not person:
+            if not is_interactive:
                 raise
             print(flush=True)
             print("(interrupted)", file=sys.stderr)
         except UserError as error:  # such as a full context
-            if not person:
+            if not is_interactive:
                 raise
             print(error, file=sys.stderr)
 
 
 def answer(conversation: Any, question: str, notes: list[str]) -> None:
-    """Print an answer while it comes; below it the notes that were made meanwhile, and how fast it came."""
+    """Stream an answer, then print notes and speed."""
     import sys
     import time
     from contextlib import closing
@@ -104,14 +104,14 @@ def answer(conversation: Any, question: str, notes: list[str]) -> None:
     print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def questions(person: bool) -> Iterator[str]:
-    """Lines of stdin, without those that are empty, up to its end or /quit."""
+def read_questions(is_interactive: bool) -> Iterator[str]:
+    """Yield the non-empty lines of stdin until EOF or /quit."""
     import sys
     from contextlib import suppress
 
-    on_terminal = person and sys.stdout.isatty()
+    on_terminal = is_interactive and sys.stdout.isatty()
     if on_terminal:
-        with suppress(ImportError):  # Windows; elsewhere input() then knows the arrow keys
+        with suppress(ImportError):  # enables line editing in input(); not available on Windows
             import readline  # noqa: F401
     while True:
         if on_terminal:
@@ -121,7 +121,7 @@ def questions(person: bool) -> Iterator[str]:
                 print(file=sys.stderr)
                 return
         else:
-            if person:
+            if is_interactive:
                 print(">>> ", end="", file=sys.stderr, flush=True)
             if not (line := read_stdin(one_line=True)):
                 return
@@ -143,10 +143,10 @@ def read_stdin(one_line: bool = False) -> str:
 
 
 def require_text(text: str) -> str:
-    """Return a question that can be encoded.
+    """Return the question if it is valid.
 
     Raises:
-        UserError: it is empty or not valid UTF-8.
+        UserError: the question is empty or not valid UTF-8.
     """
     from toolkit.errors import UserError
 

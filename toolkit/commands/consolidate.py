@@ -1,17 +1,17 @@
-"""`toolkit consolidate`: a sharded checkpoint becomes one with single files."""
+"""`toolkit consolidate`: convert a sharded checkpoint to single files."""
 
 from __future__ import annotations
 
 
 def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> None:
-    """Write a sharded checkpoint again, with its weights in one file and its trainer state in another.
+    """Convert a sharded checkpoint to one with unsharded weights in one file and trainer state in another.
 
-    Runs on the CPU, in one process, with a few weights in memory at a time. --resume goes on from the result as well.
+    Runs on the CPU, in one process, with a few weights in memory at a time. Runs can resume from the result.
 
     Args:
         checkpoint_dir: The sharded checkpoint: a folder, or a name below checkpoints/.
         out_dir: The new folder.
-        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
+        verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     import sys
     from pathlib import Path
@@ -22,7 +22,7 @@ def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> 
     from toolkit.checkpoints.sharded import is_sharded
     from toolkit.checkpoints.store import WEIGHTS
 
-    folder = Path(checkpoint_dir)  # a module of one's own has no configuration for find_checkpoint_dir to find
+    folder = Path(checkpoint_dir)  # find_checkpoint_dir rejects user-defined modules: they have no model_config.yaml
     source = folder if is_sharded(folder / WEIGHTS) else find_checkpoint_dir(checkpoint_dir)
     if verify_checkpoint:
         require_intact_model(source)

@@ -1,4 +1,4 @@
-"""`toolkit convert_from_hf`: a Hugging Face folder becomes a checkpoint folder."""
+"""`toolkit convert_from_hf`: convert a Hugging Face folder to a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ def setup(
     out_dir: str,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
 ) -> None:
-    """Write a checkpoint folder from a Hugging Face folder of any supported architecture, as its config.json says.
+    """Convert a Hugging Face folder of any supported architecture, as specified by config.json, to a checkpoint folder.
 
-    All files of the tokenizer, the chat template and generation_config.json come along; where SentencePiece's
-    tokenizer.model stands alone, a tokenizer.json is made of it.
+    Also copies all files of the tokenizer, the chat template and generation_config.json. A SentencePiece
+    tokenizer.model without a tokenizer.json is converted.
 
     Args:
-        hf_dir: The folder that holds config.json and the weights: safetensors, or pickles (.bin) that run no code, in
-            one file or in several with an index.
-        out_dir: The new folder; one that is there must be empty. Below checkpoints/, commands find it by its name.
-        dtype: Type of the weights; as they are when not given.
+        hf_dir: Folder with config.json and weights: safetensors, or pickles (.bin) loaded without running code, in one
+            file or in several with an index.
+        out_dir: The new folder; an existing one must be empty. Commands find folders below checkpoints/ by name.
+        dtype: Dtype of the weights. Default: unchanged.
     """
     import sys
 

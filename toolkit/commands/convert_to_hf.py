@@ -1,10 +1,10 @@
-"""`toolkit convert_to_hf`: a checkpoint folder becomes a Hugging Face folder."""
+"""`toolkit convert_to_hf`: export a checkpoint to a Hugging Face folder."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-# Wrong weights differ by far more, and right ones by far less.
+# Wrong weights exceed it by orders of magnitude; correct ones stay far below.
 MAX_DIFFERENCE = 1e-4
 
 
@@ -17,18 +17,18 @@ def setup(
     base_checkpoint_dir: str | None = None,
     verify_checkpoint: bool = True,
 ) -> None:
-    """Write a folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load.
+    """Export a model for AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained.
 
-    The folder appears whole or not at all; with --verify true, only if transformers computes the same.
+    The folder is written atomically; with --verify true, only if transformers computes the same logits.
 
     Args:
-        checkpoint_dir: The model: a checkpoint folder, or a name below checkpoints/.
-        out_dir: The new folder; one that is there must be empty.
-        dtype: Type of the weights; as they are when not given.
-        verify: Load the result with transformers and compare its logits with this program's, on the CPU in float32.
-        merge: Merge LoRA adapters that have no merged weights beside them on the way.
-        base_checkpoint_dir: The base of such adapters; where it was in training when not given.
-        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
+        checkpoint_dir: A checkpoint folder, or a name below checkpoints/.
+        out_dir: The new folder; an existing one must be empty.
+        dtype: Dtype of the weights. Default: unchanged.
+        verify: Load the result with transformers and compare its logits with toolkit's, on the CPU in float32.
+        merge: Merge LoRA adapters during the export if the checkpoint holds no merged weights.
+        base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
+        verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     import sys
     from pathlib import Path
@@ -51,8 +51,8 @@ def setup(
         difference = verify_hf(folder, written, base_checkpoint_dir)
         if not difference <= MAX_DIFFERENCE:  # nan included
             raise GuardError(
-                f"transformers computes other logits: they differ by {difference:.1e} of the largest ({MAX_DIFFERENCE} "
-                f"is allowed), so {out_dir} is not written; without --verify it is, to look into it"
+                f"transformers computes different logits: relative difference {difference:.1e} exceeds "
+                f"{MAX_DIFFERENCE}; {out_dir} was not written (run without --verify to write it for debugging)"
             )
         print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")
 

@@ -1,4 +1,4 @@
-"""`toolkit convert_to_peft`: a checkpoint of adapters becomes a folder that peft loads."""
+"""`toolkit convert_to_peft`: export adapters to a folder that peft loads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def setup(
     """Write adapter_model.safetensors, adapter_config.json and the tokenizer's files.
 
     Args:
-        checkpoint_dir: The adapters: a checkpoint folder of finetune_lora, or a name below checkpoints/.
+        checkpoint_dir: A checkpoint folder of finetune_lora, or a name below checkpoints/.
         out_dir: The new folder.
-        base_checkpoint_dir: The base model; the folder that it had in training when not given.
-        base_model: The hub name or the Hugging Face folder of the base, as base_model_name_or_path; what the base was
-            imported from (download, convert_from_hf) when not given.
-        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
+        base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
+        base_model: Hub name or Hugging Face folder of the base, for base_model_name_or_path. Default: where the base
+            was imported from (download, convert_from_hf).
+        verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     import shlex
     import sys
@@ -38,14 +38,15 @@ def setup(
     print(f"base_model_name_or_path: {exported.base}")
     if not exported.is_known:
         print(
-            f"warning: transformers does not load {exported.base}, and no Hugging Face model is recorded for it: give "
+            f"warning: transformers cannot load {exported.base}, and no Hugging Face model is recorded for it; give "
             "its hub name or folder with --base_model; "
             f"`toolkit convert_to_hf {shlex.quote(exported.base)} DIR` writes such a folder",
             file=sys.stderr,
         )
-    if exported.around is not None:
+    if exported.wrapper_type is not None:
         print(
-            f"for the {exported.around} model with images; for the text model alone, merge (convert_to_hf --merge true)"
+            f"for the {exported.wrapper_type} model with images; for the text model alone, merge "
+            "(convert_to_hf --merge true)"
         )
     if not exported.is_checked:
-        print("that base is unchecked: its folder is not there any more; --base_checkpoint_dir says where it is now")
+        print("base not verified: its folder no longer exists; give its new location with --base_checkpoint_dir")

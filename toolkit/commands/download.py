@@ -1,4 +1,4 @@
-"""`toolkit download`: a model of the Hugging Face hub becomes a checkpoint folder."""
+"""`toolkit download`: download a model from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ def setup(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     convert: bool = True,
 ) -> None:
-    """Fetch a model from the Hugging Face hub and write a checkpoint folder from it.
+    """Download a model from the Hugging Face hub and convert it to a checkpoint folder.
 
-    Only safetensors, config.json and the files of the tokenizer are fetched. When it is interrupted,
-    files that have arrived whole are kept and the same command fetches the others. For gated and private models log in
-    with `hf auth login` or set HF_TOKEN; HF_ENDPOINT names another hub.
+    Downloads only safetensors, config.json and the files of the tokenizer. After an interruption, complete files are
+    kept and the same command downloads the others. For gated and private models log in with `hf auth login` or set
+    HF_TOKEN; HF_ENDPOINT selects another hub.
 
     Args:
         repo_id: The model's name on the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct.
-        out_dir: The new folder; one that is there must be empty. checkpoints/<repo_id> when not given, where commands
-            find it by repo_id.
-        revision: A branch, a tag or a commit; which commit it was is kept in download.yaml.
-        dtype: Type of the weights; as they are when not given.
-        convert: Write a checkpoint folder; false leaves the files as they are on the hub.
+        out_dir: The new folder; an existing one must be empty. Default: checkpoints/<repo_id>, where commands find it
+            by repo_id.
+        revision: A branch, a tag or a commit; download.yaml records the commit.
+        dtype: Dtype of the weights. Default: unchanged.
+        convert: Convert to a checkpoint folder; false keeps the files as they are on the hub.
     """
     import sys
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""`toolkit evaluate`: how well a checkpoint predicts text, or solves tasks."""
+"""`toolkit evaluate`: loss on text, or lm-eval tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OfRun(DataModule):
     num_workers: ClassVar[int] = 0
 
     def prepare(self, *, tokenizer: Any, max_seq_length: int, report: Callable[[str], None] = print) -> PreparedData:
-        raise AssertionError("stands for another one")
+        raise AssertionError("a placeholder for the data of the checkpoint's run")
 
 
 @dataclass
@@ -25,7 +25,7 @@ class EvalLimits:
     """How much to evaluate.
 
     Args:
-        max_iters: At most so many batches of micro_batch_size; all when not given.
+        max_iters: Maximum number of batches of micro_batch_size. Default: all.
     """
 
     max_iters: int | None = None
@@ -51,40 +51,40 @@ def setup(
     format: Literal["table", "json"] = "table",
     verify_checkpoint: bool = True,
 ) -> None:
-    """Print the loss (nats per token), the perplexity and the bits per byte of a checkpoint on text, or its results on
-    tasks of lm-eval.
+    """Print loss (nats per token), perplexity and bits per byte of a checkpoint on text, or its results on lm-eval
+    tasks.
 
     Args:
-        checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are taken as they are, unmerged.
-        data: The text; the data of the checkpoint's own run when not given, and PythonStdlib where that is not known.
-        split: The held-out part of the data, or the training part.
+        checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are loaded unmerged.
+        data: The text. Default: the data of the checkpoint's run, or PythonStdlib if unknown.
+        split: The held-out split of the data, or the training split.
         micro_batch_size: Sequences per forward pass.
         eval: How much to evaluate.
-        max_seq_length: Tokens per sequence; those of the run with its data, else the model's context length.
-        trust_checkpoint_data: Without --data, use the paths that the checkpoint's hyperparameters.yaml names; they are
-            read, and its cache is written.
-        tasks: Instead of text, these tasks of lm-eval, with commas between them: hellaswag,arc_easy.
-        num_fewshot: Solved examples before each question of a task; the task's own number when not given.
-        limit: At most so many questions per task, or below 1 such a share of them.
-        include_path: A folder with task files of your own.
-        apply_chat_template: Ask tasks as a chat; where the checkpoint has a chat template when not given.
-        tokenizer_dir: A folder with a tokenizer.json; the checkpoint's own when not given.
-        base_checkpoint_dir: The base of adapters; the folder that it had in training when not given.
-        accelerator: Where to compute.
-        precision: 32-true on a CPU and bf16-mixed on CUDA when not given.
-        format: How to print the result.
-        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
+        max_seq_length: Tokens per sequence. Default: that of the run with its data, else the model's context length.
+        trust_checkpoint_data: Without --data, read the paths that the checkpoint's hyperparameters.yaml names, and
+            write its cache.
+        tasks: lm-eval tasks to run instead, separated by commas: hellaswag,arc_easy.
+        num_fewshot: Few-shot examples per question. Default: the task's.
+        limit: Maximum number of questions per task, or a fraction if below 1.
+        include_path: A folder with custom task files.
+        apply_chat_template: Format tasks as a chat. Default: if the checkpoint has a chat template.
+        tokenizer_dir: A folder with a tokenizer.json. Default: the checkpoint.
+        base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
+        accelerator: Device type.
+        precision: Default: 32-true on CPU, bf16-mixed on CUDA.
+        format: Output format.
+        verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    of_text = {
+    text_options = {
         "data": None if isinstance(data, OfRun) else type(data).__name__, "split": None if split == "val" else split,
         "eval.max_iters": eval.max_iters, "max_seq_length": max_seq_length,
         "trust_checkpoint_data": trust_checkpoint_data,
     }  # fmt: skip
-    of_tasks = {
+    task_options = {
         "num_fewshot": num_fewshot, "limit": limit, "include_path": include_path,
         "apply_chat_template": apply_chat_template,
     }  # fmt: skip
-    require_effect(tasks, of_text, of_tasks)
+    require_effect(tasks, text_options, task_options)
     if trust_checkpoint_data is not None and not isinstance(data, OfRun):
         require(False, "trust_checkpoint_data", trust_checkpoint_data, "has no effect with --data; leave it out")
     for name, value in {"micro_batch_size": micro_batch_size, "eval.max_iters": eval.max_iters, "limit": limit}.items():
@@ -98,7 +98,7 @@ def setup(
         accelerator=accelerator, precision=precision, verify=verify_checkpoint,
     )  # fmt: skip
     if tasks is not None:
-        print_tasks(evaluate_tasks(checkpoint, tasks, micro_batch_size=micro_batch_size, **of_tasks), format)
+        print_tasks(evaluate_tasks(checkpoint, tasks, micro_batch_size=micro_batch_size, **task_options), format)
         return
     result = evaluate(
         checkpoint, None if isinstance(data, OfRun) else data,
@@ -115,10 +115,10 @@ def setup(
             print(f"{name:16} {shown}")
 
 
-def require_effect(tasks: str | None, of_text: dict[str, Any], of_tasks: dict[str, Any]) -> None:
-    """Refuse options of the one where the other is done."""
-    given = of_tasks if tasks is None else of_text
-    why = "is for --tasks" if tasks is None else "is for text, and --tasks are given"
+def require_effect(tasks: str | None, text_options: dict[str, Any], task_options: dict[str, Any]) -> None:
+    """Reject options for text with --tasks, and options for tasks without."""
+    given = task_options if tasks is None else text_options
+    why = "requires --tasks" if tasks is None else "has no effect with --tasks"
     for name, value in given.items():
         require(value is None, name, value, f"{why}; leave it out")
 
@@ -131,7 +131,7 @@ def require(ok: bool, name: str, value: Any, hint: str) -> None:
 
 
 def print_tasks(result: dict[str, Any], format: str) -> None:
-    """Print the results of tasks with their settings."""
+    """Print task results and settings."""
     if format == "json":
         import json
 

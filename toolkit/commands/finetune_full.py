@@ -1,4 +1,4 @@
-"""`toolkit finetune_full`: train all weights of a checkpoint further, on instructions or text."""
+"""`toolkit finetune_full`: finetune all weights of a checkpoint on instructions or text."""
 
 from __future__ import annotations
 
@@ -44,33 +44,32 @@ def setup(
     timeout: float | None = None,
     seed: int = 42,
 ) -> None:
-    """Train all weights of a checkpoint further, on instructions or text; 3 epochs when no limit is given.
+    """Finetune all weights of a checkpoint on instructions or text; 3 epochs by default.
 
     Args:
-        checkpoint_dir: The model to begin with: a checkpoint folder, or a name below checkpoints/.
-        data: What to train on.
-        train: How to train.
-        eval: When to validate.
-        log: Names under which a logger files the run.
-        optimizer: Which optimizer.
-        out_dir: Where checkpoints and logs go.
-        resume: Go on from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if there is any), or
-            a path.
-        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
-        tokenizer_dir: A folder with a tokenizer.json; the checkpoint's own when not given.
-        accelerator: Where to compute.
-        devices: Devices per node; auto takes all GPUs, or one process on a CPU, or what torchrun or SLURM say.
-        num_nodes: Machines; one, or what torchrun or SLURM say, when not given.
-        strategy: How devices share the work; auto shards the model over them (fsdp), or takes the one there is.
-        fsdp: How to shard.
-        ddp: How to keep whole copies equal.
-        precision: 32-true on a CPU and bf16-mixed on CUDA when not given.
+        checkpoint_dir: The initial model: a checkpoint folder, or a name below checkpoints/.
+        data: Training data.
+        train: Training options.
+        eval: Validation options.
+        log: Names for loggers: project, run, group.
+        optimizer: Optimizer options.
+        out_dir: Folder for checkpoints and logs.
+        resume: Resume from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if any), or a path.
+        verify_checkpoint: Verify checksums before loading; false accepts edited files.
+        tokenizer_dir: A folder with a tokenizer.json. Default: the checkpoint.
+        accelerator: Device type.
+        devices: Devices per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
+        num_nodes: Number of nodes. Default: 1, or as set by torchrun or SLURM.
+        strategy: Distributed strategy. auto: fsdp on several devices, single on one.
+        fsdp: FSDP options.
+        ddp: DDP options.
+        precision: Default: 32-true on CPU, bf16-mixed on CUDA.
         compiler: Compile the blocks with torch.compile.
-        deterministic: Take only algorithms that give the same bits every time: slower on CUDA; a CPU's always do.
-        logger_name: Where metrics go besides logs/metrics.csv: tensorboard, wandb, mlflow, or several with commas
-            between them; csv is that file alone.
-        timeout: Minutes to wait for a process that does not answer; 30 until the first step is done, then 5.
-        seed: Chooses the order of the data.
+        deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
+        logger_name: Loggers besides logs/metrics.csv: tensorboard, wandb, mlflow, or several separated by commas; csv
+            adds none.
+        timeout: Minutes before an unresponsive process aborts the run. Default: 30 until the first step, then 5.
+        seed: Random seed of the data order.
     """
     given = dict(locals())
     from toolkit.training.finetune import finetune

@@ -1,4 +1,4 @@
-"""`toolkit finetune_lora`: train low-rank adapters beside the frozen weights of a checkpoint."""
+"""`toolkit finetune_lora`: train low-rank adapters on the frozen weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -57,46 +57,45 @@ def setup(
     timeout: float | None = None,
     seed: int = 42,
 ) -> None:
-    """Train low-rank adapters beside the frozen weights of a checkpoint; 3 epochs when no limit is given.
+    """Train low-rank adapters on the frozen weights of a checkpoint; 3 epochs by default.
 
     Args:
-        checkpoint_dir: The base, which stays as it is: a checkpoint folder, or a name below checkpoints/.
+        checkpoint_dir: The base model, which stays unchanged: a checkpoint folder, or a name below checkpoints/.
         lora_r: Rank of the adapters.
-        lora_alpha: The adapters' share is multiplied by lora_alpha / lora_r.
-        lora_dropout: Chance for each input of the adapters to be left out of a training step.
-        lora_query: Adapt the queries of the attention.
-        lora_key: Adapt its keys.
-        lora_value: Adapt its values.
-        lora_projection: Adapt its output projection.
-        lora_mlp: Adapt every linear layer of the MLP.
-        lora_head: Adapt the language model's head.
-        lora_rslora: Multiply by lora_alpha / sqrt(lora_r) instead, so that higher ranks learn as fast.
-        lora_dora: Train the norms of the rows beside their directions (DoRA).
-        from_peft: Begin with the adapters of this folder of peft's, which says what is adapted.
-        quantize: Hold the base in 4 bits: bnb.nf4, or bnb.nf4-dq, whose scales are quantised as well.
-        data: What to train on.
-        train: How to train.
-        eval: When to validate.
-        log: Names under which a logger files the run.
-        optimizer: Which optimizer.
-        out_dir: Where checkpoints and logs go.
-        resume: Go on from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if there is any), or
-            a path.
-        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
-        tokenizer_dir: A folder with a tokenizer.json; the checkpoint's own when not given.
-        accelerator: Where to compute.
-        devices: Devices per node; auto takes all GPUs, or one process on a CPU, or what torchrun or SLURM say.
-        num_nodes: Machines; one, or what torchrun or SLURM say, when not given.
-        strategy: How devices share the work; auto shards the base over them (fsdp), or takes the one there is.
-        fsdp: How to shard.
-        ddp: How to keep whole copies equal.
-        precision: Of the base; 32-true on a CPU and bf16-true on CUDA when not given. Adapters are fp32.
+        lora_alpha: LoRA scaling is lora_alpha / lora_r.
+        lora_dropout: LoRA dropout probability.
+        lora_query: Adapt the query projections.
+        lora_key: Adapt the key projections.
+        lora_value: Adapt the value projections.
+        lora_projection: Adapt the attention output projections.
+        lora_mlp: Adapt all linear layers of the MLP.
+        lora_head: Adapt the language model head.
+        lora_rslora: Rank-stabilized LoRA: scaling is lora_alpha / sqrt(lora_r).
+        lora_dora: DoRA: also train the magnitude of each row.
+        from_peft: Start from the adapters in this peft folder, which also determines the adapted layers.
+        quantize: Quantize the base to 4 bits: bnb.nf4, or bnb.nf4-dq with quantized scales (double quantization).
+        data: Training data.
+        train: Training options.
+        eval: Validation options.
+        log: Names for loggers: project, run, group.
+        optimizer: Optimizer options.
+        out_dir: Folder for checkpoints and logs.
+        resume: Resume from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if any), or a path.
+        verify_checkpoint: Verify checksums before loading; false accepts edited files.
+        tokenizer_dir: A folder with a tokenizer.json. Default: the checkpoint.
+        accelerator: Device type.
+        devices: Devices per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
+        num_nodes: Number of nodes. Default: 1, or as set by torchrun or SLURM.
+        strategy: Distributed strategy. auto: fsdp on several devices, single on one.
+        fsdp: FSDP options.
+        ddp: DDP options.
+        precision: Precision of the base. Default: 32-true on CPU, bf16-true on CUDA. Adapters are fp32.
         compiler: Compile the blocks with torch.compile.
-        deterministic: Take only algorithms that give the same bits every time: slower on CUDA; a CPU's always do.
-        logger_name: Where metrics go besides logs/metrics.csv: tensorboard, wandb, mlflow, or several with commas
-            between them; csv is that file alone.
-        timeout: Minutes to wait for a process that does not answer; 30 until the first step is done, then 5.
-        seed: Chooses the initial adapters and the order of the data.
+        deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
+        logger_name: Loggers besides logs/metrics.csv: tensorboard, wandb, mlflow, or several separated by commas; csv
+            adds none.
+        timeout: Minutes before an unresponsive process aborts the run. Default: 30 until the first step, then 5.
+        seed: Random seed of initial adapters and data order.
     """
     given = dict(locals())
     from toolkit.training.finetune import finetune

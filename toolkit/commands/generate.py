@@ -1,4 +1,4 @@
-"""`toolkit generate`: let a model continue a text."""
+"""`toolkit generate`: generate text from a prompt."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def setup(
     precision: Literal["32-true", "bf16-true"] | None = None,
     verify_checkpoint: bool = True,
 ) -> None:
-    """Let a model continue a text: prompt and continuation on stdout, statistics on stderr.
+    """Generate text from a prompt: text on stdout, statistics on stderr.
 
     Args:
-        checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are taken as they are, unmerged.
+        checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are loaded unmerged.
         prompt: The text to continue; "-" reads it from stdin.
-        max_new_tokens: Stop after so many tokens, if the model does not end the text before.
-        temperature: Flattens (above 1) or sharpens (below 1) the distribution; 0 always takes the likeliest token.
-        top_k: Draw among so many of the likeliest tokens; 0 for all.
-        top_p: Draw among the fewest likeliest tokens whose probabilities reach this sum; 1 for all.
-        num_samples: Continue the prompt so many times; sample i has the seed seed + i.
-        seed: Chooses the draws.
-        base_checkpoint_dir: The base of adapters; the folder that it had in training when not given.
-        accelerator: Where to compute.
-        precision: Type of weights and computation; that of the checkpoint when not given.
-        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
+        max_new_tokens: Maximum number of tokens to generate.
+        temperature: Sampling temperature; 0 is greedy.
+        top_k: Sample from the k most likely tokens; 0 disables.
+        top_p: Nucleus sampling: sample from the most likely tokens with this total probability; 1 disables.
+        num_samples: Number of samples; sample i (from 0) uses seed + i.
+        seed: Random seed.
+        base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
+        accelerator: Device type.
+        precision: Dtype of weights and computation. Default: that of the checkpoint.
+        verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     import sys
     import time

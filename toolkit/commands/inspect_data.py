@@ -1,4 +1,4 @@
-"""`toolkit inspect_data`: what a run would train on, before it does."""
+"""`toolkit inspect_data`: inspect the training data before a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def setup(
     num_samples: int = 3,
     format: Literal["text", "json"] = "text",
 ) -> None:
-    """Show samples token by token, those that are trained apart from those that are not, and count all of them.
+    """Show samples token by token, with trained tokens marked, and statistics of the complete data.
 
     Args:
         data: The data, with the options of the run.
         tokenizer_dir: The checkpoint folder of the run, a name below checkpoints/, or a folder with a tokenizer.json.
         max_seq_length: Tokens per sequence, as in the run.
-        num_samples: How many samples to show.
-        format: For people, or one JSON object.
+        num_samples: Number of samples to show.
+        format: Text, or one JSON object.
     """
     import json
     import sys

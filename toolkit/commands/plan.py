@@ -1,4 +1,4 @@
-"""`toolkit plan`: batch, parameters and memory of a run before it is started."""
+"""`toolkit plan`: batch, parameters and memory of a run before it starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.commands import COMMANDS
 from toolkit.errors import UserError, did_you_mean
 
 Command = Literal["pretrain", "finetune_full", "finetune_lora"]
-PLANNED = get_args(Command)
+PLANNABLE = get_args(Command)
 
 
 def setup(
@@ -20,9 +20,9 @@ def setup(
     format: Literal["text", "json"] = "text",
     **run: Any,
 ) -> None:
-    """Say what a run will be, and how much memory it needs on each device, by part.
+    """Show the resolved settings of a run, and its memory per device by component.
 
-    Write the command as you would run it, after the word plan:
+    Put plan before the command that you would run:
 
     toolkit plan pretrain pythia-160m --devices 8 --train.micro_batch_size 8 --device_memory_gb 80
 
@@ -33,8 +33,8 @@ def setup(
 
     Args:
         command: The command to plan: pretrain, finetune_full or finetune_lora.
-        device_memory_gb: Memory of one device in GB (1e9 bytes), to say whether the run fits, and what to change.
-        format: A table for people, or JSON.
+        device_memory_gb: Memory of one device in GB (1e9 bytes), to check whether the run fits and suggest changes.
+        format: Text table, or JSON.
     """
     if device_memory_gb is not None and not device_memory_gb > 0:
         raise UserError(f"--device_memory_gb {device_memory_gb}: must be greater than zero")
@@ -61,33 +61,35 @@ def choose(argv: list[str]) -> tuple[Callable[..., None], tuple[str, ...]]:
         UserError: it does not begin with a command that can be planned.
     """
     name = argv[0] if argv else "--help"
-    if name in PLANNED:
+    if name in PLANNABLE:
         return _with_options_of(name), ("command", *COMMANDS[name][1])
     if argv and name not in ("--help", "-h"):
-        commands = ", ".join(PLANNED)
-        raise UserError(f"{name}: the command to plan must come first, one of {commands}{did_you_mean(name, PLANNED)}")
-    return _without(setup, "run"), ("command",)
+        commands = ", ".join(PLANNABLE)
+        raise UserError(
+            f"{name}: the command to plan must come first, one of {commands}{did_you_mean(name, PLANNABLE)}"
+        )
+    return _drop_parameter(setup, "run"), ("command",)
 
 
 setup.choose = choose
 
 
-def _without(function: Callable[..., None], name: str) -> Callable[..., None]:
+def _drop_parameter(function: Callable[..., None], name: str) -> Callable[..., None]:
     parameters = inspect.signature(function).parameters
     return _typed(function.__doc__, [p for n, p in parameters.items() if n != name], get_type_hints(function))
 
 
 def _with_options_of(name: str) -> Callable[..., None]:
     inner = importlib.import_module(COMMANDS[name][0]).setup
-    own, theirs = inspect.signature(setup).parameters, inspect.signature(inner).parameters
-    parameters = [own["command"], *theirs.values(), own["device_memory_gb"], own["format"]]
+    own, planned = inspect.signature(setup).parameters, inspect.signature(inner).parameters
+    parameters = [own["command"], *planned.values(), own["device_memory_gb"], own["format"]]
     options = (inspect.getdoc(inner) or "").partition("\nArgs:\n")[2]
     doc = f"{inspect.getdoc(setup)}\n{options}"
     return _typed(doc, parameters, get_type_hints(inner) | get_type_hints(setup))
 
 
 def _typed(doc: str | None, parameters: list[inspect.Parameter], hints: dict[str, Any]) -> Callable[..., None]:
-    """A function that only has a signature, for the command line to read."""
+    """Return a function with this signature for the command line to parse."""
 
     def typed() -> None: ...
 
@@ -95,5 +97,5 @@ def _typed(doc: str | None, parameters: list[inspect.Parameter], hints: dict[str
     typed.__signature__ = inspect.Signature(keyword)
     typed.__annotations__ = {p.name: hints[p.name] for p in parameters} | {"return": None}
     typed.__doc__ = doc
-    typed.optional = ("data",)  # a plan reads none
+    typed.optional = ("data",)  # a plan reads no data
     return typed

@@ -1,4 +1,4 @@
-"""`toolkit prepare_data`: tokenise once, ahead of the run."""
+"""`toolkit prepare_data`: tokenize data before a run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from toolkit.data import DataModule, PythonStdlib
 
 
 def setup(data: DataModule = PythonStdlib(), max_seq_length: int = 256, tokenizer_dir: str | None = None) -> None:
-    """Tokenise data into chunks that training finds in its cache.
+    """Tokenize data into the cache that training reads.
 
     Args:
-        data: What to prepare. The options that change what is stored must be those of the run.
+        data: The data, with the same options as in the run if they affect the stored tokens.
         max_seq_length: Tokens per sequence, as in the run.
         tokenizer_dir: A folder with a tokenizer.json; without it TextFiles and PythonStdlib train their own.
     """

@@ -54,32 +54,31 @@ def setup(
     `toolkit pretrain list` prints the names of the models.
 
     Args:
-        model_name: A named architecture; mini-llama, which any machine can train, when not given.
-        model_config: Single fields of the architecture, set over those of the named one.
-        data: What to train on.
-        train: How to train.
-        eval: When to validate.
-        log: Names under which a logger files the run.
-        optimizer: Which optimizer.
-        out_dir: Where checkpoints and logs go.
-        resume: Go on from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if there is any), or
-            a path.
-        verify_checkpoint: Compare files with their checksums before they are used; false also reads edited files.
-        initial_checkpoint_dir: Start from the weights of this checkpoint, or of a name below checkpoints/.
-        tokenizer_dir: A folder with a tokenizer.json; without it the data module trains its own where it can.
-        accelerator: Where to compute.
-        devices: Devices per node; auto takes all GPUs, or one process on a CPU, or what torchrun or SLURM say.
-        num_nodes: Machines; one, or what torchrun or SLURM say, when not given.
-        strategy: How devices share the work; auto shards the model over them (fsdp), or takes the one there is.
-        fsdp: How to shard.
-        ddp: How to keep whole copies equal.
-        precision: 32-true on a CPU and bf16-mixed on CUDA when not given.
+        model_name: A named architecture. Default: mini-llama, which trains on any machine.
+        model_config: Overrides of single fields of the named architecture.
+        data: Training data.
+        train: Training options.
+        eval: Validation options.
+        log: Names for loggers: project, run, group.
+        optimizer: Optimizer options.
+        out_dir: Folder for checkpoints and logs.
+        resume: Resume from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if any), or a path.
+        verify_checkpoint: Verify checksums before loading; false accepts edited files.
+        initial_checkpoint_dir: Start from the weights of this checkpoint folder, or of a name below checkpoints/.
+        tokenizer_dir: A folder with a tokenizer.json. Default: the data module trains one if it can.
+        accelerator: Device type.
+        devices: Devices per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
+        num_nodes: Number of nodes. Default: 1, or as set by torchrun or SLURM.
+        strategy: Distributed strategy. auto: fsdp on several devices, single on one.
+        fsdp: FSDP options.
+        ddp: DDP options.
+        precision: Default: 32-true on CPU, bf16-mixed on CUDA.
         compiler: Compile the blocks with torch.compile.
-        deterministic: Take only algorithms that give the same bits every time: slower on CUDA; a CPU's always do.
-        logger_name: Where metrics go besides logs/metrics.csv: tensorboard, wandb, mlflow, or several with commas
-            between them; csv is that file alone.
-        timeout: Minutes to wait for a process that does not answer; 30 until the first step is done, then 5.
-        seed: Chooses initial weights and the order of the data.
+        deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
+        logger_name: Loggers besides logs/metrics.csv: tensorboard, wandb, mlflow, or several separated by commas; csv
+            adds none.
+        timeout: Minutes before an unresponsive process aborts the run. Default: 30 until the first step, then 5.
+        seed: Random seed of initial weights and data order.
     """
     arguments = dict(locals())
     if model_name == "list":
@@ -98,5 +97,5 @@ def _print_names() -> None:
     for family, names in list_names_by_family().items():
         lines = textwrap.wrap("  ".join(names), width - 12, break_long_words=False, break_on_hyphens=False)
         print("\n".join(f"{label:12}{line}" for label, line in zip([family, *[""] * len(lines)], lines, strict=False)))
-    print(f"\nAlso {len(list_aliases())} names of models of the same architectures: Llama-3.1-8B-Instruct, ...")
-    print("Upper or lower case, and an organisation in front, do not matter.")
+    print(f"\nAlso {len(list_aliases())} model names of the same architectures: Llama-3.1-8B-Instruct, ...")
+    print("Names are case-insensitive; an organization prefix is ignored.")

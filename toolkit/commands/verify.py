@@ -1,12 +1,12 @@
-"""`toolkit verify`: compare checkpoints with their checksums."""
+"""`toolkit verify`: verify the checksums of checkpoints."""
 
 from __future__ import annotations
 
 
 def setup(checkpoint_dir: str) -> None:
-    """Read all files of a checkpoint, or of all checkpoints of a run, and name those that are damaged.
+    """Verify all files of a checkpoint, or of all checkpoints of a run, and list the damaged ones.
 
-    The exit code is 0 if all are as they were written, and 2 otherwise.
+    The exit code is 0 if all are intact, and 2 otherwise.
 
     Args:
         checkpoint_dir: A checkpoint folder, a name below checkpoints/, or the out_dir of a run.
@@ -32,7 +32,7 @@ def setup(checkpoint_dir: str) -> None:
             failed.append(folder)
             continue
         if files is None:
-            print(f"{folder}: has no checksums (an empty COMPLETE, of an older version)")
+            print(f"{folder}: has no checksums (empty COMPLETE of an older version)")
             failed.append(folder)
         elif damage := find_damage(folder, files):
             print(*(f"{folder / name}: {why}" for name, why in damage.items()), sep="\n")

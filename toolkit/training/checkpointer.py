@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from toolkit.checkpoints.adapters import AdapterInfo, write_adapter_files
-from toolkit.checkpoints.finite import nonfinite_state, shown
+from toolkit.checkpoints.finite import format_names, nonfinite_state
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.optimizer_state import load_optimizer
 from toolkit.checkpoints.sharded import check_sharded, save_sharded
@@ -100,8 +100,8 @@ class Checkpointer:
         if ranks.all_reduce_sum(nonfinite=len(found))["nonfinite"]:
             names = sorted({name for names in ranks.all_gather_object(found) for name in names})
             raise GuardError(
-                f"{folder} was not saved: NaN, Inf or too large numbers in {shown(names)}; lower --train.learning_rate "
-                "and resume with --resume auto (continues from the latest checkpoint)"
+                f"{folder} was not saved: NaN, Inf or too large numbers in {format_names(names)}; lower "
+                "--train.learning_rate and resume with --resume auto (continues from the latest checkpoint)"
             )
 
     def _save_shards(

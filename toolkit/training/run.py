@@ -17,8 +17,9 @@ from lightning.fabric import Fabric
 
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.folder import find_checkpoint_dir
-from toolkit.checkpoints.lock import exclusive, require_free
-from toolkit.checkpoints.store import FINAL, newest, resolve_resume, set_aside
+from toolkit.checkpoints.lock import exclusive_lock, require_unlocked
+from toolkit.checkpoints.resume import resolve_resume
+from toolkit.checkpoints.store import FINAL, newest, rename_damaged
 from toolkit.data.base import DataModule, PreparedData, TokenDataset, is_ragged
 from toolkit.data.loader import choose_padding
 from toolkit.distributed import ranks
@@ -349,7 +350,7 @@ def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
 
 def resolve_resume_path(args: RunArgs) -> Path | None:
     """Return the checkpoint to go on from, if any."""
-    require_free(Path(args.out_dir))
+    require_unlocked(Path(args.out_dir))
     return resolve_resume(args.resume, Path(args.out_dir))
 
 
@@ -380,11 +381,11 @@ def open_outputs(
     Raises:
         UserError: another process runs there, or has done so a moment ago.
     """
-    stack.enter_context(exclusive(out_dir))
+    stack.enter_context(exclusive_lock(out_dir))
     if resolve_resume(args.resume, out_dir) != next(iter(start.damaged), start.resume_from):
         raise UserError(f"--out_dir {out_dir}: another process has just run there; start again")
     for folder in start.damaged:  # else it would count as the run's newest, and for --train.keep_last
-        report(f"renamed {folder} to {set_aside(folder).name}; delete it when you do not need it")
+        report(f"renamed {folder} to {rename_damaged(folder).name}; delete it when you do not need it")
     resume_step = None if start.resume_from is None else start.progress.step
     csv = MetricsCSV(out_dir / "logs" / "metrics.csv", resume_step=resume_step)
     return csv, make_loggers(args.logger_name, out_dir, args.log, hyperparameters(args), resume_step)

@@ -11,7 +11,7 @@ from toolkit.checkpoints.manifest import (
     EDITABLE,
     DamagedCheckpointError,
     describe_damage,
-    no_manifest,
+    missing_manifest_note,
     read_manifest,
 )
 from toolkit.checkpoints.store import newest_first
@@ -43,7 +43,7 @@ def require_intact_together(folder: Path, is_node_leader: bool, report: Report) 
     """
     manifest = _same_on_all(lambda: read_manifest(folder))
     if manifest is None:
-        report(no_manifest(folder))
+        report(missing_manifest_note(folder))
         return False
     shards = sorted(name for name in manifest if name.endswith(".distcp"))
     own = set(shards[ranks.global_rank() :: ranks.world_size()])
