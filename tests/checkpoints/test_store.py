@@ -327,7 +327,7 @@ def test_resume_with_a_fresh_out_dir(run_dir, tmp_path):
     (fresh / "logs").mkdir(parents=True)
     (fresh / "logs" / "metrics.csv").write_text("step\n")  # killed before its first checkpoint
     assert resolve_resume("auto", fresh) is None
-    with pytest.raises(UserError, match=r"already used \(logs/metrics.csv is there\)"):
+    with pytest.raises(UserError, match=r"already used \(logs/metrics.csv exists\)"):
         resolve_resume(False, fresh)
     with pytest.raises(UserError, match="is of another run; give another --out_dir"):
         resolve_resume(str(run_dir), fresh)

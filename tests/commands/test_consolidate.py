@@ -138,7 +138,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(checkpoint, sharded, tmp_path,
         (sharded, sharded / "one", "is inside the checkpoint"),
         (tmp_path / "none", tmp_path / "one", "no such folder"),
         (broken, tmp_path / "one", f"{broken}/trainer/optimizer: no such folder"),
-        (odd, tmp_path / "one", "holds 'no bar', which is no optimizer's tensor"),
+        (odd, tmp_path / "one", "holds 'no bar', which is not an optimizer tensor"),
     ]:
         assert main(["consolidate", str(source), str(out), "--verify_checkpoint", "false"]) == 2
         shown = capsys.readouterr().err
