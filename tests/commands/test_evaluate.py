@@ -149,7 +149,7 @@ def test_a_task_that_keeps_its_own_number_of_examples(talker, task, tmp_path, ca
         (["--tasks", "choose", "--include_path", "nowhere"], "--include_path nowhere: no such folder"),
         (["--tasks", ","], "--tasks ',': give names"),
         (["--tasks", "choose", "--split", "train"], "--split train: has no effect with --tasks; leave it out"),
-        (["--tasks", "choose", "--data", "PythonStdlib"], "--data PythonStdlib: is for text"),
+        (["--tasks", "choose", "--data", "PythonStdlib"], "--data PythonStdlib: has no effect with --tasks"),
         (["--limit", "3"], "--limit 3.0: requires --tasks; leave it out"),
         (["--tasks", "choose", "--limit", "-1"], "--limit -1.0: must be greater than zero"),
         (["--tasks", "choose", "--num_fewshot", "-1"], "--num_fewshot -1: must not be negative"),
