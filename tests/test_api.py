@@ -1,4 +1,4 @@
-"""`import toolkit`: ready modules, datasets and optimizers, in one process and in several."""
+"""`import toolkit`: user-provided modules, datasets and optimizers, in one process and in several."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from torch import nn
 
 
 class Layer(nn.Module):
-    """Attention of one head, and a linear layer."""
+    """Single-head attention and a linear layer."""
 
     def __init__(self, width):
         super().__init__()
@@ -48,7 +48,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Gives logits."""
+    """Returns logits."""
 
     def __init__(self, vocabulary=64, width=32, layers=2):
         super().__init__()
@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 class NetWithLoss(Net):
-    """The same, with a loss of its own."""
+    """The same, with its own loss."""
 
     def forward(self, input_ids, labels):
         loss = nn.functional.cross_entropy(super().forward(input_ids).flatten(0, 1), labels.flatten(), reduction="sum")
@@ -98,7 +98,7 @@ class Rows:
 
 
 class Plain(torch.optim.Optimizer):
-    """Gradient descent with decay."""
+    """Gradient descent with weight decay."""
 
     def __init__(self, params, lr=1e-3, weight_decay=0.0):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -132,7 +132,7 @@ def losses(out_dir: Path, column: str = "loss") -> list[float]:
 
 
 def run_script(script: Path, *launcher: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run a script as a user does, in its own folder."""
+    """Run a script as a user does, in its folder."""
     left_out = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
     env = {k: v for k, v in os.environ.items() if k not in left_out} | {"OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, *launcher, script.name]
@@ -145,7 +145,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalon
 # ---- import
 
 
-def test_import_is_light_and_offers_names():
+def test_import_is_fast_and_exports_the_api():
     code = (
         "import sys, toolkit\n"
         "assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)\n"
@@ -167,7 +167,7 @@ def readme_script() -> str:
     return script
 
 
-def test_the_readme_script_runs_with_python_and_gives_the_losses_of_one_device(tmp_path, monkeypatch):
+def test_readme_script_on_two_devices_matches_one_device(tmp_path, monkeypatch):
     script = tmp_path / "file.py"
     script.write_text(readme_script())
     done = run_script(script)
@@ -215,8 +215,8 @@ toolkit.rank_print(json.dumps([stats, told]))
 """
 
 
-def test_every_strategy_gives_the_losses_of_one_device_under_torchrun(tmp_path):
-    """Modules and optimizers that are not ours; several runs in one script; resume; helpers."""
+def test_every_strategy_under_torchrun_matches_one_device(tmp_path):
+    """User-provided modules and optimizers; several runs in one script; resume; helpers."""
     (tmp_path / "models.py").write_text(MODELS)
     script = tmp_path / "many.py"
     script.write_text(MANY)
@@ -248,14 +248,14 @@ def test_every_strategy_gives_the_losses_of_one_device_under_torchrun(tmp_path):
     assert results["llama"][2] == pytest.approx(expected["llama"].metrics["val_loss"], rel=1e-5)
     assert done.stdout.count("before") == 1 and "[rank 1] before" in done.stdout
 
-    # names on disk are the module's own, tied or not, sharded or not
+    # names on disk are the module's names, tied or not, sharded or not
     for name, model in {"full": Net(), "grad_op": Net(), "llama": _space["llama"]()}.items():
         model.load_state_dict(load_weights(tmp_path / name / "final"))
     assert not (tmp_path / "full/final/hyperparameters.yaml").exists()
 
 
 @pytest.mark.slow
-def test_a_mistake_after_the_start_is_told_once(tmp_path):
+def test_user_error_after_launch_is_printed_once(tmp_path):
     (tmp_path / "models.py").write_text(MODELS)
     script = tmp_path / "wrong.py"
     script.write_text(
@@ -269,7 +269,7 @@ def test_a_mistake_after_the_start_is_told_once(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_ended_together_is_a_quiet_exit(monkeypatch, tmp_path):
+def test_peer_shutdown_exits_silently(monkeypatch, tmp_path):
     def end(args):
         raise PeerShutdownError(3)
 
@@ -279,7 +279,7 @@ def test_ended_together_is_a_quiet_exit(monkeypatch, tmp_path):
     assert caught.value.code == 3
 
 
-def test_no_script_to_start_again(monkeypatch, tmp_path):
+def test_several_devices_need_a_script(monkeypatch, tmp_path):
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
@@ -292,7 +292,7 @@ def test_no_script_to_start_again(monkeypatch, tmp_path):
 # ---- models
 
 
-def test_a_module_is_trained_saved_and_resumed_bit_for_bit(tmp_path):
+def test_module_is_trained_saved_and_resumed_bit_equal(tmp_path):
     model, rows = Net(), TokenDataset()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     whole = train(model, rows, out_dir=tmp_path / "whole", train={"save_interval": 2})
@@ -312,7 +312,7 @@ def test_a_module_is_trained_saved_and_resumed_bit_for_bit(tmp_path):
     assert finished == whole
 
 
-def test_biases_norms_and_embeddings_of_a_ready_module_do_not_decay(tmp_path, monkeypatch):
+def test_biases_norms_and_embeddings_of_a_user_module_do_not_decay(tmp_path, monkeypatch):
     from toolkit.training import run
 
     built = []
@@ -325,7 +325,7 @@ def test_biases_norms_and_embeddings_of_a_ready_module_do_not_decay(tmp_path, mo
     assert decaying == {"head.weight", *(f"layers.{i}.{part}.weight" for i in (0, 1) for part in ("qkv", "out"))}
 
 
-def test_a_gpt_stays_one_of_ours(tmp_path):
+def test_gpt_instance_keeps_its_config(tmp_path):
     config = toolkit.ModelConfig(vocab_size=64, block_size=32, n_layer=2, n_embd=32, tie_embeddings=True)
     first = train(config, out_dir=tmp_path / "first")
     model = toolkit.load(first.checkpoint)
@@ -358,7 +358,7 @@ def test_blocks_are_found():
 
 
 class Returns(nn.Module):
-    """Gives whatever it is told."""
+    """Returns a given value."""
 
     def __init__(self, what):
         super().__init__()
@@ -376,12 +376,12 @@ class Returns(nn.Module):
         (Returns(lambda ids, w: {"logits": w}), "returns an object of type dict; it must return logits"),
     ],
 )
-def test_what_a_module_returns_is_checked(model, message):
+def test_module_outputs_are_checked(model, message):
     with pytest.raises(UserError, match=message):
         LossWrapper(model)(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))
 
 
-def test_a_mean_loss_is_not_taken_for_logits():
+def test_mean_loss_is_not_mistaken_for_logits():
     class Mean(Returns):
         def forward(self, input_ids, labels):
             return self.weight.mean()
@@ -407,7 +407,7 @@ BLOCKS = [torch.arange(i, i + 13) % 64 for i in range(40)]
     ],
     ids=["tensor", "TensorDataset", "arrays", "lists", "dicts"],
 )
-def test_rows_of_every_kind_are_the_same_rows(rows):
+def test_all_row_formats_give_the_same_rows(rows):
     ready = InMemoryData(rows, None, 0, None)
     row = ready.train[3]
     assert row["input_ids"].dtype == row["labels"].dtype == torch.int64
@@ -432,13 +432,13 @@ def test_rows_of_every_kind_are_the_same_rows(rows):
         ([{"input_ids": b, "labels": b} for b in BLOCKS], "labels equal the input_ids"),
     ],
 )
-def test_rows_that_are_none(rows, message, tmp_path):
+def test_invalid_rows(rows, message, tmp_path):
     with pytest.raises(UserError, match=message):
         train(dataset=rows, out_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_resume_refuses_other_rows(tmp_path):
+def test_resume_with_other_rows_is_an_error(tmp_path):
     train(dataset=BLOCKS, out_dir=tmp_path / "run", train={"max_steps": 2})
     others = BLOCKS[:-1] + [BLOCKS[0]]
     with pytest.raises(UserError, match="--data: .*was trained with other data"):
@@ -446,8 +446,8 @@ def test_resume_refuses_other_rows(tmp_path):
     assert train(dataset=list(BLOCKS), out_dir=tmp_path / "run", resume="auto").step == 4
 
 
-def test_tokens_end_a_run_by_the_length_of_the_rows(tmp_path):
-    """Not by the model's context, which is longer; and not at all where the rows differ in length."""
+def test_max_tokens_uses_the_length_of_the_rows(tmp_path):
+    """Not by the model's context length, which is larger; and not if rows differ in length."""
     config = toolkit.ModelConfig(vocab_size=64, block_size=32, n_layer=1, n_embd=32)
     limit = {"max_steps": None, "max_tokens": 8 * 12 * 3}
     assert train(config, BLOCKS, out_dir=tmp_path / "run", train=limit, num_workers=1).step == 3
@@ -457,8 +457,8 @@ def test_tokens_end_a_run_by_the_length_of_the_rows(tmp_path):
         train(toolkit.ModelConfig(vocab_size=64, block_size=8), BLOCKS, out_dir=tmp_path / "long")
 
 
-def test_padding_of_the_widths_of_cuda_counts_in_no_metric(tmp_path, monkeypatch):
-    """And --deterministic reaches torch, and only this run."""
+def test_cuda_width_padding_is_in_no_metric(tmp_path, monkeypatch):
+    """--deterministic also reaches torch, for this run only."""
     config, found = toolkit.ModelConfig(vocab_size=64, block_size=40, n_layer=1, n_embd=32), []
     options = {"val_dataset": TokenDataset(), "eval": {"interval": 2}}
     plain = train(config, out_dir=tmp_path / "plain", **options)
@@ -474,7 +474,7 @@ def test_padding_of_the_widths_of_cuda_counts_in_no_metric(tmp_path, monkeypatch
     assert found == [True] and not torch.are_deterministic_algorithms_enabled()
 
 
-def test_cudnn_attention_is_for_training_on_shapes_that_stay(tmp_path, monkeypatch):
+def test_cudnn_attention_is_for_training_on_fixed_shapes(tmp_path, monkeypatch):
     allowed, while_generating, forward = torch.backends.cuda.cudnn_sdp_enabled, [], GPT.forward
 
     def watched(self, *args, kv_cache=None, **options):
@@ -507,7 +507,7 @@ def watching(forward, widths):
 # ---- options
 
 
-def test_options_are_those_of_pretrain(tmp_path):
+def test_options_match_pretrain(tmp_path):
     options = {"train": TrainArgs(**TRAIN), "optimizer": torch.optim.SGD, "seed": 7, "log": {"run": None}}
     data = SyntheticTokens(vocab_size=50, num_rows=40)
     overrides = {"n_layer": 1, "block_size": 16}
@@ -546,14 +546,14 @@ def test_options_are_those_of_pretrain(tmp_path):
         ({"model": nn.Linear(2, 2, device="meta")}, "meta device"),
     ],
 )
-def test_mistakes(options, message, tmp_path):
+def test_user_errors(options, message, tmp_path):
     model, dataset = options.pop("model", None) or Net(), options.pop("dataset", BLOCKS)
     with pytest.raises(UserError, match=message) as caught:
         train(model, dataset, out_dir=tmp_path / "run", **options)
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
-def test_fsdp_asks_for_the_blocks(tmp_path, monkeypatch):
+def test_fsdp_requires_block_classes(tmp_path, monkeypatch):
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="--strategy fsdp: .*block_classes"):

@@ -1,4 +1,4 @@
-"""scripts/benchmark.py: reads the right columns, compares within a round, and says what is missing."""
+"""scripts/benchmark.py: parsing of results, comparison within a round, and error messages."""
 
 import csv
 import ctypes
@@ -34,7 +34,7 @@ def write_csv(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def test_toolkit_figures_leave_the_warm_up_out(tmp_path):
+def test_toolkit_results_exclude_the_warm_up(tmp_path):
     speeds, ends = [1.0, 2.0, 10.0, 20.0], [100.0, 150.0, 154.0, 156.0]
     rows = [
         {"step": i, "seconds": end, "loss": 1.0, "tokens_per_sec": speed, "peak_memory_gb": i}
@@ -46,7 +46,7 @@ def test_toolkit_figures_leave_the_warm_up_out(tmp_path):
     assert one == products.Measurement(1234, 15.0, pytest.approx(20 / 3), 4.0)
 
 
-def test_litgpt_figures_come_from_the_iteration_times_and_not_from_its_tok_sec(tmp_path):
+def test_litgpt_results_use_iteration_times(tmp_path):
     rows = [
         {"iter": i, "iter_time": seconds, "time": end}
         for i, seconds, end in [(1, 9.0, 9.0), (2, 9.0, 19.0), (3, 2.0, 23.0), (4, 4.0, 28.0)]
@@ -59,14 +59,14 @@ def test_litgpt_figures_come_from_the_iteration_times_and_not_from_its_tok_sec(t
     assert products.read_litgpt(metrics, on_cuda, WORK).peak_memory_gb == 7.25
 
 
-def test_trainer_figures_leave_the_warm_up_out():
+def test_trainer_results_exclude_the_warm_up():
     result = {"begins": [0, 10, 21, 26], "ends": [9, 20, 25, 28], "parameters": 7, "peak_memory_gb": 2.0}
     one = products.read_transformers(result, WORK)
     assert one == products.Measurement(7, pytest.approx(20 / 3), pytest.approx(20 / 4), 2.0)
 
 
-def test_litgpt_finetuning_counts_steps_and_not_iterations(tmp_path):
-    """Four iterations a step, two rows of its log each; the last token of each of the 16 rows of a step is no input."""
+def test_litgpt_finetuning_counts_optimizer_steps(tmp_path):
+    """Four iterations per step, with two log rows each; the last token of each of a step's 16 rows is not an input."""
     rows = []
     for i in range(1, 25):  # a step: 4 seconds, 40 positions and 32 tokens; from the sixth on twice the seconds
         time = 1000 + i + max(0, i - 20)
@@ -78,7 +78,7 @@ def test_litgpt_finetuning_counts_steps_and_not_iterations(tmp_path):
     assert one == finetune.Measurement(1234, 6 * 16, 3.0, 7.5, 6.0, 1.5)
 
 
-def test_ratio_is_taken_within_each_round():
+def test_ratio_is_computed_within_each_round():
     def runs(*speeds):
         return [products.Measurement(1, speed, speed, 1.0) for speed in speeds]
 
@@ -87,7 +87,7 @@ def test_ratio_is_taken_within_each_round():
     assert ratio == {"median": 2.0, "min": 2.0, "max": 20.0, "rounds": [2.0, 20.0, 2.0]}
 
 
-def test_products_take_turns_and_must_build_the_same_model(monkeypatch):
+def test_products_alternate_and_must_build_the_same_model(monkeypatch):
     turns = []
 
     def product(name, parameters):
@@ -107,7 +107,7 @@ def test_products_take_turns_and_must_build_the_same_model(monkeypatch):
         benchmark.measure(WORK, config, {"toolkit": "", "litgpt": ""}, rounds=1)
 
 
-def test_peers_get_the_malloc_settings_that_toolkit_asks_for(monkeypatch):
+def test_peers_get_the_malloc_settings_of_toolkit(monkeypatch):
     from toolkit.distributed.memory import keep_freed_memory
 
     asked = {}
@@ -119,7 +119,7 @@ def test_peers_get_the_malloc_settings_that_toolkit_asks_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--peers litgpt", "--litgpt_python PATH"),
         ("--peers transformers --transformers_python no/such/python", "--transformers_python no/such/python"),
@@ -132,20 +132,20 @@ def test_peers_get_the_malloc_settings_that_toolkit_asks_for(monkeypatch):
         ("--batchsize 4", "--batchsize"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, said, capsys):
+def test_user_error_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert benchmark.main(arguments.split()) == 2
     printed = capsys.readouterr()
-    assert said in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
+    assert message in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
 
 
-def test_a_peer_that_fails_is_told_with_the_end_of_its_output(tmp_path):
+def test_failed_peer_is_reported_with_the_end_of_its_output(tmp_path):
     with pytest.raises(products.RunFailed, match="exit code 3.*\nlast words"):
         command = [sys.executable, "-c", "import sys; print('last words'); sys.exit(3)"]
         products.run_process("litgpt", command, tmp_path, 1, {})
 
 
-def test_litgpt_is_given_only_the_fields_that_it_has():
-    """Its own files, in tests/checkpoints/litgpt, hold all of them."""
+def test_litgpt_gets_only_known_fields():
+    """LitGPT's files in tests/checkpoints/litgpt have all fields."""
     (one, *_) = sorted(Path(__file__).parent.glob("checkpoints/litgpt/*/model_config.yaml"))
     known = yaml.safe_load(one.read_text()).keys()
     assert known & {field.name for field in fields(ModelConfig)} == products.LITGPT_FIELDS

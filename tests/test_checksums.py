@@ -22,14 +22,14 @@ def folder(tmp_path, monkeypatch):
 NAMES = ["a", "sub/b", "empty"]
 
 
-def test_what_is_as_it_was_has_no_damage(folder):
+def test_unchanged_files_verify(folder):
     files = checksum_files(folder, NAMES)
     assert [files[name]["size"] for name in NAMES] == [2560, 2000, 0]
     assert [len(files[name]["crc32"]) for name in NAMES] == [3, 2, 0]
     assert find_damage(folder, check_entries(files)) == {}
 
 
-def test_every_kind_of_damage_is_named(folder):
+def test_damaged_files_are_named(folder):
     files = checksum_files(folder, NAMES)
     for offset in (0, 999, 1000, 2559):  # the edges of a chunk, and the last one, which is shorter
         content = bytearray((folder / "a").read_bytes())
@@ -46,7 +46,7 @@ def test_every_kind_of_damage_is_named(folder):
     assert damage == {"a": "2,559 bytes instead of 2,560", "sub/b": "missing", "empty": "not a regular file"}
 
 
-def test_entries_from_a_file_are_checked(folder):
+def test_entries_from_a_file_are_validated(folder):
     good = checksum_files(folder, ["a"])["a"]
     wrong = [
         None, [], {"a": None}, {"a": {}}, {"a": good | {"size": -1}}, {"a": good | {"size": 2560.0}},

@@ -1,4 +1,4 @@
-"""The ready-made configurations: each is parsed by the real parser and planned, and says its memory on top."""
+"""The configurations in config_hub: each parses, has a plan, and states its command and planned memory."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ FILES = sorted((ROOT / "config_hub").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "config_hub")))
-def test_says_its_command_and_its_planned_memory(path, capsys, monkeypatch):
+def test_states_its_command_and_planned_memory(path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     for name, value in (("is_available", False), ("device_count", 0)):  # the plan is the same on every machine
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     text = path.read_text()
     command = re.search(r"^#\s+toolkit (\w+ .*)$", text, re.M)[1]
-    said = re.search(r"^# Planned memory: ([\d.]+) GB per device", text, re.M)[1]
+    stated = re.search(r"^# Planned memory: ([\d.]+) GB per device", text, re.M)[1]
     card = re.search(r"GPUs? with (\d+) GB", text)
     options = ["--device_memory_gb", card[1]] if card else []
     assert main(["plan", *shlex.split(command), "--format", "json", *options]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert f"{facts['memory_gb']['total']:.2f}" == said
+    assert f"{facts['memory_gb']['total']:.2f}" == stated
     assert facts["fits"] is (True if card else None)
 
 
-def test_finetuning_is_there_for_every_model():
+def test_every_model_has_finetuning_configs():
     kinds = {path.parent.name: set() for path in FILES if path.parent.parent.name == "finetune"}
     for path in FILES:
         if path.parent.name in kinds:

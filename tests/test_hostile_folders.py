@@ -1,4 +1,4 @@
-"""Model folders of a stranger's making, and places that cannot be written: one line, bounded time and memory."""
+"""Untrusted model folders and unwritable paths: one-line errors, bounded time and memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def adapters(tmp_path) -> Path:
 
 @contextmanager
 def time_limit():
-    """Ends the test process where a test would wait for ever."""
+    """Ends the test process if a test hangs."""
     signal.alarm(200)
     try:
         yield
@@ -66,7 +66,7 @@ READERS = {
 }  # fmt: skip
 
 
-def test_nesting_and_long_numbers_in_the_files_of_a_model(adapters):
+def test_nesting_and_long_numbers_in_model_files(adapters):
     for name, read in READERS.items():
         content = (adapters / name).read_bytes()
         for text, message in (("[" * 50_000, "nested more than"), ("[" + "9" * 5000 + "]", "5,000 digits")):
@@ -77,7 +77,7 @@ def test_nesting_and_long_numbers_in_the_files_of_a_model(adapters):
         read(adapters)
 
 
-def test_pipes_instead_of_files_are_not_waited_for(tmp_path):
+def test_pipes_instead_of_files_do_not_hang(tmp_path):
     _, adapters, _ = make(tmp_path)
     sharded = shard(make_checkpoint(tmp_path / "plain"), tmp_path / "sharded")
     readers = [
@@ -108,7 +108,7 @@ def test_pipes_instead_of_files_are_not_waited_for(tmp_path):
             pass
 
 
-def test_sizes_beyond_all_models_are_refused_before_anything_is_built(capsys):
+def test_oversized_configs_are_refused_before_building(capsys):
     llama = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
     with time_limit():
         for n in (1025, 30_000, 10**9, 10**18):
@@ -123,8 +123,8 @@ def test_sizes_beyond_all_models_are_refused_before_anything_is_built(capsys):
     assert shown == "toolkit pretrain: --model_config.n_embd 1000000000: must be at most 16,777,216\n"
 
 
-def test_compressed_and_overlapping_entries_are_not_unpacked(tmp_path):
-    """What torch writes is stored; a bomb is a small file with large entries."""
+def test_compressed_and_overlapping_entries_are_refused(tmp_path):
+    """torch stores entries uncompressed; a zip bomb is a small file with large entries."""
     plain, packed = io.BytesIO(), tmp_path / "lit_model.pth"
     torch.save({"a": torch.zeros(1_000_000)}, plain)
     with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
@@ -144,8 +144,8 @@ def test_compressed_and_overlapping_entries_are_not_unpacked(tmp_path):
         load_state(packed)
 
 
-def test_compressed_entries_in_shards_are_not_unpacked(tmp_path):
-    """A shard file holds a zip per tensor; here one is replaced by a zip that unpacks to the same."""
+def test_compressed_entries_in_shards_are_refused(tmp_path):
+    """A shard file has a zip per tensor; here one is replaced by a compressed zip of the same content."""
     folder = shard(make_checkpoint(tmp_path / "plain"), tmp_path / "sharded") / "lit_model.pth"
 
     place = max(read_metadata(folder).storage_data.values(), key=lambda place: place.length)
@@ -164,7 +164,7 @@ def test_compressed_entries_in_shards_are_not_unpacked(tmp_path):
         read_sharded(folder)
 
 
-def test_a_link_as_lock_does_not_reach_its_target(tmp_path):
+def test_symlink_as_lock_does_not_modify_its_target(tmp_path):
     target, out_dir = tmp_path / "thesis.tex", tmp_path / "out"
     target.write_text("years of work")
     out_dir.mkdir()
@@ -176,7 +176,7 @@ def test_a_link_as_lock_does_not_reach_its_target(tmp_path):
     assert target.read_text() == "years of work"
 
 
-def test_the_data_that_a_checkpoint_names_is_not_used_without_the_flag(tmp_path, corpus, capsys):
+def test_data_named_by_a_checkpoint_needs_the_trust_flag(tmp_path, corpus, capsys):
     folder, cache = make_checkpoint(tmp_path / "model"), tmp_path / "cache"
 
     def name_data(cls: str, **options) -> None:
@@ -206,7 +206,7 @@ def test_the_data_that_a_checkpoint_names_is_not_used_without_the_flag(tmp_path,
     assert "has no effect with --data" in capsys.readouterr().err
 
 
-def test_an_out_dir_without_permission_is_one_line(tmp_path, capsys):
+def test_out_dir_without_permission_is_a_one_line_error(tmp_path, capsys):
     locked = tmp_path / "locked"
     (locked / "run").mkdir(parents=True)
     locked.chmod(0o700)
@@ -232,7 +232,7 @@ def test_an_out_dir_without_permission_is_one_line(tmp_path, capsys):
 
 @contextmanager
 def full_disk(path: Path):
-    """A file system without room at ``path`` where that can be mounted, else a limit on the size of files."""
+    """A full file system at ``path`` if it can be mounted, otherwise a limit on file sizes."""
     path.mkdir()
     is_mounted = not subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=8k", "none", path], capture_output=True
@@ -248,7 +248,7 @@ def full_disk(path: Path):
             subprocess.run(["umount", path], check=True)
 
 
-def test_conversions_on_a_full_disk_are_one_line(tmp_path, capsys):
+def test_conversion_on_a_full_disk_is_a_one_line_error(tmp_path, capsys):
     _, adapters, _ = make(tmp_path)
     sharded = shard(make_checkpoint(tmp_path / "plain"), tmp_path / "sharded")
     (sharded / "tokenizer.json").write_bytes(bytes(20_000))

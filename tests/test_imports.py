@@ -1,4 +1,4 @@
-"""The walls of the house: who may import whom, what is light, and what is never called (S4)."""
+"""Package layering: allowed imports, modules without heavy imports, and forbidden calls (S4 no-code-from-files)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from toolkit.cli import COMMANDS
 
 PACKAGE = Path(toolkit.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-# From the bottom up; a room may import its own and lower ones. Imports inside functions count too.
-ROOMS = [
+# From the bottom up; a package may import itself and lower ones. Imports inside functions count too.
+LAYERS = [
     {"errors", "checksums", "leftovers", "paths", "untrusted"},
     {"args", "models.config"},
     {"ui"},
@@ -30,7 +30,7 @@ ROOMS = [
     {"api", "commands"},
     {"cli", "cli_parser", "cli_words", "__main__"},
 ]
-LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 LIGHT = [
     "toolkit", "toolkit.cli", "toolkit.cli_parser", "toolkit.args", "toolkit.errors", "toolkit.checksums",
     "toolkit.leftovers", "toolkit.paths", "toolkit.untrusted", "toolkit.models.config",
@@ -46,14 +46,14 @@ def module_name(file: Path) -> str:
 
 
 def level(module: str) -> int | None:
-    """The level of a module below ``toolkit``; None for the package itself, which belongs to everybody."""
+    """Return the level of a module below ``toolkit``; None for the package itself."""
     rest = module.removeprefix("toolkit.")
     is_config = re.match(r"models\.config(_checks)?(\.|$)", rest)
     return LEVEL["models.config"] if is_config else LEVEL.get(rest.partition(".")[0])
 
 
 def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Yield (line, module) for all that a file imports from toolkit, TYPE_CHECKING blocks left out."""
+    """Yield (line, module) for all imports of a file from toolkit, without TYPE_CHECKING blocks."""
     for_types = {
         id(inner)
         for node in ast.walk(tree)
@@ -90,15 +90,15 @@ def test_imports_go_one_way():
         for file in FILES
         for wrong in upward_imports(file.read_text(encoding="utf-8"), module_name(file), file.name == "__init__.py")
     ]
-    assert not found, f"the order is {ROOMS}"
+    assert not found, f"the order is {LAYERS}"
 
 
-def test_every_module_has_a_room():
+def test_every_module_has_a_layer():
     homeless = [module_name(f) for f in FILES if module_name(f) != "toolkit" and level(module_name(f)) is None]
     assert not homeless
 
 
-def test_upward_imports_are_seen():
+def test_upward_imports_are_detected():
     assert upward_imports("def f():\n    from toolkit.training.loop import fit", "toolkit.data.base", False)
     assert upward_imports("from toolkit import training", "toolkit.data.base", False)
     assert upward_imports("from ..models import gpt", "toolkit.ui.live", False)
@@ -108,7 +108,7 @@ def test_upward_imports_are_seen():
 
 
 def unsafe_calls(source: str) -> list[str]:
-    """weights_only=False, unpicklers, torch.load without weights_only=True, YAML loaders that make objects."""
+    """weights_only=False, unpicklers, torch.load without weights_only=True, YAML loaders that create objects."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef) and any("Unpickler" in ast.unparse(base) for base in node.bases):
@@ -143,16 +143,16 @@ def test_s4_nothing_that_can_run_code_is_unpickled():
         "pickle.Unpickler(f)", "yaml.unsafe_load(f)", "yaml.load(f, Loader=yaml.Loader)",
     ],
 )  # fmt: skip
-def test_s4_unsafe_calls_are_seen(call):
+def test_s4_unsafe_calls_are_detected(call):
     assert unsafe_calls(f"def f():\n    return {call}")
 
 
-def test_s4_unpicklers_of_our_own_are_seen():
+def test_s4_unpickler_subclasses_are_detected():
     assert unsafe_calls("class U(pickle.Unpickler):\n    pass")
 
 
 def test_light_modules_import_no_torch():
-    """One process for all: what the command line touches before a command runs must not cost a second."""
+    """In one process for all: imports before a command runs must take less than a second."""
     code = (
         "import importlib, sys\n"
         f"for name in {LIGHT}:\n"

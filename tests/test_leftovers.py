@@ -1,4 +1,4 @@
-"""What killed processes leave behind is removed by the next one, and what live processes write never is."""
+"""Leftovers of killed processes are removed by the next one; files of live processes never are."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ for name, write in WRITERS.items():
 """
 
 
-def test_the_next_start_removes_what_a_killed_one_left(tmp_path):
+def test_next_start_removes_leftovers_of_a_killed_process(tmp_path):
     for name in WRITERS:
         (tmp_path / name).mkdir()
     root = Path(__file__).parents[1]
@@ -63,7 +63,7 @@ def test_the_next_start_removes_what_a_killed_one_left(tmp_path):
         assert [path for path in folder.iterdir() if path.name.startswith(".")] == [], name
 
 
-def test_live_processes_and_other_programs_keep_their_files(tmp_path):
+def test_files_of_live_processes_and_other_programs_are_kept(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     own, me = temporary_path(tmp_path / "x").name, f"-{os.getpid()}-"
@@ -75,12 +75,12 @@ def test_live_processes_and_other_programs_keep_their_files(tmp_path):
         (tmp_path / name / "file").touch()
         for path in (tmp_path / name / "file", tmp_path / name):
             os.utime(path, (0, time.time() - 90_000))  # more than a day
-    (tmp_path / f"{elsewhere}-in-use" / "file").write_text("more")  # which leaves the folder's own time alone
+    (tmp_path / f"{elsewhere}-in-use" / "file").write_text("more")  # which does not change the folder's mtime
     sweep(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
-def test_a_link_among_them_is_not_followed(tmp_path):
+def test_symlinks_are_not_followed(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "file").touch()
     link = tmp_path / temporary_path(tmp_path / "x").name.replace("-toolkit-", "-toolkit-other", 1)

@@ -1,4 +1,4 @@
-"""tutorials/models.md is what the registry and the parity tests say."""
+"""tutorials/models.md matches the registry and the parity tests."""
 
 import importlib.util
 
@@ -18,7 +18,7 @@ def script():
     return module
 
 
-def test_the_page_is_what_the_registry_gives(script):
+def test_page_matches_the_registry(script):
     page = script.PAGE.read_text()
     assert script.render(*script.written(page)) == page, "run: python scripts/models_table.py"
     missing = [name for name in list_names() if f"`{name}`" not in page]
@@ -31,6 +31,6 @@ def test_each_family_has_a_measured_error(script):
     assert all(versions.values())
 
 
-def test_the_readme_and_the_changelog_count_right():
+def test_counts_in_readme_and_changelog():
     assert f"[{len(FAMILIES)} model types](tutorials/models.md)" in (ROOT / "README.md").read_text()
     assert f"{len(list_names()) + len(list_aliases())} names to train" in (ROOT / "CHANGELOG.md").read_text()

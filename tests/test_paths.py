@@ -1,4 +1,4 @@
-"""Options that are paths: no URL becomes a local folder, and no link leads out of a model's folder."""
+"""Path options: no URL becomes a local folder, and no symlink leads out of a model's folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_PATHS = {
 
 
 def path_options() -> list[tuple[str, list[str], str]]:
-    """(command, words that choose the data, option) of every option that is a text, but for those that are no path."""
+    """Return (command, words that choose the data, option) of every string option that is a path."""
     found = []
     for name, (module, _, _) in COMMANDS.items():
         setup = importlib.import_module(module).setup
@@ -45,7 +45,7 @@ def path_options() -> list[tuple[str, list[str], str]]:
     return found
 
 
-def test_a_url_is_refused_wherever_a_path_is_taken(tmp_path, monkeypatch, capsys):
+def test_url_in_place_of_a_path_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     options = [*path_options(), ("pretrain", [], "config")]
     assert {"out_dir", "data.cache_dir", "resume", "checkpoint_dir", "hf_dir", "from_peft"} <= {o for *_, o in options}
@@ -61,7 +61,7 @@ def test_a_url_is_refused_wherever_a_path_is_taken(tmp_path, monkeypatch, capsys
     assert not any(tmp_path.iterdir())
 
 
-def test_a_url_in_a_file_and_from_python_is_refused_too(tmp_path, monkeypatch, capsys):
+def test_url_in_a_yaml_file_and_from_python_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("out_dir: gs://bucket/x\n")
     assert main(["pretrain", "--config", "run.yaml"]) == 2
@@ -74,12 +74,12 @@ def test_a_url_in_a_file_and_from_python_is_refused_too(tmp_path, monkeypatch, c
         toolkit.load("s3://x")
 
 
-def test_a_prompt_may_be_a_url(tmp_path, capsys):
+def test_prompt_may_be_a_url(tmp_path, capsys):
     assert main(["generate", str(tmp_path / "none"), "--prompt", "https://example.com says"]) == 2
     assert "none: no such folder" in capsys.readouterr().err
 
 
-def test_a_link_out_of_a_model_is_not_exported(tmp_path, capsys):
+def test_symlink_out_of_a_model_folder_is_not_exported(tmp_path, capsys):
     secret = tmp_path / "id_rsa"
     secret.write_text("secret")
     _, adapters, _ = make(tmp_path)
@@ -99,8 +99,8 @@ def test_a_link_out_of_a_model_is_not_exported(tmp_path, capsys):
             (folder / name).unlink()
 
 
-def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path):
-    """Its files are links to blobs beside the snapshots."""
+def test_hub_cache_snapshot_is_read(tmp_path):
+    """Its files are symlinks to blobs outside the snapshot."""
     plain, repo = make_checkpoint(tmp_path / "plain"), tmp_path / "models--a--b"
     (repo / "blobs").mkdir(parents=True)
     snapshot = repo / "snapshots" / "0123"

@@ -1,4 +1,4 @@
-"""Every command of tutorials/distributed.md, finetune.md and convert.md, run as it stands there."""
+"""Every command of tutorials/distributed.md, finetune.md and convert.md is run verbatim."""
 
 import csv
 import importlib
@@ -28,7 +28,7 @@ done"""
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
-    """A folder with scripts/, and stand-ins for SLURM's commands: srun checks what it would start."""
+    """A folder with scripts/ and stubs of SLURM's commands: srun checks what it would launch."""
     folder = tmp_path_factory.mktemp("tutorial")
     (folder / "scripts").symlink_to(ROOT / "scripts")
     add_commands(folder, {"sbatch": 'exec bash "$@"', "srun": 'exec "$@" --print_config'})
@@ -36,7 +36,7 @@ def workplace(tmp_path_factory) -> Path:
 
 
 def add_commands(folder: Path, commands: dict[str, str]) -> None:
-    """Write stand-ins for commands, as lines of bash."""
+    """Write command stubs, as lines of bash."""
     (folder / "bin").mkdir()
     for name, lines in commands.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash -e\n{lines}\n")
@@ -44,7 +44,7 @@ def add_commands(folder: Path, commands: dict[str, str]) -> None:
 
 
 def run(block: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
-    """Run commands in the folder, where its stand-ins come before what they stand for."""
+    """Run commands in the folder, with its stubs first on PATH."""
     path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "-e", "-c", block],
@@ -79,8 +79,8 @@ def test_commands_of_the_tutorial(block, workplace):
         assert (workplace / out_dir / "final" / "COMPLETE").exists()
 
 
-def test_every_command_of_finetuning_and_converting_is_understood(tmp_path, monkeypatch):
-    """Only parsed: the commands of the page do not run here, but write down their arguments."""
+def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
+    """Parsing only: the commands of the page record their arguments instead of running."""
     nothing = dict.fromkeys(("pip", "python", "head", "tail"), "true")
     add_commands(tmp_path, nothing | {"toolkit": 'printf "%s\\0" "$@" "" >> "$ARGUMENTS"'})
     for block in FINETUNE + CONVERT:
@@ -100,7 +100,7 @@ def test_every_command_of_finetuning_and_converting_is_understood(tmp_path, monk
 
 
 @pytest.mark.slow
-def test_the_page_of_finetuning_from_top_to_bottom(tmp_path):
+def test_finetuning_page_runs_from_top_to_bottom(tmp_path):
     gguf_file()  # skips without it
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     add_commands(tmp_path, {"pip": PIP})
@@ -113,7 +113,7 @@ def test_the_page_of_finetuning_from_top_to_bottom(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_page_of_converting_from_top_to_bottom(tmp_path):
+def test_conversion_page_runs_from_top_to_bottom(tmp_path):
     gguf_file()
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     add_commands(tmp_path, {"pip": PIP})
@@ -129,7 +129,7 @@ def test_the_page_of_converting_from_top_to_bottom(tmp_path):
 EXTEND = (ROOT / "tutorials" / "extend.md").read_text()
 
 
-def test_the_functions_on_the_page_of_extending_are_those_of_the_family():
+def test_extend_page_shows_the_functions_of_the_family():
     family = (ROOT / "toolkit" / "models" / "families" / "starcoder2.py").read_text()
     shown = [block for block in re.findall(r"```python\n(.*?)```", EXTEND, re.S) if block.startswith("def ")]
     assert len(shown) == 4
@@ -137,7 +137,7 @@ def test_the_functions_on_the_page_of_extending_are_those_of_the_family():
         assert block in family
 
 
-def test_the_model_that_the_page_of_extending_looks_at(capsys):
+def test_extend_page_shows_the_model(capsys):
     pytest.importorskip("transformers")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", EXTEND, re.S) if not block.startswith("def ")]
     exec(code, {})
@@ -147,6 +147,6 @@ def test_the_model_that_the_page_of_extending_looks_at(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", re.findall(r"```bash\n(.*?)```", EXTEND, re.S))
-def test_the_tests_that_the_page_of_extending_runs(block):
+def test_extend_page_test_commands(block):
     done = run(block, ROOT)
     assert re.search(r"^\.+ +\[100%\]", done.stdout, re.M)

@@ -1,4 +1,4 @@
-"""Files that strangers wrote: no size, nesting, number, alias or kind of file takes the process down."""
+"""Untrusted files: no size, nesting, number, alias or file type crashes or hangs the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAUGHS = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
 )
 
 
-def test_what_would_take_too_much_is_a_value_error():
+def test_excessive_content_is_a_value_error():
     for parse in (parse_json, parse_yaml):
         for deep in (70, 100_000):
             with pytest.raises(ValueError, match="nested more than 64 levels deep"):
@@ -30,13 +30,13 @@ def test_what_would_take_too_much_is_a_value_error():
         parse_yaml("!!python/object/apply:os.getcwd []")
 
 
-def test_what_people_write_is_read():
+def test_usual_content_is_read():
     assert parse_json('{"model_max_length": 1000000000000000019884624838656}')["model_max_length"] > 1e29
     assert parse_yaml("a: &a {b: 1}\nc: {<<: *a, d: [1.5, null, x]}")["c"] == {"b": 1, "d": [1.5, None, "x"]}
     assert parse_yaml("") is None
 
 
-def test_a_large_file_is_not_read(tmp_path):
+def test_large_file_is_not_read(tmp_path):
     path = tmp_path / "file"
     with open(path, "wb") as file:
         file.truncate(2**40)
@@ -45,7 +45,7 @@ def test_a_large_file_is_not_read(tmp_path):
             read(path)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_pipe_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     signal.alarm(100)
     try:
@@ -57,7 +57,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         signal.alarm(0)
 
 
-def test_aliases_of_a_config_are_bounded(tmp_path, capsys):
+def test_config_aliases_are_bounded(tmp_path, capsys):
     path = tmp_path / "config.yaml"
     path.write_text(LAUGHS + "data: {class_path: TextFiles, init_args: {train_data_path: *i}}\n")
     assert main(["pretrain", "--config", str(path), "--print_config"]) == 2

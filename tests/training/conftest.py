@@ -1,4 +1,4 @@
-"""A pico model on random rows, so that the parts of training can be tested without a data module."""
+"""A pico model on random rows, for tests of training without a data module."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ VOCABULARY = 128
 
 
 class RaggedRows:
-    """Rows of unequal length whose first few tokens are masked; every fifth is masked throughout."""
+    """Rows of different lengths whose first tokens are masked; every fifth row is masked completely."""
 
     def __init__(self, n: int, length: int = 24) -> None:
         self.n, self.length = n, length

@@ -17,14 +17,14 @@ def test_n1_accumulation_is_exact(global_size, micro, devices, nodes, accumulati
 @pytest.mark.parametrize(
     ("global_size", "micro", "devices", "nodes", "hints"),
     [
-        (125, 5, 4, 1, ["120", "140"]),  # each of these trains on a silently smaller batch elsewhere
+        (125, 5, 4, 1, ["120", "140"]),  # other trainers silently use a smaller batch here
         (16, 1, 3, 1, ["15", "18"]),
         (512, 4, 8, 3, ["480", "576"]),
         (4, 1, 8, 1, ["use --train.global_batch_size 8"]),  # smaller than the world
         (6, 4, 1, 1, ["4 or 8", "--train.micro_batch_size 3"]),
     ],
 )
-def test_n1_a_batch_that_does_not_divide_is_refused_with_what_works(global_size, micro, devices, nodes, hints):
+def test_n1_indivisible_batch_is_an_error_with_valid_values(global_size, micro, devices, nodes, hints):
     with pytest.raises(UserError) as error:
         plan_batch(global_size, micro, devices, nodes)
     message = str(error.value)

@@ -1,4 +1,4 @@
-"""Every family all the way: from a Hugging Face folder through a step of finetuning and back, whole and by adapters."""
+"""Every family end to end: import from Hugging Face, one step of full and LoRA finetuning, and export."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from toolkit.models.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 
-# one configuration of each, the first one where none is named
+# one configuration per family, by default the first
 NAMED = {"mistral": "mistral-window", "smollm3": "smollm3-windows", "phi3": "phi3-window", "falcon": "falcon-groups",
          "stablelm": "stablelm-12b", "phi": "phi-norms"}  # fmt: skip
 OF_TYPE = NAMED | {
@@ -23,7 +23,7 @@ OF_TYPE = NAMED | {
 }
 CLOSE = 2e-5  # fp32, relative to the largest logit
 PARTS = ("query", "key", "value", "projection", "mlp", "head")
-# adapters go beside attention and head only
+# families with adapters in attention and head only
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"}
 RUN = ["--data", "JSON", "--data.prompt_style", "plain", "--accelerator", "cpu", "--train.global_batch_size", "2",
        "--train.micro_batch_size", "2", "--train.max_steps", "1", "--train.learning_rate", "1e-2",
@@ -45,7 +45,7 @@ def rows(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def hf_dir(request, tmp_path, tokenizer) -> Path:
-    """A random model of transformers' with a tokenizer, saved by transformers."""
+    """A random transformers model with a tokenizer, saved by transformers."""
     config = HF_CONFIGS[OF_TYPE[request.node.callspec.params["family"]]]()
     config.vocab_size = 320
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -60,14 +60,14 @@ def ids() -> torch.Tensor:
 
 
 @torch.no_grad()
-def ours(folder: Path) -> torch.Tensor:
-    """The logits of a checkpoint of ours."""
+def toolkit_logits(folder: Path) -> torch.Tensor:
+    """Return the logits of a toolkit checkpoint."""
     return load_model(folder).eval()(ids())
 
 
 @torch.no_grad()
-def theirs(folder: Path, adapters: Path | None = None) -> torch.Tensor:
-    """The logits of a Hugging Face folder in transformers, or in peft."""
+def hf_logits(folder: Path, adapters: Path | None = None) -> torch.Tensor:
+    """Return the logits of a Hugging Face folder with transformers, or with peft."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     if adapters is not None:
         model = pytest.importorskip("peft").PeftModel.from_pretrained(model, adapters)
@@ -79,38 +79,38 @@ def test_all_families_are_tested():
 
 
 @pytest.mark.parametrize("family", OF_TYPE)
-def test_a_step_of_full_finetuning_and_an_export(family, hf_dir, rows, tmp_path):
+def test_full_finetuning_and_export(family, hf_dir, rows, tmp_path):
     base, final, out = tmp_path / "base", tmp_path / "run" / "final", tmp_path / "out"
     assert main(["convert_from_hf", str(hf_dir), str(base)]) == 0
     assert main(["finetune_full", str(base), "--data.json_path", str(rows), "--out_dir", str(final.parent), *RUN]) == 0
     assert main(["convert_to_hf", str(final), str(out), "--verify", "true"]) == 0
-    expected = theirs(out)
-    assert relative_error(ours(final), expected) < CLOSE
-    assert relative_error(theirs(hf_dir), expected) > 1e-2  # trained
+    expected = hf_logits(out)
+    assert relative_error(toolkit_logits(final), expected) < CLOSE
+    assert relative_error(hf_logits(hf_dir), expected) > 1e-2  # trained
 
 
 @pytest.mark.parametrize("family", OF_TYPE)
-def test_a_step_of_all_adapters_merged_and_in_peft(family, hf_dir, rows, tmp_path, recwarn):
+def test_lora_finetuning_merge_and_peft_export(family, hf_dir, rows, tmp_path, recwarn):
     base, final, merged, out = (tmp_path / name for name in ("base", "run/final", "merged", "out"))
     assert main(["convert_from_hf", str(hf_dir), str(base)]) == 0
     parts = [part for part in PARTS if part != "mlp" or family not in EXPERTS]
     adapted = [word for part in parts for word in (f"--lora_{part}", "true")]
     words = ["--data.json_path", str(rows), "--out_dir", str(final.parent), "--lora_r", "4", *adapted, *RUN]
     assert main(["finetune_lora", str(base), *words]) == 0
-    beside = ours(final)
-    assert relative_error(ours(base), beside) > 1e-2  # trained
+    adapted_logits = toolkit_logits(final)
+    assert relative_error(toolkit_logits(base), adapted_logits) > 1e-2  # trained
     assert main(["merge_lora", str(final), "--out_dir", str(merged)]) == 0
-    assert relative_error(ours(merged), beside) < CLOSE
+    assert relative_error(toolkit_logits(merged), adapted_logits) < CLOSE
     assert main(["convert_to_hf", str(merged), str(out), "--verify", "true"]) == 0
-    assert relative_error(theirs(out), beside) < CLOSE
+    assert relative_error(hf_logits(out), adapted_logits) < CLOSE
     assert main(["convert_to_peft", str(final), str(tmp_path / "peft")]) == 0
-    assert relative_error(theirs(hf_dir, tmp_path / "peft"), beside) < CLOSE
+    assert relative_error(hf_logits(hf_dir, tmp_path / "peft"), adapted_logits) < CLOSE
     assert not [w for w in recwarn if "missing adapter keys" in str(w.message)]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mistral", "olmo3", "gpt_oss"])
-def test_n9_with_windows_one_document_never_changes_another(family, hf_dir, tmp_path):
-    """Documents of 30, 25 and 9 tokens and windows of 16: each has its logits and gradients whatever goes before."""
+def test_n9_documents_are_isolated_with_sliding_windows(family, hf_dir, tmp_path):
+    """Documents of 30, 25 and 9 tokens, windows of 16: logits and gradients do not depend on earlier documents."""
     assert main(["convert_from_hf", str(hf_dir), str(tmp_path / "base")]) == 0
     model, row = load_model(tmp_path / "base").train(), ids()[:1].repeat(2, 1)
     assert {model.config.window(i) for i in range(model.config.n_layer)} >= {16}
@@ -132,5 +132,5 @@ def test_n9_with_windows_one_document_never_changes_another(family, hf_dir, tmp_
         F.cross_entropy(one[30:-1], row[0, 31:]).backward(retain_graph=True)
         gradients.append([p.grad.clone() for p in model.parameters()])
         model.zero_grad()
-    # the embedding among them: the tokens of the first document get none from the others
+    # including the embedding: tokens of the first document get no gradient from the others
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

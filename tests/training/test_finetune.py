@@ -1,4 +1,4 @@
-"""Finetuning from arguments to disk: what moves, what is kept, and that an interruption leaves no trace."""
+"""Finetuning from arguments to disk: trained and saved weights, resume, export."""
 
 import json
 import re
@@ -41,11 +41,11 @@ COMPANIONS = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, corpus) -> Path:
-    """A small random model with a tokenizer and every file that may come along with one."""
+    """A small random model with a tokenizer and all its companion files."""
     folder = tmp_path_factory.mktemp("base")
     plain = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 400)
     tokenizer = plain.with_files({name: content.encode() for name, content in COMPANIONS.items()})
-    config = replace(get_config("pico-llama"), intermediate_size=192)  # whole blocks of 64, for QLoRA
+    config = replace(get_config("pico-llama"), intermediate_size=192)  # a multiple of 64, for QLoRA
     model = GPT(config.with_vocab_size(tokenizer.vocab_size))
     initialize(model, seed=3)
     write_model_files(
@@ -79,7 +79,7 @@ def losses(out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-def test_only_adapters_move_and_only_they_are_saved(base, questions, tmp_path, precision):
+def test_only_adapters_are_trained_and_saved(base, questions, tmp_path, precision):
     out = tmp_path / "run"
     run_training(arguments(finetune_lora, base, questions, out, "--precision", precision, "--lora_mlp", "true"))
     final = out / "final"
@@ -104,21 +104,21 @@ PACKED = ["--data.packing", "best_fit", "--train.max_seq_length", "64", "--train
     [(finetune_lora, ["--lora_dropout", "0.2"]), (finetune_full, []), (finetune_full, PACKED)],
     ids=["lora", "full", "packed"],
 )
-def test_s2_an_interrupted_run_ends_as_one_that_was_not(base, questions, tmp_path, command, more):
-    """Dropout draws, unequal or packed rows, an epoch's end between: 3 steps, then 6, against 6 at once."""
+def test_s2_interrupted_run_is_bit_equal(base, questions, tmp_path, command, more):
+    """With dropout, ragged or packed rows and an epoch end: 3 steps, then 6, against 6 uninterrupted."""
     options = ["--train.save_interval", "3", *more]
     schedule = ["--train.max_steps", "3", "--train.lr_schedule", "constant"]
-    whole = ["--train.lr_schedule", "constant"]
-    run_training(arguments(command, base, questions, tmp_path / "a", *options, *whole))
+    constant = ["--train.lr_schedule", "constant"]
+    run_training(arguments(command, base, questions, tmp_path / "a", *options, *constant))
     run_training(arguments(command, base, questions, tmp_path / "b", *options, *schedule))
-    run_training(arguments(command, base, questions, tmp_path / "b", *options, *whole, "--resume", "auto"))
+    run_training(arguments(command, base, questions, tmp_path / "b", *options, *constant, "--resume", "auto"))
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     file = ADAPTERS if command is finetune_lora else "lit_model.pth"
     first, second = (load_state(tmp_path / run / "final" / file) for run in "ab")
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_n2_micro_batches_of_unequal_masked_rows_do_not_matter(base, questions, tmp_path):
+def test_n2_losses_do_not_depend_on_the_micro_batch_size(base, questions, tmp_path):
     for micro in (1, 2, 8):
         flags = ["--train.micro_batch_size", str(micro)]
         run_training(arguments(finetune_full, base, questions, tmp_path / str(micro), *flags))
@@ -127,7 +127,7 @@ def test_n2_micro_batches_of_unequal_masked_rows_do_not_matter(base, questions, 
 
 
 @torch.no_grad()
-def test_n9_each_token_of_a_packed_sample_has_the_loss_that_it_has_alone(base, questions, tmp_path):
+def test_n9_packed_and_unpacked_samples_have_equal_token_losses(base, questions, tmp_path):
     model, tokenizer = load_model(base), Tokenizer.load(base)
     found = {}
     for packing in ("none", "best_fit"):
@@ -146,7 +146,7 @@ def test_n9_each_token_of_a_packed_sample_has_the_loss_that_it_has_alone(base, q
     assert sorted(found["best_fit"]) == pytest.approx(sorted(found["none"]), rel=1e-4, abs=1e-5)
 
 
-def test_the_options_of_a_run_repeat_it(base, questions, tmp_path):
+def test_hyperparameters_yaml_repeats_the_run(base, questions, tmp_path):
     run_training(arguments(finetune_lora, base, questions, tmp_path / "a", "--lora_r", "4", "--lora_key", "true"))
     config = tmp_path / "a" / "final" / "hyperparameters.yaml"
     assert yaml.safe_load(config.read_text())["lora_r"] == 4
@@ -156,7 +156,7 @@ def test_the_options_of_a_run_repeat_it(base, questions, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_all_files_of_the_tokenizer_go_all_the_way(base, questions, tmp_path):
+def test_all_tokenizer_files_are_copied_to_every_output(base, questions, tmp_path):
     """Into the checkpoint, the merged one, the adapters for peft and the export (a chat template most of all)."""
     words = arguments(finetune_lora, base, questions, tmp_path / "run", "--data.prompt_style", "null")
     run_training(words)
@@ -230,13 +230,13 @@ def test_three_epochs_and_the_commands_defaults_where_nothing_is_said(base, ques
         ),
     ],
 )
-def test_mistakes_are_said_before_the_first_step(base, questions, tmp_path, flags, message):
+def test_user_errors_are_reported_before_the_first_step(base, questions, tmp_path, flags, message):
     with pytest.raises(UserError, match=message):
         run_training(arguments(finetune_lora, base, questions, tmp_path / "run", *flags))
     assert not (tmp_path / "run" / "logs").exists()
 
 
-def test_a_changed_option_of_the_adapters_is_refused_on_resume(base, questions, tmp_path):
+def test_resume_with_changed_adapter_options_is_an_error(base, questions, tmp_path):
     run_training(arguments(finetune_lora, base, questions, tmp_path / "run"))
     again = arguments(finetune_lora, base, questions, tmp_path / "run", "--resume", "true", "--lora_alpha", "32")
     with pytest.raises(UserError, match=r"--lora_alpha 32.*16"):
@@ -255,25 +255,25 @@ def test_a_changed_option_of_the_adapters_is_refused_on_resume(base, questions, 
         run_training(arguments(finetune_lora, tmp_path / "other", questions, tmp_path / "run", "--resume", "true"))
 
 
-def test_adapters_are_no_base(base, questions, tmp_path):
+def test_adapter_checkpoint_as_base_is_an_error(base, questions, tmp_path):
     run_training(arguments(finetune_lora, base, questions, tmp_path / "run"))
     with pytest.raises(UserError, match="holds adapters, not a model.*merge_lora"):
         arguments(finetune_lora, tmp_path / "run" / "final", questions, tmp_path / "again")
     assert FSDPArgs().state_dict_type == "full"
 
 
-def test_qlora_trains_adapters_beside_a_base_of_4_bits_and_merges_into_the_plain_one(base, questions, tmp_path):
+def test_qlora_trains_adapters_and_merges_into_the_unquantized_base(base, questions, tmp_path):
     pytest.importorskip("bitsandbytes")
     out = tmp_path / "run"
     flags = ["--quantize", "bnb.nf4-dq", "--precision", "bf16-true", "--train.save_interval", "3"]
     run_training(arguments(finetune_lora, base, questions, out, *flags))
     assert float(losses(out)[-1]) < float(losses(out)[0])
     assert read_adapter(out / "final").quantize == "bnb.nf4-dq"
-    whole = losses(out)
+    uninterrupted = losses(out)
     (tmp_path / "again").mkdir()
     shutil.copytree(out / "step-00000003", tmp_path / "again" / "step-00000003")
     run_training(arguments(finetune_lora, base, questions, tmp_path / "again", *flags, "--resume", "auto"))
-    assert losses(tmp_path / "again") == whole[3:]
+    assert losses(tmp_path / "again") == uninterrupted[3:]
     info = merge_in_place(out / "final").info
     assert info.quantize == "bnb.nf4-dq"
     merged, plain = load_weights(out / "final"), load_weights(base)
@@ -288,13 +288,13 @@ def test_qlora_trains_adapters_beside_a_base_of_4_bits_and_merges_into_the_plain
         (["--compiler", "torch"], "--compiler torch: does not go with --quantize"),
     ],
 )
-def test_mixes_with_a_quantised_base_that_do_not_work_are_refused(base, questions, tmp_path, flags, message):
+def test_unsupported_options_with_quantize_are_errors(base, questions, tmp_path, flags, message):
     with pytest.raises(UserError, match=message):
         run_training(arguments(finetune_lora, base, questions, tmp_path / "run", "--quantize", "bnb.nf4", *flags))
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_running_out_of_memory_says_what_the_run_needs_and_how_it_fits(base, questions, tmp_path, monkeypatch, error):
+def test_out_of_memory_error_has_the_memory_plan_and_advice(base, questions, tmp_path, monkeypatch, error):
     def full(*args, **options):
         raise error
 

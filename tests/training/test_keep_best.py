@@ -1,4 +1,4 @@
-"""`--train.keep_best`: which checkpoint it is, and that neither saving, pruning nor resuming lose or confuse it."""
+"""`--train.keep_best`: the right checkpoint is kept across saving, pruning and resuming."""
 
 import json
 import shutil
@@ -29,8 +29,8 @@ def flags(corpus) -> list[str]:
 
 
 @pytest.fixture
-def told_losses(monkeypatch) -> dict[int, float]:
-    """Validation finds what it is told to find."""
+def fake_losses(monkeypatch) -> dict[int, float]:
+    """Validation losses by step, returned by a patched validation."""
     found = dict(LOSSES)
     monkeypatch.setattr(loop, "run_validation", lambda run: {"val_loss": found[run.progress.step]})
     return found
@@ -50,26 +50,26 @@ def best_loss(folder: Path) -> float:
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(3, 2), (8, 4), (12, 10)])
-def test_the_lowest_loss_is_kept_and_an_equal_one_is_not_lower(flags, told_losses, tmp_path, steps, expected):
-    told_losses[3] = 3.5  # at the end of the run of three steps
+def test_first_checkpoint_with_the_lowest_loss_is_kept(flags, fake_losses, tmp_path, steps, expected):
+    fake_losses[3] = 3.5  # at the end of the run of three steps
     assert pretrain(flags, tmp_path / "run", steps, "--train.save_interval", "1", "--train.keep_last", "0") == 0
     best = tmp_path / "run" / "best"
     assert step_of(best) == expected and best_loss(best) == best_loss(tmp_path / "run" / "final") == LOSSES[expected]
     assert same_weights(best, tmp_path / "run" / f"step-{expected:08d}")
 
 
-def test_old_checkpoints_are_deleted_around_it(flags, told_losses, tmp_path):
+def test_pruning_keeps_the_best_checkpoint(flags, fake_losses, tmp_path):
     assert pretrain(flags, tmp_path / "run", 8, "--train.save_interval", "1", "--train.keep_last", "2") == 0
     kept = {path.name for path in (tmp_path / "run").iterdir() if (path / "COMPLETE").exists()}
     assert kept == {"step-00000006", "step-00000007", "best", "final"}  # the last step is final's
 
 
-def test_without_the_flag_there_is_none(flags, told_losses, tmp_path):
+def test_no_best_checkpoint_without_the_flag(flags, fake_losses, tmp_path):
     assert pretrain(flags, tmp_path / "run", 2, "--train.keep_best", "false") == 0
     assert not has_best(tmp_path / "run")
 
 
-def test_s2_a_resumed_run_remembers_the_loss_to_beat(flags, told_losses, tmp_path):
+def test_s2_resumed_run_restores_the_best_loss(flags, fake_losses, tmp_path):
     assert pretrain(flags, tmp_path / "whole", 12) == 0
     assert pretrain(flags, tmp_path / "run", 6) == 0
     assert pretrain(flags, tmp_path / "run", 8, "--resume", "auto") == 0
@@ -79,8 +79,8 @@ def test_s2_a_resumed_run_remembers_the_loss_to_beat(flags, told_losses, tmp_pat
     assert same_weights(tmp_path / "run" / "best", tmp_path / "whole" / "best")
 
 
-def test_s2_where_it_is_the_newest_a_run_goes_on_from_it(flags, told_losses, tmp_path, capsys):
-    """As after a kill that came between the best validation and the next checkpoint."""
+def test_s2_run_resumes_from_best_if_it_is_the_latest(flags, fake_losses, tmp_path, capsys):
+    """As after a kill between the best validation and the next checkpoint."""
     assert pretrain(flags, tmp_path / "whole", 12) == 0
     assert pretrain(flags, tmp_path / "run", 12) == 0
     shutil.rmtree(tmp_path / "run" / "final")
@@ -91,30 +91,30 @@ def test_s2_where_it_is_the_newest_a_run_goes_on_from_it(flags, told_losses, tmp
     assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
 
 
-def test_where_others_are_newer_a_run_goes_on_from_those(flags, told_losses, tmp_path):
+def test_run_resumes_from_later_checkpoints_than_best(flags, fake_losses, tmp_path):
     assert pretrain(flags, tmp_path / "run", 8, "--train.save_interval", "5") == 0
     out = tmp_path / "run"
     assert newest(out) == out / "final"
     shutil.rmtree(out / "final")
     assert newest(out) == out / "step-00000005"
-    # one that was being replaced when the power failed stands in for itself
+    # a checkpoint that was being replaced at a power failure is still used
     shutil.rmtree(out / "step-00000005")
     (out / "best").rename(out / ".old-best")
     assert newest(out) == out / ".old-best" and has_best(out)
 
 
-def test_one_that_is_gone_is_made_anew(flags, told_losses, tmp_path):
+def test_missing_best_checkpoint_is_recreated(flags, fake_losses, tmp_path):
     assert pretrain(flags, tmp_path / "run", 4) == 0
     shutil.rmtree(tmp_path / "run" / "best")
     assert pretrain(flags, tmp_path / "run", 6, "--resume", "auto") == 0
     assert step_of(tmp_path / "run" / "best") == 6
     other = ["--resume", str(tmp_path / "run" / "final")]
-    assert pretrain(flags, tmp_path / "other", 8, *other) == 0  # whose folder holds none
+    assert pretrain(flags, tmp_path / "other", 8, *other) == 0  # this folder has no best checkpoint
     assert step_of(tmp_path / "other" / "best") == 8
 
 
-def test_the_base_itself_can_be_the_best(flags, told_losses, tmp_path):
-    told_losses |= {0: 1.0}
+def test_initial_weights_can_be_the_best(flags, fake_losses, tmp_path):
+    fake_losses |= {0: 1.0}
     assert pretrain(flags, tmp_path / "run", 4, "--eval.initial_validation", "true") == 0
     assert step_of(tmp_path / "run" / "best") == 0
 
@@ -129,15 +129,15 @@ def test_the_base_itself_can_be_the_best(flags, told_losses, tmp_path):
         ),
     ],
 )
-def test_no_choice_is_said_at_the_start(flags, tmp_path, capsys, more, message):
+def test_keep_best_without_validation_is_an_error(flags, tmp_path, capsys, more, message):
     assert pretrain(flags, tmp_path / "run", 4, *more) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "logs").exists()
 
 
 @pytest.mark.slow
-def test_adapters_and_shards_on_two_ranks(flags, told_losses, tmp_path):
-    """The ranks' validations are real: the loss falls, so that the last is the best."""
+def test_keep_best_of_adapters_and_shards_on_two_ranks(flags, fake_losses, tmp_path):
+    """With real validation: the loss decreases, so the last checkpoint is the best."""
     assert pretrain(flags, tmp_path / "base", 2) == 0
     rows = "".join(json.dumps({"text": "the model reads a line of text and learns"}) + "\n" for _ in range(40))
     (tmp_path / "rows.jsonl").write_text(rows)

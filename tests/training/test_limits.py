@@ -26,12 +26,12 @@ def limits(**options):
         ({"max_time": 1.5}, None),
     ],
 )
-def test_the_first_limit_ends_the_run(options, total_steps):
+def test_first_limit_ends_the_run(options, total_steps):
     assert limits(**options).total_steps == total_steps
 
 
-def test_an_extension_counts_from_what_was_done():
-    """A run of one epoch has ended with a short batch: 3 steps for 25 rows. The next epoch begins with the 26th."""
+def test_extended_limits_count_from_the_progress():
+    """A run of one epoch ended with a short batch: 3 steps for 25 rows. The next epoch begins with row 26."""
     done = Progress(step=3, tokens=200, samples=25)
     two = build_limits(TrainArgs(global_batch_size=10, epochs=2), done, n_rows=25, tokens_per_row=8)
     assert (two.total_steps, two.total_samples) == (6, 50)
@@ -45,12 +45,12 @@ def test_max_time_is_in_minutes():
 
 @pytest.mark.parametrize("name", ["max_steps", "max_tokens", "epochs", "max_time", "learning_rate", "log_interval"])
 @pytest.mark.parametrize("value", [0, -1])
-def test_zero_and_negative_limits_are_refused(name, value):
+def test_zero_and_negative_limits_are_errors(name, value):
     with pytest.raises(UserError, match=f"--train.{name} {value}"):
         TrainArgs(**{name: value})
 
 
-def test_tokens_of_unequal_rows_are_estimated_for_the_schedule_and_counted_for_the_end():
+def test_tokens_of_ragged_rows_are_estimated_for_the_schedule_only():
     args = TrainArgs(global_batch_size=10, max_tokens=160)
     found = build_limits(args, Progress(), n_rows=25, tokens_per_row=8.0, is_ragged=True)
     assert found.total_steps == 2 and found.last_step is None
@@ -66,31 +66,31 @@ def intervals(evaluation=None, **options):
     return build_intervals(args, EvalArgs(**(evaluation or {})), found)
 
 
-def test_default_intervals_follow_the_length_of_the_run():
+def test_default_intervals_depend_on_the_length_of_the_run():
     for total in (20, 122, 1_000, 1_000_003):
         found = intervals(max_steps=total)
         validations = (total - 1) // found.eval_steps + 1  # with the one at the end
         assert 4 <= (total - 1) // found.save_steps + 1 <= 5, total
-        assert validations == 10 or total == 20 and validations == 4
+        assert validations == 10 or (total == 20 and validations == 4)
         assert found.save_seconds == 600 and found.eval_seconds is None
     few = intervals(max_steps=4)
     assert few.eval_steps > 4 and few.save_steps > 4
 
 
-def test_a_run_that_only_the_clock_ends_validates_and_saves_by_the_clock():
+def test_intervals_of_a_run_limited_by_time_are_times():
     assert intervals(max_time=20) == Intervals(None, 120, None, 240)
     assert intervals(max_time=600) == Intervals(None, 3600, None, 600)
 
 
-def test_explicit_intervals_are_obeyed():
+def test_explicit_intervals_are_unchanged():
     assert intervals({"interval": 7}, max_steps=1000, max_time=20, save_interval=3) == Intervals(7, None, 3, None)
     assert intervals({"interval": 0}, max_steps=1000, save_interval=0) == Intervals(None, None, None, None)
     assert intervals({"interval": 0}, max_steps=1000, save_every_minutes=2) == Intervals(None, None, 200, 120)
     assert intervals({"interval": 0}, max_steps=1000, save_every_minutes=None) == Intervals(None, None, 200, None)
 
 
-def test_a_limit_that_the_checkpoint_has_passed_is_refused():
-    """A run that its limit has ended is not past it, though its last step reached beyond max_tokens."""
+def test_limit_before_the_checkpoint_is_an_error():
+    """A finished run is not past its limit, although its last step exceeded max_tokens."""
     done = Progress(step=12, tokens=960, samples=120)
     cases = [("max_steps", 11, 12), ("max_tokens", 880, 881), ("epochs", 119 / 25, 120 / 25)]
     for name, passed, reached in cases:

@@ -1,4 +1,4 @@
-"""The formulas of `toolkit plan` against real tensors: parameters, gradients, states of optimizers, activations."""
+"""The formulas of `toolkit plan` against real tensors: parameters, gradients, optimizer state, activations."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def setup_of(family: str, precision: str, lora: LoRAConfig | None = None, **othe
 
 
 def build(setup: TrainingSetup) -> GPT:
-    """The model of a job with its values, as a run has it."""
+    """Return the initialized model of a setup."""
     model = GPT(setup.config)
     if setup.lora is not None:
         add_lora(model, setup.lora)
@@ -96,14 +96,14 @@ def loss_of(model: GPT, setup: TrainingSetup) -> torch.Tensor:
 
 
 def saved_bytes(setup: TrainingSetup, model: GPT | None = None) -> int:
-    """Bytes of all storages that autograd keeps in a forward pass, parameters left out."""
+    """Return the bytes of all storages that autograd saves in a forward pass, without parameters."""
     model, kept = model or build(setup), {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+            kept[storage.data_ptr()] = storage  # keep a reference, so that no address is reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -120,7 +120,7 @@ def nbytes(tensors) -> int:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", CONFIGS)
-def test_activations_of_full_training_are_what_autograd_keeps(family, precision):
+def test_activations_of_full_training_match_autograd(family, precision):
     setup = setup_of(family, precision)
     memory = plan_memory(setup)
     assert memory.activations + memory.cast_weights == pytest.approx(saved_bytes(setup), rel=0.01)
@@ -129,8 +129,8 @@ def test_activations_of_full_training_are_what_autograd_keeps(family, precision)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("lora", ["lora", "lora all", "dora"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_activations_beside_adapters_are_what_autograd_keeps(family, lora, precision):
-    """The first block keeps a little less than the formula says: nothing before it is trained."""
+def test_activations_of_lora_training_match_autograd(family, lora, precision):
+    """The first block saves slightly less than the formula: nothing before it is trainable."""
     adapters = replace(LORAS[lora], mlp=False) if CONFIGS[family].n_moe_layer else LORAS[lora]
     setup = setup_of(family, precision, adapters)
     memory = plan_memory(setup)
@@ -138,7 +138,7 @@ def test_activations_beside_adapters_are_what_autograd_keeps(family, lora, preci
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_packed_rows_keep_a_mask_in_every_layer(family):
+def test_packed_rows_save_a_mask_in_every_layer(family):
     setup = setup_of(family, "bf16-true", packed=True)
     assert plan_memory(setup).activations == pytest.approx(saved_bytes(setup), rel=0.02)
 
@@ -152,23 +152,23 @@ def test_activations_grow_with_tokens_and_layers():
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt-oss"])
-def test_where_kernels_take_no_groups_keys_and_values_of_all_heads_are_kept(family, precision, monkeypatch):
-    """As on CUDA in fp32 and with masks; here on the CPU, whose kernels take them."""
-    setup, asked = setup_of(family, precision, packed=True), []
-    monkeypatch.setattr(attention, "sdpa_supports_gqa", lambda q, mask: bool(asked.append(mask)))
+def test_without_gqa_kernels_keys_and_values_of_all_heads_are_saved(family, precision, monkeypatch):
+    """As on CUDA in fp32 and with masks; here simulated on the CPU, whose kernels support GQA."""
+    setup, masks_seen = setup_of(family, precision, packed=True), []
+    monkeypatch.setattr(attention, "sdpa_supports_gqa", lambda q, mask: bool(masks_seen.append(mask)))
     monkeypatch.setattr(activations, "_repeated", lambda setup: 1)
     assert plan_memory(setup).activations == pytest.approx(saved_bytes(setup), rel=0.02)
-    assert len(asked) == setup.config.n_layer
+    assert len(masks_seen) == setup.config.n_layer
 
 
-def test_cuda_keeps_no_attention_matrix():
-    for family in set(CONFIGS) - {"gemma2"}:  # which caps the scores
+def test_cuda_saves_no_attention_matrix():
+    for family in set(CONFIGS) - {"gemma2"}:  # which has soft-capping
         for precision in PRECISIONS:
             setups = [
                 replace(setup_of(family, precision, seq_length=n, micro_batch_size=1), device="cuda") for n in (64, 128)
             ]
             short, long = (plan_memory(setup).activations for setup in setups)
-            masks = 4 * 4 * 128 * 128  # a few layers' at most
+            masks = 4 * 4 * 128 * 128  # of a few layers at most
             assert long <= 2 * short + masks
 
 
@@ -194,7 +194,7 @@ def test_weights_gradients_and_optimizer_are_exact(precision, family, lora, opti
     assert memory.optimizer == pytest.approx(nbytes(states), abs=1)
 
 
-def test_the_optimizer_itself_says_what_it_keeps():
+def test_optimizer_state_bytes():
     assert state_bytes({"name": "SGD"}, torch.float32, (100, 7)) == 0
     assert state_bytes(ADAMW, torch.float32, (1000, 70)) == 2 * 4 * 70_000 + 4  # two moments, and the counter
     assert state_bytes(ADAMW, torch.bfloat16, (1000,)) == 2 * 2 * 1000 + 4
@@ -209,20 +209,20 @@ def test_parameters_are_counted_once():
     assert lora.trained == lora.total - tied.total > 0
 
 
-# ---- quantised base
+# ---- quantized base
 
 
 @pytest.mark.parametrize(("quantize", "per_weight"), [("bnb.nf4", 0.5625), ("bnb.nf4-dq", 0.515869140625)])
-def test_a_quantised_base_takes_its_bits_and_scales(quantize, per_weight):
+def test_quantized_base_counts_bits_and_scales(quantize, per_weight):
     setup = setup_of("gpt_neox", "bf16-true", LoRAConfig())
     plain, small = plan_memory(setup), plan_memory(replace(setup, quantize=quantize))
     linear = 6 * (3 * 128 * 128 + 128 * 128 + 2 * 128 * 512)
     assert plain.weights - small.weights == 2 * linear
-    assert small.quantized_base == per_weight * linear + 2 * 128 * 512  # and one layer restored
+    assert small.quantized_base == per_weight * linear + 2 * 128 * 512  # and one dequantized layer
 
 
 @pytest.mark.parametrize("quantize", ["bnb.nf4", "bnb.nf4-dq"])
-def test_a_quantised_base_is_as_large_as_bitsandbytes_makes_it(quantize):
+def test_quantized_base_matches_bitsandbytes(quantize):
     pytest.importorskip("bitsandbytes")
     setup = setup_of("gpt_neox", "bf16-true", LoRAConfig(mlp=True), quantize=quantize)
     model = build(setup)
@@ -246,7 +246,7 @@ def sharded(setup: TrainingSetup, devices: int, nodes: int = 1, **fsdp) -> Train
     return replace(setup, strategy=plan, fsdp=options)
 
 
-def test_sharded_states_are_parts_and_vectors_stay_whole_under_mixed_precision():
+def test_states_are_sharded_and_vectors_replicated_under_mixed_precision():
     setup = setup_of("gpt_neox", "bf16-mixed")
     whole, four = plan_memory(setup), plan_memory(sharded(setup, 4))
     vectors = 4 * sum(p.numel() for p in build_on_meta(setup).parameters() if p.ndim < 2)
@@ -256,7 +256,7 @@ def test_sharded_states_are_parts_and_vectors_stay_whole_under_mixed_precision()
     assert four.cast_weights == 0 < whole.cast_weights
 
 
-def test_gathered_units_are_root_and_two_blocks():
+def test_unsharded_units_are_root_and_two_blocks():
     setup = setup_of("gpt_neox", "32-true")
     model = build_on_meta(setup)
     block = sum(p.numel() for p in model.transformer.h[0].parameters())
@@ -266,7 +266,7 @@ def test_gathered_units_are_root_and_two_blocks():
     assert kept == 4 * (6 * block + root) + 4 * (block + root)
 
 
-def test_gradients_that_wait_are_whole():
+def test_accumulated_gradients_are_unsharded():
     setup = sharded(setup_of("gpt_neox", "32-true"), 2)
     whole = 4 * count_parameters(build_on_meta(setup)).total
     assert plan_memory(setup).gradients == whole / 2
@@ -280,7 +280,7 @@ def test_hybrid_shards_within_a_node():
     assert plan_memory(full).weights == plan_memory(setup).weights / 8
 
 
-def test_gradients_that_come_as_activations_go_count_once():
+def test_peak_counts_the_larger_of_gradients_and_activations():
     memory = plan_memory(setup_of("llama", "32-true"))
     parts = sum(memory.parts().values())
     step = memory.activations + memory.logits + memory.cast_weights
@@ -291,8 +291,8 @@ def test_gradients_that_come_as_activations_go_count_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_two_ranks_hold_what_is_planned(tmp_path, accumulation):
-    """Parameters, moments, and gradients between the micro-batches of a step, of real processes under FSDP."""
+def test_two_ranks_match_the_plan(tmp_path, accumulation):
+    """Parameters, moments, and gradients between micro-batches, of real processes under FSDP."""
     batch = 8 * accumulation
     cases = [Case(p, ["--precision", p, "--train.global_batch_size", str(batch)]) for p in PRECISIONS]
     flags = ["pico-llama", "--accelerator", "cpu", "--strategy", "fsdp", "--data", "SyntheticTokens",
@@ -304,5 +304,5 @@ def test_two_ranks_hold_what_is_planned(tmp_path, accumulation):
         for rank in seen[precision]:
             assert rank["parameters"] == pytest.approx(memory.weights, rel=0.01)
             assert rank["moments"] == pytest.approx(memory.optimizer, rel=0.01)
-            held = "gradients" if accumulation == 1 else "waiting"
-            assert rank[held] == pytest.approx(memory.gradients, rel=0.01)
+            name = "gradients" if accumulation == 1 else "waiting"
+            assert rank[name] == pytest.approx(memory.gradients, rel=0.01)

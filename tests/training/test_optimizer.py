@@ -19,7 +19,7 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_n5_decay_spares_biases_norms_and_embeddings(tied):
+def test_n5_biases_norms_and_embeddings_do_not_decay(tied):
     model = Small(tied)
     groups = parameter_groups(model, 0.1, no_decay_params(model))
     decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
@@ -29,7 +29,7 @@ def test_n5_decay_spares_biases_norms_and_embeddings(tied):
     assert len(grouped) == len(list(model.parameters()))
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_parameters_are_in_no_group():
     model = Small()
     model.wte.requires_grad_(False)
     groups = parameter_groups(model, 0.1, no_decay_params(model))
@@ -41,13 +41,13 @@ def build(precision="32-true", **options):
     return build_optimizer(Small(), resolved, 1e-3, precision)
 
 
-def test_not_fused_under_fp16_whose_gradients_are_scaled():
+def test_not_fused_under_fp16_mixed_precision():
     assert not build("16-mixed").param_groups[0]["fused"]
     with pytest.raises(UserError, match="fused"):
         build("16-mixed", options={"fused": True})
 
 
-def test_adamw_has_the_commands_defaults_and_is_fused():
+def test_adamw_has_the_command_defaults_and_is_fused():
     optimizer = build()
     assert type(optimizer) is torch.optim.AdamW
     group = optimizer.param_groups[0]
@@ -73,11 +73,11 @@ def test_any_class_by_name(name):
         ({"name": "Muon"}, "--optimizer.name Muon"),  # takes matrices only
     ],
 )
-def test_mistakes_name_the_flag(options, message):
+def test_errors_name_the_flag(options, message):
     with pytest.raises(UserError, match=message) as error:
         build(**options)
     assert "\n" not in str(error.value)
 
 
-def test_options_reach_the_class():
+def test_options_are_passed_to_the_class():
     assert build(name="SGD", options={"momentum": 0.9, "nesterov": True}).param_groups[0]["momentum"] == 0.9

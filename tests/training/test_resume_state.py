@@ -1,4 +1,4 @@
-"""S2 through the whole way of a run: optimizers that keep numbers in their groups, and damaged trainer states."""
+"""S2 for complete runs: optimizers with numbers in their parameter groups, and damaged trainer states."""
 
 import shutil
 
@@ -23,20 +23,20 @@ def growing(momentum: float) -> dict:
 
 @pytest.mark.parametrize("kind", ["full", "sharded", "adapters"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_s2_numbers_of_groups_survive_a_resume(corpus, tmp_path, kind, momentum):
+def test_s2_param_group_values_survive_a_resume(corpus, tmp_path, kind, momentum):
     options = growing(momentum) | {"fsdp": FSDPArgs(state_dict_type="sharded" if kind == "sharded" else "full")}
     train = {"learning_rate": 1.0}
     if kind == "adapters":
         run_training(arguments(corpus, tmp_path / "base", train={"max_steps": 1}))
         base = str(tmp_path / "base" / "final")
         options |= {"model_name": None, "initial_checkpoint_dir": base, "lora": LoRAConfig(), "defaults": FINETUNE_LORA}
-    for out, steps in (("whole", 6), ("parts", 3), ("parts", 6)):
+    for out, steps in (("uninterrupted", 6), ("resumed", 3), ("resumed", 6)):
         limits = train | {"max_steps": steps, "lr_schedule": "constant", "save_interval": 3}
         run_training(arguments(corpus, tmp_path / out, train=limits, resume="auto", **options))
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert len(set(losses(tmp_path / "whole"))) == 6
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "uninterrupted")
+    assert len(set(losses(tmp_path / "uninterrupted"))) == 6
     if kind != "sharded":
-        states = [load_state(tmp_path / out / "final" / STATE)["optimizer"] for out in ("whole", "parts")]
+        states = [load_state(tmp_path / out / "final" / STATE)["optimizer"] for out in ("uninterrupted", "resumed")]
         assert states[0]["param_groups"] == states[1]["param_groups"] and states[0]["param_groups"][0]["k"] == 6
 
 
@@ -47,11 +47,11 @@ def stopped(corpus, tmp_path_factory):
     return folder / "run"
 
 
-def put(name, value):
+def set_entry(name, value):
     return lambda state: state.update({name: value})
 
 
-def numpys(position):
+def set_numpy_position(position):
     def change(state):
         state["rng"][0]["numpy"][2] = position
 
@@ -62,17 +62,17 @@ def numpys(position):
     ("change", "message"),
     [
         (lambda state: state.pop("optimizer"), "optimizer: is missing"),
-        (put("optimizer", None), "optimizer: is missing or no dict"),
-        (put("optimizer", {"state": {}, "param_groups": []}), "optimizer state of .*: is missing, and of"),
-        (put("rng", None), "rng: is missing or no list"),
-        (put("rng", [3]), "rng: "),
+        (set_entry("optimizer", None), "optimizer: is missing or no dict"),
+        (set_entry("optimizer", {"state": {}, "param_groups": []}), "optimizer state of .*: is missing, and of"),
+        (set_entry("rng", None), "rng: is missing or no list"),
+        (set_entry("rng", [3]), "rng: "),
         (lambda state: state["rng"][0].pop("python"), "rng: "),
         (lambda state: state["rng"][0].update(torch=torch.zeros(3)), "rng: "),
         (lambda state: state["rng"][0].update(numpy=["MT19937"]), "rng: "),
-        (numpys(10**6), "rng: position 1000000"),
+        (set_numpy_position(10**6), "rng: position 1000000"),
     ],
 )
-def test_a_damaged_trainer_state_is_one_line(corpus, tmp_path, stopped, change, message):
+def test_damaged_trainer_state_is_a_one_line_error(corpus, tmp_path, stopped, change, message):
     shutil.copytree(stopped, tmp_path / "run")
     file = tmp_path / "run" / "final" / STATE
     state = torch.load(file, weights_only=True)
@@ -84,7 +84,7 @@ def test_a_damaged_trainer_state_is_one_line(corpus, tmp_path, stopped, change, 
     assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
 
 
-def test_a_damaged_scaler_is_one_line(tmp_path):
+def test_damaged_scaler_is_a_one_line_error(tmp_path):
     scaler = torch.amp.GradScaler("cpu")
     good = scaler.state_dict()
     _load_scaler(scaler, good | {"scale": 2.0}, tmp_path)

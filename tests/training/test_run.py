@@ -1,4 +1,4 @@
-"""The whole way of a run, from arguments to disk, with a pico model on a small corpus."""
+"""Complete runs, from arguments to disk, with a pico model on a small corpus."""
 
 import csv
 import json
@@ -88,7 +88,7 @@ def assert_same_weights(a: Path, b: Path) -> None:
         assert torch.equal(first[name], second[name]), name
 
 
-def test_a_run_learns_and_leaves_the_documented_layout(corpus, tmp_path):
+def test_run_learns_and_writes_the_documented_layout(corpus, tmp_path):
     out = tmp_path / "run"
     train = {"max_steps": 30, "save_interval": 10, "keep_last": 2, "tie_embeddings": True}
     run_training(arguments(corpus, out, train=train))
@@ -110,14 +110,14 @@ def test_a_run_learns_and_leaves_the_documented_layout(corpus, tmp_path):
     assert (out / "loss.png").stat().st_size > 1000
 
 
-def test_a_model_that_exceeds_the_memory_is_refused_before_its_weights_are_initialized(corpus, tmp_path):
+def test_model_larger_than_memory_is_an_error_before_initialization(corpus, tmp_path):
     options = arguments(corpus, tmp_path / "run", model_config=ModelOverrides(n_embd=1_000_000))
     with pytest.raises(UserError, match=r"needs about [\d,.]+ GB \(optimizer .*, weights .*use a smaller model"):
         run_training(options)
     assert not (tmp_path / "run").exists()
 
 
-def test_n3_the_same_run_twice_is_bit_equal_and_other_micro_batches_agree(corpus, tmp_path):
+def test_n3_repeated_run_is_bit_equal_and_other_micro_batches_agree(corpus, tmp_path):
     for name, micro in (("a", 4), ("b", 4), ("c", 8), ("d", 1)):
         run_training(arguments(corpus, tmp_path / name, train={"micro_batch_size": micro}))
     assert_same_weights(tmp_path / "a" / "final", tmp_path / "b" / "final")
@@ -127,7 +127,7 @@ def test_n3_the_same_run_twice_is_bit_equal_and_other_micro_batches_agree(corpus
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_s2_a_resumed_run_is_bit_equal_across_an_epochs_end(corpus, tmp_path, optimizer):
+def test_s2_resumed_run_is_bit_equal_across_an_epoch_end(corpus, tmp_path, optimizer):
     options = {"optimizer": OptimizerArgs(name=optimizer, options={"momentum": 0.9} if optimizer == "SGD" else {})}
     n_rows = len(
         TextFiles(train_data_path=str(corpus), vocab_size=300).prepare(tokenizer=None, max_seq_length=32).train
@@ -135,8 +135,8 @@ def test_s2_a_resumed_run_is_bit_equal_across_an_epochs_end(corpus, tmp_path, op
     steps = n_rows // 8 + 6  # the second epoch begins in the middle of a batch
     assert n_rows % 8
     run_training(arguments(corpus, tmp_path / "whole", train={"max_steps": steps}, **options))
-    # What was written after a checkpoint is taken away, as if the run had been killed there: once right before the
-    # end of the epoch, once long before.
+    # Remove everything after a checkpoint, as if the run had been killed there: right before the end of the epoch, and
+    # long before.
     part = arguments(
         corpus, tmp_path / "parts", train={"max_steps": steps, "save_interval": 5, "keep_last": 0}, **options
     )
@@ -164,7 +164,7 @@ def flags_for(corpus: Path, out: Path, **train) -> list[str]:
 
 
 @pytest.mark.slow
-def test_s2_two_sigkills_and_an_epochs_end_between_them_leave_no_trace(corpus, tmp_path):
+def test_s2_run_after_two_sigkills_around_an_epoch_end_is_bit_equal(corpus, tmp_path):
     train = {"max_steps": 160, "save_interval": 20, "keep_last": 2}
     whole = cli(*flags_for(corpus, tmp_path / "whole", **train))
     _, errors = whole.communicate()
@@ -185,7 +185,7 @@ def test_s2_two_sigkills_and_an_epochs_end_between_them_leave_no_trace(corpus, t
     assert json.loads((tmp_path / "killed/final/trainer/meta.json").read_text())["step"] == 160
 
 
-# SIGTERM, SIGINT and SIGUSR1 are tried with two ranks, in tests/distributed/test_failures.py
+# tests/distributed/test_failures.py covers SIGTERM, SIGINT and SIGUSR1 with two ranks
 @pytest.mark.parametrize(
     "number",
     [
@@ -194,7 +194,7 @@ def test_s2_two_sigkills_and_an_epochs_end_between_them_leave_no_trace(corpus, t
         signal.SIGHUP,
     ],
 )
-def test_s3_a_signal_saves_and_exits_with_its_number(corpus, tmp_path, number):
+def test_s3_signal_saves_and_exits_with_its_number(corpus, tmp_path, number):
     out = tmp_path / "run"
     process = cli(*flags_for(corpus, out, max_steps=100_000, save_interval=0))
     read_until(process, "step 1")
@@ -211,7 +211,7 @@ def test_s3_a_signal_saves_and_exits_with_its_number(corpus, tmp_path, number):
     assert "final" in folders(out)
 
 
-def test_s3_a_signal_during_the_last_save_does_not_cut_it_short(corpus, tmp_path, monkeypatch):
+def test_s3_signal_during_the_last_save_does_not_interrupt_it(corpus, tmp_path, monkeypatch):
     def save(run, name):
         os.kill(os.getpid(), signal.SIGUSR1)
         return loop_save(run, name)
@@ -222,7 +222,7 @@ def test_s3_a_signal_during_the_last_save_does_not_cut_it_short(corpus, tmp_path
     assert folders(tmp_path / "run") == {"final"}
 
 
-def test_s1_a_full_disk_is_one_line_and_the_previous_checkpoint_survives(corpus, tmp_path):
+def test_s1_full_disk_is_one_line_and_the_previous_checkpoint_survives(corpus, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True)
@@ -252,7 +252,7 @@ def test_s1_a_full_disk_is_one_line_and_the_previous_checkpoint_survives(corpus,
         ({"model_config": ModelOverrides(n_layer=3)}, "--model_config.n_layer 3"),
     ],
 )
-def test_a_resume_of_another_run_is_refused(corpus, tmp_path, change, message):
+def test_resume_of_a_different_run_is_an_error(corpus, tmp_path, change, message):
     run_training(arguments(corpus, tmp_path / "run"))
     before = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*"))
     change = dict(change, train={"max_steps": 20} | change.get("train", {}))
@@ -261,7 +261,7 @@ def test_a_resume_of_another_run_is_refused(corpus, tmp_path, change, message):
     assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*")) == before
 
 
-def test_a_finished_run_resumes_to_nothing_and_a_longer_one_goes_on(corpus, tmp_path, capsys):
+def test_resume_of_a_finished_run_and_of_an_extended_run(corpus, tmp_path, capsys):
     run_training(arguments(corpus, tmp_path / "run"))
     before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*"))
     run_training(arguments(corpus, tmp_path / "run", resume="auto"))
@@ -293,7 +293,7 @@ def test_a_finished_run_resumes_to_nothing_and_a_longer_one_goes_on(corpus, tmp_
         ({"model_config": ModelOverrides(family="bert")}, "bert"),
     ],
 )
-def test_mistakes_are_found_before_anything_is_written(corpus, tmp_path, change, message):
+def test_user_errors_are_found_before_anything_is_written(corpus, tmp_path, change, message):
     if change.get("accelerator") == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     with pytest.raises(UserError, match=message) as error:
@@ -302,8 +302,8 @@ def test_mistakes_are_found_before_anything_is_written(corpus, tmp_path, change,
     assert not any(tmp_path.iterdir())
 
 
-def test_s2_an_extended_epoch_goes_on_with_the_next_sample(corpus, tmp_path, monkeypatch):
-    """The last batch of an epoch-limited run is short; what it left out of its step must not be lost."""
+def test_s2_extended_epochs_continue_with_the_next_sample(corpus, tmp_path, monkeypatch):
+    """The last batch of an epoch-limited run is short; the samples missing from it must not be lost."""
     seen = []
 
     def watch(*args, **options):
@@ -320,7 +320,7 @@ def test_s2_an_extended_epoch_goes_on_with_the_next_sample(corpus, tmp_path, mon
         assert len(seen) == epochs * n_rows and set(seen) == set(range(n_rows))
 
 
-def test_a_limit_lowered_to_where_the_run_stands_still_writes_final(corpus, tmp_path):
+def test_limit_lowered_to_the_current_step_still_writes_final(corpus, tmp_path):
     run_training(arguments(corpus, tmp_path / "run", train={"save_interval": 5}))
     shutil.rmtree(tmp_path / "run" / "final")
     run_training(arguments(corpus, tmp_path / "run", train={"max_steps": 10}, resume="auto"))
@@ -329,15 +329,15 @@ def test_a_limit_lowered_to_where_the_run_stands_still_writes_final(corpus, tmp_
 
 
 @pytest.mark.parametrize("options", [{"name": "SGD"}, {"weight_decay": 0.0}, {"betas": (0.5, 0.6)}])
-def test_s2_a_resume_with_another_optimizer_is_refused(corpus, tmp_path, options):
+def test_s2_resume_with_another_optimizer_is_an_error(corpus, tmp_path, options):
     run_training(arguments(corpus, tmp_path / "run"))
     with pytest.raises(UserError, match="--optimizer"):
         again = arguments(corpus, tmp_path / "run", resume=True, train={"max_steps": 20})
         run_training(replace(again, optimizer=OptimizerArgs(**options)))
 
 
-def test_n7_an_fp16_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, capsys):
-    """The path of 16-mixed, with a scaler on the CPU in place of CUDA's; its first scale is far too large."""
+def test_n7_grad_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, capsys):
+    """The 16-mixed code path with a CPU scaler; its initial scale is far too large."""
 
     def build(*args, **options):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
@@ -356,7 +356,7 @@ def test_n7_an_fp16_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatc
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-def test_an_out_dir_without_a_name_is_refused(corpus):
+def test_empty_out_dir_is_an_error(corpus):
     with pytest.raises(UserError, match="--out_dir ''"):
         run_training(replace(arguments(corpus, Path("unused")), out_dir=""))
 
@@ -366,20 +366,20 @@ def test_two_processes_do_not_share_an_out_dir(corpus, tmp_path):
         run_training(arguments(corpus, tmp_path / "run", resume="auto"))
 
 
-def test_a_used_out_dir_is_never_overwritten(corpus, tmp_path):
+def test_used_out_dir_is_never_overwritten(corpus, tmp_path):
     run_training(arguments(corpus, tmp_path / "run"))
     with pytest.raises(UserError, match="--out_dir"):
         run_training(arguments(corpus, tmp_path / "run"))
 
 
-def test_n7_a_run_that_diverges_stops_and_its_ruined_weights_are_not_saved(corpus, tmp_path):
+def test_n7_diverged_run_stops_and_its_weights_are_not_saved(corpus, tmp_path):
     train = {"learning_rate": 1e30, "max_norm": 0, "lr_warmup_steps": 0, "save_interval": 1, "max_steps": 50}
     with pytest.raises(GuardError, match="step-00000001 was not saved: NaN, Inf or too large numbers in .*weight"):
         run_training(arguments(corpus, tmp_path / "run", train=train))
-    assert not folders(tmp_path / "run")  # tests/training/test_verify.py has one with checkpoints before
+    assert not folders(tmp_path / "run")  # tests/training/test_verify.py has a case with earlier checkpoints
 
 
-def test_n7_a_validation_that_is_not_finite_never_becomes_a_checkpoint(corpus, tmp_path, monkeypatch):
+def test_n7_nonfinite_validation_loss_saves_no_checkpoint(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "validate", lambda *_: {"val_loss": math.nan})
     with pytest.raises(GuardError, match="the validation loss after step 12 is nan"):
         run_training(arguments(corpus, tmp_path / "run", train={"save_interval": 0}, evaluation={"interval": 0}))
@@ -403,7 +403,7 @@ def test_save_every_minutes_and_log_interval(corpus, tmp_path):
     run_training(
         arguments(corpus, tmp_path / "run", train=train, evaluation={"interval": 0, "final_validation": False})
     )
-    assert len(folders(tmp_path / "run")) == 12  # every step but the last, and final
+    assert len(folders(tmp_path / "run")) == 12  # every step except the last, and final
     assert [row["step"] for row in rows_of(tmp_path / "run")] == ["4", "8", "12"]
 
 
@@ -423,29 +423,29 @@ def test_low_precision_learns(corpus, tmp_path, precision):
 
 
 @pytest.mark.parametrize("resume", [False, True, "auto"])
-def test_a_folder_where_somebody_runs_is_refused_before_anything_is_read(corpus, tmp_path, resume):
+def test_out_dir_of_a_running_process_is_an_error_before_reading(corpus, tmp_path, resume):
     out = tmp_path / "run"
     with exclusive_lock(out), pytest.raises(UserError, match="is running there"):
         run_training(arguments(corpus, out, resume=resume))
 
 
-def test_s2_a_checkpoint_before_the_first_step_is_that_of_step_zero(corpus, tmp_path, monkeypatch):
-    """A signal during the initial validation; torch's state functions would make a step of their own there."""
+def test_s2_checkpoint_before_the_first_step_is_step_zero(corpus, tmp_path, monkeypatch):
+    """A signal during the initial validation; torch's state functions would run an optimizer step there."""
 
-    def signalled(run):
+    def validate_with_signal(run):
         os.kill(os.getpid(), signal.SIGTERM)
         return {}
 
     run_training(arguments(corpus, tmp_path / "whole", evaluation={"initial_validation": True}))
     with monkeypatch.context() as patch, handlers_restored(), pytest.raises(StoppedBySignalError):
-        patch.setattr(loop, "run_validation", signalled)
+        patch.setattr(loop, "run_validation", validate_with_signal)
         run_training(arguments(corpus, tmp_path / "parts", evaluation={"initial_validation": True}))
     assert folders(tmp_path / "parts") == {"step-00000000"}
     run_training(arguments(corpus, tmp_path / "parts", resume="auto"))
     assert_same_weights(tmp_path / "whole" / "final", tmp_path / "parts" / "final")
 
 
-def test_an_optimizer_that_needs_whole_matrices_is_refused_where_they_are_sharded(corpus, tmp_path):
+def test_optimizer_that_needs_unsharded_matrices_is_an_error_under_fsdp(corpus, tmp_path):
     options = {"devices": 2, "strategy": "fsdp", "optimizer": OptimizerArgs(name="adafactor")}
     with pytest.raises(UserError, match="--optimizer.name Adafactor"):
         run_training(arguments(corpus, tmp_path / "run", **options))
@@ -456,41 +456,39 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_where_they_are_sharde
     ("change", "flag"),
     [({"eval": EvalArgs(interval=7)}, "--eval.interval 7"), ({"strategy": "ddp"}, "--strategy ddp")],
 )
-def test_nodes_that_were_started_with_other_options_are_refused(corpus, tmp_path, monkeypatch, change, flag):
-    mine = arguments(corpus, tmp_path)
+def test_different_options_per_node_are_an_error(corpus, tmp_path, monkeypatch, change, flag):
+    args = arguments(corpus, tmp_path)
     identity = RunFingerprint({}, "data", 8, 42, "32-true", {})
-    heard = []
+    gathered = []
 
     def gather(facts):
-        heard.append(facts)
-        return heard
+        gathered.append(facts)
+        return gathered
 
     monkeypatch.setattr(agreement.ranks, "all_gather_object", gather)
-    agreement.require_same_everywhere(mine, identity)
+    agreement.require_same_everywhere(args, identity)
     with pytest.raises(UserError, match=f"{flag}: on rank 1"):
-        agreement.require_same_everywhere(replace(mine, **change), identity)
+        agreement.require_same_everywhere(replace(args, **change), identity)
 
 
 @pytest.mark.parametrize(
     ("changes", "note"), [({}, None), ({"norm_qk": True}, "note: --model_config.norm_qk True: the")]
 )
-def test_a_model_that_cannot_go_out_to_hugging_face_is_said_before_it_is_trained(
-    corpus, tmp_path, capsys, changes, note
-):
+def test_note_before_training_if_the_model_has_no_hf_export(corpus, tmp_path, capsys, changes, note):
     options = {"train": {"max_steps": 1}, "model_config": ModelOverrides(**changes)}
     run_training(arguments(corpus, tmp_path / "run", **options))
     notes = [line for line in "".join(capsys.readouterr()).splitlines() if "note: " in line]
     assert len(notes) == (note is not None) and all(note in line for line in notes)
 
 
-def test_default_intervals_leave_checkpoints_and_validations_on_the_way(corpus, tmp_path):
+def test_default_intervals_save_and_validate_during_the_run(corpus, tmp_path):
     train = {"max_steps": 24, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train, evaluation={"max_iters": 1}))
     assert folders(tmp_path / "run") == {*(f"step-{step:08d}" for step in (5, 10, 15, 20)), "final"}
     assert [row["step"] for row in rows_of(tmp_path / "run") if row["val_loss"]] == ["5", "10", "15", "20", "24"]
 
 
-def test_intervals_by_the_clock(corpus, tmp_path, monkeypatch):
+def test_time_intervals(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "build_intervals", lambda *args: Intervals(None, 1e-9, None, 1e-9))
     train = {"max_steps": 3, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train, evaluation={"max_iters": 1}))
@@ -498,7 +496,7 @@ def test_intervals_by_the_clock(corpus, tmp_path, monkeypatch):
     assert [row["step"] for row in rows_of(tmp_path / "run") if row["val_loss"]] == ["1", "2", "3"]
 
 
-def test_a_finished_run_is_not_resumed_with_a_limit_that_it_has_passed(corpus, tmp_path):
+def test_resume_of_a_finished_run_with_a_lower_limit_is_an_error(corpus, tmp_path):
     run_training(arguments(corpus, tmp_path / "run", train={"max_steps": 8}))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     for resume in ("auto", str(tmp_path / "run" / "step-00000005")):

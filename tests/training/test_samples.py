@@ -1,4 +1,4 @@
-"""Samples during training: which prompt, what is said, and that training does not notice."""
+"""Samples during training: the prompt, the text, and that they do not affect training."""
 
 import csv
 import json
@@ -50,7 +50,7 @@ def shared(base) -> list[str]:
 
 
 def samples(printed: str) -> dict[int, tuple[str, str]]:
-    """Prompt and answer by step."""
+    """Return prompt and answer by step."""
     found = re.findall(r'^sample after step (\d+), to "(.*)":\n((?:    .*\n)+)', printed, re.M)
     return {int(step): (prompt, re.sub("^    ", "", answer, flags=re.M).rstrip("\n")) for step, prompt, answer in found}
 
@@ -65,30 +65,30 @@ def assert_same_adapters(a: Path, b: Path) -> None:
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_training_does_not_notice_and_the_text_is_the_models(shared, tmp_path, capsys):
-    """With dropout, whose draws a sample must not move."""
+def test_samples_do_not_affect_training_and_match_the_final_model(shared, tmp_path, capsys):
+    """With dropout, whose random numbers a sample must not change."""
     flags = [*shared, "--lora_dropout", "0.2", "--eval.initial_validation", "true"]
     for name, length in (("with", "12"), ("without", "0")):
         more = ["--eval.max_new_tokens", length, "--out_dir", str(tmp_path / name)]
         assert main(["finetune_lora", *flags, *more]) == 0
         printed = capsys.readouterr().out
         if name == "with":
-            said = samples(printed)
+            shown = samples(printed)
         else:
             assert not samples(printed)
     assert curves(tmp_path / "with") == curves(tmp_path / "without")
     assert_same_adapters(tmp_path / "with", tmp_path / "without")
-    assert list(said) == [0, 2, 4, 6]
-    assert len({prompt for prompt, _ in said.values()}) == 1 and said[0][0].startswith("token")
-    assert said[0][1] != said[6][1]  # the model has learned something
+    assert list(shown) == [0, 2, 4, 6]
+    assert len({prompt for prompt, _ in shown.values()}) == 1 and shown[0][0].startswith("token")
+    assert shown[0][1] != shown[6][1]  # the model has learned something
     final = tmp_path / "with" / "final"
     model, tokenizer = load_model(final).eval(), Tokenizer.load(final)
-    prompt = torch.tensor(tokenizer.encode(said[6][0]))
+    prompt = torch.tensor(tokenizer.encode(shown[6][0]))
     again = tokenizer.decode(list(generate(model, prompt, max_new_tokens=12, temperature=0, eos_ids=[0])))
-    assert said[6][1] == again.strip()
+    assert shown[6][1] == again.strip()
 
 
-def test_finetuning_samples_and_pretraining_does_not_unless_told_to(shared, corpus, tmp_path, capsys):
+def test_finetuning_samples_by_default_and_pretraining_does_not(shared, corpus, tmp_path, capsys):
     assert main(["finetune_full", *shared, "--out_dir", str(tmp_path / "full"), "--train.max_steps", "1"]) == 0
     assert list(samples(capsys.readouterr().out)) == [1]
     text = ["pico-llama", "--accelerator", "cpu", "--data", "TextFiles", "--data.train_data_path", str(corpus)]
@@ -99,7 +99,7 @@ def test_finetuning_samples_and_pretraining_does_not_unless_told_to(shared, corp
     assert list(samples(capsys.readouterr().out)) == [1]
 
 
-def test_without_a_tokenizer_tokens_show_as_numbers(tmp_path, capsys):
+def test_without_a_tokenizer_samples_are_token_ids(tmp_path, capsys):
     flags = ["--data", "SyntheticTokens", "--train.max_seq_length", "16", "--train.max_steps", "1"]
     more = ["--accelerator", "cpu", "--train.global_batch_size", "4", "--eval.max_new_tokens", "3"]
     assert main(["pretrain", "pico-llama", *flags, *more, "--out_dir", str(tmp_path / "run")]) == 0
@@ -107,7 +107,7 @@ def test_without_a_tokenizer_tokens_show_as_numbers(tmp_path, capsys):
     assert re.fullmatch(r"(\.\.\.)?[\d ]+", prompt) and re.fullmatch(r"\d+ \d+ \d+", answer)
 
 
-def test_a_module_of_ones_own_is_refused_before_anything_is_written(tmp_path):
+def test_samples_of_a_user_provided_module_are_an_error(tmp_path):
     module = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
     rows = [torch.arange(5) for _ in range(8)]
     options = {"train": {"max_steps": 1, "max_seq_length": 4, "global_batch_size": 4}, "accelerator": "cpu"}
@@ -132,11 +132,11 @@ def row(ids, labels, **more):
         (row([1, 2, 3, 4, 5], [-100, 3, 9, 4, 5], documents=[0, 0, 0, 1, 1]), [1, 2]),
     ],
 )
-def test_which_prompt(rows, expected):
+def test_prompt_selection(rows, expected):
     assert first_prompt(rows) == expected
 
 
-def test_a_long_prompt_keeps_its_end_and_leaves_room():
+def test_long_prompt_is_truncated_on_the_left():
     rows = row(list(range(8)), [-100] * 7 + [9])
     config = replace(get_config("pico-llama"), block_size=8)
     for length, expected in ((3, [3, 4, 5, 6, 7]), (7, [7])):
@@ -148,7 +148,7 @@ def test_a_long_prompt_keeps_its_end_and_leaves_room():
     assert by_default.max_new_tokens == 4 and by_default.prompt == [4, 5, 6, 7]
 
 
-def test_n7_ruined_weights_stop_the_run():
+def test_n7_nan_weights_stop_the_run():
     model = GPT(get_config("pico-llama").with_vocab_size(64))
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
@@ -157,7 +157,7 @@ def test_n7_ruined_weights_stop_the_run():
         Sampler([1, 2], 3, None).show(model, 1, display)
 
 
-def test_nothing_that_moves_the_cursor_is_shown():
+def test_control_characters_are_escaped():
     printed = []
     display = SimpleNamespace(phase=lambda text: None, message=printed.append)
     model = GPT(get_config("pico-llama").with_vocab_size(64))
@@ -168,7 +168,7 @@ def test_nothing_that_moves_the_cursor_is_shown():
 
 
 def test_s6_all_ranks_sample_together(shared, tmp_path, capsys):
-    """Two ranks under fsdp say what one says, and train as they do without samples, to the bit."""
+    """Two ranks under fsdp generate the same text as one; training is bit-equal to that without samples."""
     lengths, fsdp = {"with": "10", "without": "0"}, ["--strategy", "fsdp", "--eval.max_new_tokens"]
     assert main(["finetune_lora", *shared, "--eval.max_new_tokens", "10", "--out_dir", str(tmp_path / "one")]) == 0
     one = samples(capsys.readouterr().out)

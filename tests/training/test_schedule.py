@@ -11,15 +11,15 @@ def schedule(total_steps=100, **options):
 
 @pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "wsd"])
 @pytest.mark.parametrize("warmup", [None, 0, 1, 10, 99])
-def test_n5_the_first_update_has_a_rate_above_zero_and_the_peak_is_reached(shape, warmup):
+def test_n5_first_learning_rate_is_above_zero_and_the_peak_is_reached(shape, warmup):
     plan = schedule(lr_schedule=shape, lr_warmup_steps=warmup, learning_rate=1e-3)
     rates = [plan.learning_rate(step) for step in range(100)]
     assert rates[0] > 0
     assert max(rates) == pytest.approx(1e-3)
     if shape != "constant" and warmup != 99:
         assert rates[-1] == pytest.approx(1e-4)  # a tenth of the peak
-    up = plan.warmup_steps
-    assert rates[:up] == sorted(rates[:up]) and rates[up:] == sorted(rates[up:], reverse=True)
+    warmup = plan.warmup_steps
+    assert rates[:warmup] == sorted(rates[:warmup]) and rates[warmup:] == sorted(rates[warmup:], reverse=True)
 
 
 def test_n5_default_warmup_is_five_percent_and_at_most_2000_steps():
@@ -28,7 +28,7 @@ def test_n5_default_warmup_is_five_percent_and_at_most_2000_steps():
 
 
 @pytest.mark.parametrize("warmup", [100, 101])
-def test_n5_a_warmup_as_long_as_the_run_is_refused(warmup):
+def test_n5_warmup_as_long_as_the_run_is_an_error(warmup):
     with pytest.raises(UserError, match=f"--train.lr_warmup_steps {warmup}"):
         schedule(lr_warmup_steps=warmup)
 
@@ -48,25 +48,25 @@ def test_lr_scaling_is_relative_to_the_default_batch():
     assert rates["linear"].minimum == pytest.approx(4e-4)
 
 
-def test_a_run_that_only_the_clock_ends_needs_a_constant_rate():
+def test_run_limited_by_time_only_needs_a_constant_learning_rate():
     with pytest.raises(UserError, match="--train.lr_schedule cosine"):
         schedule(None)
     plan = schedule(None, lr_schedule="constant", learning_rate=1.0)
     assert 0 < plan.learning_rate(0) < plan.learning_rate(10**6) == 1.0
 
 
-def test_min_lr_above_the_peak_is_refused():
+def test_min_lr_above_the_peak_is_an_error():
     with pytest.raises(UserError, match="--train.min_lr 1.0"):
         schedule(min_lr=1.0, learning_rate=0.1)
 
 
-def test_n5_a_share_of_a_run_whose_length_is_not_known():
+def test_n5_warmup_fraction_of_a_run_of_unknown_length():
     assert schedule(None, lr_schedule="constant", lr_warmup_fraction=0).warmup_steps == 0
     with pytest.raises(UserError, match="--train.lr_warmup_fraction 0.1"):
         schedule(None, lr_schedule="constant", lr_warmup_fraction=0.1)
-    assert schedule(1_000_000, lr_warmup_fraction=0.5).warmup_steps == 500_000  # what is asked for is not capped
+    assert schedule(1_000_000, lr_warmup_fraction=0.5).warmup_steps == 500_000  # explicit values are not capped
 
 
-def test_min_lr_of_a_constant_rate_is_refused():
+def test_min_lr_of_a_constant_learning_rate_is_an_error():
     with pytest.raises(UserError, match="--train.min_lr 0.1: has no effect"):
         schedule(lr_schedule="constant", min_lr=0.1)

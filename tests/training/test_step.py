@@ -17,7 +17,7 @@ from toolkit.training.validate import validate
 
 
 def gradients(fabric, model, rows, micro_batch_size, max_norm=None, padding=NO_ROUNDING):
-    """The gradient that the optimizer sees in the first step, of a global batch of 8."""
+    """Return the optimizer's gradients in the first step, of a global batch of 8."""
     model, seen = copy.deepcopy(model), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer.register_step_pre_hook(
@@ -38,9 +38,9 @@ def gradients(fabric, model, rows, micro_batch_size, max_norm=None, padding=NO_R
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
-def test_n2_the_gradient_is_that_of_the_global_token_mean(fabric, pico, ragged, micro_batch_size):
-    mine, result, batches, n_tokens = gradients(fabric, pico, ragged.train, micro_batch_size)
-    assert len({batch.n_tokens for batch in batches}) > 1 or len(batches) == 1  # ragged, or the test shows nothing
+def test_n2_gradient_is_that_of_the_global_token_mean(fabric, pico, ragged, micro_batch_size):
+    found, result, batches, n_tokens = gradients(fabric, pico, ragged.train, micro_batch_size)
+    assert len({batch.n_tokens for batch in batches}) > 1 or len(batches) == 1  # must be ragged
     reference = copy.deepcopy(pico)
     total = sum(
         F.cross_entropy(reference(b.input_ids).flatten(0, 1).float(), b.labels.flatten(), reduction="sum")
@@ -49,11 +49,11 @@ def test_n2_the_gradient_is_that_of_the_global_token_mean(fabric, pico, ragged, 
     (total / n_tokens).backward()
     assert result.loss == pytest.approx(total.item() / n_tokens, rel=1e-6)
     for name, parameter in reference.named_parameters():
-        difference = (mine[name] - parameter.grad).norm() / parameter.grad.norm().clamp_min(1e-12)
+        difference = (found[name] - parameter.grad).norm() / parameter.grad.norm().clamp_min(1e-12)
         assert difference < 1e-5, name
 
 
-def test_clipping_limits_the_norm_and_reports_the_one_before(fabric, pico, ragged):
+def test_clipping_limits_the_norm_and_reports_the_unclipped_norm(fabric, pico, ragged):
     free, result, *_ = gradients(fabric, pico, ragged.train, 4)
     norm = math.sqrt(sum(float(g.square().sum()) for g in free.values()))
     assert result.grad_norm == pytest.approx(norm, rel=1e-3)
@@ -63,7 +63,7 @@ def test_clipping_limits_the_norm_and_reports_the_one_before(fabric, pico, ragge
 
 
 class PackedRows:
-    """Two documents per row, of unequal length."""
+    """Two documents of different lengths per row."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -101,7 +101,7 @@ def test_n2_padding_changes_neither_loss_nor_gradient_nor_counts(fabric, ragged,
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_n7_a_non_finite_loss_never_reaches_the_weights(fabric, pico, ragged, value):
+def test_n7_nonfinite_loss_never_reaches_the_weights(fabric, pico, ragged, value):
     with torch.no_grad():
         pico.transformer.h[0].mlp.proj.weight[0, 0] = value
     before = {n: p.detach().clone() for n, p in pico.named_parameters()}
@@ -131,7 +131,7 @@ def test_n6_validation_is_the_token_weighted_mean(fabric, pico, ragged):
         assert metrics["val_ppl"] == pytest.approx(math.exp(mean), rel=1e-4)
 
 
-def test_n6_nothing_supervised_is_no_number_rather_than_nan(fabric, pico, ragged):
+def test_n6_validation_without_supervised_tokens_has_no_metrics(fabric, pico, ragged):
     batches = list(val_batches(ragged.val, micro_batch_size=1, rank=0, world_size=1, max_rows=1))
     assert batches[0].n_tokens == 0
     assert validate(fabric, fabric.setup(pico), batches, None) == {}

@@ -10,32 +10,32 @@ from toolkit.training import throughput
 from toolkit.training.throughput import Throughput, flops_per_token, matmul_parameters, peak_flops, peak_memory_gb
 
 
-def test_n8_of_experts_those_count_that_a_token_goes_through():
-    facts = {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "moe_intermediate_size": 24}
+def test_n8_only_active_experts_count():
+    options = {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "moe_intermediate_size": 24}
     dense = replace(get_config("pico-llama").with_vocab_size(512), intermediate_size=48)
-    sparse = replace(dense, moe_indices=[0, 1], shared_expert_intermediate_size=16, **facts)
+    sparse = replace(dense, moe_indices=[0, 1], shared_expert_intermediate_size=16, **options)
     with torch.device("meta"):
         one, other = GPT(dense), GPT(sparse)
-    router_and_shared = 8 * 64 + 3 * 64 * 16 + 64
-    assert matmul_parameters(other) - matmul_parameters(one) == router_and_shared  # two of 24 are as one of 48
+    router_and_shared_expert = 8 * 64 + 3 * 64 * 16 + 64
+    assert matmul_parameters(other) - matmul_parameters(one) == router_and_shared_expert  # 2 x 24 = 48
     more = flops_per_token(other, sparse, 64) - flops_per_token(one, dense, 64)
-    assert more == 6 * router_and_shared
+    assert more == 6 * router_and_shared_expert
 
 
 @pytest.mark.parametrize("name", ["pico-llama", "pythia-14m", "gpt2"])
-def test_n8_flops_are_those_that_run(name):
-    """Compared with torch's count of what a forward pass does; forward and backward are three times that."""
+def test_n8_flops_match_torch_flop_counter(name):
+    """Compared with torch's count of a forward pass, times three for forward and backward."""
     config = get_config(name).with_vocab_size(512)
     T = 64
     with torch.device("meta"):
         model = GPT(config)
         with FlopCounterMode(display=False) as counter:
             model(torch.zeros(2, T, dtype=torch.int64))
-    ran = 3 * counter.get_total_flops() / (2 * T)
-    assert flops_per_token(model, config, T) == pytest.approx(ran, rel=0.01)
+    counted = 3 * counter.get_total_flops() / (2 * T)
+    assert flops_per_token(model, config, T) == pytest.approx(counted, rel=0.01)
 
 
-def test_n8_a_tied_head_counts_once_and_a_lookup_not_at_all():
+def test_n8_tied_head_counts_once_and_embedding_lookup_does_not():
     config = get_config("pico-llama").with_vocab_size(512)
     with torch.device("meta"):
         model = GPT(config)
@@ -67,7 +67,7 @@ def test_n8_peaks_are_dense_and_unknown_devices_have_none(monkeypatch, device_na
     assert peak_flops(torch.device("cpu"), "bf16-mixed") is None
 
 
-def test_n8_throughput_counts_what_it_is_told_since_the_last_reading():
+def test_n8_throughput_since_the_last_read():
     counter = Throughput(flops_per_token=10.0, peak_flops=1000.0)
     counter.add(100, 1.0)
     counter.add(100, 3.0)
@@ -77,5 +77,5 @@ def test_n8_throughput_counts_what_it_is_told_since_the_last_reading():
     assert Throughput(10.0, None).read().keys() == {"tokens_per_sec"}
 
 
-def test_n8_memory_is_that_of_the_process():
+def test_n8_peak_memory_of_the_process():
     assert 0.1 < peak_memory_gb(torch.device("cpu")) < 24

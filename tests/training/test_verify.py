@@ -1,4 +1,4 @@
-"""S7 verified-bytes and N7 finite-or-stop, of a run: what it reads back, what it never saves, where it resumes."""
+"""S7 verified-bytes and N7 finite-or-stop of complete runs."""
 
 import csv
 import json
@@ -32,7 +32,7 @@ def finished(flags, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(finished, tmp_path) -> Path:
-    """A copy of it without its end."""
+    """A copy of it without final."""
     shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "final")
     return tmp_path / "run"
@@ -61,7 +61,7 @@ def steps(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["lit_model.pth", "trainer/state.pth", "COMPLETE", "trainer/meta.json"])
-def test_s7_auto_skips_a_damaged_checkpoint_and_loses_nothing(finished, run, flags, capsys, name):
+def test_s7_auto_skips_a_damaged_checkpoint(finished, run, flags, capsys, name):
     flip(step(run, 6) / name)
     for how in ("true", step(run, 6)):  # strict
         code, _, err = resume(flags, run, capsys, how)
@@ -77,7 +77,7 @@ def test_s7_auto_skips_a_damaged_checkpoint_and_loses_nothing(finished, run, fla
     assert main(["verify", str(step(run, 6))]) == 0
 
 
-def test_s7_a_damaged_final_checkpoint_is_written_again(finished, flags, tmp_path, capsys):
+def test_s7_damaged_final_checkpoint_is_rewritten(finished, flags, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(finished, out)
     (out / "final" / "trainer" / "meta.json").write_text("{")
@@ -86,7 +86,7 @@ def test_s7_a_damaged_final_checkpoint_is_written_again(finished, flags, tmp_pat
     assert main(["verify", str(out / "final")]) == 0
 
 
-def test_s7_where_all_are_damaged_the_run_does_not_start_again(run, flags, capsys):
+def test_s7_run_does_not_restart_if_all_checkpoints_are_damaged(run, flags, capsys):
     for number in (2, 4, 6):
         flip(step(run, number) / "lit_model.pth")
     code, _, err = resume(flags, run, capsys)
@@ -94,13 +94,13 @@ def test_s7_where_all_are_damaged_the_run_does_not_start_again(run, flags, capsy
     assert len(list(run.glob("step-*"))) == 3
 
 
-def test_s7_edited_files_are_read_when_asked_for(run, flags, capsys):
+def test_s7_edited_files_are_read_without_verification(run, flags, capsys):
     flip(step(run, 6) / "tokenizer.json")
     code, out, _ = resume(flags, run, capsys, "true", "--verify_checkpoint", "false", "--train.max_steps", "8")
     assert code == 0 and "damaged" not in out
 
 
-def test_n7_what_is_not_finite_is_never_saved(run, flags, capsys):
+def test_n7_nonfinite_weights_are_never_saved(run, flags, capsys):
     before = {path.name for path in run.iterdir()}
     one_step = ("--train.save_interval", "1", "--train.max_steps", "9")
     code, _, err = resume(flags, run, capsys, "auto", "--train.learning_rate", "1e38", *one_step)
@@ -111,7 +111,7 @@ def test_n7_what_is_not_finite_is_never_saved(run, flags, capsys):
 
 
 @pytest.mark.parametrize("where", ["weights", "moments"])
-def test_n7_what_older_versions_saved_is_checked_too(run, flags, capsys, where):
+def test_n7_checkpoints_of_older_versions_are_checked(run, flags, capsys, where):
     folder = step(run, 6)
     (folder / "COMPLETE").write_bytes(b"")
     if where == "weights":
@@ -130,7 +130,7 @@ def test_n7_what_older_versions_saved_is_checked_too(run, flags, capsys, where):
     assert code == 0 and name in out and f"going on from {step(run, 4)}" in out
 
 
-def test_a_trainer_state_that_no_run_has_written_is_one_line(run, flags, capsys):
+def test_invalid_trainer_state_is_a_one_line_error(run, flags, capsys):
     folder = step(run, 6)
     (folder / "COMPLETE").write_bytes(b"")
     path = folder / "trainer" / "meta.json"
