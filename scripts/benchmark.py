@@ -1,13 +1,12 @@
-"""Training speed and peak memory of a named model, and of the same work in LitGPT and in transformers' Trainer.
+"""Benchmark training speed and peak memory of a named model, compared with LitGPT and transformers' Trainer.
 
     python scripts/benchmark.py --model pythia-14m --seq_length 256 --batch_size 4 --precision 32-true \
         --peers litgpt,transformers --litgpt_python PATH --transformers_python PATH --rounds 3
 
 Every figure comes from a process of the real product: `toolkit pretrain`, `litgpt pretrain`, Trainer.train. All read
-the same random tokens, on the same number of threads, with the same optimizer, and with glibc set to keep freed
-memory. The products take turns (A B C A B C ...), so that a machine that slows down slows all of them; the ratio is
-taken within each turn. How each product is run: benchmark_products.py; how to make the environments of the peers:
-tutorials/performance.md.
+the same random tokens, with the same number of threads, optimizer, and glibc settings (keep freed memory). Runs are
+interleaved (A B C A B C ...), so that machine slowdowns affect all products; ratios are computed within each round.
+benchmark_products.py runs the products; tutorials/performance.md describes how to create the peer environments.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from benchmark_products import (
     SEED,
     WEIGHT_DECAY,
     Measurement,
-    RunFailed,
+    RunFailedError,
     Work,
     litgpt_config,
 )  # fmt: skip
@@ -47,25 +46,25 @@ from toolkit.errors import UserError, did_you_mean
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 
-VOCAB_SIZE = 8192  # for the models that otherwise take their tokenizer's vocabulary
+VOCAB_SIZE = 8192  # for models without a vocab_size of their own
 NOTES = [
-    "tokens/s: the median step after the warm-up, by the product's own clock. toolkit's includes reading the batch; "
-    "LitGPT's (iter_time) and the Trainer's (callback) begin when the batch is there.",
-    "end to end: from the end of one step to the end of the next, so that reading and logging count for all.",
-    "LitGPT's own Tok/sec line is not used: it divides by a point in time.",
-    "Memory: allocated on CUDA; on a CPU the process's resident set, for LitGPT with its saving at the end.",
+    "tokens/s: median step after the warm-up, by the product's own clock. toolkit's includes data loading; "
+    "LitGPT's (iter_time) and the Trainer's (callback) start after data loading.",
+    "end to end: from the end of one step to the end of the next, including data loading and logging for all.",
+    "LitGPT's own Tok/sec line is not used: it divides by a timestamp.",
+    "Memory: allocated on CUDA; on a CPU the resident set size, for LitGPT including its final save.",
     f"AdamW, weight decay {WEIGHT_DECAY} (toolkit: matrices; Trainer: no biases and norms; LitGPT: everything), "
-    f"betas {BETAS}, clip {MAX_NORM}; every step logged; no validation and no saving among the measured steps.",
-    "glibc keeps freed memory in all products: toolkit asks for it itself (on a CPU), the peers get "
+    f"betas {BETAS}, clip {MAX_NORM}; every step logged; no validation or checkpoint during the measured steps.",
+    "glibc keeps freed memory in all products: toolkit configures it (on a CPU), the peers get "
     + " ".join(f"{k}={v}" for k, v in MALLOC.items()),
 ]
 LITGPT_ENVIRONMENT = (
-    "make an environment with litgpt, requests, boto3, obstore, tifffile and `pip install --no-deps litdata`, "
-    "see tutorials/performance.md, and give its Python: --litgpt_python PATH"
+    "create an environment with litgpt, requests, boto3, obstore, tifffile and `pip install --no-deps litdata`, "
+    "see tutorials/performance.md, and specify its Python: --litgpt_python PATH"
 )
 TRANSFORMERS_ENVIRONMENT = (
-    "make an environment with torch, transformers and accelerate, see tutorials/performance.md, and give its Python: "
-    "--transformers_python PATH"
+    "create an environment with torch, transformers and accelerate, see tutorials/performance.md, and specify its "
+    "Python: --transformers_python PATH"
 )
 
 
@@ -83,20 +82,20 @@ def write_tokens(folder: Path, work: Work, vocab_size: int) -> None:
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the function in another process, and return what it returns.
+    """Call the function in a separate process, and return its result.
 
-    Linux counts the memory of the process that starts another among the other's peak: this one must stay small.
+    Linux includes the memory of the parent at fork in the peak of a child: this process must stay small.
     """
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def versions(python: str, *packages: str) -> dict[str, str]:
-    """The versions of the packages in the environment of that Python; those that are missing are left out."""
+    """Return the versions of the installed packages in the environment of ``python``."""
     code = (
         "import importlib.metadata as m, json, sys\n"
-        "there = {d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}\n"
-        "print(json.dumps({p: there[p] for p in sys.argv[1:] if p in there}))"
+        "found = {d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}\n"
+        "print(json.dumps({p: found[p] for p in sys.argv[1:] if p in found}))"
     )
     done = subprocess.run([python, "-c", code, *packages], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
@@ -106,28 +105,28 @@ def versions(python: str, *packages: str) -> dict[str, str]:
 
 
 def measure(work: Work, config: ModelConfig, pythons: dict[str, str], rounds: int) -> dict[str, list[Measurement]]:
-    """Let the products take turns for so many rounds.
+    """Run all products in each of ``rounds`` rounds.
 
     Raises:
-        UserError: the products do not build the same model.
+        UserError: The products do not build the same model.
     """
     measured: dict[str, list[Measurement]] = {name: [] for name in pythons}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
         in_own_process(write_tokens, folder, work, config.vocab_size)
-        for turn in range(1, rounds + 1):
+        for number in range(1, rounds + 1):
             for product, python in pythons.items():
-                one = PRODUCTS[product](work, config, folder, python)
-                measured[product].append(one)
-                report(f"round {turn}/{rounds} {product}: {one.tokens_per_sec:,.0f} tokens/s")
-                ours = measured["toolkit"][0].parameters
-                if one.parameters != ours:
+                run = PRODUCTS[product](work, config, folder, python)
+                measured[product].append(run)
+                report(f"round {number}/{rounds} {product}: {run.tokens_per_sec:,.0f} tokens/s")
+                expected = measured["toolkit"][0].parameters
+                if run.parameters != expected:
                     raise UserError(
-                        f"--peers {product}: it builds {one.parameters:,} parameters, toolkit {ours:,}: "
-                        f"not the same work; leave it out for --model {work.model}"
+                        f"--peers {product}: it builds {run.parameters:,} parameters, toolkit {expected:,}: "
+                        f"the results are not comparable; remove it for --model {work.model}"
                     )
-                for used in ("toolkit", "litgpt", "trainer"):
-                    shutil.rmtree(folder / used, ignore_errors=True)
+                for out_dir in ("toolkit", "litgpt", "trainer"):
+                    shutil.rmtree(folder / out_dir, ignore_errors=True)
     return measured
 
 
@@ -135,19 +134,18 @@ def summarize(values: list[float]) -> dict[str, Any]:
     return {"median": median(values), "min": min(values), "max": max(values), "rounds": values}
 
 
-def compare(ours: list[Measurement], peers: list[Measurement], figure: str) -> dict[str, Any]:
-    """Ours / the peer's within each round, then the median of these ratios."""
-    return summarize([getattr(a, figure) / getattr(b, figure) for a, b in zip(ours, peers, strict=True)])
+def compare(toolkit: list[Measurement], peer: list[Measurement], figure: str) -> dict[str, Any]:
+    """Summarize the ratios toolkit / peer of all rounds."""
+    return summarize([getattr(a, figure) / getattr(b, figure) for a, b in zip(toolkit, peer, strict=True)])
 
 
 def build_report(
-    work: Work, measured: dict[str, list[Measurement]], environments: dict[str, dict[str, str]], here: dict[str, Any]
+    work: Work, measured: dict[str, list[Measurement]], environments: dict[str, dict[str, str]], host: dict[str, Any]
 ) -> dict[str, Any]:
     figures = [f.name for f in fields(Measurement) if f.name != "parameters"]
-    ours = measured["toolkit"]
     return {
         "work": asdict(work),
-        "machine": here,
+        "machine": host,
         "environments": environments,
         "notes": NOTES,
         "products": {
@@ -156,7 +154,7 @@ def build_report(
             for product, runs in measured.items()
         },
         "ratios": {
-            product: {figure: compare(ours, runs, figure) for figure in figures}
+            product: {figure: compare(measured["toolkit"], runs, figure) for figure in figures}
             for product, runs in measured.items()
             if product != "toolkit"
         },
@@ -164,7 +162,7 @@ def build_report(
 
 
 def machine() -> dict[str, Any]:
-    """The processor, and how busy it is (the load of the last minute)."""
+    """Describe the CPU and its load average of the last minute."""
     model = ""
     if (info := Path("/proc/cpuinfo")).is_file():
         found = re.search(r"model name\s*: (.+)", info.read_text())
@@ -178,12 +176,12 @@ def usable_cpus() -> int:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    work, here = result["work"], result["machine"]
+    work, host = result["work"], result["machine"]
     lines = [
         f"{work['model']}: {result['products']['toolkit']['parameters']:,} parameters; sequence {work['seq_length']}, "
         f"batch {work['batch_size']}, {work['precision']}, compiler {work['compiler']}; steps "
-        f"{work['warmup_steps'] + 1} to {work['steps']}; {work['threads']} threads; {here['cpu']}, "
-        f"{here['cpus']} CPUs, load before {here['load']}",
+        f"{work['warmup_steps'] + 1} to {work['steps']}; {work['threads']} threads; {host['cpu']}, "
+        f"{host['cpus']} CPUs, load before {host['load']}",
         "",
         "| product | tokens/s | end to end | peak GB | toolkit / it | end to end |",
         "|---|---|---|---|---|---|",
@@ -194,8 +192,8 @@ def format_table(result: dict[str, Any]) -> str:
         names = ("tokens_per_sec", "tokens_per_sec_end_to_end")
         compared = [spread(ratios[name], ".2f") for name in names] if ratios else ["", ""]
         memory = f"{figures['peak_memory_gb']['median']:.2f}"
-        there = ", ".join(f"{package} {version}" for package, version in result["environments"][product].items())
-        name = f"{product} ({there})"
+        packages = ", ".join(f"{package} {version}" for package, version in result["environments"][product].items())
+        name = f"{product} ({packages})"
         lines.append("| " + " | ".join([name, *speeds, memory, *compared]) + " |")
     return "\n".join([*lines, "", "Medians (lowest to highest round).", *(f"- {note}" for note in result["notes"])])
 
@@ -220,7 +218,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read and check the options.
 
     Raises:
-        UserError: one of them is unusable.
+        UserError: An option is invalid.
     """
     parser = Parser(description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     add = parser.add_argument
@@ -229,13 +227,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--batch_size", type=int, default=4, help="sequences per step (%(default)s)")
     add("--precision", default="32-true", choices=["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
     add("--compiler", default="none", choices=["none", "torch"], help="for all products (%(default)s)")
-    add("--steps", type=int, default=40, help="optimizer steps of each run, the warm-up among them (%(default)s)")
-    add("--warmup_steps", type=int, default=10, help="first steps, which do not count (%(default)s)")
-    add("--rounds", type=int, default=3, help="turns of each product (%(default)s)")
+    add("--steps", type=int, default=40, help="optimizer steps per run, including the warm-up (%(default)s)")
+    add("--warmup_steps", type=int, default=10, help="first steps to exclude (%(default)s)")
+    add("--rounds", type=int, default=3, help="runs of each product (%(default)s)")
     add("--threads", type=int, default=usable_cpus(), help="OMP_NUM_THREADS of all products (%(default)s)")
-    add("--peers", default="", help=f"any of {','.join(PEERS)}; litgpt-shipped is compiled whatever --compiler says")
-    add("--litgpt_python", metavar="PATH", help="the Python of an environment with LitGPT")
-    add("--transformers_python", metavar="PATH", help="the Python of one with transformers and accelerate (this one)")
+    add("--peers", default="", help=f"any of {','.join(PEERS)}; litgpt-shipped is always compiled")
+    add("--litgpt_python", metavar="PATH", help="Python of an environment with LitGPT")
+    add(
+        "--transformers_python",
+        metavar="PATH",
+        help="Python with transformers and accelerate (default: this one)",
+    )
     add("--format", default="table", choices=["table", "json"])
     args = parser.parse_args(argv)
 
@@ -247,15 +249,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.peers = list(dict.fromkeys(filter(None, args.peers.split(","))))
     for peer in args.peers:
         if peer not in PEERS:
-            raise UserError(f"--peers {peer}: must be of {', '.join(PEERS)}{did_you_mean(peer, PEERS)}")
+            raise UserError(f"--peers {peer}: must be one of {', '.join(PEERS)}{did_you_mean(peer, PEERS)}")
     return args
 
 
 def choose_config(args: argparse.Namespace) -> ModelConfig:
-    """The architecture that all products build.
+    """Return the model config for all products.
 
     Raises:
-        UserError: there is no such name, or a product cannot build or run it so.
+        UserError: The name is unknown, or a product does not support the model or precision.
     """
     config = get_config(args.model).with_vocab_size(VOCAB_SIZE)
     if args.seq_length > config.block_size:
@@ -263,15 +265,15 @@ def choose_config(args: argparse.Namespace) -> ModelConfig:
     if any(peer.startswith("litgpt") for peer in args.peers):
         litgpt_config(config)
         if args.precision == "16-mixed":
-            raise UserError("--precision 16-mixed: `litgpt pretrain` does not take it; use bf16-mixed or 32-true")
+            raise UserError("--precision 16-mixed: not supported by `litgpt pretrain`; use bf16-mixed or 32-true")
     return config
 
 
 def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """The Python of each product, and the versions that it has.
+    """Return the Python of each product, and its package versions.
 
     Raises:
-        UserError: a peer's environment was not given or is not one.
+        UserError: The environment of a peer is not specified or not usable.
     """
     pythons = {"toolkit": sys.executable}
     found = {"toolkit": versions(sys.executable, "toolkit", "torch", "lightning")}
@@ -283,17 +285,17 @@ def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, di
             flag, python, needed = "litgpt_python", args.litgpt_python, ["litgpt", "litdata"]
             hint = LITGPT_ENVIRONMENT
             if python is None:
-                raise UserError(f"--peers {peer}: no environment given; {hint}")
+                raise UserError(f"--peers {peer}: no environment specified; {hint}")
         python = python or sys.executable
         try:
-            there = versions(os.path.abspath(python), *needed, "torch")
+            packages = versions(os.path.abspath(python), *needed, "torch")
         except (OSError, subprocess.CalledProcessError, ValueError):
-            raise UserError(f"--{flag} {python}: is not a Python that runs; {hint}") from None
+            raise UserError(f"--{flag} {python}: is not a working Python; {hint}") from None
         for package in needed:
-            if package not in there:
-                raise UserError(f"--{flag} {python}: {package} is missing there; {hint}")
-        # Not resolve(): the links of a virtual environment must stay.
-        pythons[peer], found[peer] = os.path.abspath(python), there
+            if package not in packages:
+                raise UserError(f"--{flag} {python}: {package} is not installed; {hint}")
+        # Not resolve(): keep the symbolic links of a virtual environment.
+        pythons[peer], found[peer] = os.path.abspath(python), packages
     return pythons, found
 
 
@@ -303,14 +305,14 @@ def main(argv: list[str] | None = None) -> int:
         config = choose_config(args)
         pythons, environments = find_pythons(args)
         work = Work(**{f.name: getattr(args, f.name) for f in fields(Work)})
-        here = machine()  # before the products load it
-        result = build_report(work, measure(work, config, pythons, args.rounds), environments, here)
+        host = machine()  # before the runs increase the load
+        result = build_report(work, measure(work, config, pythons, args.rounds), environments, host)
         print(json.dumps(result, indent=2) if args.format == "json" else format_table(result))
         return 0
     except UserError as error:
         report(f"benchmark: {error}")
         return 2
-    except RunFailed as error:
+    except RunFailedError as error:
         report(f"benchmark: {error}")
         return 1
 

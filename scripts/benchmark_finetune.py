@@ -1,10 +1,10 @@
-"""Speed and memory of `toolkit finetune_lora`, and of the same work in `litgpt finetune_lora`.
+"""Benchmark speed and memory of `toolkit finetune_lora`, compared with `litgpt finetune_lora`.
 
     python scripts/smollm2_to_hf.py SmolLM2-135M-Instruct
     python scripts/benchmark_finetune.py SmolLM2-135M-Instruct --litgpt_python PATH
 
-The folder's name tells LitGPT what it is. Both train one epoch of the same rows, each in its own order, and must count
-the same tokens in it; they take turns, see benchmark.py. A step lasts from the end of the one before to its own.
+LitGPT infers the model from the folder name. Both train one epoch of the same rows, each in its own order, and must
+count the same number of tokens. Runs are interleaved, see benchmark.py. Step times are end to end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmark import compare, in_own_process, machine, report, spread, summarize, usable_cpus, versions
-from benchmark_products import MALLOC, Finished, RunFailed, find_parameters, read_csv, run_process
+from benchmark_products import MALLOC, CompletedRun, RunFailedError, find_parameters, read_csv, run_process
 from chatterbot_to_jsonl import conversations
 
 from toolkit.errors import UserError
@@ -33,33 +33,33 @@ COMMON = [
     f"--train.micro_batch_size={MICRO}", "--train.lr_warmup_steps=1", "--train.log_interval=1", "--lora_r=8",
     "--lora_alpha=16", "--lora_dropout=0", "--eval.final_validation=false", "--devices=1", f"--seed={SEED}",
 ]  # fmt: skip
-# Without the merged weights that it writes in the end, its peak: toolkit has a command of its own for them.
+# Skip its final merge, which sets its peak memory: toolkit has a separate command for that.
 LITGPT = "from litgpt.finetune import lora; lora.merge_lora = lambda **_: 0; from litgpt.__main__ import main; main()"
 
 
 @dataclass
 class Measurement:
-    """One run of one product. Tokens are inputs from which something follows: all of a row but its last."""
+    """One run of one product. Tokens are input tokens: all of a row but the last."""
 
-    parameters: int  # trained ones
-    tokens: int  # of the epoch
+    parameters: int  # trainable
+    tokens: int  # per epoch
     tokens_per_sec: float
-    padded_per_sec: float  # all positions that went through the model
+    padded_per_sec: float  # including padding
     seconds_per_step: float
     peak_memory_gb: float
 
 
 def measurement(parameters: int, memory: float, ends: list[tuple[float, int, int]]) -> Measurement:
-    """Medians over the steps after the warm-up, from the seconds, tokens and positions at the end of each."""
+    """Return medians over the steps after the warm-up, from (seconds, tokens, positions) at the end of each."""
     steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(ends[WARMUP_STEPS - 1 :])]
     real, padded = median(n / s for s, n, _ in steps), median(n / s for s, _, n in steps)
     return Measurement(parameters, ends[-1][1], real, padded, median(s for s, *_ in steps), memory)
 
 
 def prepare(hf_dir: Path, folder: Path, python: str) -> None:
-    """Write the trivia of chatterbot-corpus (five rows are held out, for LitGPT needs some) and both checkpoints."""
+    """Write the trivia of chatterbot-corpus (with five validation rows, required by LitGPT) and both checkpoints."""
     pairs = dict.fromkeys((turns[0], turns[1]) for turns in conversations(["trivia"]))
-    lines = [json.dumps({"instruction": asked, "input": "", "output": answer}) + "\n" for asked, answer in pairs]
+    lines = [json.dumps({"instruction": question, "input": "", "output": answer}) + "\n" for question, answer in pairs]
     (folder / "data").mkdir()
     (folder / "data" / "train.jsonl").write_text("".join(lines[:ROWS]), encoding="utf-8")
     (folder / "data" / "val.jsonl").write_text("".join(lines[ROWS:]), encoding="utf-8")
@@ -71,7 +71,7 @@ def prepare(hf_dir: Path, folder: Path, python: str) -> None:
 
 
 def positions(folder: Path) -> list[int]:
-    """Count the positions of toolkit's batches, padding included, by reading them once more."""
+    """Count the positions of toolkit's batches, including padding, by reading the data again."""
     from toolkit.data.datasets import JSON
     from toolkit.data.loader import train_batches
     from toolkit.data.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ def positions(folder: Path) -> list[int]:
 
 
 def run_toolkit(folder: Path, python: str, precision: str, threads: int) -> Measurement:
-    """Run `toolkit finetune_lora`; without clipping, which LitGPT does not do here."""
+    """Run `toolkit finetune_lora` without gradient clipping, as in LitGPT."""
     command = [
         python, "-m", "toolkit", "finetune_lora", "toolkit-base", "--out_dir=toolkit", f"--precision={precision}",
         *COMMON, "--data.cache_dir=cache", "--train.max_norm=0", "--train.save_interval=0", "--eval.interval=0",
@@ -111,11 +111,11 @@ def run_litgpt(folder: Path, python: str, precision: str, threads: int) -> Measu
     return read_litgpt(next((folder / "litgpt" / "logs").rglob("metrics.csv")), done)
 
 
-def read_litgpt(metrics: Path, done: Finished) -> Measurement:
-    """Read LitGPT's csv log: an iteration has a row with ``time`` and ``lengths``, and another with ``tokens``."""
+def read_litgpt(metrics: Path, done: CompletedRun) -> Measurement:
+    """Read LitGPT's CSV log: each iteration has a row with ``time`` and ``lengths``, and another with ``tokens``."""
     rows, last = read_csv(metrics), slice(GLOBAL // MICRO - 1, None, GLOBAL // MICRO)  # iterations that end a step
-    clock, counted = ([row for row in rows if row[column]][last] for column in ("time", "tokens"))
-    both = enumerate(zip(clock, counted, strict=True), start=1)
+    times, counts = ([row for row in rows if row[column]][last] for column in ("time", "tokens"))
+    both = enumerate(zip(times, counts, strict=True), start=1)
     ends = [(float(a["time"]), int(b["tokens"]) - GLOBAL * step, int(a["lengths"])) for step, (a, b) in both]
     parameters = find_parameters(r"Number of trainable parameters: ([\d,]+)", done.output, "LitGPT")
     return measurement(parameters, done.peak_memory_gb, ends)
@@ -123,11 +123,11 @@ def read_litgpt(metrics: Path, done: Finished) -> Measurement:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("hf_dir", type=Path, help="SmolLM2-135M-Instruct, or another that LitGPT knows by its name")
-    parser.add_argument("--litgpt_python", required=True, metavar="PATH", help="the Python of its environment")
+    parser.add_argument("hf_dir", type=Path, help="SmolLM2-135M-Instruct, or another model name known to LitGPT")
+    parser.add_argument("--litgpt_python", required=True, metavar="PATH", help="Python of an environment with LitGPT")
     parser.add_argument("--precision", default="bf16-true", choices=["32-true", "bf16-true", "bf16-mixed"])
     parser.add_argument("--threads", type=int, default=usable_cpus(), help="OMP_NUM_THREADS of both (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each product (%(default)s)")
     args = parser.parse_args(argv)
     products = {"toolkit": (run_toolkit, sys.executable), "litgpt": (run_litgpt, os.path.abspath(args.litgpt_python))}
     runs: dict[str, list[Measurement]] = {name: [] for name in products}
@@ -135,23 +135,23 @@ def main(argv: list[str] | None = None) -> int:
         folder = Path(name)
         try:
             prepare(args.hf_dir, folder, products["litgpt"][1])
-            for turn in range(args.rounds):
+            for number in range(args.rounds):
                 for product, (run, python) in products.items():
                     load = machine()["load"]
                     runs[product].append(run(folder, python, args.precision, args.threads))
                     shutil.rmtree(folder / product)
-                    report(f"round {turn + 1}, load before {load}: {product} {runs[product][-1]}")
+                    report(f"round {number + 1}, load before {load}: {product} {runs[product][-1]}")
             if len({(run.parameters, run.tokens) for both in runs.values() for run in both}) > 1:
-                raise RunFailed("they did not train as many parameters on as many tokens: not the same work")
-        except (RunFailed, UserError, OSError) as error:
+                raise RunFailedError("the numbers of parameters or tokens differ: the results are not comparable")
+        except (RunFailedError, UserError, OSError) as error:
             report(f"benchmark_finetune: {error}")
             return 1
     print("| product | tokens/s | with padding | s per step | peak GB |\n|---|---|---|---|---|")
     figures = {"tokens_per_sec": ".0f", "padded_per_sec": ".0f", "seconds_per_step": ".2f", "peak_memory_gb": ".2f"}
     for product, (_, python) in products.items():
-        there = ", ".join(f"{k} {v}" for k, v in versions(python, "toolkit", "litgpt", "torch", "lightning").items())
+        packages = ", ".join(f"{k} {v}" for k, v in versions(python, "toolkit", "litgpt", "torch", "lightning").items())
         cells = [spread(summarize([getattr(run, f) for run in runs[product]]), form) for f, form in figures.items()]
-        print("| " + " | ".join([f"{product} ({there})", *cells]) + " |")
+        print("| " + " | ".join([f"{product} ({packages})", *cells]) + " |")
     ratios = [spread(compare(runs["toolkit"], runs["litgpt"], f), ".2f") for f in figures]
     print("| " + " | ".join(["toolkit / litgpt", *ratios]) + " |")
     return 0

@@ -1,8 +1,8 @@
-"""The transformers side of scripts/benchmark.py: one run of its Trainer, by the Python of its own environment.
+"""The transformers side of scripts/benchmark.py: one Trainer run, in its own environment.
 
     python benchmark_peers.py SETTINGS.json RESULT.json
 
-Imports nothing of toolkit. The settings are those of ``run_transformers`` in benchmark_products.py.
+Does not import toolkit. ``run_transformers`` in benchmark_products.py writes the settings.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class TokenDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = torch.from_numpy(self.blocks[index, : self.seq_length].astype(np.int64))
-        return {"input_ids": tokens, "labels": tokens}  # the model shifts the labels itself
+        return {"input_ids": tokens, "labels": tokens}  # the model shifts the labels
 
 
 class Clock(TrainerCallback):
-    """Notes when each optimizer step begins (its batch is there already) and ends."""
+    """Records when each optimizer step begins (after data loading) and ends."""
 
     def __init__(self) -> None:
         self.begins: list[float] = []
@@ -46,13 +46,13 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # or the clock is stopped before the work is done
+            torch.cuda.synchronize()  # wait for the step to finish
         self.ends.append(time.perf_counter())
         self.peak_memory_gb = peak_memory_gb()
 
 
 def peak_memory_gb() -> float:
-    """The most memory held so far, in GB (1e9 bytes): the allocator's on CUDA, else the process's resident set."""
+    """Return the peak memory in GB (1e9 bytes): allocated on CUDA, else the resident set size."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9

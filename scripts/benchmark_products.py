@@ -1,6 +1,6 @@
-"""The products that scripts/benchmark.py compares: one run of each, and where its figures are read.
+"""The products that scripts/benchmark.py compares: how to run each and read its figures.
 
-Each run is a process of the real product in a folder that holds ``chunks`` (LitData) and ``tokens.npy``.
+Each run is a process of the real product in a folder with ``chunks`` (LitData) and ``tokens.npy``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from toolkit.models.families import family_of, get_config
 
 SEED, LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_NORM = 42, 4e-4, 0.1, (0.9, 0.95), 1.0
 
-# The fields of ModelConfig that LitGPT's Config has (0.5.13).
+# The fields shared by ModelConfig and LitGPT's Config (0.5.13).
 LITGPT_FIELDS = {
     "name", "block_size", "vocab_size", "padded_vocab_size", "padding_multiple", "n_layer", "n_head", "n_query_groups",
     "n_embd", "head_size", "intermediate_size", "rotary_percentage", "rope_base", "rope_adjustments",
@@ -35,10 +35,10 @@ LITGPT_FIELDS = {
     "n_expert", "n_expert_per_token", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor",
     "n_expert_groups", "n_topk_groups", "gelu_approximate",
 }  # fmt: skip
-# What it takes from the name, from an option (tie_embeddings), or does not have in training (router_aux_loss_coef).
+# Fields that LitGPT infers from the name, takes as an option (tie_embeddings), or lacks (router_aux_loss_coef).
 LITGPT_INFERS = {"family", "norm_offset", "norm_affine", "tie_embeddings", "router_aux_loss_coef"}
 
-# What toolkit asks of glibc itself (keep_freed_memory in toolkit/distributed/memory.py): the peers get it too.
+# The glibc settings of keep_freed_memory in toolkit/distributed/memory.py, for the peers.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
@@ -54,7 +54,7 @@ QUIET = {
 
 @dataclass
 class Work:
-    """What every product does in a run."""
+    """The workload of a run."""
 
     model: str
     seq_length: int
@@ -81,19 +81,19 @@ class Measurement:
 
 
 @dataclass
-class Finished:
-    """A process that ended well: what it printed, and its peak memory in GB."""
+class CompletedRun:
+    """The output and peak memory (GB) of a successful process."""
 
     output: str
     peak_memory_gb: float
 
 
-class RunFailed(RuntimeError):
-    """A product ended with an error; the message holds the end of what it printed."""
+class RunFailedError(RuntimeError):
+    """A product failed; the message contains the end of its output."""
 
 
 def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:
-    """Run `toolkit pretrain`; the figures are those of its logs/metrics.csv."""
+    """Run `toolkit pretrain` and read its logs/metrics.csv."""
     out_dir = folder / "toolkit"
     command = [
         python, "-m", "toolkit", "pretrain", work.model, f"--out_dir={out_dir}",
@@ -127,8 +127,8 @@ def read_toolkit(metrics: Path, output: str, work: Work) -> Measurement:
 def run_litgpt(work: Work, config: ModelConfig, folder: Path, python: str, *, shipped: bool = False) -> Measurement:
     """Run `litgpt pretrain` on the same chunks.
 
-    LitGPT always compiles its model and has no option against it: for ``--compiler none`` torch.compile is made a
-    no-op by torch's own switch, unless ``shipped``.
+    LitGPT always compiles its model and has no option to disable it. For ``--compiler none``, TORCH_COMPILE_DISABLE
+    disables torch.compile, unless ``shipped``.
     """
     out_dir = folder / "litgpt"
     optimizer = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": BETAS}
@@ -152,12 +152,12 @@ def run_litgpt(work: Work, config: ModelConfig, folder: Path, python: str, *, sh
 
 
 def run_litgpt_shipped(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:
-    """Run LitGPT as its users get it: compiled."""
+    """Run LitGPT with its defaults: compiled."""
     return run_litgpt(work, config, folder, python, shipped=True)
 
 
-def read_litgpt(metrics: Path, done: Finished, work: Work) -> Measurement:
-    """Read LitGPT's csv log: ``iter_time``, and ``time`` since the start. One iteration is one step here."""
+def read_litgpt(metrics: Path, done: CompletedRun, work: Work) -> Measurement:
+    """Read LitGPT's CSV log: ``iter_time``, and ``time`` since the start. One iteration is one step."""
     rows = read_csv(metrics)
     ends = {int(row["iter"]): float(row["time"]) for row in rows}
     times = [float(row["iter_time"]) for row in rows if int(row["iter"]) > work.warmup_steps]
@@ -171,23 +171,23 @@ def read_litgpt(metrics: Path, done: Finished, work: Work) -> Measurement:
 
 
 def litgpt_config(config: ModelConfig) -> dict[str, Any]:
-    """The same architecture for LitGPT, in those fields that it has.
+    """Return the same architecture as LitGPT config fields.
 
     Raises:
-        UserError: LitGPT cannot build it.
+        UserError: LitGPT does not support the architecture.
     """
     if config.position_embedding != "rope":
-        raise UserError(f"--model {config.name}: LitGPT has no {config.position_embedding} positions; leave it out")
+        raise UserError(f"--model {config.name}: LitGPT has no {config.position_embedding} positions; remove this peer")
     values, default = config.to_dict(), ModelConfig()
     for name in values.keys() - LITGPT_FIELDS - LITGPT_INFERS:
         if values[name] != getattr(default, name):
-            raise UserError(f"--model {config.name}: LitGPT has no {name}, here {values[name]}; leave it out")
+            raise UserError(f"--model {config.name}: LitGPT has no {name}, here {values[name]}; remove this peer")
     known = {name: value for name, value in values.items() if name in LITGPT_FIELDS and value is not None}
-    return known | {"rope_base": int(config.rope_base)}  # a whole number there
+    return known | {"rope_base": int(config.rope_base)}  # an integer in LitGPT
 
 
 def run_transformers(work: Work, config: ModelConfig, folder: Path, python: str) -> Measurement:
-    """Run transformers' Trainer on the same tokens, by benchmark_peers.py."""
+    """Run transformers' Trainer on the same tokens, with benchmark_peers.py."""
     config_dir, settings, result = folder / "hf", folder / "settings.json", folder / "result.json"
     config_dir.mkdir(exist_ok=True)
     (config_dir / "config.json").write_text(json.dumps(family_of(config).to_hf(config)))
@@ -206,7 +206,7 @@ def run_transformers(work: Work, config: ModelConfig, folder: Path, python: str)
 
 
 def read_transformers(result: dict[str, Any], work: Work) -> Measurement:
-    """Turn the times that the callback noted into rates."""
+    """Convert the recorded times to rates."""
     steps = list(zip(result["begins"], result["ends"], strict=True))[work.warmup_steps :]
     return Measurement(
         parameters=result["parameters"],
@@ -217,7 +217,7 @@ def read_transformers(result: dict[str, Any], work: Work) -> Measurement:
 
 
 def end_to_end(ends: dict[int, float], work: Work) -> float:
-    """Tokens per second from the end of a step (in seconds) to the end of the next: the median after the warm-up."""
+    """Return the median tokens per second after the warm-up, from the end of each step to the end of the next."""
     gaps = [end - ends[step - 1] for step, end in ends.items() if step > work.warmup_steps]
     return work.tokens_per_step / median(gaps)
 
@@ -230,7 +230,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 def find_parameters(pattern: str, output: str, product: str) -> int:
     found = re.search(pattern, output)
     if found is None:
-        raise RunFailed(f"{product} did not print its number of parameters; its output ends:\n{tail(output)}")
+        raise RunFailedError(f"{product} did not print its number of parameters; its output ends:\n{tail(output)}")
     return int(found[1].replace(",", ""))
 
 
@@ -243,12 +243,12 @@ PRODUCTS: dict[str, Callable[[Work, ModelConfig, Path, str], Measurement]] = {
 PEERS = [name for name in PRODUCTS if name != "toolkit"]
 
 
-def run_process(product: str, command: list[str], folder: Path, threads: int, extra: dict[str, str]) -> Finished:
-    """Run a product to its end, in ``folder``.
+def run_process(product: str, command: list[str], folder: Path, threads: int, extra: dict[str, str]) -> CompletedRun:
+    """Run a product in ``folder`` and wait for it.
 
     Raises:
-        UserError: toolkit called the settings the user's mistake.
-        RunFailed: it ended with another error.
+        UserError: toolkit reported a user error (exit code 2).
+        RunFailedError: The process failed.
     """
     inherited = {k: v for k, v in os.environ.items() if k not in MALLOC and k != "PYTHONPATH"}
     environment = inherited | QUIET | {"OMP_NUM_THREADS": str(threads)} | extra
@@ -256,7 +256,7 @@ def run_process(product: str, command: list[str], folder: Path, threads: int, ex
     with open(log, "wb") as file:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
         try:
-            # wait4: getrusage(RUSAGE_CHILDREN) would give the largest of all children so far.
+            # wait4: getrusage(RUSAGE_CHILDREN) would return the maximum over all children so far.
             _, status, usage = os.wait4(process.pid, 0)
         except BaseException:
             process.kill()
@@ -266,8 +266,8 @@ def run_process(product: str, command: list[str], folder: Path, threads: int, ex
     if process.returncode == 2 and product == "toolkit":
         raise UserError(output.strip().splitlines()[-1])
     if process.returncode:
-        raise RunFailed(f"{product} ended with exit code {process.returncode}; its output ends:\n{tail(output)}")
-    return Finished(output, rss_gb(usage))
+        raise RunFailedError(f"{product} failed with exit code {process.returncode}; its output ends:\n{tail(output)}")
+    return CompletedRun(output, rss_gb(usage))
 
 
 def rss_gb(usage: resource.struct_rusage) -> float:

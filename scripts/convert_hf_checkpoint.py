@@ -1,11 +1,11 @@
-"""Write lit_model.pth and model_config.yaml into a Hugging Face folder, as LitGPT's script of this name does.
+"""Write lit_model.pth and model_config.yaml into a Hugging Face folder, like LitGPT's script of the same name.
 
-A tokenizer.json is made, too, where SentencePiece's tokenizer.model stands alone.
+Also converts SentencePiece's tokenizer.model to a tokenizer.json if there is none.
 
     python scripts/convert_hf_checkpoint.py --checkpoint_dir checkpoints/org/model
 
-The same as `toolkit convert_from_hf`, which writes a new folder instead; its further options (--dtype) work here too.
-The architecture comes from config.json, not from a name.
+Equivalent to `toolkit convert_from_hf`, which writes a new folder instead; its other options (--dtype) also work here.
+The architecture is read from config.json, not from the model name.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from toolkit.cli import main as toolkit
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint_dir", type=Path, required=True, help="holds config.json and safetensors")
+    parser.add_argument("--checkpoint_dir", type=Path, required=True, help="folder with config.json and safetensors")
     arguments, rest = parser.parse_known_args()
     folder = arguments.checkpoint_dir
     if (folder / "lit_model.pth").exists():
-        parser.error(f"--checkpoint_dir {folder}: lit_model.pth is there already; move it away first")
-    new = folder / ".converted" / folder.resolve().name  # whose name a model without one takes
-    shutil.rmtree(new.parent, ignore_errors=True)  # of a run that was killed
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+        parser.error(f"--checkpoint_dir {folder}: lit_model.pth already exists; move it first")
+    new = folder / ".converted" / folder.resolve().name  # the default model name
+    shutil.rmtree(new.parent, ignore_errors=True)  # left by a killed run
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         code = toolkit(["convert_from_hf", str(folder), str(new), *rest])
-    if not (new / "model_config.yaml").exists():  # a mistake, or --print_config
-        print(said.getvalue(), end="")
+    if not (new / "model_config.yaml").exists():  # an error, or --print_config
+        print(output.getvalue(), end="")
         return code
-    # In this order: the last makes the folder a model. A tokenizer.json may have been made of a tokenizer.model.
+    # In this order: the last file completes the checkpoint. tokenizer.json exists if it was converted.
     names = ["tokenizer.json", "lit_model.pth", "model_config.yaml"]
     names = [name for name in names if (new / name).exists() and not (folder / name).exists()]
     for name in names:

@@ -53,9 +53,9 @@ def test_litgpt_results_use_iteration_times(tmp_path):
     ]
     metrics = write_csv(tmp_path / "metrics.csv", rows)
     output = "Total parameters: 1,234\n| - Tok/sec       : 0.02 tok/s\n"
-    one = products.read_litgpt(metrics, products.Finished(output, 1.5), WORK)
+    one = products.read_litgpt(metrics, products.CompletedRun(output, 1.5), WORK)
     assert one == products.Measurement(1234, pytest.approx(20 / 3), pytest.approx(20 / 4.5), 1.5)
-    on_cuda = products.Finished(output + "| - Memory Used   : 7.25 GB\n", 1.5)
+    on_cuda = products.CompletedRun(output + "| - Memory Used   : 7.25 GB\n", 1.5)
     assert products.read_litgpt(metrics, on_cuda, WORK).peak_memory_gb == 7.25
 
 
@@ -73,7 +73,7 @@ def test_litgpt_finetuning_counts_optimizer_steps(tmp_path):
         rows.append({"iter": "", "tokens": "", "time": time, "lengths": 10 * i})
         rows.append({"iter": i, "tokens": 8 * i, "time": "", "lengths": ""})
     output = "Number of trainable parameters: 1,234\nNumber of non-trainable parameters: 5\n"
-    one = finetune.read_litgpt(write_csv(tmp_path / "metrics.csv", rows), products.Finished(output, 1.5))
+    one = finetune.read_litgpt(write_csv(tmp_path / "metrics.csv", rows), products.CompletedRun(output, 1.5))
     # steps 5 and 6 count: 16 inputs in 4 and in 8 seconds
     assert one == finetune.Measurement(1234, 6 * 16, 3.0, 7.5, 6.0, 1.5)
 
@@ -139,7 +139,7 @@ def test_user_error_is_one_line_and_exit_code_2(arguments, message, capsys):
 
 
 def test_failed_peer_is_reported_with_the_end_of_its_output(tmp_path):
-    with pytest.raises(products.RunFailed, match="exit code 3.*\nlast words"):
+    with pytest.raises(products.RunFailedError, match="exit code 3.*\nlast words"):
         command = [sys.executable, "-c", "import sys; print('last words'); sys.exit(3)"]
         products.run_process("litgpt", command, tmp_path, 1, {})
 

@@ -173,7 +173,7 @@ def run(script, *options):
 @pytest.mark.parametrize(
     ("script", "options", "message"),
     [
-        ("convert_hf_checkpoint.py", ["--checkpoint_dir", MODELS / "phi"], "phi: lit_model.pth is there already"),
+        ("convert_hf_checkpoint.py", ["--checkpoint_dir", MODELS / "phi"], "phi: lit_model.pth already exists"),
         ("convert_hf_checkpoint.py", ["--checkpoint_dir", "none"], "hf_dir none: no such folder"),
         (
             "convert_lit_checkpoint.py",
