@@ -123,7 +123,7 @@ def test_peers_get_the_malloc_settings_of_toolkit(monkeypatch):
     [
         ("--peers litgpt", "--litgpt_python PATH"),
         ("--peers transformers --transformers_python no/such/python", "--transformers_python no/such/python"),
-        ("--peers torchtitan", "--peers torchtitan: must be of litgpt"),
+        ("--peers torchtitan", "--peers torchtitan: must be one of litgpt"),
         ("--model pythia14m", "did you mean 'pythia-14m'"),
         ("--model gpt2 --peers litgpt", "LitGPT has no learned positions"),
         ("--seq_length 4096", "takes at most 2048 tokens"),
