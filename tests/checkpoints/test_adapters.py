@@ -72,7 +72,7 @@ def made(tmp_path):
     return make(tmp_path)
 
 
-def test_an_adapter_folder_loads_as_base_and_adapters(made):
+def test_adapter_folder_loads_with_its_base(made):
     base_dir, folder, model = made
     assert is_adapter_dir(folder) and has_adapters_only(folder) and not is_adapter_dir(base_dir)
     assert sorted(torch.load(folder / ADAPTERS, weights_only=True)) == sorted(filter(is_adapter, model.state_dict()))
@@ -86,7 +86,7 @@ def test_an_adapter_folder_loads_as_base_and_adapters(made):
     assert {p.dtype for n, p in half.named_parameters() if not is_adapter(n)} == {torch.bfloat16}
 
 
-def test_the_base_stays_in_its_file(made):
+def test_base_weights_stay_memory_mapped(made):
     """M3: what is loaded is the mapped file, which all processes share."""
     loaded = load_model(made[1])
     maps = Path("/proc/self/maps")
@@ -149,7 +149,7 @@ def test_merging_in_bf16_rounds_once(tmp_path):
     assert errors[0] <= 1.5 * errors[1]
 
 
-def test_what_merging_costs_is_said(tmp_path, capsys):
+def test_merge_reports_rounding_error(tmp_path, capsys):
     _, folder, _ = make(tmp_path, dtype=torch.bfloat16, dora=True)
     assert main(["merge_lora", str(folder), "--verify", "true"]) == 0
     shown = capsys.readouterr().out
@@ -158,7 +158,7 @@ def test_what_merging_costs_is_said(tmp_path, capsys):
     assert 1e-4 < difference < 0.1  # the rounding of the weights to bf16
 
 
-def test_merged_weights_win_and_are_not_overwritten(made, capsys):
+def test_merged_weights_take_precedence_and_are_not_overwritten(made, capsys):
     base_dir, folder, _ = made
     merge_in_place(folder)
     shutil.rmtree(base_dir)
@@ -168,7 +168,7 @@ def test_merged_weights_win_and_are_not_overwritten(made, capsys):
     assert "already holds merged weights" in capsys.readouterr().err
 
 
-def test_a_merge_that_breaks_leaves_the_adapters_as_they_were(tmp_path, monkeypatch):
+def test_failed_merge_leaves_adapters_unchanged(tmp_path, monkeypatch):
     config = dataclasses.replace(LLAMA, tie_embeddings=True)
     _, folder, model = make(tmp_path, config, **ALL)
     files = {p.name for p in folder.iterdir()}
@@ -190,7 +190,7 @@ def test_a_merge_that_breaks_leaves_the_adapters_as_they_were(tmp_path, monkeypa
     torch.testing.assert_close(load_model(folder)(tokens()), model(tokens()), rtol=1e-5, atol=1e-5)
 
 
-def test_a_moved_base_is_found_where_it_is_said_to_be(made, tmp_path, monkeypatch):
+def test_base_checkpoint_dir_overrides_recorded_path(made, tmp_path, monkeypatch):
     base_dir, folder, model = made
     moved = base_dir.rename(tmp_path / "elsewhere")
     with pytest.raises(
@@ -206,7 +206,7 @@ def test_a_moved_base_is_found_where_it_is_said_to_be(made, tmp_path, monkeypatc
         load_model(folder, base_checkpoint_dir="none")
 
 
-def test_an_adapter_of_another_checkpoint_is_refused(made, tmp_path, capsys):
+def test_adapters_of_another_base_are_rejected(made, tmp_path, capsys):
     base_dir, folder, _ = made
     other = base()
     other.transformer.wte.weight.data[3, 4] += 1
@@ -220,7 +220,7 @@ def test_an_adapter_of_another_checkpoint_is_refused(made, tmp_path, capsys):
         load_model(folder)
 
 
-def test_the_fingerprint_is_of_the_weights_and_of_nothing_else(tmp_path, monkeypatch):
+def test_fingerprint_depends_on_weights_only(tmp_path, monkeypatch):
     first = base_fingerprint(write_base(tmp_path / "a", base()))
     again = write_base(tmp_path / "b", base())
     (again / "model_config.yaml").write_text("other: 1")
@@ -247,7 +247,7 @@ def test_the_fingerprint_is_of_the_weights_and_of_nothing_else(tmp_path, monkeyp
     assert read and max(read) < (tmp_path / "a" / "lit_model.pth").stat().st_size / 4
 
 
-def test_a_sharded_base_has_a_fingerprint_too(tmp_path):
+def test_sharded_base_has_a_fingerprint(tmp_path):
     prints = []
     for i, change in enumerate((0, 0, 1)):
         model, folder = base(), tmp_path / str(i)
@@ -258,7 +258,7 @@ def test_a_sharded_base_has_a_fingerprint_too(tmp_path):
     assert prints[0] == prints[1] != prints[2]
 
 
-def test_adapters_that_do_not_fit_are_named(made):
+def test_mismatched_adapters_are_named(made):
     _, folder, model = made
     adapters = torch.load(folder / ADAPTERS, weights_only=True)
     a = "transformer.h.0.mlp.proj.lora.whole.A"
@@ -287,7 +287,7 @@ def test_adapters_that_do_not_fit_are_named(made):
         ({"base_absolute_path": None}, "does not describe adapters"),
     ],
 )
-def test_a_broken_adapter_yaml_is_one_line(made, change, message):
+def test_malformed_adapter_yaml_is_a_one_line_error(made, change, message):
     folder = made[1]
     path = folder / ADAPTER_CONFIG
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **change}))
@@ -299,7 +299,7 @@ def test_a_broken_adapter_yaml_is_one_line(made, change, message):
         read_adapter(folder)
 
 
-def test_a_model_without_adapters_cannot_be_merged(made, tmp_path, capsys):
+def test_merge_requires_adapters(made, tmp_path, capsys):
     assert main(["merge_lora", str(made[0])]) == 2
     assert "holds no lit_model.pth.lora" in capsys.readouterr().err
     assert main(["merge_lora", str(made[1]), "--out_dir", str(tmp_path)]) == 2

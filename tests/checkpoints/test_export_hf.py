@@ -103,7 +103,7 @@ def test_a_bfloat16_checkpoint_stays_bfloat16(tmp_path):
     assert verify_hf(tmp_path / "m", tmp_path / "hf") < 1e-5
 
 
-def test_verify_sees_a_wrong_weight(tmp_path):
+def test_verify_detects_a_wrong_weight(tmp_path):
     save(tmp_path / "m", LLAMA)
     export_hf(tmp_path / "m", tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
@@ -122,7 +122,7 @@ def test_n10_a_tied_head_is_not_exported_twice(tmp_path):
     assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
 
 
-def test_the_folder_is_complete(tmp_path):
+def test_export_contains_all_files(tmp_path):
     tokenizer = train_bpe(["the text of the tokenizer"], 280)
     save(tmp_path / "m", LLAMA, tokenizer=tokenizer)
     (tmp_path / "m" / "chat_template.jinja").write_text("{{ messages }}")
@@ -170,7 +170,7 @@ def exported_ids(folder):
     ],
 )
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
-def test_without_a_tokenizer_the_ids_are_those_that_the_model_came_with(tmp_path, style, config, generation, expected):
+def test_token_ids_without_tokenizer_come_from_original_config(tmp_path, style, config, generation, expected):
     save(tmp_path / "m", STYLES[style])
     came(tmp_path / "m", config, generation)
     (tmp_path / "m" / "tokenizer.model").write_bytes(b"sentences")
@@ -191,7 +191,7 @@ def test_without_a_tokenizer_the_ids_are_those_that_the_model_came_with(tmp_path
         ({"pad_token_id": None, "eos_token_id": 8}, "<|endoftext|>", {"bos": 0, "eos": 0, "pad": None}),
     ],
 )
-def test_padding_is_what_the_model_came_with_or_the_tokenizers(tmp_path, config, pad, expected):
+def test_pad_id_comes_from_original_config_or_tokenizer(tmp_path, config, pad, expected):
     tokenizer = train_bpe(["the text of the tokenizer"], 280)
     settings = tokenizer.settings("tokenizer_config.json") | ({"pad_token": pad} if pad else {})
     tokenizer = tokenizer.with_files({"tokenizer_config.json": json.dumps(settings).encode()})
@@ -202,7 +202,7 @@ def test_padding_is_what_the_model_came_with_or_the_tokenizers(tmp_path, config,
     assert load_theirs(tmp_path / "hf").config.pad_token_id == expected["pad"]
 
 
-def test_a_broken_config_that_the_model_came_with_is_one_line(tmp_path):
+def test_malformed_original_config_is_a_one_line_error(tmp_path):
     save(tmp_path / "m", LLAMA)
     (tmp_path / "m" / "config.json").write_text("{")
     with pytest.raises(UserError, match="m/config.json: not JSON"):
@@ -225,7 +225,7 @@ TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<|end|>' }}{% e
         ({"eos_token_id": [7, 8], "top_p": 0.9}, TURNS, {"eos_token_id": [7, 8], "top_p": 0.9}),
     ],
 )
-def test_generation_ends_where_texts_and_turns_do(tmp_path, given, template, expected):
+def test_eos_ids_include_end_of_turn(tmp_path, given, template, expected):
     """What generation_config.json says is kept; what ends a text is found where it says nothing."""
     files = train_bpe(["the text of the tokenizer"], END).files
     del files["generation_config.json"]
@@ -244,7 +244,7 @@ def test_generation_ends_where_texts_and_turns_do(tmp_path, given, template, exp
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == expected["eos_token_id"]
 
 
-def test_greedy_text_of_transformers_from_the_exported_folder(tmp_path):
+def test_transformers_generates_the_same_greedy_text(tmp_path):
     save(tmp_path / "m", LLAMA)  # without a tokenizer: generation_config.json is ours
     export_hf(tmp_path / "m", tmp_path / "hf")
     theirs = load_theirs(tmp_path / "hf")
@@ -255,7 +255,7 @@ def test_greedy_text_of_transformers_from_the_exported_folder(tmp_path):
     assert text.tolist() == ours.tolist()
 
 
-def test_out_dir_in_use_is_refused_and_an_empty_one_is_taken(tmp_path):
+def test_nonempty_out_dir_is_rejected_and_empty_one_accepted(tmp_path):
     save(tmp_path / "m", LLAMA)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
@@ -266,7 +266,7 @@ def test_out_dir_in_use_is_refused_and_an_empty_one_is_taken(tmp_path):
     assert verify_hf(tmp_path / "m", tmp_path / "empty") < 1e-5
 
 
-def test_verify_says_what_transformers_cannot_load(tmp_path):
+def test_verify_reports_models_that_transformers_cannot_load(tmp_path):
     save(tmp_path / "m", LLAMA)
     export_hf(tmp_path / "m", tmp_path / "hf")
     config = tmp_path / "hf" / "config.json"
@@ -276,7 +276,7 @@ def test_verify_says_what_transformers_cannot_load(tmp_path):
 
 
 @pytest.mark.parametrize(("version", "name"), [(None, "dtype"), ("4.56.0", "dtype"), ("4.55.4", "torch_dtype")])
-def test_verify_gives_the_type_by_the_name_that_transformers_wants(tmp_path, monkeypatch, version, name):
+def test_verify_passes_dtype_by_transformers_version(tmp_path, monkeypatch, version, name):
     """By the other one, the library prints that it is deprecated, or refuses it."""
     save(tmp_path / "m", LLAMA)
     export_hf(tmp_path / "m", tmp_path / "hf")
@@ -289,7 +289,7 @@ def test_verify_gives_the_type_by_the_name_that_transformers_wants(tmp_path, mon
     assert given == [{name: torch.float32, "local_files_only": True}]
 
 
-def test_s1_an_export_that_fails_leaves_nothing(tmp_path):
+def test_s1_failed_export_leaves_no_files(tmp_path):
     save(tmp_path / "m", dataclasses.replace(LLAMA, parallel_residual=True))
     with pytest.raises(UserError, match="parallel_residual"):
         export_hf(tmp_path / "m", tmp_path / "hf")

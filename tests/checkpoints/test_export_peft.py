@@ -121,7 +121,7 @@ QKV = {"query_key_value": 24}
     ],
     ids=str,
 )
-def test_other_ranks_than_those_of_parts_in_one_layer_are_refused(tmp_path, change, named):
+def test_unsupported_rank_patterns_are_rejected(tmp_path, change, named):
     _, folder, _ = make(tmp_path, CONFIGS["gpt_neox"], LoRAConfig(**BLOCK))
     export_peft(folder, tmp_path / "peft")
     path = tmp_path / "peft" / "adapter_config.json"
@@ -138,7 +138,7 @@ def test_other_ranks_than_those_of_parts_in_one_layer_are_refused(tmp_path, chan
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2"])
 @pytest.mark.parametrize("patterns", [True, False])
 @torch.no_grad()
-def test_parts_that_share_their_columns_stay_together(tmp_path, family, patterns):
+def test_dense_fused_adapters_stay_fused(tmp_path, family, patterns):
     """What peft has trained itself is dense: each part gets all of A, unless other layers have a smaller rank."""
     lora = LoRAConfig(**{**NONE, **SELECTIONS["block" if patterns else "query+value"], "r": 4})
     base_dir, folder, _ = make(tmp_path, CONFIGS[family], lora)
@@ -163,7 +163,7 @@ def test_parts_that_share_their_columns_stay_together(tmp_path, family, patterns
 
 @pytest.mark.parametrize("dora", [False, True])
 @torch.no_grad()
-def test_what_is_one_layer_there_and_two_here_comes_from_peft(tmp_path, dora):
+def test_hf_fused_layers_import_from_peft(tmp_path, dora):
     """Phi-3's gate_up_proj: of the rank of all other layers, both of ours get all of A."""
     base_dir, _, _ = make(tmp_path, CONFIGS["phi3"], LoRAConfig())
     export_hf(base_dir, tmp_path / "hf")
@@ -184,7 +184,7 @@ def test_what_is_one_layer_there_and_two_here_comes_from_peft(tmp_path, dora):
 
 
 @pytest.mark.parametrize(("change", "is_read"), [(0.0, True), (0.1, False)])
-def test_two_layers_here_share_no_columns_of_a_greater_rank(tmp_path, change, is_read):
+def test_hf_fused_layers_need_disjoint_columns_at_higher_rank(tmp_path, change, is_read):
     """Before the first step B is zero: each has its half of A still."""
     _, folder, model = make(tmp_path, CONFIGS["phi3"], LoRAConfig(**BLOCK))
     export_peft(folder, tmp_path / "peft")
@@ -207,7 +207,7 @@ def test_two_layers_here_share_no_columns_of_a_greater_rank(tmp_path, change, is
 
 @pytest.mark.parametrize("family", ["llama", "tied", "gpt_neox"])
 @torch.no_grad()
-def test_an_adapted_head_goes_along(tmp_path, family):
+def test_adapted_head_is_exported(tmp_path, family):
     lora = LoRAConfig(**{**NONE, "query": True, "head": True})
     base_dir, folder, model = make(tmp_path, CONFIGS[family], lora)
     export_peft(folder, tmp_path / "peft")
@@ -219,7 +219,7 @@ def test_an_adapted_head_goes_along(tmp_path, family):
         assert back.head and torch.equal(adapters["lm_head.lora.whole.B"], model.lm_head.lora.whole.B)
 
 
-def test_names_and_settings_are_those_that_peft_writes(tmp_path):
+def test_names_and_settings_match_peft(tmp_path):
     lora = LoRAConfig(r=4, alpha=10, dropout=0.1, projection=True)
     _, folder, _ = make(tmp_path, CONFIGS["llama"], lora)
     base_name = export_peft(folder, tmp_path / "peft").base
@@ -234,7 +234,7 @@ def test_names_and_settings_are_those_that_peft_writes(tmp_path):
     assert names == {f"base_model.model.model.layers.{name}.lora_{f}.weight" for name in layers for f in "AB"}
 
 
-def test_what_is_fused_on_both_sides_has_the_rank_of_all_parts(tmp_path):
+def test_layers_fused_on_both_sides_sum_the_ranks(tmp_path):
     for family, target in [("gpt_neox", "query_key_value"), ("gpt2", "c_attn")]:
         _, folder, _ = make(tmp_path / family, CONFIGS[family], LoRAConfig(r=4, alpha=10, rslora=True, mlp=True))
         export_peft(folder, tmp_path / family / "peft")
@@ -247,7 +247,7 @@ def test_what_is_fused_on_both_sides_has_the_rank_of_all_parts(tmp_path):
         assert settings["target_modules"] == wanted[family]
 
 
-def test_the_base_is_named_as_the_hub_does(tmp_path, monkeypatch):
+def test_base_is_named_by_hub_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, folder, _ = make(tmp_path, CONFIGS["llama"], LoRAConfig())
     (tmp_path / "checkpoints" / "org").mkdir(parents=True)
@@ -284,7 +284,7 @@ def exported(tmp_path):
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
-def test_settings_without_a_counterpart_are_named(exported, change, message):
+def test_unsupported_settings_are_named(exported, change, message):
     path = exported / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(UserError) as error:
@@ -292,7 +292,7 @@ def test_settings_without_a_counterpart_are_named(exported, change, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_tensors_without_a_counterpart_are_named(exported):
+def test_unsupported_tensors_are_named(exported):
     path = exported / "adapter_model.safetensors"
     tensors = safetensors.load_file(path)
     block = "base_model.model.model.layers.1."
@@ -329,7 +329,7 @@ def test_tensors_without_a_counterpart_are_named(exported):
         import_peft(exported, CONFIGS["llama"])
 
 
-def test_of_a_model_without_adapters_there_is_nothing_to_convert(tmp_path, capsys):
+def test_export_requires_adapters(tmp_path, capsys):
     base_dir, _, _ = make(tmp_path, CONFIGS["llama"], LoRAConfig())
     assert main(["convert_to_peft", str(base_dir), str(tmp_path / "peft")]) == 2
     shown = capsys.readouterr().err

@@ -58,14 +58,14 @@ def test_n10_round_trip(tmp_path, config, tie):
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_load_in_another_type(tmp_path, tie):
+def test_load_in_another_dtype(tmp_path, tie):
     save(tmp_path / "m", dataclasses.replace(LLAMA, tie_embeddings=tie))
     loaded = load_model(tmp_path / "m", dtype=torch.bfloat16)
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
     assert (loaded.lm_head.weight is loaded.transformer.wte.weight) == tie
 
 
-def test_a_loaded_model_trains_and_leaves_the_file_alone(tmp_path):
+def test_training_a_loaded_model_does_not_change_the_file(tmp_path):
     save(tmp_path / "m", LLAMA)
     before = (tmp_path / "m" / "lit_model.pth").read_bytes()
     model = load_model(tmp_path / "m")
@@ -107,7 +107,7 @@ def change(folder, edit):
         (lambda s: s.clear(), r"missing lm_head.weight .* and 12 more"),
     ],
 )
-def test_weights_that_do_not_fit_are_named_with_their_shapes(tmp_path, edit, message):
+def test_mismatched_weights_are_named_with_shapes(tmp_path, edit, message):
     save(tmp_path / "m", LLAMA)
     change(tmp_path / "m", edit)
     with pytest.raises(UserError, match=f"lit_model.pth: does not fit model_config.yaml: {message}") as error:
@@ -167,7 +167,7 @@ def litgpt_config(**values):
     }  # fmt: skip
 
 
-def test_litgpts_folder_is_read_as_it_is(tmp_path):
+def test_litgpt_folder_loads_without_conversion(tmp_path):
     model = save(tmp_path / "m", NEOX)
     (tmp_path / "m" / "COMPLETE").unlink()
     (tmp_path / "m" / "model_config.yaml").write_text(yaml.safe_dump(litgpt_config()))
@@ -193,7 +193,7 @@ def test_litgpts_folder_is_read_as_it_is(tmp_path):
         (litgpt_config(rope_interleave=True), "rope_interleave True: this version cannot"),
     ],
 )
-def test_s4_broken_or_foreign_configurations_are_one_line(tmp_path, monkeypatch, text, message):
+def test_s4_malformed_configs_are_one_line_errors(tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)
     if text is not None:
         (tmp_path / "model_config.yaml").write_text(text if isinstance(text, str) else yaml.safe_dump(text))

@@ -58,7 +58,7 @@ def test_each_block_has_its_scale():
     assert (found.float() - weight).abs().max() < weight.abs().max() / 16
 
 
-def test_the_same_bits_as_transformers():
+def test_dequantization_is_bit_equal_to_transformers():
     module = pytest.importorskip("transformers.integrations.finegrained_fp8")
     if not hasattr(module, "Fp8Dequantize"):
         pytest.skip("this version of transformers has it elsewhere")
@@ -67,7 +67,7 @@ def test_the_same_bits_as_transformers():
     assert torch.equal(dequantize(small, scales, BLOCK), expected)
 
 
-def test_a_model_in_8_bits_is_the_one_in_16_that_it_stands_for(folder, tmp_path):
+def test_fp8_model_imports_as_its_16_bit_equivalent(folder, tmp_path):
     import_hf(folder, tmp_path / "ours")
     weights = load_weights(tmp_path / "ours")
     assert {t.dtype for name, t in weights.items() if "correction" not in name} == {torch.bfloat16}
@@ -97,7 +97,7 @@ def test_a_model_in_8_bits_is_the_one_in_16_that_it_stands_for(folder, tmp_path)
         ({"fmt": "e5m2"}, "quantized by 'fp8'"),
     ],
 )
-def test_other_forms_are_refused(folder, tmp_path, changed, message):
+def test_other_fp8_formats_are_rejected(folder, tmp_path, changed, message):
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= changed
     (folder / "config.json").write_text(json.dumps(config))

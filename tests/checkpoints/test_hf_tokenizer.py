@@ -40,7 +40,7 @@ def folder(tmp_path, corpus) -> Path:
     return tmp_path / "hf"
 
 
-def test_it_is_converted_and_encodes_alike(folder, tmp_path):
+def test_sentencepiece_is_converted_and_encodes_identically(folder, tmp_path):
     notes = import_hf(folder, tmp_path / "ours")
     assert any("converted tokenizer.model to tokenizer.json" in note for note in notes), notes
     ours = Tokenizer.load(tmp_path / "ours")
@@ -57,14 +57,14 @@ def test_a_download_fetches_what_a_conversion_reads():
     assert all(any(fnmatch(name, pattern) for pattern in FILE_PATTERNS) for name in SENTENCEPIECE)
 
 
-def test_more_tokens_than_the_model_embeds_are_said(folder, tmp_path):
+def test_warns_about_more_tokens_than_embeddings(folder, tmp_path):
     transformers.AutoModelForCausalLM.from_config(small(vocab_size=260)).save_pretrained(folder)
     made, larger = import_hf(folder, tmp_path / "ours")
     assert "converted tokenizer.model to tokenizer.json" in made
     assert larger.startswith("warning: the tokenizer has 300 tokens and the model embeds 260: ")
 
 
-def test_the_script_that_writes_into_the_folder_keeps_it(folder, monkeypatch, capsys):
+def test_convert_script_keeps_the_tokenizer(folder, monkeypatch, capsys):
     script = Path(__file__).parents[2] / "scripts" / "convert_hf_checkpoint.py"
     for options, written in (["--print_config"], set()), ([], {"tokenizer.json", "lit_model.pth", "model_config.yaml"}):
         before = {path.name for path in folder.iterdir()}
@@ -77,14 +77,14 @@ def test_the_script_that_writes_into_the_folder_keeps_it(folder, monkeypatch, ca
     assert Tokenizer.load(folder).vocab_size == 300
 
 
-def test_a_broken_one_is_said_and_the_weights_come_all_the_same(folder, tmp_path):
+def test_damaged_tokenizer_warns_and_weights_are_imported(folder, tmp_path):
     (folder / "tokenizer.model").write_bytes(b"nothing of the kind")
     (note,) = import_hf(folder, tmp_path / "ours")
     assert "holds no tokenizer.json, and tokenizer.model was not converted: " in note and "\n" not in note
     assert (tmp_path / "ours" / "lit_model.pth").exists() and not (tmp_path / "ours" / "tokenizer.json").exists()
 
 
-def test_one_that_would_encode_otherwise_is_refused(folder, tmp_path, monkeypatch):
+def test_tokenizer_with_different_encoding_is_rejected(folder, tmp_path, monkeypatch):
     from toolkit.checkpoints import hf_tokenizer
 
     monkeypatch.setattr(hf_tokenizer, "_PROBES", ("<s> in a text",))  # transformers takes it for the token
@@ -92,7 +92,7 @@ def test_one_that_would_encode_otherwise_is_refused(folder, tmp_path, monkeypatc
     assert "encodes '<s> in a text' differently" in note
 
 
-def test_without_sentencepiece_it_says_what_to_install(folder, tmp_path, monkeypatch):
+def test_missing_sentencepiece_names_the_packages(folder, tmp_path, monkeypatch):
     plain = builtins.__import__
 
     def without(name, *args, **kwargs):

@@ -74,7 +74,7 @@ def test_several_files_with_an_index(tmp_path, family):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", MODELS)
-def test_the_type_of_the_weights_is_kept_or_the_one_asked_for(tmp_path, family, dtype):
+def test_dtype_is_kept_or_converted(tmp_path, family, dtype):
     save(tmp_path / "hf", family, dtype)
     import_hf(tmp_path / "hf", tmp_path / "m")
     assert {t.dtype for t in load_weights(tmp_path / "m").values()} == {dtype}
@@ -83,7 +83,7 @@ def test_the_type_of_the_weights_is_kept_or_the_one_asked_for(tmp_path, family, 
         assert torch.equal(tensor, load_weights(tmp_path / "m")[name].double())
 
 
-def test_several_types_become_the_one_that_holds_them_all(tmp_path):
+def test_mixed_dtypes_are_promoted(tmp_path):
     save(tmp_path / "hf", dtype=torch.bfloat16)
     norm = torch.linspace(0, 1, 64)
     change(tmp_path / "hf", add={"model.norm.weight": norm})
@@ -112,7 +112,7 @@ def test_n10_a_tied_head_is_one_tensor_whichever_is_stored(tmp_path, family, sto
     assert size < (tmp_path / "m" / "lit_model.pth").stat().st_size < size + 30_000, "stored once"
 
 
-def test_a_head_that_differs_although_tied_is_kept_and_said_as_in_transformers_5(tmp_path):
+def test_differing_tied_head_is_untied_with_a_warning(tmp_path):
     save(tmp_path / "hf", tie_word_embeddings=True)
     change(tmp_path / "hf", add={"lm_head.weight": torch.randn(300, 64)})
     notes = import_hf(tmp_path / "hf", tmp_path / "m")
@@ -138,7 +138,7 @@ def test_an_untied_head_that_is_missing_is_named(tmp_path):
         ("gpt2", ["transformer.h.0.attn.bias", "transformer.h.1.attn.masked_bias"]),
     ],
 )
-def test_tables_that_older_versions_saved_are_left_out(tmp_path, family, buffers):
+def test_legacy_buffers_are_skipped(tmp_path, family, buffers):
     theirs = save(tmp_path / "hf", family)
     change(tmp_path / "hf", add={name: torch.ones(1, 1, 8, 8, dtype=torch.uint8) for name in buffers})
     import_hf(tmp_path / "hf", tmp_path / "m")
@@ -146,7 +146,7 @@ def test_tables_that_older_versions_saved_are_left_out(tmp_path, family, buffers
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_names_without_the_model_in_front(tmp_path, family):
+def test_names_without_model_prefix(tmp_path, family):
     """As in openai-community/gpt2."""
     theirs = save(tmp_path / "hf", family, tie_word_embeddings=True)
     weights = load_file(tmp_path / "hf" / "model.safetensors")
@@ -177,7 +177,7 @@ TOKENIZER_FILES = [
 ]  # fmt: skip
 
 
-def test_all_tokenizer_and_template_files_go_in_and_out_byte_for_byte(tmp_path):
+def test_tokenizer_and_template_files_round_trip(tmp_path):
     save(tmp_path / "hf")
     with_tokenizer(tmp_path / "hf")
     assert import_hf(tmp_path / "hf", tmp_path / "m") == []
@@ -192,7 +192,7 @@ def test_all_tokenizer_and_template_files_go_in_and_out_byte_for_byte(tmp_path):
     assert transformers.GenerationConfig.from_pretrained(str(tmp_path / "back")).eos_token_id == [0, 5]
 
 
-def test_files_of_the_hubs_cache_are_links(tmp_path):
+def test_hub_cache_symlinks_are_followed(tmp_path):
     theirs = save(tmp_path / "repo" / "blobs", max_shard_size="100KB")
     snapshot = tmp_path / "repo" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
@@ -202,14 +202,14 @@ def test_files_of_the_hubs_cache_are_links(tmp_path):
     assert same_logits(tmp_path / "m", theirs) and not (tmp_path / "m" / "config.json").is_symlink()
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_said(tmp_path):
+def test_warns_about_larger_tokenizer(tmp_path):
     save(tmp_path / "hf", "gpt2")
     train_bpe([" ".join(f"word{i}" for i in range(3000))], 400).save(tmp_path / "hf")
     (note,) = import_hf(tmp_path / "hf", tmp_path / "m")
     assert re.match("warning: the tokenizer has (3[0-9]{2}|400) tokens and the model embeds 300", note)
 
 
-def test_code_of_the_folders_own_is_said_and_not_run(tmp_path):
+def test_custom_code_warns_and_is_not_run(tmp_path):
     theirs = save(tmp_path / "hf")
     (tmp_path / "hf" / "modeling_own.py").write_text("raise SystemExit")
     change_json(tmp_path / "hf" / "config.json", auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
@@ -319,7 +319,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, capsys, case):
+def test_bad_input_is_a_one_line_error_and_writes_nothing(tmp_path, capsys, case):
     save(tmp_path / "hf")
     spoil, message = BAD[case]
     spoil(tmp_path / "hf")
@@ -351,14 +351,14 @@ def test_s4_an_index_cannot_point_outside_its_folder(tmp_path, file, message):
 
 
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": []}', "[1]"])
-def test_an_index_without_files_is_refused(tmp_path, content):
+def test_index_without_files_is_rejected(tmp_path, content):
     save(tmp_path / "hf", max_shard_size="100KB")
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(content)
     with pytest.raises(UserError, match="index.json: (holds no weight_map|must hold a JSON object)"):
         import_hf(tmp_path / "hf", tmp_path / "m")
 
 
-def test_out_dir_in_use_and_a_wrong_hf_dir_are_refused(tmp_path, capsys):
+def test_nonempty_out_dir_and_wrong_hf_dir_are_rejected(tmp_path, capsys):
     save(tmp_path / "hf")
     assert main(["convert_from_hf", str(tmp_path / "hf"), str(tmp_path / "m"), "--dtype", "bfloat16"]) == 0
     shown = capsys.readouterr()
@@ -372,7 +372,7 @@ def test_out_dir_in_use_and_a_wrong_hf_dir_are_refused(tmp_path, capsys):
         import_hf(tmp_path / "m", tmp_path / "n")
 
 
-def test_s1_full_disk_leaves_nothing(tmp_path):
+def test_s1_full_disk_leaves_no_files(tmp_path):
     save(tmp_path / "hf")
     mounted = tmp_path / "disk"
     mounted.mkdir()

@@ -48,7 +48,7 @@ def refused(peft, base) -> str:
     return str(error.value)
 
 
-def test_another_checkpoint_folder_is_refused(trained, tmp_path, monkeypatch):
+def test_another_base_checkpoint_is_rejected(trained, tmp_path, monkeypatch):
     base, peft = trained
     assert check_base(peft, base) is None
     other = write_other(tmp_path / "other", CONFIGS["llama"])
@@ -66,7 +66,7 @@ def test_another_checkpoint_folder_is_refused(trained, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_base_may_be_named_by_the_folder_of_hugging_faces(tmp_path, family, dtype):
+def test_base_may_be_named_by_its_hf_folder(tmp_path, family, dtype):
     base, folder, _ = make(tmp_path, CONFIGS[family], LoRAConfig())
     export_peft(folder, tmp_path / "peft")
     export_hf(base, tmp_path / "hf", dtype)
@@ -78,7 +78,7 @@ def test_the_base_may_be_named_by_the_folder_of_hugging_faces(tmp_path, family, 
     assert "another checkpoint" in refused(tmp_path / "peft", other)
 
 
-def test_one_changed_weight_of_the_first_block_is_enough(trained, tmp_path):
+def test_changed_weight_in_first_block_is_detected(trained, tmp_path):
     base, peft = trained
     export_hf(base, tmp_path / "hf")
     name_base(peft, str(tmp_path / "hf"))
@@ -88,7 +88,7 @@ def test_one_changed_weight_of_the_first_block_is_enough(trained, tmp_path):
     assert "another checkpoint" in refused(peft, base)
 
 
-def test_another_architecture_is_refused_without_its_weights(trained, tmp_path):
+def test_another_architecture_is_rejected_without_reading_weights(trained, tmp_path):
     base, peft = trained
     export_hf(base, tmp_path / "hf")
     (tmp_path / "hf" / "model.safetensors").unlink()
@@ -109,7 +109,7 @@ def test_another_architecture_is_refused_without_its_weights(trained, tmp_path):
         (None, "does not name its base model"),
     ],
 )
-def test_a_base_that_is_not_here_is_named(trained, tmp_path, monkeypatch, name, said):
+def test_missing_base_is_named(trained, tmp_path, monkeypatch, name, said):
     base, peft = trained
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -120,7 +120,7 @@ def test_a_base_that_is_not_here_is_named(trained, tmp_path, monkeypatch, name, 
     )
 
 
-def test_finetune_lora_refuses_or_says_it(tmp_path, capsys):
+def test_finetune_lora_rejects_wrong_base_or_warns(tmp_path, capsys):
     config = dataclasses.replace(CONFIGS["llama"], vocab_size=270, padded_vocab_size=270)
     base, folder, _ = make(tmp_path, config, LoRAConfig())
     other, peft = write_other(tmp_path / "other", config), tmp_path / "peft"

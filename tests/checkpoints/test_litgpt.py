@@ -51,7 +51,7 @@ def test_all_models_of_the_folder_are_known():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_litgpts_here_and_after_the_export(tmp_path, name):
+def test_logits_match_litgpt_and_its_export(tmp_path, name):
     ids, expected = computed(name)
     model = load_model(MODELS / name, dtype=torch.float32).eval()
     assert model.config.family == FAMILIES[name]
@@ -78,7 +78,7 @@ def test_the_models_see_that_windows_and_rope_and_norms_matter(tmp_path):
         assert difference(other(ids), expected) > 1e-3, (name, values)
 
 
-def test_an_embedding_that_equals_the_head_stays_a_tensor_of_its_own(tmp_path):
+def test_equal_head_and_embedding_stay_untied(tmp_path):
     folder = changed(tmp_path, "qwen2", {})
     weights = load_weights(folder)
     weights = {name: tensor.clone() for name, tensor in weights.items()}
@@ -89,7 +89,7 @@ def test_an_embedding_that_equals_the_head_stays_a_tensor_of_its_own(tmp_path):
     assert model.lm_head.weight.data_ptr() != model.transformer.wte.weight.data_ptr()
 
 
-def test_a_run_of_litgpts_saves_more_than_weights():
+def test_litgpt_pretrain_checkpoint_with_optimizer_loads():
     assert {"model", "optimizer", "scheduler"} <= torch.load(MODELS / "llama-condensed" / "lit_model.pth").keys()
 
 
@@ -108,7 +108,7 @@ def test_a_run_of_litgpts_saves_more_than_weights():
         ({"rope_condense_ratio": 8}, "rope_condense_ratio 8: this version cannot compute such a model"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(tmp_path, values, message):
+def test_unsupported_litgpt_fields_are_rejected(tmp_path, values, message):
     folder = changed(tmp_path, "llama3", values)
     with pytest.raises(UserError, match=f"^{folder}/model_config.yaml: .*({message})"):
         read_model_config(folder)
@@ -131,13 +131,13 @@ def test_what_would_be_computed_otherwise_is_refused(tmp_path, values, message):
         ({"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "norm_qk": True}, "qwen3_moe"),
     ],
 )
-def test_the_family_is_told_by_the_facts_and_not_by_the_name(facts, family):
+def test_family_is_inferred_from_architecture_not_name(facts, family):
     values = yaml.safe_load((MODELS / "llama3" / "model_config.yaml").read_text())
     assert config_from_litgpt(values | facts).family == family
     assert config_from_litgpt(values | facts | {"name": "my-Gemma"}).family == family
 
 
-def test_a_file_without_what_litgpt_always_writes_is_refused(tmp_path):
+def test_config_with_missing_litgpt_fields_is_rejected(tmp_path):
     folder = changed(tmp_path, "pythia", {})
     values = yaml.safe_load((folder / "model_config.yaml").read_text())
     del values["parallel_residual"]
@@ -146,13 +146,13 @@ def test_a_file_without_what_litgpt_always_writes_is_refused(tmp_path):
         read_model_config(folder)
 
 
-def test_verify_knows_a_model_that_is_exported_as_bfloat16(tmp_path):
+def test_verify_accepts_bfloat16_export(tmp_path):
     pytest.importorskip("transformers")
     export_hf(MODELS / "gemma2", tmp_path / "hf")
     assert verify_hf(MODELS / "gemma2", tmp_path / "hf") < 1e-5
 
 
-def test_the_scripts_that_litgpts_users_know(tmp_path):
+def test_scripts_with_litgpt_names(tmp_path):
     ids, expected = computed("olmo2")
     out, source = tmp_path / "hf", MODELS / "olmo2" / "lit_model.pth"
     run("convert_lit_checkpoint.py", "--checkpoint_path", source, "--output_dir", out, "--dtype", "float32")
@@ -187,7 +187,7 @@ def run(script, *options):
         ),
     ],
 )
-def test_what_the_scripts_refuse(tmp_path, monkeypatch, capsys, script, options, message):
+def test_scripts_reject_bad_input(tmp_path, monkeypatch, capsys, script, options, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [script, *map(str, options)])
     with pytest.raises(SystemExit) as end:

@@ -23,7 +23,7 @@ def folder(tmp_path):
     return tmp_path / "step-1"
 
 
-def test_it_lists_every_file_and_names_each_damaged_one(folder):
+def test_manifest_lists_all_files_and_damage_is_named(folder):
     listed = read_manifest(folder)
     assert listed.keys() == {"lit_model.pth", "hyperparameters.yaml", "tokenizer.json", "trainer/state.pth"}
     require_intact(folder, pytest.fail)
@@ -37,7 +37,7 @@ def test_it_lists_every_file_and_names_each_damaged_one(folder):
         require_intact(folder, pytest.fail)
 
 
-def test_a_folder_without_one_is_read_with_a_note(folder):
+def test_folder_without_manifest_loads_with_a_note(folder):
     (folder / "COMPLETE").write_bytes(b"")  # of an older version
     (folder / "lit_model.pth").write_text("other")
     notes = []
@@ -45,7 +45,7 @@ def test_a_folder_without_one_is_read_with_a_note(folder):
     assert len(notes) == 1 and str(folder) in notes[0]
 
 
-def test_a_malformed_one_is_one_line(folder):
+def test_malformed_manifest_is_a_one_line_error(folder):
     good = json.loads((folder / "COMPLETE").read_text())
     outside = {"../other": good["files"]["lit_model.pth"]}
     texts = ["x", "[]", "{}", "[" * 100_000, json.dumps(good | {"files": outside}), json.dumps(good | {"files": 3})]
@@ -59,7 +59,7 @@ def test_a_malformed_one_is_one_line(folder):
     assert not isinstance(error.value, DamagedCheckpointError)  # not to be skipped
 
 
-def test_a_file_that_is_replaced_or_added_later_is_listed(folder):
+def test_replaced_or_added_file_is_listed(folder):
     for name in ("lit_model.pth", "config.json"):
         write_file(folder / name, lambda tmp: tmp.write_text("new"), flag="--out_dir")
         assert read_manifest(folder)[name]["size"] == 3
@@ -91,7 +91,7 @@ def test_pruning_a_link_removes_it_and_nothing_else(folder, tmp_path):
     require_intact(elsewhere, pytest.fail)
 
 
-def test_what_is_not_finite_is_named():
+def test_nonfinite_tensors_are_named():
     import torch
 
     module = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4), "c": torch.nn.Linear(4, 4)})

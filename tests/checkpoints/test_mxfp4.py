@@ -59,7 +59,7 @@ def change(folder, drop=(), **add):
     save_file(weights | add, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_every_byte_with_every_scale_is_what_transformers_makes_of_it():
+def test_all_bytes_and_scales_match_transformers():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 256, 16, 16).contiguous()
@@ -71,7 +71,7 @@ def test_every_byte_with_every_scale_is_what_transformers_makes_of_it():
 
 
 @torch.no_grad()
-def test_a_published_checkpoint_computes_what_transformers_computes(tmp_path):
+def test_published_checkpoint_matches_transformers(tmp_path):
     hf = save(tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         hf, dtype=torch.bfloat16, quantization_config=transformers.Mxfp4Config(dequantize=True)
@@ -92,7 +92,7 @@ def test_a_published_checkpoint_computes_what_transformers_computes(tmp_path):
         assert torch.equal(again[name], value), name
 
 
-def test_an_auxiliary_loss_that_would_outweigh_the_loss_is_not_taken_from_the_published_files(tmp_path):
+def test_published_router_aux_loss_coef_is_replaced(tmp_path):
     import_hf(save(tmp_path / "hf"), tmp_path / "m")
     assert read_model_config(tmp_path / "m").router_aux_loss_coef == 0.001
 
@@ -123,7 +123,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, capsys, case):
+def test_bad_input_is_a_one_line_error_and_writes_nothing(tmp_path, capsys, case):
     spoil, message = BAD[case]
     spoil(save(tmp_path / "hf"))
     capsys.readouterr()

@@ -255,7 +255,7 @@ FULL = {
 
 
 @pytest.mark.parametrize("case", FULL)
-def test_a_state_that_is_not_the_optimizers_is_one_line(tmp_path, case):
+def test_mismatched_state_is_a_one_line_error(tmp_path, case):
     model, optimizer = build("AdamW")
     train(model, optimizer, range(2))
     save(model, optimizer, "full", tmp_path)
@@ -265,7 +265,7 @@ def test_a_state_that_is_not_the_optimizers_is_one_line(tmp_path, case):
     assert str(error.value).startswith(f"{tmp_path / 'state.pth'}: ") and "\n" not in str(error.value)
 
 
-def test_numbers_of_groups_and_parameters_keep_their_kind(tmp_path):
+def test_group_and_parameter_values_keep_their_type(tmp_path):
     model, optimizer = build("groups and state")
     train(model, optimizer, range(2))
     save(model, optimizer, "full", tmp_path)
@@ -292,7 +292,7 @@ SHARDED = {
 
 
 @pytest.mark.parametrize("case", SHARDED)
-def test_shards_that_are_not_the_optimizers_are_one_line(tmp_path, case):
+def test_mismatched_shards_are_a_one_line_error(tmp_path, case):
     model, optimizer = build("AdamW")
     train(model, optimizer, range(2))
     _, tensors, saved = sharded_state(model, optimizer, {})
@@ -306,7 +306,7 @@ def test_shards_that_are_not_the_optimizers_are_one_line(tmp_path, case):
         load_optimizer(*build("AdamW"), values, tmp_path / "state.pth", tmp_path / "optimizer", False)
 
 
-def test_options_are_the_runs(tmp_path):
+def test_options_come_from_the_run(tmp_path):
     """Of torch's optimizers nothing in the groups is a result; the rate is the schedule's for all."""
     for name, changed in (("AdamW", {"lr": 7.0, "weight_decay": 9.0, "maximize": True}), ("groups alone", {"lr": 7.0})):
         model, optimizer = build(name)

@@ -19,7 +19,7 @@ transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("p
 
 @torch.no_grad()
 @pytest.mark.parametrize("parts", [{}, {"key": True, "projection": True, "mlp": True, "head": True}])
-def test_they_act_on_the_whole_model_in_peft_and_come_back(parts, tmp_path, recwarn):
+def test_multimodal_adapters_round_trip_through_peft(parts, tmp_path, recwarn):
     theirs, ids = save_model_with_images(tmp_path / "hf"), token_ids() % 90
     import_hf(tmp_path / "hf", tmp_path / "base")
     lora, ours = LoRAConfig(r=4, **parts), load_model(tmp_path / "base").eval()
@@ -43,7 +43,7 @@ def test_they_act_on_the_whole_model_in_peft_and_come_back(parts, tmp_path, recw
     assert options == lora and all(torch.equal(tensor, named[name]) for name, tensor in adapters.items())
 
 
-def test_of_a_text_model_alone_they_keep_their_names(tmp_path):
+def test_text_model_adapters_keep_their_names(tmp_path):
     save_model_with_images(tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "base")
     (tmp_path / "base" / "config.json").unlink()

@@ -169,7 +169,7 @@ def test_two_ranks_save_and_load_under_any_placement(group):
         assert len(placements) == 3 and all(found[key] for key in placements)
 
 
-def test_one_process_loads_and_reads_what_two_have_saved(group):
+def test_one_process_reads_shards_of_two_ranks(group):
     folder = group[0] / "dtensors"
     assert len(list(folder.glob("*.distcp"))) == RANKS, "one file per rank"
     into = {name: torch.zeros_like(value) for name, value in whole().items()}
@@ -188,14 +188,14 @@ def test_one_process_reads_fsdp(group, kind):
         assert all(torch.equal(read[name], expected[name]) for name in expected)
 
 
-def test_s1_a_full_disk_of_one_rank_is_known_on_all(group):
+def test_s1_full_disk_on_one_rank_raises_on_all(group):
     for found in group[1]:
         message, kind, reason = found["full disk"]
         assert kind == "RuntimeError" and reason == os.strerror(errno.EFBIG)
         assert "rank 1 could not write" in message and "\n" not in message
 
 
-def test_errors_come_out_on_all_ranks(group):
+def test_errors_are_raised_on_all_ranks(group):
     folder = group[0]
     for found in group[1]:
         assert found["one rank sees no folder"] == repr(UserError(f"{folder}/nowhere: no such folder"))
@@ -406,9 +406,7 @@ IN_A_SHARD = [
     [(*case, True) for case in IN_THE_METADATA] + [(*case, False) for case in IN_A_SHARD],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_s4_folders_that_are_not_shards_of_tensors_are_one_line_and_run_nothing(
-    tmp_path, recwarn, capfd, edit, message, sees
-):
+def test_s4_bad_shard_folders_are_one_line_errors_and_run_no_code(tmp_path, recwarn, capfd, edit, message, sees):
     folder, witness = make_folder(tmp_path / "lit_model.pth"), tmp_path / "witness"
     edit(folder, witness)
     made = len(recwarn)
@@ -429,7 +427,7 @@ HOSTILE = [code_in_the_metadata, code_instead_of_the_metadata, code_below_an_all
 
 
 @pytest.mark.parametrize("edit", HOSTILE)
-def test_s4_the_payloads_of_these_tests_do_run_where_they_are_let(tmp_path, edit):
+def test_s4_payloads_run_when_unpickled(tmp_path, edit):
     folder, witness = make_folder(tmp_path / "x"), tmp_path / "witness"
     edit(folder, witness)
     wanted = {**GOOD, "hook": None} if edit is code_in_bytes else dict(GOOD)
@@ -439,14 +437,14 @@ def test_s4_the_payloads_of_these_tests_do_run_where_they_are_let(tmp_path, edit
     assert witness.exists()
 
 
-def test_nothing_is_a_folder_of_shards_too(tmp_path):
+def test_empty_state_can_be_sharded(tmp_path):
     save_sharded({}, tmp_path / "optimizer")
     assert is_sharded(tmp_path / "optimizer") and read_sharded(tmp_path / "optimizer") == {}
     assert not is_sharded(tmp_path / "other")
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_m2_what_is_read_lies_in_files_without_a_name(tmp_path, monkeypatch, beside):
+def test_m2_read_tensors_are_file_backed(tmp_path, monkeypatch, beside):
     """Beside the checkpoint, else where TMPDIR says; each tensor in storage of its own."""
     tensors = {"a": torch.randn(700, 101), "b": torch.randn(300, 300).bfloat16(), "small": torch.ones(3)}
     save_sharded(tensors, tmp_path / "step" / "lit_model.pth")
@@ -465,7 +463,7 @@ def test_m2_what_is_read_lies_in_files_without_a_name(tmp_path, monkeypatch, bes
         assert torch.equal(read[name], value) and read[name].untyped_storage().nbytes() == value.nbytes
 
 
-def test_s1_no_room_to_read_into_is_one_line(tmp_path, monkeypatch):
+def test_s1_missing_disk_space_is_a_one_line_error(tmp_path, monkeypatch):
     """Not a bus error, in the middle of the numbers."""
     save_sharded({"a": torch.randn(100, 10_000)}, tmp_path / "lit_model.pth")
     mounted, real = tmp_path / "disk", scratch._map_file

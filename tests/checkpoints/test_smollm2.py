@@ -53,7 +53,7 @@ def test_equal_logits(folders, models):
 
 
 @torch.no_grad()
-def test_equal_greedy_text_that_stops_by_itself(folders, models):
+def test_equal_greedy_text_until_eos(folders, models):
     tokenizer, ids = prompt(folders)
     ours = list(generate(models[0], ids, max_new_tokens=40, temperature=0, eos_ids=stop_tokens(tokenizer)))
     settings = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones(1, len(ids))}
@@ -73,7 +73,7 @@ def test_equal_perplexity_on_real_text(folders, models):
     assert 5 < math.exp(theirs) < 100, "the model must know the language"
 
 
-def test_weights_and_tokenizer_come_back_as_they_were(folders):
+def test_weights_and_tokenizer_round_trip(folders):
     hub, _, back = folders
     before, after = load_file(hub / "model.safetensors"), load_file(back / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
@@ -95,7 +95,7 @@ def test_transformers_renders_the_exported_template_to_the_same_tokens(folders):
 
 
 @pytest.mark.slow
-def test_the_folder_is_what_transformers_makes_of_the_file():
+def test_folder_matches_transformers():
     """The fixture itself: weights bit for bit, tokens of all kinds of text, and the template."""
     folder, file = smollm2_folder(), gguf_file()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)

@@ -92,7 +92,7 @@ def test_s1_a_kill_at_any_instant_leaves_the_last_checkpoint_loadable(tmp_path):
 
 
 @pytest.mark.parametrize(("killed_before_rename", "survivor"), [(1, "old"), (2, "old"), (3, "new")])
-def test_s1_replacing_a_checkpoint_never_leaves_none(tmp_path, killed_before_rename, survivor):
+def test_s1_replacement_always_leaves_a_checkpoint(tmp_path, killed_before_rename, survivor):
     make(tmp_path / "final", content="old")
     child = os.fork()
     if child == 0:  # renames: the old aside, the new in, the old away
@@ -117,7 +117,7 @@ def test_s1_replacing_a_checkpoint_never_leaves_none(tmp_path, killed_before_ren
     assert (tmp_path / "final" / "lit_model.pth").read_text() == survivor
 
 
-def test_s1_a_replacement_that_fails_leaves_the_old(tmp_path, monkeypatch):
+def test_s1_failed_replacement_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     make(tmp_path / "final", content="old")
     rename = os.rename
 
@@ -133,7 +133,7 @@ def test_s1_a_replacement_that_fails_leaves_the_old(tmp_path, monkeypatch):
     assert (tmp_path / "final" / "lit_model.pth").read_text() == "old"
 
 
-def test_s1_the_mark_comes_after_everything_else_is_on_the_disk(tmp_path, monkeypatch):
+def test_s1_manifest_is_synced_last(tmp_path, monkeypatch):
     synced, order = store._sync, []
 
     def spy(path):
@@ -148,7 +148,7 @@ def test_s1_the_mark_comes_after_everything_else_is_on_the_disk(tmp_path, monkey
     assert order[-1][0] == tmp_path.name, "the folder that got the new name is synced last"
 
 
-def test_s1_an_error_while_writing_leaves_nothing_behind(tmp_path):
+def test_s1_write_error_leaves_no_files(tmp_path):
     make(tmp_path / "step-1")
 
     def fill(tmp):
@@ -205,7 +205,7 @@ def test_s1_limit_on_file_sizes_is_one_line_and_keeps_the_previous_checkpoint(tm
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_other_errors_of_the_writer_are_not_taken_for_a_full_disk(tmp_path):
+def test_other_write_errors_are_not_reported_as_full_disk(tmp_path):
     def fill(tmp):
         raise UserError("the user's own") from RuntimeError("PytorchStreamWriter")
 
@@ -213,13 +213,13 @@ def test_other_errors_of_the_writer_are_not_taken_for_a_full_disk(tmp_path):
         write_folder(tmp_path / "x", fill, flag="out_dir")
 
 
-def test_out_dir_that_cannot_be_made_is_one_line(tmp_path):
+def test_uncreatable_out_dir_is_a_one_line_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--out_dir .*file/run: Not a directory; choose another"):
         make(tmp_path / "file" / "run" / "step-1")
 
 
-def test_a_new_folder_is_no_file_and_holds_nothing(tmp_path):
+def test_require_new_folder(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     require_new_folder(tmp_path / "empty")
@@ -230,7 +230,7 @@ def test_a_new_folder_is_no_file_and_holds_nothing(tmp_path):
 
 @pytest.mark.parametrize("name", ["/proc/x", "/proc/x/y", "/dev/null/x", "n" * 250, "n" * 300, "n" * 300 + "/x"])
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_where_no_folder_can_be_made_there(tmp_path, name):
+def test_uncreatable_folder_names_the_reason(tmp_path, name):
     folder = tmp_path / name
     with pytest.raises(UserError, match="^out_dir .*; choose another folder"):
         require_new_folder(folder)
@@ -254,7 +254,7 @@ def test_s1_prune_keeps_the_last_and_touches_nothing_else(tmp_path, monkeypatch)
     assert [re.search(r"\d{6}", name)[0] for name in removed] == ["000005", "000010"], "the oldest goes first"
 
 
-def test_newest_goes_by_the_trainers_step_then_by_name(tmp_path):
+def test_newest_sorts_by_step_then_name(tmp_path):
     assert newest(tmp_path / "nothing") is None
     make(tmp_path / "final", step=30)
     make(tmp_path / "step-20", step=20)
@@ -316,7 +316,7 @@ def test_resume_refuses(run_dir, resume, message):
     assert "\n" not in str(error.value)
 
 
-def test_resume_with_a_fresh_out_dir(run_dir, tmp_path):
+def test_resume_with_a_new_out_dir(run_dir, tmp_path):
     fresh = tmp_path / "fresh"
     assert resolve_resume(False, fresh) is None
     assert resolve_resume("auto", fresh) is None
@@ -345,7 +345,7 @@ def test_out_dir_that_is_a_file(tmp_path):
         resolve_resume("auto", tmp_path / "out")
 
 
-def test_unfinished_folders_are_nowhere_listed(tmp_path):
+def test_unfinished_folders_are_not_listed(tmp_path):
     make(tmp_path / "step-1")
     os.rename(make(tmp_path / "step-2"), tmp_path / ".tmp-step-2-123")
     assert step_folders(tmp_path) == [(1, tmp_path / "step-1")]
@@ -370,7 +370,7 @@ def test_a_forked_process_does_not_hold_the_lock_of_its_parent(tmp_path):
         os.waitpid(child, 0)
 
 
-def test_a_folder_in_which_another_run_has_begun_is_not_written(tmp_path):
+def test_folder_taken_over_by_another_run_is_not_written(tmp_path):
     out = tmp_path / "run"
     with exclusive_lock(out):
         shutil.rmtree(out)

@@ -115,7 +115,7 @@ def missing(path, witness):
     ],
 )
 @pytest.mark.parametrize("mmap", [True, False])
-def test_s4_files_that_are_not_weights_are_one_line_and_run_nothing(tmp_path, recwarn, make, message, mmap):
+def test_s4_bad_weight_files_are_one_line_errors_and_run_no_code(tmp_path, recwarn, make, message, mmap):
     path, witness = tmp_path / "lit_model.pth", tmp_path / "it ran".replace(" ", "-")
     make(path, witness)
     made = len(recwarn)
@@ -127,7 +127,7 @@ def test_s4_files_that_are_not_weights_are_one_line_and_run_nothing(tmp_path, re
     assert len(recwarn) == made, "nothing but the one line"
 
 
-def test_s4_the_payload_of_these_tests_does_run_where_it_is_let(tmp_path):
+def test_s4_payload_runs_when_unpickled(tmp_path):
     code_in_a_zip(tmp_path / "x", tmp_path / "witness")
     torch.load(tmp_path / "x", weights_only=False)
     assert (tmp_path / "witness").exists()
@@ -163,7 +163,7 @@ def test_weights_are_read_from_the_top_or_below_model(tmp_path, wrap):
         "module._fsdp_wrapped_module.transformer.h.0._fsdp_wrapped_module._checkpoint_wrapped_module.attn.qkv.weight",
     ],
 )
-def test_names_on_disk_know_nothing_of_wrappers(tmp_path, name):
+def test_names_on_disk_have_no_wrapper_prefixes(tmp_path, name):
     assert canonical_name(name) == "transformer.h.0.attn.qkv.weight"
     save_weights({name: torch.ones(2)}, tmp_path / "lit_model.pth")
     assert list(torch.load(tmp_path / "lit_model.pth", weights_only=True)) == ["transformer.h.0.attn.qkv.weight"]
@@ -179,7 +179,7 @@ def test_n10_tied_weights_are_one_tensor_in_the_file(tmp_path, dtype):
     assert torch.equal(back["wte"], shared) and type(back["wte"]) is torch.Tensor
 
 
-def test_a_view_does_not_bring_its_whole_storage_into_the_file(tmp_path):
+def test_views_are_saved_without_their_storage(tmp_path):
     flat = torch.randn(100_000)
     piece = flat[10:110].view(10, 10)
     save_weights({"a": piece, "b": flat[10:110].view(10, 10), "c": piece.t()}, tmp_path / "lit_model.pth")

@@ -58,7 +58,7 @@ def test_one_question_and_out(folder, monkeypatch, capsys):
     assert chat(folder, monkeypatch, capsys, "2", "--prompt", "-")[0] == f"{ANSWERS['2']}\n"
 
 
-def test_notes_come_below_the_answer(folder):
+def test_notes_are_printed_after_the_answer(folder):
     with redirect_stdout(io.StringIO()) as terminal, redirect_stderr(terminal):
         main(["chat", str(folder), "--temperature", "0", "--prompt", "1", "--max_new_tokens", "2"])
     answer, note, speed = terminal.getvalue().splitlines()
@@ -66,7 +66,7 @@ def test_notes_come_below_the_answer(folder):
     assert re.fullmatch(STATISTICS, speed + "\n")
 
 
-def test_a_person_sees_what_it_is_and_errors_do_not_end_the_chat(folder, monkeypatch, capsys):
+def test_interactive_chat_shows_header_and_survives_errors(folder, monkeypatch, capsys):
     out, err = chat(folder, monkeypatch, capsys, "x" * 70 + "\n1\n", person=True)
     assert out == f"{ANSWERS['1']}\n"  # stdout is no terminal here: the prompt goes to stderr
     assert err.startswith(f"{folder} on cpu; template: checkpoint_dir {folder}: chat_template.jinja\n/quit or Ctrl-D")
@@ -129,7 +129,7 @@ def test_another_style_and_a_system_message(folder, monkeypatch, capsys):
         (["--prompt_style", "gemma", "--system", "s"], "--prompt_style gemma: the template rejects the messages"),
     ],
 )
-def test_mistakes(folder, monkeypatch, capsys, options, line):
+def test_invalid_arguments_are_rejected(folder, monkeypatch, capsys, options, line):
     out, err = chat(folder, monkeypatch, capsys, "1\n", *options, code=2)
     assert err.startswith(f"toolkit chat: {line}") and err.count("\n") == 1 and out == ""
 
@@ -139,7 +139,7 @@ def test_a_full_context_ends_a_pipe(folder, monkeypatch, capsys):
     assert out == f"{ANSWERS['1']}\n" and "begin a new chat" in err
 
 
-def test_no_template_is_said(folder, tmp_path, monkeypatch, capsys):
+def test_missing_template_is_reported(folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(folder, tmp_path / "base")
     (tmp_path / "base" / "chat_template.jinja").unlink()
     seal(tmp_path / "base")

@@ -44,7 +44,7 @@ def test_evaluate_repeats_the_validation_of_the_run(corpus, trained, capsys):
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]), rel=1e-6)
 
 
-def test_the_limit_of_an_evaluation_has_the_name_that_it_has_in_training(corpus, trained, capsys):
+def test_max_iters_has_the_same_name_as_in_training(corpus, trained, capsys):
     options = ["--max_seq_length", "64", "--format", "json", "--accelerator", "cpu", "--eval.max_iters"]
     command = ["evaluate", str(trained / "final"), *data(corpus)[:4], *options]
     assert main([*command, "1"]) == 0
@@ -102,7 +102,7 @@ def test_every_config_starts_with_its_command_and_parses(path, capsys, monkeypat
     assert shown["train"] | written["train"] == shown["train"]
 
 
-def test_the_readme_names_only_what_exists(capsys, monkeypatch):
+def test_readme_names_only_existing_options(capsys, monkeypatch):
     """Every `toolkit ...` line of the README parses, with its options, and every file that it links is there."""
     monkeypatch.chdir(ROOT)
     readme = (ROOT / "README.md").read_text()

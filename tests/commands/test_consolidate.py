@@ -72,7 +72,7 @@ def files(folder) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_consolidates_to_what_one_process_would_have_written(checkpoint, sharded, tmp_path, capsys):
+def test_consolidated_equals_unsharded_checkpoint(checkpoint, sharded, tmp_path, capsys):
     beside = tmp_path / ".tmp-of-somebody-else"
     beside.mkdir()
     before = files(sharded)
@@ -93,7 +93,7 @@ def test_consolidates_to_what_one_process_would_have_written(checkpoint, sharded
     assert files(sharded) == before and beside.exists()
 
 
-def test_a_run_goes_on_from_it_as_from_the_run_itself(corpus, tmp_path):
+def test_run_resumes_from_consolidated_checkpoint(corpus, tmp_path):
     def run(out, steps, *more):
         data = ["--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300"]
         sizes = ["--train.global_batch_size", "4", "--train.max_seq_length", "32", "--train.save_interval", "2"]
@@ -122,7 +122,7 @@ def test_one_sharded_part_is_enough(checkpoint, sharded, tmp_path, part):
     assert files(tmp_path / "one").keys() == expected
 
 
-def test_bad_input_is_one_line_and_leaves_nothing(checkpoint, sharded, tmp_path, capsys):
+def test_bad_input_is_a_one_line_error_and_leaves_no_files(checkpoint, sharded, tmp_path, capsys):
     broken, used, odd = tmp_path / "broken", tmp_path / "used", tmp_path / "odd"
     shutil.copytree(sharded, broken)
     shutil.rmtree(broken / "trainer" / "optimizer")

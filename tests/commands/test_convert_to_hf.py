@@ -47,7 +47,7 @@ def test_converts_and_verifies(checkpoint, tmp_path, capsys):
     assert "already exists and is not empty" in shown and shown.count("\n") == 1
 
 
-def test_a_missing_or_damaged_checkpoint_is_one_line(checkpoint, tmp_path, capsys):
+def test_missing_or_damaged_checkpoint_is_a_one_line_error(checkpoint, tmp_path, capsys):
     os.truncate(checkpoint / "lit_model.pth", 1000)
     for source, message in [(tmp_path / "none", "no such folder"), (checkpoint, "damaged: lit_model.pth")]:
         assert main(["convert_to_hf", str(source), str(tmp_path / "hf")]) == 2
@@ -57,7 +57,7 @@ def test_a_missing_or_damaged_checkpoint_is_one_line(checkpoint, tmp_path, capsy
 
 
 @pytest.mark.parametrize("difference", [1e-3, float("nan")])
-def test_other_logits_end_it_with_a_guards_error(checkpoint, tmp_path, monkeypatch, difference):
+def test_different_logits_raise_guard_error(checkpoint, tmp_path, monkeypatch, difference):
     seen = []
     monkeypatch.setattr(
         "toolkit.checkpoints.export_hf.verify_hf", lambda _, out, *__: seen.append(Path(out)) or difference
@@ -69,7 +69,7 @@ def test_other_logits_end_it_with_a_guards_error(checkpoint, tmp_path, monkeypat
     assert seen and [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_without_transformers_it_ends_before_anything_is_written(checkpoint, tmp_path, capsys, monkeypatch):
+def test_missing_transformers_fails_before_writing(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(
         "toolkit.checkpoints.export_hf.export_hf", lambda *_, **__: pytest.fail("too late: this takes long")
@@ -79,7 +79,7 @@ def test_without_transformers_it_ends_before_anything_is_written(checkpoint, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_a_model_without_a_tokenizer_says_so(checkpoint, tmp_path, capsys):
+def test_missing_tokenizer_warns(checkpoint, tmp_path, capsys):
     for file in checkpoint.glob("tokenizer*"):
         file.unlink()
     seal(checkpoint)
@@ -93,7 +93,7 @@ def test_a_model_without_a_tokenizer_says_so(checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"head": True}], ids=["lora", "dora", "head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_are_merged_on_the_way_when_asked_for(tmp_path, capsys, tied, options, dtype):
+def test_merge_true_exports_merged_weights(tmp_path, capsys, tied, options, dtype):
     transformers = pytest.importorskip("transformers")
     _, folder, model = make(tmp_path, dataclasses.replace(LLAMA, tie_embeddings=tied), dtype, **options)
     before, out_dir = {p.name for p in folder.iterdir()}, tmp_path / "hf"
@@ -116,7 +116,7 @@ def test_adapters_are_merged_on_the_way_when_asked_for(tmp_path, capsys, tied, o
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_merge_in_another_type_is_rounded_once(tmp_path, tied, dtype):
+def test_merge_with_dtype_rounds_once(tmp_path, tied, dtype):
     """Of a base in bfloat16, whose type the sum never takes; by merge_lora as by convert_to_hf."""
     base_dir, folder, model = make(tmp_path, dataclasses.replace(LLAMA, tie_embeddings=tied), torch.bfloat16)
     wanted, base = getattr(torch, dtype), load_weights(base_dir)
@@ -134,7 +134,7 @@ def test_a_merge_in_another_type_is_rounded_once(tmp_path, tied, dtype):
     assert (head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr()) == tied
 
 
-def test_what_is_for_adapters_is_refused_for_a_whole_model(tmp_path, capsys):
+def test_adapter_flags_are_rejected_for_complete_models(tmp_path, capsys):
     base_dir, folder, _ = make(tmp_path)
     merge_in_place(folder)
     for model in (base_dir, folder):
@@ -146,7 +146,7 @@ def test_what_is_for_adapters_is_refused_for_a_whole_model(tmp_path, capsys):
     assert main(["convert_to_hf", str(folder), str(tmp_path / "hf"), "--merge", "false"]) == 0
 
 
-def test_a_base_that_has_moved_is_said(tmp_path, capsys):
+def test_moved_base_is_reported(tmp_path, capsys):
     base_dir, folder, _ = make(tmp_path)
     base_dir.rename(tmp_path / "moved")
     command = ["convert_to_hf", str(folder), str(tmp_path / "hf"), "--merge", "true"]

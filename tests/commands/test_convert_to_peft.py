@@ -23,7 +23,7 @@ def named_base(folder) -> str:
     return json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 
-def test_another_base_is_refused(tmp_path, capsys):
+def test_another_base_is_rejected(tmp_path, capsys):
     base_dir, folder, _ = make(tmp_path)
     other = base()
     other.lm_head.weight.data[0, 0] += 1
@@ -90,7 +90,7 @@ def test_the_name_and_revision_of_a_downloaded_base(tmp_path, capsys):
         assert json.loads((out_dir / "adapter_config.json").read_text())["revision"] == expected
 
 
-def test_a_base_that_is_gone_is_said_to_be_unchecked(tmp_path, capsys):
+def test_missing_base_is_reported_as_not_verified(tmp_path, capsys):
     base_dir, folder, _ = make(tmp_path)
     shutil.rmtree(base_dir)
     assert main(["convert_to_peft", str(folder), str(tmp_path / "peft")]) == 0
@@ -98,7 +98,7 @@ def test_a_base_that_is_gone_is_said_to_be_unchecked(tmp_path, capsys):
     assert named_base(tmp_path / "peft") == str(base_dir)
 
 
-def test_all_files_of_the_tokenizer_come_along(tmp_path):
+def test_all_tokenizer_files_are_copied(tmp_path):
     _, folder, _ = make(tmp_path)
     companions = add_companions(folder)
     seal(folder)

@@ -71,7 +71,7 @@ def same_weights(folder, model) -> bool:
     return theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
-def test_a_process_of_its_own_downloads_and_converts(hub, exported, tmp_path):
+def test_subprocess_downloads_and_converts(hub, exported, tmp_path):
     one, _, model = exported
     template = "additional_chat_templates/tool.jinja"
     unwanted = dict.fromkeys(
@@ -105,7 +105,7 @@ def test_a_process_of_its_own_downloads_and_converts(hub, exported, tmp_path):
     assert "hf_secret" not in done.stdout + done.stderr
 
 
-def test_a_revision_a_type_and_a_place(hub, exported, tmp_path):
+def test_revision_dtype_and_out_dir(hub, exported, tmp_path):
     one, _, _ = exported
     hub.add("tiny", {"README.md": b"#"})
     commit = hub.add("tiny", one, branch="refs/pr/1")
@@ -118,7 +118,7 @@ def test_a_revision_a_type_and_a_place(hub, exported, tmp_path):
         assert (record["revision"], record["commit"]) == (revision, commit)
 
 
-def test_without_converting_it_stays_a_folder_of_hugging_face(hub, exported, capsys):
+def test_convert_false_keeps_the_hf_folder(hub, exported, capsys):
     _, many, model = exported
     hub.add("org/tiny", many)
     assert "--dtype float32: would have no effect" in refusal(
@@ -133,7 +133,7 @@ def test_without_converting_it_stays_a_folder_of_hugging_face(hub, exported, cap
     assert "already exists and is not empty" in refusal(capsys, "org/tiny")
 
 
-def test_where_no_terminal_shows_bars_lines_tell_the_progress(hub, exported, capsys, monkeypatch):
+def test_progress_lines_without_terminal(hub, exported, capsys, monkeypatch):
     """The download waits for the first of these lines, so that none depends on how quick it is."""
     reported, fetch = threading.Event(), huggingface_hub.snapshot_download
 
@@ -156,7 +156,7 @@ def test_where_no_terminal_shows_bars_lines_tell_the_progress(hub, exported, cap
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_broken_connection_goes_on_in_the_middle_of_the_file(hub, exported, monkeypatch):
+def test_broken_connection_resumes_within_the_file(hub, exported, monkeypatch):
     one, _, model = exported
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
     hub.add("org/tiny", one)
@@ -169,7 +169,7 @@ def test_a_broken_connection_goes_on_in_the_middle_of_the_file(hub, exported, mo
     assert same_weights(Path("checkpoints/org/tiny"), model)
 
 
-def test_what_broke_off_goes_on_with_the_files_that_are_missing(hub, exported, capsys):
+def test_interrupted_download_fetches_missing_files(hub, exported, capsys):
     _, many, model = exported
     hub.add("org/tiny", many)
     shards = sorted(name for name in many if name.endswith(".safetensors"))
@@ -187,7 +187,7 @@ def test_what_broke_off_goes_on_with_the_files_that_are_missing(hub, exported, c
     assert same_weights(find_checkpoint_dir("org/tiny"), model) and os.listdir("checkpoints/org") == ["tiny"]
 
 
-def test_nothing_of_another_revision_gets_into_a_download(hub, exported, capsys):
+def test_files_of_another_revision_are_not_mixed(hub, exported, capsys):
     one, many, _ = exported
     hub.add("org/tiny", one | {"tokenizer_old.json": b"{}"})
     hub.failing.add("model.safetensors")
@@ -237,7 +237,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_cannot_be_converted_is_refused_before_its_weights_are_fetched(hub, exported, capsys, name):
+def test_unsupported_model_is_rejected_before_weights_are_fetched(hub, exported, capsys, name):
     make, message = CASES[name]
     hub.add("org/tiny", make(*exported[:2]))
     said = refusal(capsys, "org/tiny")
@@ -279,14 +279,14 @@ def test_too_small_a_disk(hub, exported, capsys, monkeypatch):
     assert main(["download", "org/tiny", "--convert", "false"]) == 0
 
 
-def test_experts_in_4_bits_need_room_for_16(hub, exported, capsys, monkeypatch):
+def test_mxfp4_needs_disk_space_for_16_bits(hub, exported, capsys, monkeypatch):
     hub.add("org/tiny", changed_config(exported[0], quantization_config={"quant_method": "mxfp4"}))
     weights = len(exported[0]["model.safetensors"])
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": weights * 4}))
     assert "org/tiny needs" in refusal(capsys, "org/tiny")
 
 
-def test_s1_a_disk_that_fills_up_on_the_way(hub, exported, capsys, monkeypatch):
+def test_s1_disk_full_during_download(hub, exported, capsys, monkeypatch):
     hub.add("org/tiny", exported[0])
     real = huggingface_hub.snapshot_download
 
@@ -300,7 +300,7 @@ def test_s1_a_disk_that_fills_up_on_the_way(hub, exported, capsys, monkeypatch):
     assert not Path("checkpoints/org/tiny").exists()
 
 
-def test_a_download_that_cannot_be_converted_is_kept_and_named(hub, exported, capsys):
+def test_failed_conversion_keeps_the_download(hub, exported, capsys):
     one = exported[0]
     hub.add("org/tiny", one | {"model.safetensors": one["model.safetensors"][:-100]})
     said = refusal(capsys, "org/tiny")

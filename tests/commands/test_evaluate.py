@@ -62,7 +62,7 @@ def results(capsys, *words) -> dict:
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_fewshot": 2}, {"apply_chat_template": False, "limit": 5}])
-def test_tasks_give_what_lm_eval_gives_for_the_export(settings, talker, task, tmp_path, capsys):
+def test_task_results_match_lm_eval_on_the_export(settings, talker, task, tmp_path, capsys):
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
@@ -123,13 +123,13 @@ def test_adapters_on_the_data_of_their_run(talker, tmp_path, capsys):
     assert base["sequences"] == found["sequences"] == 6 and base["loss"] > expected
 
 
-def test_a_checkpoint_that_does_not_say_its_data(talker, capsys):
+def test_checkpoint_without_recorded_data(talker, capsys):
     data, length = data_of_run(talker, trust=False)
     assert isinstance(data, PythonStdlib) and length is None
     assert "does not say which data the model was trained on: taking PythonStdlib" in capsys.readouterr().err
 
 
-def test_a_task_that_keeps_its_own_number_of_examples(talker, task, tmp_path, capsys):
+def test_task_keeps_its_own_num_fewshot(talker, task, tmp_path, capsys):
     """lm-eval leaves a task with ``num_fewshot: 0`` as it is, whatever is asked for."""
     choose = yaml.safe_load((task / "choose.yaml").read_text())
     (tmp_path / "none.yaml").write_text(yaml.safe_dump(choose | {"task": "none", "num_fewshot": 0}))
@@ -156,7 +156,7 @@ def test_a_task_that_keeps_its_own_number_of_examples(talker, task, tmp_path, ca
         (["--micro_batch_size", "0"], "--micro_batch_size 0: must be greater than zero"),
     ],
 )
-def test_what_is_refused(words, message, talker, task, capsys):
+def test_conflicting_options_are_rejected(words, message, talker, task, capsys):
     assert main(["evaluate", str(talker), *(word.format(task=task) for word in words)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line]
     assert message in line

@@ -52,12 +52,12 @@ def test_text_on_stdout_and_statistics_on_stderr(folder, capsys):
     assert re.fullmatch(r"sample 1 of 1: 9 tokens in [\d.]+ s, [\d.]+ tokens/s; seed 1234; cpu\n", err)
 
 
-def test_a_character_that_is_cut_off_by_the_limit_shows_as_such(folder, capsys):
+def test_truncated_character_is_shown_as_replacement(folder, capsys):
     out, _ = run(capsys, folder, "--prompt", "abc", "--max_new_tokens", 4, "--temperature", 0)
     assert out == "abcé\ufffd\n"
 
 
-def test_samples_have_seeds_of_their_own(folder, capsys):
+def test_samples_use_different_seeds(folder, capsys):
     settings = [folder, "--prompt", "a", "--temperature", 3, "--top_k", 0, "--max_new_tokens", 20]
     out, err = run(capsys, *settings, "--num_samples", 2, "--seed", 5)
     assert "sample 1 of 2" in err and "seed 5;" in err and "sample 2 of 2" in err and "seed 6;" in err
@@ -88,7 +88,7 @@ def test_bfloat16(folder, capsys):
     assert out == "abcé🎉abc\n"
 
 
-def test_the_prompt_from_stdin_and_text_as_it_comes(folder):
+def test_prompt_from_stdin_and_streamed_text(folder):
     """In a real process: each complete character is a write of its own."""
     command = [sys.executable, "-m", "toolkit", "generate", str(folder)]
     options = ["--prompt", "-", "--max_new_tokens", "9", "--temperature", "0"]
@@ -112,7 +112,7 @@ def adapters(folder, tmp_path_factory):
     return seal(out)
 
 
-def test_adapters_say_unmerged_what_they_say_merged(folder, adapters, tmp_path, capsys):
+def test_unmerged_adapters_generate_the_same_as_merged(folder, adapters, tmp_path, capsys):
     settings = ["--prompt", "abc", "--max_new_tokens", 40, "--temperature", 0]
     unmerged, _ = run(capsys, adapters, *settings)
     assert unmerged != run(capsys, folder, *settings)[0]
@@ -121,7 +121,7 @@ def test_adapters_say_unmerged_what_they_say_merged(folder, adapters, tmp_path, 
     assert run(capsys, tmp_path / "merged", *settings)[0] == unmerged
 
 
-def test_a_base_that_has_moved(folder, adapters, tmp_path, capsys):
+def test_moved_base(folder, adapters, tmp_path, capsys):
     expected, _ = run(capsys, adapters, "--temperature", 0)
     shutil.copytree(folder, tmp_path / "moved")
     shutil.copytree(adapters, tmp_path / "adapters")
@@ -148,7 +148,7 @@ def test_a_base_that_has_moved(folder, adapters, tmp_path, capsys):
         ([], "toolkit generate: --checkpoint_dir: must be given; usage: toolkit generate CHECKPOINT_DIR"),
     ],
 )
-def test_mistakes(folder, capsys, argv, line):
+def test_invalid_arguments_are_rejected(folder, capsys, argv, line):
     assert main(["generate", *(str(folder) if a == "DIR" else a for a in argv)]) == 2
     out, err = capsys.readouterr()
     assert err.startswith(line) and err.count("\n") == 1

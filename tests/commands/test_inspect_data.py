@@ -93,7 +93,7 @@ def test_dropped_samples_are_counted_by_reason(inspect):
     assert counts["dropped"] == "1 (33.3 %)" and counts["too long"] == "1" and "without" not in out
 
 
-def test_color_tells_trained_tokens_apart(inspect):
+def test_color_marks_trained_tokens(inspect):
     found = json.loads(inspect("--format", "json")[0])
     terminal = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80, highlight=False)
     print_inspection(found, terminal)
@@ -127,7 +127,7 @@ def test_random_tokens_have_no_text(capsys):
         (["--data", "JSON", "--data.json_path", "x.json"], "--data JSON: needs the tokenizer"),
     ],
 )
-def test_mistakes(options, message, capsys):
+def test_invalid_arguments_are_rejected(options, message, capsys):
     assert main(["inspect_data", *options]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"toolkit inspect_data: {message}") and err.count("\n") == 1
@@ -149,7 +149,7 @@ def test_each_token_shows_its_part_of_the_text(tokenizer_dir):
     assert list(_decode_each(tokenizer, tokenizer.encode("你")[:2]))[-1] == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_text_cannot_steer_the_terminal():
+def test_control_characters_are_escaped():
     tokens = [{"id": 0, "text": "a\x1b[31m", "trained": False}, {"id": 1, "text": "\x07", "trained": True}]
     assert bracketed(tokens) == "a\\x1b[31m[\\x07]"
     assert bracketed([{"id": 0, "text": "é", "trained": True}], "ascii") == "[?]"

@@ -22,7 +22,7 @@ def add_companions(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_all_files_of_the_tokenizer_come_along(tmp_path):
+def test_all_tokenizer_files_are_copied(tmp_path):
     _, folder, _ = make(tmp_path)
     companions = add_companions(folder)
     (folder / "config.json").write_text('{"_name_or_path": "org/base"}')

@@ -31,7 +31,7 @@ def warnings_of(capsys, *words) -> list[str]:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_out_to_hugging_face_and_back(tmp_path, capsys, value):
+def test_export_and_import_warn(tmp_path, capsys, value):
     write(tmp_path / "good", 1.0, NORM)
     write(tmp_path / "m", value, NORM, "lm_head.weight")
     assert warnings_of(capsys, "convert_to_hf", tmp_path / "good", tmp_path / "sound") == []
@@ -43,7 +43,7 @@ def test_out_to_hugging_face_and_back(tmp_path, capsys, value):
     assert line == f"warning: NaN or Inf in 2 tensor(s) of {tmp_path / 'again'}: lm_head.weight, {NORM}"
 
 
-def test_what_a_smaller_type_cannot_hold(tmp_path, capsys):
+def test_overflow_in_a_smaller_dtype_warns(tmp_path, capsys):
     write(tmp_path / "m", 1e6, NORM)
     assert warnings_of(capsys, "convert_to_hf", tmp_path / "m", tmp_path / "hf") == []
     for command, source in (("convert_to_hf", "m"), ("convert_from_hf", "hf")):

@@ -45,12 +45,12 @@ def test_batch_arithmetic_and_parameters(capsys):
     assert facts["fits"] is None and facts["advice"] == []
 
 
-def test_a_70b_model_weighs_140_gb_in_16_bits(capsys):
+def test_70b_model_takes_140_gb_in_16_bits(capsys):
     facts = plan(capsys, "finetune_lora", "meta-llama/Llama-2-70b-hf", "--train.max_seq_length", "512")
     assert facts["memory_gb"]["weights"] == pytest.approx(138, abs=2)
 
 
-def test_gpus_that_are_not_here_are_planned_for(capsys):
+def test_plans_for_gpus_that_are_not_present(capsys):
     facts = plan(capsys, "pretrain", "pythia-160m", "--devices", "8", "--num_nodes", "2")
     assert (facts["device"], facts["precision"], facts["devices"]) == ("cuda", "bf16-mixed", 8)
     assert facts["strategy"].startswith("fsdp HYBRID_SHARD")
@@ -67,7 +67,7 @@ def test_flags_and_yaml_are_those_of_the_run(capsys, tmp_path):
     assert facts["parameters"]["trained"] == 4 * plan(capsys, *base)["parameters"]["trained"]  # 32 / 8
 
 
-def test_mistakes_are_those_of_the_run(capsys):
+def test_errors_match_those_of_the_run(capsys):
     assert "--train.micro_batch_siz" in mistake(capsys, "pretrain", "--train.micro_batch_siz", "4")
     assert "not a multiple of 24" in mistake(capsys, "pretrain", "pythia-160m", "--devices", "6")
     assert "'pretrain'" in mistake(capsys, "pretain")
@@ -81,7 +81,7 @@ def test_mistakes_are_those_of_the_run(capsys):
     assert "--devices 0" in mistake(capsys, "pretrain", "pythia-160m", "--devices", "0")
 
 
-def test_a_checkpoint_on_the_disk_says_its_own_architecture(capsys, tmp_path, monkeypatch):
+def test_local_checkpoint_defines_the_architecture(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "checkpoints" / "meta-llama" / "Llama-2-7b-hf"
     folder.mkdir(parents=True)
@@ -103,7 +103,7 @@ def test_a_checkpoint_on_the_disk_says_its_own_architecture(capsys, tmp_path, mo
          "--precision bf16-true"),
     ],
 )  # fmt: skip
-def test_advice_is_short_and_holds_when_it_is_followed(capsys, argv, first):
+def test_advice_is_short_and_correct(capsys, argv, first):
     facts = plan(capsys, *argv.split())
     assert facts["fits"] is False
     (advice,) = facts["advice"]
@@ -139,7 +139,7 @@ def test_the_table_has_a_line_for_each_part(capsys):
     assert "\n  adapters" not in shown and "Fits into 80 GB." in shown
 
 
-def test_running_out_of_memory_is_answered_with_the_runs_own_values():
+def test_oom_advice_uses_the_runs_values():
     arguments = parse("pretrain", pretrain.setup, ("model_name",), ["pythia-160m", "--train.micro_batch_size", "64"])
     with run_args_of("pretrain", arguments) as args:
         error = out_of_memory(args, DeviceSpec("cuda", 1, 1), 24)
@@ -148,7 +148,7 @@ def test_running_out_of_memory_is_answered_with_the_runs_own_values():
     assert "activations 4" in str(error) and "use --train.micro_batch_size 16 (1" in str(error)
 
 
-def test_finetuning_arguments_are_those_that_the_command_makes():
+def test_finetuning_arguments_match_the_command():
     arguments = parse("finetune_lora", finetune_lora.setup, ("checkpoint_dir",),
                       ["HuggingFaceTB/SmolLM2-135M-Instruct", "--lora_r", "4", "--data.json_path", "x"])  # fmt: skip
     with run_args_of("finetune_lora", arguments) as args:

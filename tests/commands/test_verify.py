@@ -42,7 +42,7 @@ def test_every_command_names_a_damaged_file(damaged, tmp_path, capsys, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_load_names_it_too(damaged):
+def test_load_names_the_damaged_file(damaged):
     with pytest.raises(UserError, match="damaged: lit_model.pth"):
         toolkit.load(damaged)
     toolkit.load(damaged, verify_checkpoint=False)
@@ -73,7 +73,7 @@ def test_what_merge_lora_writes_is_listed(tmp_path, capsys):
         assert f"{written / 'lit_model.pth'}: " in capsys.readouterr().out
 
 
-def test_verify_looks_at_all_checkpoints_of_a_run(tmp_path, capsys):
+def test_verify_checks_all_checkpoints_of_a_run(tmp_path, capsys):
     for name in ("step-1", "step-2", "step-3", "final"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "lit_model.pth").write_text(name)
