@@ -1,4 +1,4 @@
-"""What the ranks of a run compare before it begins: options, data, the weights that each reads, and the shared disk."""
+"""Checks that all ranks of a run agree before it starts: options, data, weights to load, and the shared disk."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from toolkit.training.state import RunFingerprint
 
 
 def require_same_everywhere(args: RunArgs, identity: RunFingerprint) -> None:
-    """Compare what the ranks are about to do.
+    """Check that all ranks run the same options on the same data.
 
     Raises:
-        UserError: a node was started with other options, or sees other data.
+        UserError: a node has different options or data.
     """
-    facts = asdict(identity)
+    local = asdict(identity)
     for group in ("train", "eval", "optimizer", "fsdp", "ddp"):
-        facts |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
+        local |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
     names = ("strategy", "compiler", "deterministic", "timeout", "resume")
-    facts |= {f"--{name}": getattr(args, name) for name in names}
-    everywhere = ranks.all_gather_object(facts)
-    for rank, theirs in enumerate(everywhere):
-        if name := next((name for name in facts if theirs[name] != everywhere[0][name]), None):
+    local |= {f"--{name}": getattr(args, name) for name in names}
+    gathered = ranks.all_gather_object(local)
+    for rank, values in enumerate(gathered):
+        if name := next((name for name in local if values[name] != gathered[0][name]), None):
             raise UserError(
-                f"{name} {theirs[name]}: on rank {rank}, and {everywhere[0][name]} on rank 0; start every process with "
+                f"{name} {values[name]}: on rank {rank}, but {gathered[0][name]} on rank 0; start every process with "
                 "the same options, and let all nodes read the same files"
             )
 
 
 def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: Path | None) -> None:
-    """Compare what the ranks are about to load: by checksums on disk, so that it takes no time.
+    """Check that all ranks load the same weights, by the checksums on disk.
 
     Raises:
-        UserError: a node has other weights, or another trainer state, than rank 0 has.
+        UserError: a node has different weights or trainer state than rank 0.
     """
     if ranks.world_size() == 1:
         return
-    loaded: dict[str, tuple[str, str]] = {}  # by flag: the folder on this node, and the fingerprint of what it holds
+    loaded: dict[str, tuple[str, str]] = {}  # by flag: the folder on this node, and its fingerprint
     if args.initial_checkpoint_dir is not None and (resume_from is None or base is not None):
         flag = "--initial_checkpoint_dir" if args.given is None else "checkpoint_dir"
         folder = find_checkpoint_dir(args.initial_checkpoint_dir)
