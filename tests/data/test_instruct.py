@@ -1,4 +1,4 @@
-"""Instruction data as rows: labels, lengths, packing, the held-out share, the cache (S5), and what is log about it."""
+"""Instruction data as rows: labels, lengths, packing, the validation split, the cache (S5), and the log."""
 
 import json
 import os
@@ -189,7 +189,7 @@ def test_split_drops_pieces_without_an_answer(prepare, tokenizer):
 
 
 def test_split_drops_pieces_whose_only_target_is_the_first_token(prepare):
-    """The first token of a row is never a target: mask it is the end-of-turn token, followed by a newline."""
+    """The first token of a row is never a target: here it is the end-of-turn token, followed by a newline."""
     complete = prepare([qa("hi", "yes")])[0].train
     data, log = prepare([qa("hi", "yes")], len(complete[0]["labels"]) - 1, on_long="split")
     assert len(data.train) == 1 and "1 split (1 pieces without" in log

@@ -1,4 +1,4 @@
-"""S5 and the preparation of text: what is on disk is exactly the text, and never another text's."""
+"""Text preparation and its cache (S5): the rows equal the text, and damaged or other data is never reused."""
 
 import json
 import os
