@@ -190,7 +190,7 @@ def run_transformers(work: Work, config: ModelConfig, folder: Path, python: str)
     """Run transformers' Trainer on the same tokens, with benchmark_peers.py."""
     config_dir, settings, result = folder / "hf", folder / "settings.json", folder / "result.json"
     config_dir.mkdir(exist_ok=True)
-    (config_dir / "config.json").write_text(json.dumps(family_of(config).to_hf(config)))
+    (config_dir / "config.json").write_text(json.dumps(family_of(config).to_hf_config(config)))
     settings.write_text(
         json.dumps(
             asdict(work) | {

@@ -40,8 +40,8 @@ def write_shards(folder) -> int:
     """Random fp32 weights of a Llama, a layer or so per file; return their bytes."""
     folder.mkdir()
     with torch.device("meta"):
-        shapes = dict(to_hf_names(family_of(CONFIG).weights(CONFIG), GPT(CONFIG).state_dict()))
-    (folder / "config.json").write_text(json.dumps(family_of(CONFIG).to_hf(CONFIG)))
+        shapes = dict(to_hf_names(family_of(CONFIG).weight_map(CONFIG), GPT(CONFIG).state_dict()))
+    (folder / "config.json").write_text(json.dumps(family_of(CONFIG).to_hf_config(CONFIG)))
     where, names, size = {}, list(shapes), 0
     for i in range(0, len(names), 12):
         file = f"model-{i:05d}.safetensors"

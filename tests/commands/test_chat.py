@@ -62,7 +62,7 @@ def test_notes_are_printed_after_the_answer(folder):
     with redirect_stdout(io.StringIO()) as terminal, redirect_stderr(terminal):
         main(["chat", str(folder), "--temperature", "0", "--prompt", "1", "--max_new_tokens", "2"])
     answer, note, speed = terminal.getvalue().splitlines()
-    assert ANSWERS["1"].startswith(answer) and note == "stopped after 2 tokens; --max_new_tokens allows no more"
+    assert ANSWERS["1"].startswith(answer) and note == "stopped after 2 tokens: --max_new_tokens reached"
     assert re.fullmatch(STATISTICS, speed + "\n")
 
 

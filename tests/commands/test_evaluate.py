@@ -135,7 +135,7 @@ def test_task_keeps_its_own_num_fewshot(talker, task, tmp_path, capsys):
     (tmp_path / "none.yaml").write_text(yaml.safe_dump(choose | {"task": "none", "num_fewshot": 0}))
     words = [str(talker), "--tasks", "none", "--include_path", str(tmp_path), "--num_fewshot", "2", "--limit", "2"]
     assert main(["evaluate", *words]) == 0
-    assert "--num_fewshot 2: the task none keeps its own 0" in capsys.readouterr().err
+    assert "--num_fewshot 2: task none keeps its fixed value 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def test_prompts(folder, monkeypatch, capsys, command):
     options = [command, str(folder), "--max_new_tokens", "3", "--prompt"]
     assert run(monkeypatch, capsys, *options, KNOWN) == (0, "")
     code, said = run(monkeypatch, capsys, *options, UNKNOWN)
-    assert code == 2 and said.startswith(f"toolkit {command}: checkpoint_dir {folder}: makes the token 2")
-    assert said.endswith(f"the model embeds only 0 to {BYTES}; use the model's own tokenizer")
+    assert code == 2 and said.startswith(f"toolkit {command}: checkpoint_dir {folder}: encodes this text with token 2")
+    assert said.endswith(f"the model has embeddings only for 0 to {BYTES}; use the model's own tokenizer")
 
 
 @pytest.mark.parametrize("tokenizer_dir", [False, True])
@@ -68,7 +68,7 @@ def test_text_to_evaluate(folder, monkeypatch, capsys, tmp_path, tokenizer_dir):
         code, said = run(monkeypatch, capsys, *command, "--data.train_data_path", str(tmp_path / f"{text}.txt"))
         assert code == expected, said
     flag = "--tokenizer_dir" if tokenizer_dir else "checkpoint_dir"
-    assert said.startswith(f"toolkit evaluate: {flag} {folder}: makes the token 2")
+    assert said.startswith(f"toolkit evaluate: {flag} {folder}: encodes this text with token 2")
 
 
 def test_tasks(folder):
@@ -78,8 +78,8 @@ def test_tasks(folder):
     tokenizer, model = Tokenizer.load(folder), load_model(folder)
     lm = HarnessLM(model, tokenizer, batch_size=1)
     assert lm.tok_encode(KNOWN) == tokenizer.encode(KNOWN, bos=False)
-    with pytest.raises(UserError, match="makes the token 2.. of this text"):
+    with pytest.raises(UserError, match="encodes this text with token 2.."):
         lm.tok_encode(UNKNOWN)
     tokenizer.bos_id = tokenizer.vocab_size - 1
-    with pytest.raises(UserError, match=f"makes the token {tokenizer.bos_id} of this text"):
+    with pytest.raises(UserError, match=f"encodes this text with token {tokenizer.bos_id}"):
         HarnessLM(model, tokenizer, batch_size=1)

@@ -119,7 +119,7 @@ def test_the_limit_of_an_answer_is_said(talker):
     notes = []
     conversation = begin(talker, notice=notes.append, max_new_tokens=3)
     assert ask(conversation, "1") == "ein"
-    assert notes == ["stopped after 3 tokens; --max_new_tokens allows no more"]
+    assert notes == ["stopped after 3 tokens: --max_new_tokens reached"]
     notes.clear()
     assert ask(begin(talker, notice=notes.append, max_new_tokens=5), "1") == "eins" and not notes
 

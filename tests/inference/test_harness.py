@@ -156,8 +156,8 @@ def test_a_chat(wrappers):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_beams": 4}, "--tasks: asks for a generation with num_beams"),
-        ({"max_gen_toks": CONTEXT}, f"--tasks: asks for up to {CONTEXT} new tokens; the model's context of {CONTEXT}"),
+        ({"num_beams": 4}, "--tasks: requests generation settings that are not supported: num_beams"),
+        ({"max_gen_toks": CONTEXT}, f"--tasks: requests up to {CONTEXT} new tokens; the model's context of {CONTEXT}"),
     ],
 )
 def test_what_a_task_may_not_ask_for(wrappers, settings, message):

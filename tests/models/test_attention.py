@@ -54,7 +54,7 @@ def test_sinks_and_their_gradients_are_the_plain_formulas(case, size):
     held, new, window, documents = CASES[case]
     q, k, v, sinks = given = inputs(new, held + new, size)
     seen = AttentionMaskBuilder(held, new, torch.device("cpu"), documents).for_window(window)
-    found = sink_attention(q, k[:, :, -seen.keys :], v[:, :, -seen.keys :], seen, 0.3, sinks)
+    found = sink_attention(q, k[:, :, -seen.n_keys :], v[:, :, -seen.n_keys :], seen, 0.3, sinks)
     expected = plain(q, k, v, visible(*CASES[case]), 0.3, sinks)
     torch.testing.assert_close(found, expected)
     direction = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(1))

@@ -132,16 +132,16 @@ def nested(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
         ("mistral", {"layer_types": [FULL] * 2}, "layer_types"),
         ("mistral", {"sliding_window": 0}, "sliding_window 0: must be greater than zero"),
         ("gemma2", {"sliding_window": None}, "sliding_window None: must be greater than zero"),
-        ("gemma2", {"query_pre_attn_scalar": 20.5}, "query_pre_attn_scalar 20.5: must be a whole number"),
+        ("gemma2", {"query_pre_attn_scalar": 20.5}, "query_pre_attn_scalar 20.5: must be an integer"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping 0.0: must be a number greater than zero"),
         ("qwen2", {"use_sliding_window": True, "layer_types": [SLIDING]}, "layer_types names 1 layers: must be"),
         ("qwen2", {"sliding_window": 8, "layer_types": [SLIDING] * 2}, "use_sliding_window False: layer_types names"),
-        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers \[1\]: must hold 0 or 1 for each of the 2 layers"),
-        ("qwen2", {"num_hidden_layers": "2"}, "num_hidden_layers '2': must be a whole number, 1 or greater"),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers \[1\]: must contain 0 or 1 for each of the 2 layers"),
+        ("qwen2", {"num_hidden_layers": "2"}, "num_hidden_layers '2': must be an integer, 1 or greater"),
         ("qwen2", {"hidden_size": 65}, "hidden_size 65: must be a multiple of num_attention_heads 4"),
         ("qwen2", {"tie_word_embeddings": "false"}, "tie_word_embeddings 'false': must be true or false"),
         ("qwen2", {"rms_norm_eps": None}, "rms_norm_eps None: must be a number"),
-        ("qwen2", {"max_position_embeddings": None}, "max_position_embeddings None: must be a whole number"),
+        ("qwen2", {"max_position_embeddings": None}, "max_position_embeddings None: must be an integer"),
     ],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused_in_the_words_of_the_file(kind, change, said):
@@ -162,7 +162,7 @@ def files() -> dict[str, dict[str, Any]]:
         theirs = json.loads(make().to_json_string(use_diff=False))
         kind = theirs["model_type"]
         if kind not in found:
-            found[kind] = family_of(config := config_from_hf(theirs)).to_hf(config) | theirs
+            found[kind] = family_of(config := config_from_hf(theirs)).to_hf_config(config) | theirs
     return found
 
 
@@ -264,9 +264,9 @@ def test_the_text_model_of_one_that_sees_images_is_read():
     read, named = config_from_hf(GEMMA_3_12B), get_config("gemma-3-12b")
     vocabulary = {"name": "", "vocab_size": 262208, "padded_vocab_size": 262208}  # with the rows of images
     assert read == replace(named, **vocabulary)
-    with pytest.raises(UserError, match="'mistral3' is not supported: it takes more than text; save .* 'mistral'"):
+    with pytest.raises(UserError, match="'mistral3' is not supported: it is multimodal; save .*'mistral'"):
         config_from_hf({"model_type": "mistral3", "text_config": {"model_type": "mistral"}})
-    with pytest.raises(UserError, match="'qwen2_vl' is not supported: it takes more than text; get a model of text"):
+    with pytest.raises(UserError, match="'qwen2_vl' is not supported: it is multimodal; use a text-only model"):
         config_from_hf({"model_type": "qwen2_vl", "vision_config": {}})
     with pytest.raises(UserError, match="^config.json: is_causal False: of a 'gemma3_text' model"):
         config_from_hf(GEMMA_3_12B | {"is_causal": False})

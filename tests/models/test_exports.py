@@ -218,7 +218,7 @@ def test_other_shapes_are_refused_or_open_in_transformers_with_equal_logits(name
 def test_a_weight_that_a_family_does_not_list_is_not_left_out_in_silence(tmp_path, monkeypatch):
     model = GPT(ModelConfig(vocab_size=96))
     to_folder(model, tmp_path / "whole")
-    table = llama.weights(model.config)
+    table = llama.weight_map(model.config)
     for wrong, said in ((table[:-1], "has no"), ([*table, tables.one_to_one("extra", "extra")], "cannot be without")):
         monkeypatch.setattr(llama, "weights", lambda config, wrong=wrong: wrong)
         with pytest.raises(UserError, match=f"^(transformer.ln_f.weight|extra): .* 'llama' {said} such a weight"):

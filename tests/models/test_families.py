@@ -13,7 +13,7 @@ from toolkit.models.gpt import GPT
 
 def test_config_json_of_a_padded_vocabulary_counts_the_rows_of_the_weights():
     config = ModelConfig(vocab_size=100)
-    assert family_of(config).to_hf(config)["vocab_size"] == 128
+    assert family_of(config).to_hf_config(config)["vocab_size"] == 128
 
 
 LLAMA31 = {
@@ -88,7 +88,7 @@ def test_a_config_json_without_a_fact_names_it():
 )
 def test_a_config_that_hugging_face_cannot_express_is_refused(name, change):
     config = ModelConfig(**(get_config(name).with_vocab_size(100).to_dict() | change))
-    for export in (family_of(config).to_hf, family_of(config).weights):
+    for export in (family_of(config).to_hf_config, family_of(config).weight_map):
         with pytest.raises(UserError, match=next(iter(change))):
             export(config)
 
@@ -99,13 +99,13 @@ def test_n10_a_tied_head_is_listed_once_and_never_exported(name):
         config = ModelConfig(
             **(get_config(name).with_vocab_size(100).to_dict() | {"tie_embeddings": tied, "n_layer": 1})
         )
-        maps = family_of(config).weights(config)
-        ours, theirs = [n for m in maps for n in m.ours], [n for m in maps for n in m.theirs]
-        assert len(set(ours)) == len(ours) and len(set(theirs)) == len(theirs)
+        mappings = family_of(config).weight_map(config)
+        native, hf = [n for m in mappings for n in m.native], [n for m in mappings for n in m.hf]
+        assert len(set(native)) == len(native) and len(set(hf)) == len(hf)
         with torch.device("meta"):
             parameters = {n for n, _ in GPT(config).named_parameters(remove_duplicate=False)}
-        assert set(ours) == parameters - ({"lm_head.weight"} if tied else set())
-        assert family_of(config).to_hf(config)["tie_word_embeddings"] is tied
+        assert set(native) == parameters - ({"lm_head.weight"} if tied else set())
+        assert family_of(config).to_hf_config(config)["tie_word_embeddings"] is tied
 
 
 GPT_OSS_20B = {  # openai/gpt-oss-20b
@@ -138,4 +138,4 @@ def test_a_gpt_oss_that_transformers_cannot_be_is_refused():
     for field, value in {"attention_sinks": False, "swiglu_limit": None, "norm_topk_prob": False}.items():
         config = dataclasses.replace(get_config("gpt-oss-20b"), **{field: value})
         with pytest.raises(UserError, match=f"--model_config.{field} {value}: the Hugging Face model type 'gpt_oss'"):
-            family_of(config).to_hf(config)
+            family_of(config).to_hf_config(config)

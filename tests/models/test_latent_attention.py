@@ -140,7 +140,7 @@ def test_the_config_json_of_deepseek_v3_itself():
     with torch.device("meta"):
         model = GPT(config)
     assert round(sum(p.numel() for p in model.parameters()) / 1e9) == 671  # as the model card says
-    written = family_of(config).to_hf(config)
+    written = family_of(config).to_hf_config(config)
     said = values.keys() & written.keys() - {"num_nextn_predict_layers", "rope_scaling"}
     assert {key: written[key] for key in said} == {key: values[key] for key in said}
     assert config_from_hf(written) == config
@@ -148,7 +148,7 @@ def test_the_config_json_of_deepseek_v3_itself():
 
 @pytest.mark.parametrize(("groups", "said"), [({}, "n_group is missing"), ({"n_group": None}, "n_group null")])
 def test_routing_within_groups_without_groups_is_refused(groups, said):
-    values = family_of(get_config("DeepSeek-V2-Lite")).to_hf(get_config("DeepSeek-V2-Lite"))
+    values = family_of(get_config("DeepSeek-V2-Lite")).to_hf_config(get_config("DeepSeek-V2-Lite"))
     assert config_from_hf(values).n_expert_groups is None
     del values["n_group"]
     with pytest.raises(UserError, match=said):

@@ -12,7 +12,7 @@ from toolkit.models import loss as loss_module
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize
-from toolkit.models.lora import LoRALinear, add_lora, attention_rows, draw_adapter, is_adapter, magnitude_of
+from toolkit.models.lora import LoRALinear, add_lora, attention_rows, draw_adapter, initial_magnitude, is_adapter
 from toolkit.models.lora_config import PARTS, LoRAConfig
 
 LLAMA = ModelConfig(vocab_size=160, block_size=32, n_layer=2, n_head=4, n_query_groups=2, n_embd=32)
@@ -153,7 +153,7 @@ def draw_or_norm(model: GPT, name: str, p: torch.Tensor) -> torch.Tensor:
     if not name.endswith("magnitude"):
         return draw_adapter(name, p.shape, seed=7)
     layer, part = name.split(".lora.")
-    norms = magnitude_of(model.get_submodule(layer).weight)
+    norms = initial_magnitude(model.get_submodule(layer).weight)
     return norms[model.get_submodule(f"{layer}.lora.{part.split('.')[0]}").rows]
 
 

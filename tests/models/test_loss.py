@@ -114,7 +114,7 @@ def test_a_second_backward_is_an_error_and_not_a_wrong_gradient():
     x, weight, _, labels = inputs()
     loss = head_loss(x, weight, None, labels)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="already differentiated"):
+    with pytest.raises(RuntimeError, match="backward was already called"):
         loss.backward()
 
 

@@ -27,10 +27,10 @@ def as_mask(held: int, new: int, window: int | None, documents: torch.Tensor | N
     seen = AttentionMaskBuilder(held, new, CPU, documents).for_window(window)
     mask = seen.mask
     if mask is None:
-        mask = torch.ones(new, seen.keys, dtype=torch.bool)
+        mask = torch.ones(new, seen.n_keys, dtype=torch.bool)
         mask = mask.tril() if seen.is_causal else mask
-    mask = mask.view(-1, new, seen.keys)
-    return torch.cat((mask.new_zeros(mask.size(0), new, held + new - seen.keys), mask), dim=2)
+    mask = mask.view(-1, new, seen.n_keys)
+    return torch.cat((mask.new_zeros(mask.size(0), new, held + new - seen.n_keys), mask), dim=2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])

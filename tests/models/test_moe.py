@@ -16,7 +16,7 @@ from toolkit.models.init import STD, draw, initialize
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.models.moe import LLaMAMoE, before_last_label, imbalance
+from toolkit.models.moe import LLaMAMoE, load_balancing_loss, mask_until_last_label
 from toolkit.models.quantize import quantize_linears
 from toolkit.training.optimizer import no_decay_params
 
@@ -119,12 +119,12 @@ def test_gradients_are_those_of_transformers(style):
     ours = make(style, router_aux_loss_coef=0.0)
     family = family_of(ours.config)
     hf = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**family.to_hf(ours.config)), attn_implementation="eager"
+        transformers.AutoConfig.for_model(**family.to_hf_config(ours.config)), attn_implementation="eager"
     )
     values, gradients = ours.state_dict(keep_vars=True), {}
     ids, labels = batch([20, 20], 20)
     ours(ids, labels)[0].backward()
-    for entry in family.weights(ours.config):
+    for entry in family.weight_map(ours.config):
         theirs = entry.to_hf([values[name].detach() for name in entry.native])
         # what is not trained has no gradient, and its values stand for it
         gradient = entry.to_hf([t.grad if (t := values[name]).requires_grad else t for name in entry.native])
@@ -175,27 +175,27 @@ def random_routing(shape: tuple[int, ...], k: int) -> tuple[torch.Tensor, torch.
 
 def test_imbalance_is_the_double_loop_over_experts_and_tokens():
     _, probabilities, chosen = random_routing((3, 7, 5), 2)
-    counted = torch.arange(7) < torch.tensor([[7], [4], [0]])
+    token_mask = torch.arange(7) < torch.tensor([[7], [4], [0]])
     for b, n in enumerate((7, 4, 0)):
         expected = 0.0
         for e in range(5):
             f = sum(int(e in chosen[b, t]) for t in range(n)) / max(1, n)
             p = sum(probabilities[b, t, e].item() for t in range(n)) / max(1, n)
             expected += 5 * f * p
-        assert imbalance(probabilities, chosen, counted)[b].item() == pytest.approx(expected, rel=1e-5)
+        assert load_balancing_loss(probabilities, chosen, token_mask)[b].item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_imbalance_of_one_row_is_the_auxiliary_loss_of_transformers():
     logits, probabilities, chosen = random_routing((1, 9, 5), 2)
     expected = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func((logits[0],), 5, 2)
-    found = imbalance(probabilities, chosen, torch.ones(1, 9, dtype=torch.bool))
+    found = load_balancing_loss(probabilities, chosen, torch.ones(1, 9, dtype=torch.bool))
     torch.testing.assert_close(found[0], expected)
 
 
 def test_tokens_count_up_to_the_last_one_that_is_supervised():
     x = IGNORE_INDEX
     labels = torch.tensor([[x, 5, x, 6, x], [x, x, x, x, x], [1, 1, 1, 1, 1]])
-    assert before_last_label(labels).tolist() == [[True] * 4 + [False], [False] * 5, [True] * 5]
+    assert mask_until_last_label(labels).tolist() == [[True] * 4 + [False], [False] * 5, [True] * 5]
 
 
 def gradients_of(model: GPT, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -173,7 +173,7 @@ def test_what_is_left_out_of_litgpts_names_is_left_out():
 def count_theirs(config: ModelConfig) -> int:
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
-        values = transformers.AutoConfig.for_model(**family_of(config).to_hf(config))
+        values = transformers.AutoConfig.for_model(**family_of(config).to_hf_config(config))
         return sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(values).parameters())
 
 
@@ -193,7 +193,7 @@ def test_transformers_builds_named_configs_with_as_many_parameters(name):
 @pytest.mark.parametrize("name", list_names())
 def test_config_json_leads_back_to_the_config(name):
     config = get_config(name).with_vocab_size(4096)
-    back = config_from_hf(family_of(config).to_hf(config))
+    back = config_from_hf(family_of(config).to_hf_config(config))
     differing = {k for k, v in config.to_dict().items() if getattr(back, k) != v}
     assert differing <= {"name", "padding_multiple"}
 

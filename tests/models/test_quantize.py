@@ -190,7 +190,7 @@ def test_quantised_scales_take_less():
 
 def test_widths_that_bitsandbytes_computes_wrongly_are_refused():
     model = GPT(ModelConfig(vocab_size=160, n_layer=1, n_head=3, n_embd=96))
-    with pytest.raises(UserError, match="transformer.h.0.attn.qkv takes 96 inputs, not a multiple of 64"):
+    with pytest.raises(UserError, match="transformer.h.0.attn.qkv has 96 input features, not a multiple of 64"):
         quantize_linears(model, "bnb.nf4")
 
 

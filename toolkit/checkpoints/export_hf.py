@@ -24,7 +24,7 @@ from toolkit.errors import GuardError, UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import WeightMapping
-from toolkit.models.moe import type_of
+from toolkit.models.moe import resolve_weight_dtype
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -97,7 +97,7 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     exported = getattr(torch, json.loads((Path(out_dir) / CONFIG).read_text())["torch_dtype"])
     config, weights = _read_model(Path(checkpoint_dir), True, base_checkpoint_dir, exported)
     native = model_on_meta(config)
-    rounded = {name: tensor.to(type_of(name, exported)).float() for name, tensor in weights.items()}
+    rounded = {name: tensor.to(resolve_weight_dtype(name, exported)).float() for name, tensor in weights.items()}
     native.load_state_dict(rounded, assign=True)
     hf = _load_with_transformers(Path(out_dir))
     generator = torch.Generator().manual_seed(0)
@@ -174,7 +174,7 @@ def _complete_weight_map(config: ModelConfig, weights: Mapping[str, Tensor]) -> 
     Raises:
         UserError: it does not list exactly the model's weights.
     """
-    maps = family_of(config).weights(config)
+    maps = family_of(config).weight_map(config)
     listed = {name for entry in maps for name in entry.native}
     present = weights.keys() - ({"lm_head.weight"} if config.tie_embeddings else set())
     if wrong := sorted(listed ^ present):
@@ -191,7 +191,7 @@ def to_hf_names(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, tensor), converting one entry of the weight map at a time."""
     for entry in maps:
-        native = [weights[name].to(type_of(name, dtype)) for name in entry.native]
+        native = [weights[name].to(resolve_weight_dtype(name, dtype)) for name in entry.native]
         yield from zip(entry.hf, entry.to_hf(native), strict=True)
 
 
@@ -268,7 +268,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _write_config_files(folder: Path, config: ModelConfig, ids: dict[str, Any], dtype: torch.dtype) -> None:
     """Write config.json, and generation_config.json unless a copied one defines eos_token_id."""
-    values = family_of(config).to_hf(config, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"])
+    values = family_of(config).to_hf_config(config, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"])
     _write_json(folder / CONFIG, {**values, **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
     generation = _read_json(folder / GENERATION_FILE)
     if generation.get("eos_token_id") is None:

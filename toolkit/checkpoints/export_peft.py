@@ -33,8 +33,8 @@ from toolkit.checkpoints.peft_layers import (
 )
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
-from toolkit.models.families import WITH_IMAGES
-from toolkit.models.lora import add_lora, magnitude_of
+from toolkit.models.families import MULTIMODAL
+from toolkit.models.lora import add_lora, initial_magnitude
 from toolkit.models.lora_config import LoRAConfig
 
 _HEAD = "lm_head"
@@ -131,7 +131,7 @@ def _magnitudes(layer: Layer, placed: list[PlacedAdapter], weight_of: Callable[[
     for one in placed:
         adapted[one.rows.start : one.rows.stop] = 1
     if any(part.any() and not part.all() for part in layer.to_hf(adapted)):
-        full = torch.cat([magnitude_of(weight_of(f"{name}.weight")) for name in layer.names])
+        full = torch.cat([initial_magnitude(weight_of(f"{name}.weight")) for name in layer.names])
     for one in placed:
         full[one.rows.start : one.rows.stop] = one.adapter.magnitude.detach()
     return layer.to_hf(full[:, None])
@@ -195,7 +195,7 @@ def _wrapper_type(base: Path) -> str | None:
     """Return the model type of the base's config.json if it is multimodal."""
     file = base / "config.json"
     kind = read_json(file).get("model_type") if file.is_file() else None
-    return kind if isinstance(kind, str) and kind in WITH_IMAGES else None
+    return kind if isinstance(kind, str) and kind in MULTIMODAL else None
 
 
 def _hf_base(base: Path) -> tuple[str, str | None] | None:

@@ -28,7 +28,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora
-from toolkit.models.moe import type_of
+from toolkit.models.moe import resolve_weight_dtype
 from toolkit.untrusted import read_yaml
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def load_model(
     if tied := model.config.tie_embeddings:
         del weights[_HEAD]
     for name in weights:
-        weights[name] = weights[name].to(device=device, dtype=type_of(name, dtype))
+        weights[name] = weights[name].to(device=device, dtype=resolve_weight_dtype(name, dtype))
     for name, tensor in (adapters or {}).items():
         weights[name] = tensor.to(device)
     model.load_state_dict(weights, strict=not tied, assign=True)

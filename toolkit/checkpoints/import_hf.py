@@ -25,7 +25,7 @@ from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
-from toolkit.models.moe import type_of
+from toolkit.models.moe import resolve_weight_dtype
 from toolkit.untrusted import read_yaml
 
 ORIGIN_FILE = "download.yaml"  # where the model came from: a hub repository at a commit, or a folder
@@ -112,7 +112,7 @@ def is_import_of(folder: Path, hf_dir: Path) -> bool:
     try:
         found, _ = _drop_unused(_add_prefix(find_weights(hf_dir), hf_config), hf_config)
         _require_compatible(found, resolve_tied_head(found, hf_config)[0], hf_dir)
-        for entry in family_of(config).weights(config):
+        for entry in family_of(config).weight_map(config):
             if entry.native[0].startswith("transformer.h.0."):
                 read = entry.from_hf([found[name].read() for name in entry.hf])
                 if not all(_equal_up_to_rounding(weights[n], t) for n, t in zip(entry.native, read, strict=True)):
@@ -124,7 +124,7 @@ def is_import_of(folder: Path, hf_dir: Path) -> bool:
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
     """Return the config fields that determine the weights: without context length and tying."""
-    values = family_of(config).to_hf(config)
+    values = family_of(config).to_hf_config(config)
     return {k: v for k, v in values.items() if k not in ("max_position_embeddings", "tie_word_embeddings")}
 
 
@@ -204,7 +204,7 @@ def _vocab_size_warning(tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
 def _add_prefix(found: dict[str, Weight], config: ModelConfig) -> dict[str, Weight]:
     """Normalize names of weights that were saved from the model without its head (openai-community/gpt2), or as a part
     of a multimodal model (google/gemma-3-4b-it)."""
-    wanted = {name for entry in family_of(config).weights(config) for name in entry.hf}
+    wanted = {name for entry in family_of(config).weight_map(config) for name in entry.hf}
     prefix = _hf_name(config, _EMBEDDING).split(".")[0]
     renamed = {}
     for name, stored in found.items():
@@ -222,7 +222,7 @@ def _drop_unused(found: dict[str, Weight], config: ModelConfig) -> tuple[dict[st
 
 def _hf_name(config: ModelConfig, native: str) -> str:
     config = dataclasses.replace(config, tie_embeddings=False)  # a tied head has no entry
-    return next(entry.hf[0] for entry in family_of(config).weights(config) if entry.native == (native,))
+    return next(entry.hf[0] for entry in family_of(config).weight_map(config) if entry.native == (native,))
 
 
 def resolve_tied_head(found: dict[str, Weight], config: ModelConfig) -> tuple[ModelConfig, list[str]]:
@@ -248,7 +248,7 @@ def _equal(a: Weight, b: Weight) -> bool:
 
 
 def _require_compatible(found: dict[str, Weight], config: ModelConfig, hf_dir: Path) -> None:
-    wanted = dict(to_hf_names(family_of(config).weights(config), model_on_meta(config).state_dict()))
+    wanted = dict(to_hf_names(family_of(config).weight_map(config), model_on_meta(config).state_dict()))
     stored = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in found.items()}
     require_compatible(stored, wanted, hf_dir, CONFIG)
 
@@ -257,8 +257,8 @@ def resolve_dtype(
     found: dict[str, Weight], config: ModelConfig, dtype: torch.dtype | None
 ) -> tuple[torch.dtype, list[str]]:
     """Return the dtype of all weights: the requested one, else the stored one, else the promoted one of several."""
-    entries = family_of(config).weights(config)
-    fixed = {name for entry in entries if type_of(entry.native[0], None) is not None for name in entry.hf}
+    entries = family_of(config).weight_map(config)
+    fixed = {name for entry in entries if resolve_weight_dtype(entry.native[0], None) is not None for name in entry.hf}
     types = {stored.dtype for name, stored in found.items() if name not in fixed}
     if dtype is not None:
         return dtype, []
@@ -278,10 +278,10 @@ def _convert(
     """
     weights: dict[str, Tensor] = {}
     nonfinite: list[str] = []
-    for entry in family_of(config).weights(config):
+    for entry in family_of(config).weight_map(config):
         originals = [found[name].read() for name in entry.hf]
         for name, tensor in zip(entry.native, entry.from_hf(originals), strict=True):
-            wanted = type_of(name, dtype)
+            wanted = resolve_weight_dtype(name, dtype)
             if tensor.dtype != wanted or all(tensor is not original for original in originals):
                 tensor = empty_on_disk(tensor.shape, wanted, beside).copy_(tensor)
             weights[name] = tensor

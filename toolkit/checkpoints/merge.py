@@ -28,7 +28,7 @@ from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import UserError
 from toolkit.models.lora import LoRAMixin, add_lora
-from toolkit.models.moe import type_of
+from toolkit.models.moe import resolve_weight_dtype
 from toolkit.paths import require_inside
 
 
@@ -70,7 +70,7 @@ class MergedWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weights[name]
         merged = self._layers[name].merged(weight) if self.is_adapted(name) else weight
-        return merged.to(type_of(name, self._dtype) or weight.dtype)
+        return merged.to(resolve_weight_dtype(name, self._dtype) or weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

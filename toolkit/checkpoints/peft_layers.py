@@ -109,7 +109,7 @@ def linear_layers(config: ModelConfig) -> list[Layer]:
     """Return all linear layers that can have adapters."""
     config = replace(config, tie_embeddings=False)  # a tied head has no entry
     model, layers = model_on_meta(config), []
-    for entry in family_of(config).weights(config):
+    for entry in family_of(config).weight_map(config):
         names = tuple(name.rpartition(".")[0] for name in entry.native)
         parts = [model.get_submodule(name) for name in names]
         if entry.native[0].endswith(".weight") and all(isinstance(part, torch.nn.Linear) for part in parts):

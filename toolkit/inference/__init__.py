@@ -1,1 +1,1 @@
-"""From a trained model to text: the cache of keys and values, sampling, and text as it grows."""
+"""Text generation from a trained model: KV cache, sampling and streaming."""

@@ -1,4 +1,4 @@
-"""A conversation with a model: its messages, and the keys and values of what it has read of them."""
+"""A conversation with a model: its messages, and a KV cache reused across turns."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
 
 
 def find_template(tokenizer: Tokenizer, prompt_style: str | None, flag: str = "--prompt_style") -> ChatTemplate:
-    """The prompt style of that name, or the tokenizer's own template.
+    """Return the prompt style of this name, or the tokenizer's chat template.
 
     Raises:
-        UserError: there is neither, or the template is broken; ``flag`` is named.
+        UserError: There is neither, or the template is invalid; the message names ``flag``.
     """
-    in_training = "--data.prompt_style"
+    training_flag = "--data.prompt_style"
     try:
         template = ChatTemplate.from_tokenizer(tokenizer, prompt_style)
     except UserError as error:
-        raise UserError(str(error).replace(in_training, flag)) from error
-    template.name = template.name.replace(in_training, flag)
-    template.notes = [note.replace(in_training, flag) for note in template.notes]
+        raise UserError(str(error).replace(training_flag, flag)) from error
+    template.name = template.name.replace(training_flag, flag)
+    template.notes = [note.replace(training_flag, flag) for note in template.notes]
     return template
 
 
 class Conversation:
-    """Questions and answers in turn. Of a question's prompt only what is new is computed.
+    """Questions and answers in turn. For each question only the new tokens of the prompt are computed.
 
     Args:
         model: In evaluation mode.
-        tokenizer: Its own.
-        template: Makes the prompt of the messages.
-        system: A message before the first question; None leaves it to the template.
-        max_new_tokens: Of an answer.
+        tokenizer: The model's tokenizer.
+        template: Chat template that renders the messages.
+        system: System message; None for the template's default.
+        max_new_tokens: Maximum tokens of an answer.
         sampling: ``temperature``, ``top_k`` and ``top_p``, see :func:`toolkit.inference.sampling.sample`.
-        seed: Of the first answer; each further one has the next number.
-        notice: Takes one line for people.
+        seed: Seed of the first answer, incremented for each further answer.
+        notice: Called with one line for the user.
 
     Raises:
-        UserError: the template takes no such messages.
+        UserError: The template does not support these messages.
     """
 
     def __init__(
@@ -66,24 +66,24 @@ class Conversation:
         notice: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
     ) -> None:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self.new_tokens = 0  # of the last answer
+        self.new_tokens = 0  # in the last answer
         self._model, self._tokenizer, self._template, self._notice = model, tokenizer, template, notice
         self._max_new_tokens, self._sampling, self._seed = max_new_tokens, sampling, seed
         self._eos_ids = {*stop_tokens(tokenizer), tokenizer.added_tokens[template.end_of_turn]}
         weight = model.transformer.wte.weight
         self._cache = KVCache(model.config, 1, 0, weight.device, weight.dtype)
-        self._read: list[int] = []  # the tokens whose keys and values the cache holds
+        self._cached_ids: list[int] = []  # the tokens in the KV cache
         template.encode_prompt([*self.messages, {"role": "user", "content": "question"}])
 
     def ask(self, question: str) -> Iterator[str]:
-        """Yield the answer piece by piece.
+        """Yield the answer as a stream of text.
 
-        An answer that is closed or interrupted counts as far as it came; with none at all the question is forgotten.
+        If the generator is closed or interrupted, the partial answer is kept; without any text the question is dropped.
 
         Raises:
-            UserError: at the call: the context has no room for the answer, or the model does not know a token; the
-                conversation is as it was before.
-            GuardError: the logits are not finite.
+            UserError: At the call: the context is full, or the model has no embedding for a token. The conversation is
+                unchanged.
+            GuardError: The logits contain NaN or Inf.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         ids, limit = self._template.encode_prompt(messages), self._model.config.block_size
@@ -91,11 +91,11 @@ class Conversation:
         if len(ids) >= limit:
             raise UserError(
                 f"the conversation has {len(ids)} tokens with this question; the model's context of {limit} leaves no "
-                "room for an answer: ask something shorter, or begin a new chat"
+                "room for an answer: shorten the question or start a new chat"
             )
         settings = {"max_new_tokens": self._max_new_tokens, "seed": self._seed, **self._sampling}
-        known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._read, strict=False)))
-        self._cache.truncate(min(known, self._cache.length, len(ids) - 1))
+        n_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._cached_ids, strict=False)))
+        self._cache.truncate(min(n_common, self._cache.length, len(ids) - 1))
         self._seed += 1
         tokens = generate(
             self._model,
@@ -108,18 +108,18 @@ class Conversation:
         return self._answer(messages, ids, tokens)
 
     def _answer(self, messages: list[dict[str, Any]], ids: list[int], tokens: Iterator[int]) -> Iterator[str]:
-        stream, said = TextStream(self._tokenizer, ids), []
+        stream, answer = TextStream(self._tokenizer, ids), []
         self.new_tokens = 0
         try:
             for token in tokens:
-                said.append(token)
-                self.new_tokens = len(said)
+                answer.append(token)
+                self.new_tokens = len(answer)
                 yield stream.push(token)
             yield stream.finish()
-            if len(said) == self._max_new_tokens:
-                self._notice(f"stopped after {len(said)} tokens; --max_new_tokens allows no more")
+            if len(answer) == self._max_new_tokens:
+                self._notice(f"stopped after {len(answer)} tokens: --max_new_tokens reached")
         finally:
-            self._read = [*ids, *said][: self._cache.length]
-            text = self._tokenizer.decode(said)
+            self._cached_ids = [*ids, *answer][: self._cache.length]
+            text = self._tokenizer.decode(answer)
             if text.strip():
                 self.messages = [*messages, {"role": "assistant", "content": text}]

@@ -18,7 +18,7 @@ from toolkit.inference.sampling import check_sampling, sample
 if TYPE_CHECKING:
     from toolkit.models.gpt import GPT
 
-PREFILL = 512  # tokens of the prompt per forward pass: the logits of a long prompt at once would fill the memory
+PREFILL = 512  # prompt tokens per forward pass, to bound the memory of the logits
 
 
 def generate(
@@ -37,33 +37,33 @@ def generate(
 ) -> Iterator[int]:
     """Yield the tokens that follow a prompt.
 
-    Ends after ``max_new_tokens``, at a token of ``eos_ids`` (which is not yielded), or where prompt and new tokens
-    together fill the model's ``block_size``, which is said through ``notice``.
+    Ends after ``max_new_tokens``, at a token in ``eos_ids`` (not yielded), or when prompt and new tokens fill the
+    model's ``block_size``, which is reported through ``notice``.
 
-    In a run of several ranks all of them call this, and take all tokens (S6): they get those of rank 0.
+    With several ranks, all ranks must call this and consume all tokens (S6); all get the tokens of rank 0.
 
     Args:
-        model: On the device and in the dtype to compute with, in evaluation mode; Fabric's wrapper of it, too.
+        model: In evaluation mode, on the compute device and in the compute dtype; may be wrapped by Fabric.
         prompt_ids: (T,) int64, T >= 1.
-        max_new_tokens: See above.
+        max_new_tokens: Maximum number of new tokens.
         temperature, top_k, top_p: See :func:`toolkit.inference.sampling.sample`.
-        eos_ids: Tokens that end the text.
-        seed: Of the draws; torch's own generator when None.
-        use_cache: Keep keys and values of earlier tokens. Without it every token costs a pass over all of them.
-        cache: Keys and values of the first tokens of the prompt, of fewer than all. Those of the others are added, and
-            those of the new tokens, except the last one.
-        notice: Takes one line for people.
+        eos_ids: End-of-sequence tokens.
+        seed: Sampling seed; None for torch's default generator.
+        use_cache: Use a KV cache. Without it every token needs a pass over the complete sequence.
+        cache: KV cache of a proper prefix of the prompt. The remaining prompt tokens and the new tokens, except the
+            last, are added to it.
+        notice: Called with one line for the user.
 
     Raises:
-        UserError: at the call: a setting is out of its range, or the prompt is empty or leaves no room.
-        GuardError: the logits are not finite.
+        UserError: At the call: a setting is out of range, or the prompt is empty or too long.
+        GuardError: The logits contain NaN or Inf.
     """
     check_sampling(temperature, top_k, top_p)
     if max_new_tokens <= 0:
         raise UserError(f"--max_new_tokens {max_new_tokens}: must be greater than zero")
     length, limit = prompt_ids.numel(), model.config.block_size
     if length == 0:
-        raise UserError("--prompt: is empty; give at least one token")
+        raise UserError("--prompt: is empty; provide at least one token")
     if length >= limit:
         raise UserError(f"--prompt: has {length} tokens; the model's context of {limit} leaves no room for new ones")
     assert cache is None or (use_cache and cache.length < length)
@@ -73,42 +73,46 @@ def generate(
 
 
 def prefill(model: GPT, ids: Tensor, cache: KVCache) -> Tensor:
-    """Bring sequences into a cache that holds their first tokens, but for the last token of each, which is returned.
+    """Fill the KV cache with all but the last token of each sequence; return the last tokens.
 
-    What the cache holds is computed anew where that is not what the model computes in sequences as long as these.
+    Cached tokens are recomputed if they were computed with other longrope factors than this sequence length needs.
 
     Args:
         model: See :func:`generate`.
-        ids: (B, T), int64; longer than what the cache holds.
-        cache: Keys and values of the first tokens.
+        ids: (B, T), int64; longer than the cache.
+        cache: KV cache of the first tokens.
 
     Returns:
-        (B, 1): the tokens to run next.
+        (B, 1): the next inputs of the model.
     """
-    length, border = ids.size(1), model.config.original_max_position
-    if border is not None and (max(cache.made_for, cache.length) > border) != (length > border):
+    length, original_max = ids.size(1), model.config.original_max_position
+    if original_max is not None and (max(cache.sequence_length, cache.length) > original_max) != (
+        length > original_max
+    ):
         cache.truncate(0)
-    cache.made_for = length
+    cache.sequence_length = length
     for chunk in ids[:, cache.length : -1].split(PREFILL, dim=1):
         if chunk.size(1):
             model(chunk, kv_cache=cache, sequence_length=length)
     return ids[:, -1:]
 
 
-# not inference_mode: autograd refuses its tensors, and what a model keeps from here may be used in training
+# not inference_mode: cached tensors of the model may later be used in training, which rejects inference tensors
 @torch.no_grad()
-def _generate(model, prompt_ids, count, wanted, settings, eos_ids, seed, use_cache, cache, notice) -> Iterator[int]:
-    weight = model.transformer.wte.weight  # the head's may be quantised
+def _generate(
+    model, prompt_ids, count, max_new_tokens, settings, eos_ids, seed, use_cache, cache, notice
+) -> Iterator[int]:
+    weight = model.transformer.wte.weight  # the head's weight may be quantized
     device = weight.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     ids = prompt_ids.to(device).view(1, -1)
     if use_cache:
-        room = ids.numel() + count
+        max_length = ids.numel() + count
         if cache is None:
-            cache = KVCache(model.config, 1, room, device, weight.dtype)
-        cache.reserve(room)
+            cache = KVCache(model.config, 1, max_length, device, weight.dtype)
+        cache.reserve(max_length)
     for _ in range(count):
-        with without_cudnn_attention():  # every token has another length of the cache
+        with without_cudnn_attention():  # the length of the cache changes with every token
             inputs = prefill(model, ids, cache) if use_cache else ids
             logits = model(inputs, kv_cache=cache)[:, -1]
         token = ranks.broadcast_from_rank0(int(sample(logits, **settings, generator=generator)))
@@ -116,5 +120,5 @@ def _generate(model, prompt_ids, count, wanted, settings, eos_ids, seed, use_cac
             return
         yield token
         ids = torch.cat([ids, torch.tensor([[token]], device=device)], dim=1)
-    if count < wanted:
+    if count < max_new_tokens:
         notice(f"stopped after {count} new tokens: the model's context of {model.config.block_size} tokens is full")

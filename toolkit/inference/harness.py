@@ -1,6 +1,6 @@
-"""A model as lm-eval asks for one: likelihoods of texts and greedy continuations, in batches.
+"""Adapter of a model to lm-eval: batched log-likelihoods and continuations.
 
-Imports lm-eval, which is an extra. What is computed is what lm-eval's own wrapper of a transformers model computes.
+Imports lm-eval, an optional dependency. Results match lm-eval's wrapper of transformers models.
 """
 
 from __future__ import annotations
@@ -25,23 +25,32 @@ from toolkit.inference.sampling import sample
 from toolkit.inference.text import require_embedded, stop_tokens
 
 T = TypeVar("T")
-DEFAULT_NEW_TOKENS = 256  # lm-eval's, where a task does not say
-_KNOWN = {"until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks", "max_new_tokens", "max_tokens"}
+DEFAULT_NEW_TOKENS = 256  # lm-eval's default
+_SUPPORTED_SETTINGS = {
+    "until",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "max_gen_toks",
+    "max_new_tokens",
+    "max_tokens",
+}
 
 
 class HarnessLM(TemplateLM):
     """A GPT for :func:`lm_eval.simple_evaluate`.
 
     Args:
-        model: In evaluation mode; Fabric's wrapper of it, too.
-        tokenizer: Its own.
-        batch_size: Sequences per forward pass; one where the model rotates long ones otherwise, as padding would make
-            others long.
-        template: For tasks that are asked as a chat.
-        notice: Takes one line for people.
+        model: In evaluation mode; may be wrapped by Fabric.
+        tokenizer: The model's tokenizer.
+        batch_size: Sequences per forward pass; 1 with longrope, because padding would change the RoPE factors of
+            shorter sequences.
+        template: Chat template for tasks in chat format.
+        notice: Called with one line for the user.
 
     Raises:
-        UserError: the tokenizer has neither bos nor eos, or the model does not know the one that begins a text.
+        UserError: The tokenizer has neither bos nor eos, or the model has no embedding for the prefix token.
     """
 
     def __init__(
@@ -55,10 +64,10 @@ class HarnessLM(TemplateLM):
     ) -> None:
         super().__init__()
         if tokenizer.bos_id is None and tokenizer.eos_id is None:
-            raise UserError(f"{tokenizer.name}: has neither bos nor eos, one of which must begin a text")
+            raise UserError(f"{tokenizer.name}: has neither bos nor eos, one of which is needed to start a text")
         self._model, self._tokens = model, tokenizer
         self._batch_size = batch_size if model.config.original_max_position is None else 1
-        self._template, self._notice, self._noted = template, notice, False
+        self._template, self._notice, self._has_warned = template, notice, False
         weight = model.transformer.wte.weight
         self._device, self._dtype = weight.device, weight.dtype
         self._eos_ids = {*stop_tokens(tokenizer), self.eot_token_id}
@@ -79,15 +88,15 @@ class HarnessLM(TemplateLM):
         return self._model.config.block_size
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text; one that begins with bos, as a chat template's does, gets no second one.
+        """Encode a text; no second bos is added to a text that starts with bos, such as a rendered chat template.
 
         Raises:
-            UserError: the model does not know a token.
+            UserError: The model has no embedding for a token.
         """
         ids = self._tokens.encode(string, bos=False)
         require_embedded(ids, self._model.config, self._tokens.name)
-        adds = self._tokens.adds_bos if add_special_tokens is None else add_special_tokens
-        if not adds or self._tokens.bos_id is None or ids[:1] == [self._tokens.bos_id]:
+        adds_bos = self._tokens.adds_bos if add_special_tokens is None else add_special_tokens
+        if not adds_bos or self._tokens.bos_id is None or ids[:1] == [self._tokens.bos_id]:
             return ids
         return [self._tokens.bos_id, *ids]
 
@@ -99,9 +108,9 @@ class HarnessLM(TemplateLM):
         return self._template.source if self._template is not None and chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation; without a generation prompt it ends within the last message.
+        """Render a conversation; without a generation prompt the text ends with the content of the last message.
 
-        A system message, as which lm-eval gives a task's description, is left out where the template has none.
+        The system message, lm-eval's task description, is dropped if the template does not support one.
         """
         assert self._template is not None
         try:
@@ -110,9 +119,9 @@ class HarnessLM(TemplateLM):
             rest = [message for message in chat_history if message["role"] != "system"]
             if len(rest) == len(chat_history):
                 raise
-            if not self._noted:
-                self._notice(f"the tasks' descriptions are left out: {error}")
-            self._noted = True
+            if not self._has_warned:
+                self._notice(f"task descriptions are omitted: {error}")
+            self._has_warned = True
             return self.apply_chat_template(rest, add_generation_prompt)
         if add_generation_prompt:
             return text
@@ -124,55 +133,55 @@ class HarnessLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """(anything, tokens of the context, tokens of the continuation) -> log-likelihood, whether it is greedy.
+        """(_, context tokens, continuation tokens) -> log-likelihood, whether greedy decoding would give it.
 
-        Requests with the same input, such as the letters of a multiple choice, share a forward pass.
+        Requests with the same input, such as multiple-choice letters, share a forward pass.
         """
-        asked: dict[tuple[int, ...], list[int]] = {}
+        requests_by_input: dict[tuple[int, ...], list[int]] = {}
         for i, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
                 raise UserError(
                     f"--tasks: a continuation of {len(continuation)} tokens; the model takes 1 to {self.max_length}"
                 )
             window = [*context, *continuation][-self.max_length - 1 :]
-            asked.setdefault(tuple(window[:-1]), []).append(i)
-        found: list[Any] = [None] * len(requests)
+            requests_by_input.setdefault(tuple(window[:-1]), []).append(i)
+        results: list[Any] = [None] * len(requests)
         progress = tqdm(total=len(requests), desc="likelihoods", disable=disable_tqdm or None)
-        for inputs in _batches(sorted(asked, key=len, reverse=True), self._batch_size):
-            wanted = [(row, i) for row, ids in enumerate(inputs) for i in asked[ids]]
-            scores = self._score(inputs, [(row, requests[i][2]) for row, i in wanted])
-            for (_, i), score in zip(wanted, scores, strict=True):
-                found[i] = score
-            progress.update(len(wanted))
+        for inputs in _batches(sorted(requests_by_input, key=len, reverse=True), self._batch_size):
+            targets = [(row, i) for row, ids in enumerate(inputs) for i in requests_by_input[ids]]
+            scores = self._score(inputs, [(row, requests[i][2]) for row, i in targets])
+            for (_, i), score in zip(targets, scores, strict=True):
+                results[i] = score
+            progress.update(len(targets))
         progress.close()
-        return found
+        return results
 
     @torch.no_grad()
     def _score(
-        self, inputs: Sequence[Sequence[int]], wanted: list[tuple[int, list[int]]]
+        self, inputs: Sequence[Sequence[int]], targets: list[tuple[int, list[int]]]
     ) -> Iterator[tuple[float, bool]]:
-        """Log-likelihoods of (row, continuation), each of which is predicted by the last tokens of its row.
+        """Return the log-likelihoods of (row, continuation); the last tokens of the row predict the continuation.
 
-        A piece of the sequences at a time: the logits of all of them would be large.
+        Runs in chunks of tokens to bound the memory of the logits.
         """
         width = len(inputs[0])
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in inputs], device=self._device)
         cache = KVCache(self._model.config, len(inputs), width, self._device, self._dtype) if width > PREFILL else None
-        totals, greedy = [0.0] * len(wanted), [True] * len(wanted)
+        totals, greedy = [0.0] * len(targets), [True] * len(targets)
         for start in range(0, width, PREFILL):
             logits = self._model(ids[:, start : start + PREFILL], kv_cache=cache, sequence_length=width)
-            for k, (row, continuation) in enumerate(wanted):
+            for k, (row, continuation) in enumerate(targets):
                 first = len(inputs[row]) - len(continuation)  # the position that predicts its first token
                 begin, end = max(first, start), min(len(inputs[row]), start + logits.size(1))
                 if begin < end:
-                    targets = torch.tensor(continuation[begin - first : end - first], device=self._device)
-                    here = logits[row, begin - start : end - start].float()
-                    totals[k] += float(torch.log_softmax(here, -1).gather(-1, targets[:, None]).sum())
-                    greedy[k] &= bool((here.argmax(-1) == targets).all())
+                    labels = torch.tensor(continuation[begin - first : end - first], device=self._device)
+                    chunk = logits[row, begin - start : end - start].float()
+                    totals[k] += float(torch.log_softmax(chunk, -1).gather(-1, labels[:, None]).sum())
+                    greedy[k] &= bool((chunk.argmax(-1) == labels).all())
         return zip(totals, greedy, strict=True)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, in pieces of the model's context."""
+        """Return the log-likelihoods of complete texts, in windows of the model's context."""
         windows = []
         for i, request in enumerate(requests):
             pieces = get_rolling_token_windows(
@@ -187,68 +196,72 @@ class HarnessLM(TemplateLM):
     # ---- continuations
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue texts until one of their own stop texts, or the end of a text, or their limit.
+        """Generate until a stop string, end of text, or the maximum number of tokens.
 
         Raises:
-            UserError: a task asks for what is not there, or its limit leaves no room for a prompt.
+            UserError: A task requests an unsupported setting, or its limit leaves no room for a prompt.
         """
         groups: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
-        found = [""] * len(requests)
+        results = [""] * len(requests)
         progress = tqdm(total=len(requests), desc="continuations", disable=disable_tqdm or None)
         for settings, members in groups.items():
             stops, limit, sampling = _read_settings(json.loads(settings))
             if limit >= self.max_length:
                 raise UserError(
-                    f"--tasks: asks for up to {limit} new tokens; the model's context of {self.max_length} "
+                    f"--tasks: requests up to {limit} new tokens; the model's context of {self.max_length} "
                     "leaves no room for a prompt"
                 )
             prompts = {i: self.tok_encode(requests[i].args[0])[limit - self.max_length :] for i in members}
             for batch in _batches(sorted(members, key=lambda i: -len(prompts[i])), self._batch_size):
                 answers = self._continue([prompts[i] for i in batch], stops, limit, sampling)
                 for i, answer in zip(batch, answers, strict=True):
-                    found[i] = answer
+                    results[i] = answer
                 progress.update(len(batch))
         progress.close()
-        return found
+        return results
 
     @torch.no_grad()
     def _continue(self, prompts: list[list[int]], stops: list[str], limit: int, sampling: dict[str, Any]) -> list[str]:
-        """Texts that follow prompts of unequal length: as long as a row has a prompt, its tokens are fed, then those
-        that were drawn; so no row is padded on the left."""
+        """Generate from prompts of unequal length.
+
+        Each row consumes its prompt tokens before its sampled ones, so no row is left-padded.
+        """
         rows = [list(prompt or [self.prefix_token_id]) for prompt in prompts]
-        begins, ended = [len(row) for row in rows], [False] * len(rows)
+        starts, is_done = [len(row) for row in rows], [False] * len(rows)
         config = self._model.config
-        cache = KVCache(config, len(rows), max(begins) + limit, self._device, self._dtype)
-        tail = 4 * max(map(len, stops), default=0) + 8  # tokens in which a stop text shows, however it is spelled
-        ids = torch.tensor([row[: min(begins)] for row in rows], device=self._device)
-        while not all(ended):
+        cache = KVCache(config, len(rows), max(starts) + limit, self._device, self._dtype)
+        tail = 4 * max(map(len, stops), default=0) + 8  # number of last tokens that must contain a stop string
+        ids = torch.tensor([row[: min(starts)] for row in rows], device=self._device)
+        while not all(is_done):
             logits = self._model(prefill(self._model, ids, cache), kv_cache=cache)[:, -1]
-            drawn = sample(logits, vocab_size=config.vocab_size, **sampling).tolist()
+            sampled = sample(logits, vocab_size=config.vocab_size, **sampling).tolist()
             for i, row in enumerate(rows):
-                if ended[i] or len(row) > cache.length:
+                if is_done[i] or len(row) > cache.length:
                     continue
-                if drawn[i] not in self._eos_ids:
-                    row.append(drawn[i])
-                said = self._tokens.decode(row[begins[i] :][-tail:])
-                full = len(row) - begins[i] >= limit
-                ended[i] = drawn[i] in self._eos_ids or full or any(stop in said for stop in stops)
-            newest = [row[cache.length] if cache.length < len(row) else 0 for row in rows]
-            ids = torch.cat([ids, torch.tensor(newest, device=self._device)[:, None]], dim=1)
-        return [_cut(self._tokens.decode(row[begin:]), stops) for row, begin in zip(rows, begins, strict=True)]
+                if sampled[i] not in self._eos_ids:
+                    row.append(sampled[i])
+                text = self._tokens.decode(row[starts[i] :][-tail:])
+                is_full = len(row) - starts[i] >= limit
+                is_done[i] = sampled[i] in self._eos_ids or is_full or any(stop in text for stop in stops)
+            next_ids = [row[cache.length] if cache.length < len(row) else 0 for row in rows]
+            ids = torch.cat([ids, torch.tensor(next_ids, device=self._device)[:, None]], dim=1)
+        return [
+            _truncate_at_stop(self._tokens.decode(row[start:]), stops) for row, start in zip(rows, starts, strict=True)
+        ]
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
-    rest = iter(items)
-    while batch := list(islice(rest, size)):
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
         yield batch
 
 
 def _read_settings(given: dict[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
-    """Stop texts, the most new tokens, and how to draw, from what a task says."""
-    if unknown := sorted(given.keys() - _KNOWN):
-        raise UserError(f"--tasks: asks for a generation with {', '.join(unknown)}, which this command does not have")
+    """Return stop strings, maximum new tokens and sampling settings from a task's generation settings."""
+    if unknown := sorted(given.keys() - _SUPPORTED_SETTINGS):
+        raise UserError(f"--tasks: requests generation settings that are not supported: {', '.join(unknown)}")
     until = given.get("until") or []
     limits = (given.get(name) for name in ("max_gen_toks", "max_new_tokens", "max_tokens"))
     limit = next((limit for limit in limits if limit is not None), DEFAULT_NEW_TOKENS)
@@ -259,7 +272,7 @@ def _read_settings(given: dict[str, Any]) -> tuple[list[str], int, dict[str, Any
     return [until] if isinstance(until, str) else [stop for stop in until if stop], int(limit), sampling
 
 
-def _cut(text: str, stops: list[str]) -> str:
+def _truncate_at_stop(text: str, stops: list[str]) -> str:
     for stop in stops:
         text = text.partition(stop)[0]
     return text

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a model has seen, so that each new token costs one position."""
+"""KV cache: keys and values of the previous tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from toolkit.models.config import ModelConfig
 
 
 class LayerCache:
-    """The cache of one layer: two tensors (batch, groups, max_length, width), of which ``length`` positions count.
+    """Keys and values of one layer, (batch, groups, max_length, width), filled up to ``length`` positions.
 
     Args:
         shape: (batch, groups, max_length).
-        widths: Those of keys and values; of latent attention, those of what they are made of.
-        device: Where the tensors live.
-        dtype: That of the keys and values.
+        widths: Widths of keys and values; with latent attention, those of latent and shared rotary key.
+        device: Device of the tensors.
+        dtype: Dtype of keys and values.
     """
 
     def __init__(
@@ -29,14 +29,14 @@ class LayerCache:
 
         Args:
             k: (batch, groups, T, width), already rotated.
-            v: The same shape, but for the width.
+            v: The same shape except for the width.
 
         Returns:
             Keys and values of all positions so far, (batch, groups, length, width): views, valid until the next
             update.
 
         Raises:
-            ValueError: if they do not fit.
+            ValueError: The cache is full.
         """
         end = self.length + k.size(2)
         if end > self.keys.size(2):
@@ -47,7 +47,7 @@ class LayerCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def reserve(self, max_length: int) -> None:
-        """Make room for ``max_length`` positions in all; those that are held stay."""
+        """Grow the capacity to ``max_length`` positions, keeping the cached ones."""
         for name in ("keys", "values"):
             old = getattr(self, name)
             if max_length > old.size(2):
@@ -62,7 +62,7 @@ class KVCache:
     Memory: 2 x n_layer x batch_size x n_query_groups x max_length x head_size x bytes of ``dtype``; with latent
     attention, n_layer x batch_size x max_length x (kv_lora_rank + qk_rope_head_dim) x bytes.
 
-    Not a ``collections.abc.Sequence``: Fabric would take it apart, as it does with those among a model's arguments.
+    Not a ``collections.abc.Sequence``: Fabric rebuilds sequences among a model's arguments.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class KVCache:
         if (latent := config.latent_attention) is not None:
             groups, widths = 1, (latent["kv_lora_rank"], latent["qk_rope_head_dim"])
         shape = (batch_size, groups, max_length)
-        self.made_for = 0  # tokens of the sequence that what is held was computed for, see generate.prefill
+        self.sequence_length = 0  # length of the sequence the cache was computed for, see generate.prefill
         self.layers = [LayerCache(shape, widths, device, dtype) for _ in range(config.n_layer)]
 
     def __getitem__(self, layer: int) -> LayerCache:
@@ -89,14 +89,14 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Positions that all layers have seen: a forward pass that was interrupted leaves some of them behind."""
+        """Number of positions cached in all layers; an interrupted forward pass fills only some layers."""
         return min(layer.length for layer in self.layers)
 
     def truncate(self, length: int) -> None:
-        """Forget the positions from ``length`` on.
+        """Drop the positions from ``length`` on.
 
         Raises:
-            ValueError: if there are not so many.
+            ValueError: The cache has fewer positions.
         """
         if length > self.length:
             raise ValueError(f"a KV cache of {self.length} positions has no {length}")
@@ -104,6 +104,6 @@ class KVCache:
             layer.length = length
 
     def reserve(self, max_length: int) -> None:
-        """Make room for ``max_length`` positions in all; those that are held stay."""
+        """Grow the capacity to ``max_length`` positions, keeping the cached ones."""
         for layer in self.layers:
             layer.reserve(max_length)

@@ -1,4 +1,4 @@
-"""A checkpoint made ready to be asked: what generate, chat and evaluate begin with."""
+"""Load a checkpoint for inference: used by generate, chat and evaluate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = {None: None, "32-true": torch.float32, "bf16-true": torch.bfloat16}
 class Loaded(NamedTuple):
     folder: Path
     model: GPT
-    """In evaluation mode; with its base where the folder holds adapters, unmerged."""
+    """In evaluation mode; for a LoRA checkpoint with base and unmerged adapters."""
     tokenizer: Tokenizer
     device: str
 
@@ -37,13 +37,13 @@ def load_checkpoint(
 
     Args:
         checkpoint_dir: A folder, or a name below ``checkpoints/``.
-        base_checkpoint_dir: Where the base of adapters is now, if it has moved.
-        accelerator: Where to compute.
-        precision: Type of the weights; that of the checkpoint when not given.
-        verify: Whether to compare the files with their checksums.
+        base_checkpoint_dir: Path of the adapters' base model, if it has moved.
+        accelerator: The accelerator to use.
+        precision: Dtype of the weights; default: that of the checkpoint.
+        verify: Whether to verify checksums of the files.
 
     Raises:
-        UserError: something is missing or does not fit, or the base would have no effect.
+        UserError: A file is missing or does not match, or base_checkpoint_dir would have no effect.
     """
     folder = find_checkpoint_dir(checkpoint_dir)
     require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)

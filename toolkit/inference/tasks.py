@@ -1,4 +1,4 @@
-"""Tasks of lm-eval on a model of ours, with the settings that their results depend on."""
+"""Run lm-eval tasks on a model, and return results with the settings they depend on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def require_lm_eval(tasks: str) -> None:
-    """Make sure that lm-eval is there.
+    """Check that lm-eval is installed.
 
     Raises:
-        UserError: it is not.
+        UserError: lm-eval is not installed.
     """
     try:
         import lm_eval  # noqa: F401
@@ -41,15 +41,15 @@ def run_tasks(
 
     Args:
         lm: The model.
-        names: Of tasks, groups or tags.
-        num_fewshot: Solved examples before each question; the task's own number when None, and where that is 0.
-        limit: At most so many questions per task, or below 1 such a share of them.
-        include_path: A folder with task files of one's own.
-        apply_chat_template: Ask in the model's chat template, the examples as turns before.
-        notice: Takes one line for people.
+        names: Names of tasks, groups or tags.
+        num_fewshot: Number of few-shot examples; None for the task's default, and ignored where that is 0.
+        limit: Maximum number of questions per task, or below 1 a fraction of them.
+        include_path: A folder with user-provided task files.
+        apply_chat_template: Use the model's chat template, with the examples as previous turns.
+        notice: Called with one line for the user.
 
     Raises:
-        UserError: a task is not known, its data cannot be had, or it runs code that the model writes.
+        UserError: A task is unknown, its data is unavailable, or it executes code written by the model.
     """
     import datasets
     from lm_eval import evaluator
@@ -57,11 +57,11 @@ def run_tasks(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     evaluator.get_git_commit_hash = lambda: None  # prints "fatal: not a git repository" outside of one
-    shown = ",".join(names)
+    joined = ",".join(names)
     manager = _manager_for(names, include_path)
     try:
         with redirect_stdout(sys.stderr):  # tasks may print
-            found = evaluator.simple_evaluate(
+            results = evaluator.simple_evaluate(
                 lm,
                 tasks=names,
                 num_fewshot=num_fewshot,
@@ -72,41 +72,41 @@ def run_tasks(
                 fewshot_as_multiturn=apply_chat_template,
             )
     except (ConnectionError, FileNotFoundError) as error:
-        raise UserError(f"--tasks {shown}: their data cannot be had: {error}") from error
+        raise UserError(f"--tasks {joined}: cannot load the dataset: {error}") from error
     except ValueError as error:
         if "unsafe" not in str(error):
             raise
-        raise UserError(f"--tasks {shown}: runs code that the model writes, which is not done here") from error
-    for name, shots in found["n-shot"].items():
+        raise UserError(f"--tasks {joined}: executes code written by the model, which is not supported") from error
+    for name, shots in results["n-shot"].items():
         if num_fewshot is not None and shots != num_fewshot:
-            notice(f"--num_fewshot {num_fewshot}: the task {name} keeps its own {shots}")
-    return {name: _metrics(values) | _sizes(found, name) for name, values in found["results"].items()}
+            notice(f"--num_fewshot {num_fewshot}: task {name} keeps its fixed value {shots}")
+    return {name: _metrics(values) | _sizes(results, name) for name, values in results["results"].items()}
 
 
 def _manager_for(names: list[str], include_path: str | None) -> Any:
-    """What knows the tasks. To look through lm-eval's own ones takes seconds: only where they are needed."""
+    """Return the task manager. Indexing lm-eval's built-in tasks takes seconds: only when needed."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:
         if not Path(include_path).is_dir():
-            raise UserError(f"--include_path {include_path}: no such folder; give one that holds task files")
+            raise UserError(f"--include_path {include_path}: no such folder; pass a folder with task files")
         manager = TaskManager(include_path=include_path, include_defaults=False)
         if set(names) <= set(manager.all_subtasks):
             return manager
     manager = TaskManager(include_path=include_path)
     for name in names:
         if name not in manager.all_tasks:
-            hint = "give a name that lm-eval knows, or --include_path FOLDER with a task file"
+            hint = "use a task name of lm-eval, or --include_path FOLDER with a task file"
             raise UserError(f"--tasks {name}: no such task{did_you_mean(name, manager.all_tasks) or f'; {hint}'}")
     return manager
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:
-    """``{"acc": 0.5, "acc_stderr": 0.1}``; the name of a filter that is not the usual one stays behind a comma."""
+    """``{"acc": 0.5, "acc_stderr": 0.1}``; the name of a non-default filter is kept after a comma."""
     named = {key.removesuffix(",none"): value for key, value in values.items() if "," in key}
     return {key: value for key, value in named.items() if isinstance(value, int | float)}
 
 
-def _sizes(found: dict[str, Any], name: str) -> dict[str, int]:
-    sizes = {"num_fewshot": found["n-shot"].get(name), "samples": found["n-samples"].get(name, {}).get("effective")}
+def _sizes(results: dict[str, Any], name: str) -> dict[str, int]:
+    sizes = {"num_fewshot": results["n-shot"].get(name), "samples": results["n-samples"].get(name, {}).get("effective")}
     return {key: value for key, value in sizes.items() if value is not None}

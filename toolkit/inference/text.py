@@ -1,4 +1,4 @@
-"""Text around a model that knows only ids: where it ends, and how it is shown while it grows."""
+"""Token ids to text: stop tokens and streaming."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from toolkit.models.config import ModelConfig
 
 
 class TextStream:
-    """Turns ids into text piece by piece, and never cuts a character that spans several tokens.
+    """Decodes a stream of ids, without splitting characters that span several tokens.
 
     Args:
         tokenizer: Anything with ``decode(ids) -> str``.
-        context: Ids before the first piece, whose text is not shown: some tokenizers drop a space at the beginning.
+        context: Ids before the stream, not part of the output: some tokenizers drop a leading space.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = context[-8:]  # a few are context enough; decoding them all each time would be slow
-        self._shown = len(self._ids)  # so many of the ids have been shown ...
-        self._start = 0  # ... and these from here on are decoded again, as context of the next
+        self._ids = context[-8:]  # a few ids are enough context; decoding all each time would be slow
+        self._shown = len(self._ids)  # number of ids already returned as text
+        self._start = 0  # start of the ids that are decoded again as context
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that is now complete, which may be empty."""
+        """Add a token and return the new complete text, which may be empty."""
         self._ids.append(token)
-        return self._take(finish=False)
+        return self._decode_new(finish=False)
 
     def finish(self) -> str:
-        """Return what is left; bytes that never became a character show as the replacement character."""
-        return self._take(finish=True)
+        """Return the remaining text; incomplete bytes become the replacement character."""
+        return self._decode_new(finish=True)
 
-    def _take(self, finish: bool) -> str:
+    def _decode_new(self, finish: bool) -> str:
         before = self._tokenizer.decode(self._ids[self._start : self._shown])
         after = self._tokenizer.decode(self._ids[self._start :])
         if len(after) <= len(before) or (after.endswith(UNFINISHED) and not finish):
@@ -42,35 +42,33 @@ class TextStream:
 
 
 def stop_tokens(tokenizer: Tokenizer) -> list[int]:
-    """The ids that end a text: those of its generation_config.json, else the tokenizer's end of document.
+    """Return the stop tokens: those of generation_config.json, else the tokenizer's eos.
 
     Raises:
-        UserError: generation_config.json says something else than ids.
+        UserError: eos_token_id in generation_config.json is not an id or a list of ids.
     """
-    said = tokenizer.settings("generation_config.json").get("eos_token_id")
-    found = tokenizer.eos_id if said is None else said
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    configured = tokenizer.settings("generation_config.json").get("eos_token_id")
+    eos = tokenizer.eos_id if configured is None else configured
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(i, int) for i in ids):
-        raise UserError(
-            f"{tokenizer.name}: generation_config.json: eos_token_id {found}: must be an id or a list of ids"
-        )
+        raise UserError(f"{tokenizer.name}: generation_config.json: eos_token_id {eos}: must be an id or a list of ids")
     return ids
 
 
 def require_embedded(ids: Iterable[int], config: ModelConfig, source: str) -> None:
-    """Refuse tokens that the model does not know, which a tokenizer can give that is larger than the model.
+    """Check that the model has an embedding for each token: the tokenizer's vocabulary may be larger.
 
     Args:
-        ids: To be read by the model.
-        config: The model's.
-        source: What they come from, for people.
+        ids: Inputs of the model.
+        config: The model's configuration.
+        source: Origin of the ids, for the message.
 
     Raises:
-        UserError: naming ``source``: the model has no embedding for one of them.
+        UserError: The model has no embedding for an id; the message names ``source``.
     """
-    largest, known = max(ids, default=0), config.padded_vocab_size
-    if largest >= known:
+    largest, n_embeddings = max(ids, default=0), config.padded_vocab_size
+    if largest >= n_embeddings:
         raise UserError(
-            f"{source}: makes the token {largest} of this text, and the model embeds only 0 to {known - 1}; "
-            "use the model's own tokenizer"
+            f"{source}: encodes this text with token {largest}, but the model has embeddings only for 0 to "
+            f"{n_embeddings - 1}; use the model's own tokenizer"
         )

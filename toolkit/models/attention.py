@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries, one fused projection and an optional cache of keys and values."""
+"""Causal self-attention: grouped-query attention, fused QKV projection, optional KV cache."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from toolkit.models.rope import RotaryEmbedding
 
 
 class LayerCache(Protocol):
-    """Keys and values of one layer. ``length`` is the number of tokens held so far."""
+    """Keys and values of one layer. ``length`` is the number of cached tokens."""
 
     length: int
 
     def update(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append k and v, (B, n_query_groups, T, head_size) each, and return all that is held, (..., length, ...)."""
+        """Append k and v, (B, n_query_groups, T, head_size) each, and return all cached ones, (..., length, ...)."""
 
 
 class CausalSelfAttention(nn.Module):
-    """proj(attention(q, k, v)), where ``qkv`` yields all queries, then all keys, then all values."""
+    """proj(attention(q, k, v)). ``qkv`` projects to all queries, then all keys, then all values."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head, self.n_groups, self.head_size = config.n_head, config.n_query_groups, config.head_size
-        self.scale, self.cap, self.clip = config.attention_scale, config.attention_logit_softcapping, config.clip_qkv
+        self.scale, self.softcap, self.clip_qkv = (
+            config.attention_scale,
+            config.attention_logit_softcapping,
+            config.clip_qkv,
+        )
         width = (self.n_head + 2 * self.n_groups) * self.head_size
         self.qkv = nn.Linear(config.n_embd, width, bias=config.bias or config.attn_bias)
         self.proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
@@ -41,36 +45,36 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        seen: AttentionMask,
-        rotation: RotaryEmbedding | None = None,
+        attn_mask: AttentionMask,
+        rope: RotaryEmbedding | None = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """(B, T, n_embd) -> (B, T, n_embd)."""
         B, T, _ = x.shape
         qkv = self.qkv(x)
-        if self.clip is not None:
-            qkv = qkv.clamp(-self.clip, self.clip)
+        if self.clip_qkv is not None:
+            qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         qkv = qkv.view(B, T, self.n_head + 2 * self.n_groups, self.head_size)
         qk, v = qkv.split((self.n_head + self.n_groups, self.n_groups), dim=2)
         if self.norm_q is not None:
-            qk = self._normalized(qk)
-        if rotation is not None:
-            qk = rotation.apply(qk)
+            qk = self._apply_qk_norm(qk)
+        if rope is not None:
+            qk = rope.apply(qk)
         q, k = qk.split((self.n_head, self.n_groups), dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads or groups, T, head_size)
         if cache is not None:
             k, v = cache.update(k, v)
-        k, v = k[:, :, -seen.keys :], v[:, :, -seen.keys :]
-        if self.cap is not None:
-            y = softcap_attention(q, k, v, seen, self.scale, self.cap)
+        k, v = k[:, :, -attn_mask.n_keys :], v[:, :, -attn_mask.n_keys :]
+        if self.softcap is not None:
+            y = softcap_attention(q, k, v, attn_mask, self.scale, self.softcap)
         elif self.sinks is not None:
-            y = sink_attention(q, k, v, seen, self.scale, self.sinks)
+            y = sink_attention(q, k, v, attn_mask, self.scale, self.sinks)
         else:
-            y = fused_attention(q, k, v, seen.mask, seen.is_causal, self.scale)
+            y = fused_attention(q, k, v, attn_mask.mask, attn_mask.is_causal, self.scale)
         return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
 
-    def _normalized(self, qk: torch.Tensor) -> torch.Tensor:
-        """(B, T, heads and groups, head_size), by norms of one head or of all heads of a token."""
+    def _apply_qk_norm(self, qk: torch.Tensor) -> torch.Tensor:
+        """QK-norm of (B, T, heads + groups, head_size), per head or over all heads of a token."""
         width = self.norm_q.normalized_shape[0]
         parts = qk.split((self.n_head, self.n_groups), dim=2)
         norms = (self.norm_q, self.norm_k)
@@ -82,12 +86,12 @@ class CausalSelfAttention(nn.Module):
 def fused_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention``, by a kernel that never holds all scores.
+    """``scaled_dot_product_attention`` with a fused kernel, which never materializes all scores.
 
     Args:
         q: (B, n_head, T, width).
         k: (B, n_query_groups, keys, width); v the same.
-        mask, is_causal, scale: As torch's function takes them.
+        mask, is_causal, scale: As in torch's function.
 
     Returns:
         (B, n_head, T, width), in the dtype of q.
@@ -101,65 +105,67 @@ def fused_attention(
 
 
 def sdpa_supports_gqa(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether a fused kernel takes grouped queries.
+    """Whether a fused kernel supports grouped-query attention (GQA).
 
-    On CUDA that is FlashAttention alone, which takes neither masks nor fp32; with grouped queries torch would choose
-    the plain way instead, without a word, and hold the scores of all queries and keys.
+    On CUDA only FlashAttention does, and it supports neither masks nor fp32. For other GQA inputs torch silently falls
+    back to the math backend, which materializes the scores of all queries and keys.
     """
-    return not q.is_cuda or mask is None and q.dtype != torch.float32 and q.size(-1) <= 256
+    return not q.is_cuda or (mask is None and q.dtype != torch.float32 and q.size(-1) <= 256)
 
 
 def softcap_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: AttentionMask, scale: float, cap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: AttentionMask, scale: float, logit_softcap: float
 ) -> torch.Tensor:
-    """Attention whose scores s become cap * tanh(s / cap) (Gemma 2), which no fused kernel of torch's computes.
+    """Attention with soft-capped scores, cap * tanh(score / cap) (Gemma 2). No fused kernel in torch supports it.
 
-    Holds the scores of all queries and keys. Scores and softmax are fp32.
+    Materializes the scores of all queries and keys. Scores and softmax are fp32.
 
     Args:
         q: (B, n_head, T, head_size).
         k: (B, n_query_groups, keys, head_size); v the same.
-        seen: What the queries see of the keys.
-        scale: Multiplies the scores before the cap.
-        cap: In the unit of the scaled scores.
+        attn_mask: Which keys each query attends to.
+        scale: Multiplies the scores before soft-capping.
+        logit_softcap: The cap, in units of the scaled scores.
 
     Returns:
         (B, n_head, T, head_size), in the dtype of q.
     """
-    mask = seen.mask
-    if seen.is_causal:
-        mask = torch.ones(q.size(2), seen.keys, dtype=torch.bool, device=q.device).tril()
+    mask = attn_mask.mask
+    if attn_mask.is_causal:
+        mask = torch.ones(q.size(2), attn_mask.n_keys, dtype=torch.bool, device=q.device).tril()
     repeats = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    scores = cap * torch.tanh((q @ k.transpose(-1, -2)).float() * (scale / cap))
+    scores = logit_softcap * torch.tanh((q @ k.transpose(-1, -2)).float() * (scale / logit_softcap))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return scores.softmax(dim=-1).to(v.dtype) @ v
 
 
 def sink_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: AttentionMask, scale: float, sinks: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: AttentionMask, scale: float, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """Attention in which each head has one score more, of a key without a value: what takes a share of the softmax and
-    gives nothing (gpt-oss, OpenAI 2025, arXiv 2508.10925).
+    """Attention with a sink per head: a learned logit that takes part in the softmax and contributes no value (gpt-oss,
+    OpenAI 2025, arXiv 2508.10925).
 
-    That key is written out, so that fused kernels take it: the first one, zero but for an element that no other key
-    has, where each query has its head's score. A query that nobody reads stands in front, too, so that causal attention
-    is causal still and needs no mask.
+    The sink is an explicit first key with a zero value, so that fused kernels support it. The key is zero except for
+    one extra element, in which each query holds its head's sink logit. A dummy first query, dropped from the output,
+    keeps causal attention causal without a mask.
 
     Args:
         q: (B, n_head, T, head_size).
         k: (B, n_query_groups, keys, head_size); v the same.
-        seen: What the queries see of the keys; all see the one more.
+        attn_mask: Which keys each query attends to; all attend to the sink.
         scale: Multiplies queries times keys, not the sinks.
-        sinks: (n_head,), the scores.
+        sinks: (n_head,), the sink logits.
 
     Returns:
         (B, n_head, T, head_size), in the dtype of q.
     """
     size = q.size(-1)
-    q, k, v = (F.pad(x, (0, 8 - size % 8, 1, 0)) for x in (q, k, v))  # kernels take rows of multiples of 8 elements
+    q, k, v = (
+        F.pad(x, (0, 8 - size % 8, 1, 0)) for x in (q, k, v)
+    )  # fused kernels require widths that are multiples of 8
     q[..., size] = (sinks / scale)[:, None]
     k[:, :, 0, size] = 1
-    mask = None if seen.mask is None else F.pad(seen.mask, (1, 0, 1, 0), value=True)
-    return fused_attention(q, k, v, mask, seen.is_causal, scale)[:, :, 1:, :size]
+    mask = None if attn_mask.mask is None else F.pad(attn_mask.mask, (1, 0, 1, 0), value=True)
+    return fused_attention(q, k, v, mask, attn_mask.is_causal, scale)[:, :, 1:, :size]

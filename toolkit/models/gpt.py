@@ -1,4 +1,4 @@
-"""The model: embedding, blocks, norm, head. Names of the weights are LitGPT's, so that its files load."""
+"""The model: embedding, blocks, norm, head. Weights have LitGPT's names, so that its checkpoints load unchanged."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from toolkit.models.lora import LoRALinear
 from toolkit.models.loss import head_loss
 from toolkit.models.masks import AttentionMask, AttentionMaskBuilder
 from toolkit.models.mlp import make_mlp
-from toolkit.models.moe import LLaMAMoE, before_last_label
+from toolkit.models.moe import LLaMAMoE, mask_until_last_label
 from toolkit.models.norm import make_norm
 from toolkit.models.rope import RotaryEmbedding, attention_factor, document_lengths, inverse_frequencies
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind its norm: the unit that is wrapped, sharded, checkpointed and compiled."""
+    """A transformer block: the unit of FSDP wrapping, activation checkpointing and compilation."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -41,29 +41,29 @@ class Block(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        seen: AttentionMask,
-        rotation: RotaryEmbedding | None,
+        attn_mask: AttentionMask,
+        rope: RotaryEmbedding | None,
         cache: LayerCache | None = None,
-        counted: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """(B, T, n_embd) -> (B, T, n_embd).
 
-        Mask and rotation come ready-made: a block that looked them up itself would be compiled once more for the layer
-        that makes them.
+        Attention mask and rotary embedding are arguments: a block that computed them would be compiled a second time
+        for the layer that does so.
 
-        Where there are experts and ``counted`` (B, T) says which tokens count, also (B,): how unevenly each row uses
-        them. It is returned, not kept aside, because FSDP's hooks see what is returned only.
+        With experts and ``token_mask`` (B, T), bool, also returns the load-balancing loss of each row, (B,). It is a
+        return value, not an attribute, because FSDP's hooks only see return values.
         """
         normed = self.norm_1(x)
-        attended = x + self._added(self.post_attention_norm(self.attn(normed, seen, rotation, cache)))
+        attended = x + self._scale_residual(self.post_attention_norm(self.attn(normed, attn_mask, rope, cache)))
         if self.norm_2 is not None:
             normed = self.norm_2(x if self.parallel_residual else attended)
-        if counted is None or not self.has_experts:
-            return attended + self._added(self.post_mlp_norm(self.mlp(normed)))
-        y, imbalance = self.mlp(normed, counted)
-        return attended + self._added(self.post_mlp_norm(y)), imbalance
+        if token_mask is None or not self.has_experts:
+            return attended + self._scale_residual(self.post_mlp_norm(self.mlp(normed)))
+        y, balancing_loss = self.mlp(normed, token_mask)
+        return attended + self._scale_residual(self.post_mlp_norm(y)), balancing_loss
 
-    def _added(self, x: torch.Tensor) -> torch.Tensor:
+    def _scale_residual(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
 
 
@@ -74,16 +74,17 @@ class GPT(nn.Module):
         config: The architecture. Its vocabulary must be known (``ModelConfig.with_vocab_size``).
 
     Attributes:
-        uniform_length: Masks and rotations have the form that rows of so many tokens need, however short a row is: for
-            compiled blocks, of which each form is another graph. 0: each row the form that is fastest for it.
+        uniform_length: Build masks and rotary embeddings as for rows of this many tokens, so that compiled blocks
+            share one graph for all lengths. 0: the fastest form for the length of each batch.
 
-    The weights are torch's own random ones until :func:`toolkit.models.init.initialize` or a checkpoint sets them.
+    The weights have torch's default initialization until :func:`toolkit.models.init.initialize` or a checkpoint
+    sets them.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.padded_vocab_size is None:
-            raise ValueError(f"the model configuration {config.name!r} has no vocab_size: it comes from the tokenizer")
+            raise ValueError(f"the model configuration {config.name!r} has no vocab_size; set it from the tokenizer")
         self.config = config
         self.uniform_length = 0
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
@@ -97,9 +98,9 @@ class GPT(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make embedding and head one tensor, where the config says so.
+        """Tie the LM head to the embedding, if the config requests it.
 
-        ``load_state_dict(assign=True)`` unties them: call this again after it.
+        Call it again after ``load_state_dict(assign=True)``, which unties them.
         """
         if self.config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
@@ -119,43 +120,44 @@ class GPT(nn.Module):
         Args:
             input_ids: (B, T), int64.
             labels: (B, T), int64, aligned with the logits: labels[b, t] is the token that follows input_ids[b, t];
-                -100 where there is nothing to learn.
-            positions: (T,) or (B, T), int64; counted on from what the cache holds when not given.
-            documents: (B, T), int64: which of the documents packed into a row each token belongs to; tokens see only
-                their own (N9). ``positions`` should start at 0 in each. Not together with a cache.
+                -100 for tokens excluded from the loss.
+            positions: (T,) or (B, T), int64; default: continue after the cached tokens.
+            documents: (B, T), int64, document ids of packed rows; tokens attend only within their document (N9).
+                ``positions`` should start at 0 in each. Not supported with a KV cache.
             kv_cache: One cache per block; the new keys and values are appended to it.
-            sequence_length: Tokens of the whole sequence, where this pass and the cache hold its beginning only; one
-                kind of rotation (longrope) depends on it.
+            sequence_length: Length of the complete sequence, if this pass and the cache cover only its beginning;
+                longrope depends on it.
 
         Returns:
             Logits (B, T, padded_vocab_size); with labels ``(loss_sum, n_tokens)``: the sum of the negative
             log-likelihoods in nats, an fp32 scalar, and the number of supervised tokens, an int64 scalar tensor. In
-            training mode, ``loss_sum`` of a model with experts also has ``router_aux_loss_coef`` times the mean over
-            the layers of each row's :func:`toolkit.models.moe.imbalance`, times the row's supervised tokens: so it
-            is the same whatever the split of a global batch into micro-batches (N2).
+            training mode, ``loss_sum`` of a model with experts includes the load-balancing loss: per row,
+            ``router_aux_loss_coef`` times the mean over layers of :func:`toolkit.models.moe.load_balancing_loss`,
+            weighted by the row's supervised tokens. So the loss does not depend on the split of a global batch into
+            micro-batches (N2).
 
         Raises:
             ValueError: The sequence is longer than ``config.block_size``.
         """
         is_balanced = self.training and labels is not None and self.config.n_moe_layer > 0
-        counted = before_last_label(labels) if is_balanced and self.config.router_aux_loss_coef else None
-        lengths, border = sequence_length, self.config.original_max_position
+        token_mask = mask_until_last_label(labels) if is_balanced and self.config.router_aux_loss_coef else None
+        lengths, original_max = sequence_length, self.config.original_max_position
         longest = max(input_ids.size(1), self.uniform_length if kv_cache is None else 0)
-        if border is not None and longest > border:
+        if original_max is not None and longest > original_max:
             lengths = document_lengths(input_ids, documents, labels)
-        x, imbalances = self._embed_and_run_blocks(input_ids, positions, documents, kv_cache, counted, lengths)
+        x, balancing_losses = self._embed_and_run_blocks(input_ids, positions, documents, kv_cache, token_mask, lengths)
         if self.config.logits_scaling != 1.0:
             x = x / self.config.logits_scaling
-        head, cap = self.lm_head, self.config.final_logit_softcapping
+        head, softcap = self.lm_head, self.config.final_logit_softcapping
         if labels is None:
             logits = head(x)
-            return logits if cap is None else cap * torch.tanh(logits / cap)
+            return logits if softcap is None else softcap * torch.tanh(logits / softcap)
         low_rank = head.low_rank(x, x.dtype) if isinstance(head, LoRALinear) else None
-        loss_sum = head_loss(x, head.weight, head.bias, labels, low_rank, cap)
+        loss_sum = head_loss(x, head.weight, head.bias, labels, low_rank, softcap)
         supervised = (labels != IGNORE_INDEX).sum(1)
-        if imbalances:
-            of_rows = torch.stack(imbalances).mean(0)
-            loss_sum = loss_sum + self.config.router_aux_loss_coef * (of_rows * supervised).sum()
+        if balancing_losses:
+            per_row = torch.stack(balancing_losses).mean(0)
+            loss_sum = loss_sum + self.config.router_aux_loss_coef * (per_row * supervised).sum()
         return loss_sum, supervised.sum()
 
     def _embed_and_run_blocks(
@@ -164,37 +166,37 @@ class GPT(nn.Module):
         positions: torch.Tensor | None,
         documents: torch.Tensor | None,
         kv_cache: Sequence[LayerCache] | None,
-        counted: torch.Tensor | None,
+        token_mask: torch.Tensor | None,
         lengths: torch.Tensor | int | None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         T, device = input_ids.size(1), input_ids.device
-        held = 0 if kv_cache is None else kv_cache[0].length
-        if held + T > self.config.block_size:
-            raise ValueError(f"a sequence of {held + T} tokens: the model takes at most {self.config.block_size}")
+        n_cached = 0 if kv_cache is None else kv_cache[0].length
+        if n_cached + T > self.config.block_size:
+            raise ValueError(f"sequence length {n_cached + T} exceeds the model's block_size {self.config.block_size}")
         if positions is None:
-            positions = torch.arange(held, held + T, device=device)
+            positions = torch.arange(n_cached, n_cached + T, device=device)
         x = self._embed(input_ids, positions)
-        visibility = AttentionMaskBuilder(held, T, device, documents, self.uniform_length if kv_cache is None else 0)
-        rotations = self._rotations(positions, held + T if lengths is None else lengths)
-        imbalances: list[torch.Tensor] = []
+        masks = AttentionMaskBuilder(n_cached, T, device, documents, self.uniform_length if kv_cache is None else 0)
+        ropes = self._rotary_embeddings(positions, n_cached + T if lengths is None else lengths)
+        balancing_losses: list[torch.Tensor] = []
         for i, block in enumerate(self.transformer.h):
-            seen, rotation = visibility.for_window(block.window), rotations.get(block.rope_index)
-            x = block(x, seen, rotation, None if kv_cache is None else kv_cache[i], counted)
+            attn_mask, rope = masks.for_window(block.window), ropes.get(block.rope_index)
+            x = block(x, attn_mask, rope, None if kv_cache is None else kv_cache[i], token_mask)
             if isinstance(x, tuple):
-                x, imbalance = x
-                imbalances.append(imbalance)
-        return self.transformer.ln_f(x), imbalances
+                x, balancing_loss = x
+                balancing_losses.append(balancing_loss)
+        return self.transformer.ln_f(x), balancing_losses
 
     def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.transformer.wte(input_ids)
         if self.config.position_embedding == "learned":
             x = x + self.transformer.wpe(positions)
-        if self.config.scale_embeddings:  # by a number of the weights' dtype, as these models were trained
+        if self.config.scale_embeddings:  # with the factor rounded to the weights' dtype, as these models were trained
             x = x * torch.full((), self.config.n_embd**0.5, dtype=x.dtype, device=x.device)
         return x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
 
-    def _rotations(self, positions: torch.Tensor, lengths: torch.Tensor | int) -> dict[int, RotaryEmbedding]:
-        """By the rope index of the layers; layers of another index are not rotated."""
+    def _rotary_embeddings(self, positions: torch.Tensor, lengths: torch.Tensor | int) -> dict[int, RotaryEmbedding]:
+        """Rotary embeddings by rope index; layers with another index have none."""
         if self.config.position_embedding == "learned":
             return {}
         used = {self.config.rope_index(layer) for layer in range(self.config.n_layer)} - {-1}
@@ -208,9 +210,9 @@ class GPT(nn.Module):
         }
 
     def _frequencies_of(self, lengths: torch.Tensor | int, device: torch.device, local: bool) -> torch.Tensor:
-        """(rope_n_elem / 2,), or (B, T, rope_n_elem / 2) where each token has a length of its own."""
-        border = self.config.original_max_position
-        is_long = False if border is None else lengths > border
+        """(rope_n_elem / 2,), or (B, T, rope_n_elem / 2) if ``lengths`` is a tensor with a length per token."""
+        original_max = self.config.original_max_position
+        is_long = False if original_max is None else lengths > original_max
         if isinstance(is_long, bool):
             return self._frequencies_on(device, local, is_long)
         short, long = (self._frequencies_on(device, local, which) for which in (False, True))
@@ -220,7 +222,7 @@ class GPT(nn.Module):
         key = (device, local, is_long)
         if key not in self._frequencies:
             inverse = inverse_frequencies(self.config, is_long, local).to(device)
-            if type(inverse) is not torch.Tensor:  # a FakeTensor must not outlive its mode
+            if type(inverse) is not torch.Tensor:  # do not cache a FakeTensor beyond its mode
                 return inverse
             self._frequencies[key] = inverse
         return self._frequencies[key]

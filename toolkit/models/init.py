@@ -1,15 +1,15 @@
-"""Initial weights, a pure function of (seed, name of the parameter): the same on any number of ranks, in any order.
+"""Weight initialization as a pure function of (seed, parameter name), independent of ranks and order.
 
 | parameter | initial value |
 |---|---|
-| weights of norms (:data:`NORMS`) | 1; with an offset 0 |
+| weights of norms (:data:`NORMS`) | 1; 0 with norm_offset |
 | all biases, ``mlp.correction`` | 0 |
-| ``attn.proj.weight``, ``mlp.*proj.weight`` (they write to the residual stream) | normal, 0.02 / sqrt(2 n_layer) |
+| ``attn.proj.weight``, ``mlp.*proj.weight`` (outputs to the residual stream) | normal, 0.02 / sqrt(2 n_layer) |
 | all other weights (``wte``, ``wpe``, ``attn.qkv``, ``mlp.*fc*``, ``mlp.*gate``, ``lm_head``, ...) | normal, 0.02 |
-| ``attn.sinks`` (as transformers has them) | normal, 0.02 |
+| ``attn.sinks`` (as in transformers) | normal, 0.02 |
 
-Means are zero. The table is GPT-2's (Radford et al. 2019, section 2.3, and its Hugging Face implementation). A tied
-head is the embedding, init_weight under the embedding's name.
+Means are zero. The scheme is GPT-2's (Radford et al. 2019, section 2.3, and its Hugging Face implementation). A tied
+head is initialized under the embedding's name.
 """
 
 from __future__ import annotations
@@ -30,38 +30,37 @@ NORMS = (
 
 
 def draw(name: str, shape: torch.Size | tuple[int, ...], *, seed: int, config: ModelConfig) -> torch.Tensor:
-    """Return the initial value of the parameter ``name``: always fp32 on the CPU, so that it is the same everywhere."""
+    """Return the initial value of the parameter ``name``: always fp32 on the CPU, so that all devices agree."""
     module, _, kind = name.rpartition(".")
     if kind in ("bias", "correction"):
         return torch.zeros(shape, device="cpu")
     if module.rpartition(".")[2] in NORMS:
         return torch.full(shape, 0.0 if config.norm_offset else 1.0, device="cpu")
     std = STD / math.sqrt(2 * config.n_layer) if module.endswith(".proj") else STD
-    return torch.empty(shape, device="cpu").normal_(0.0, std, generator=generator_of(name, seed))
+    return torch.empty(shape, device="cpu").normal_(0.0, std, generator=parameter_generator(name, seed))
 
 
-def generator_of(name: str, seed: int) -> torch.Generator:
-    """Return the generator on the CPU that draws the parameter ``name``."""
+def parameter_generator(name: str, seed: int) -> torch.Generator:
+    """Return the CPU generator that initializes the parameter ``name``."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Return the name under which each parameter is init_weight, by ``id(parameter)``.
+    """Return the name under which each parameter is initialized, by ``id(parameter)``.
 
-    Of a tied pair the last name counts: that is ``transformer.wte.weight``. The ids are good while the model lives.
+    For tied parameters this is the last name, ``transformer.wte.weight``. The ids are valid while the model exists.
     """
     return {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 class Materializer:
-    """Gives the parameters of a model their values, module by module, wherever the modules are by then.
+    """Materializes and fills the parameters of a model, module by module.
 
     Args:
-        model: Its parameters may be on the meta device. FSDP takes them out of the model one unit after the other; that
-            is why their names are noted now.
+        model: May be on the meta device. Names are recorded now, because FSDP replaces the parameters unit by unit.
         value_of: (name, shape) -> the parameter's value, on any device and in any floating-point dtype.
-        device: Where parameters on the meta device are made; others stay where they are. Dtypes stay, ties survive.
+        device: Device of materialized meta parameters; others keep their device. Dtypes and ties are preserved.
     """
 
     def __init__(
@@ -73,24 +72,24 @@ class Materializer:
         self._value_of, self._device = value_of, device
         self._names = parameter_names(model)
         self._names |= {id(buffer): name for name, buffer in model.named_buffers()}
-        self._originals = [*model.parameters(), *model.buffers()]  # keeps the ids from being reused
-        self._ready: dict[int, nn.Parameter] = {}
+        self._originals = [*model.parameters(), *model.buffers()]  # keeps the ids valid
+        self._filled_parameters: dict[int, nn.Parameter] = {}
 
     @torch.no_grad()
-    def __call__(self, module: nn.Module, wanted: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
-        """Give the parameters directly in ``module`` their values, those that are ``wanted``; and its buffers."""
+    def __call__(self, module: nn.Module, should_fill: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
+        """Fill the module's own buffers and those of its own parameters for which ``should_fill`` holds."""
         for key, buffer in list(module.named_buffers(recurse=False)):
             if id(buffer) in self._names:
-                setattr(module, key, self._filled(buffer))
+                setattr(module, key, self._fill(buffer))
         for key, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_floating_point():
-                continue  # quantised: it has its value
-            if id(parameter) in self._names and wanted(parameter):
-                if id(parameter) not in self._ready:
-                    self._ready[id(parameter)] = self._filled(parameter)
-                setattr(module, key, self._ready[id(parameter)])  # the same object for both of a tied pair
+                continue  # quantized: already has its value
+            if id(parameter) in self._names and should_fill(parameter):
+                if id(parameter) not in self._filled_parameters:
+                    self._filled_parameters[id(parameter)] = self._fill(parameter)
+                setattr(module, key, self._filled_parameters[id(parameter)])  # tied parameters share one object
 
-    def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fill(self, tensor: torch.Tensor) -> torch.Tensor:
         value = self._value_of(self._names[id(tensor)], tensor.shape)
         if tensor.is_meta:
             filled = torch.empty_like(tensor, device=self._device).copy_(value)
@@ -101,13 +100,13 @@ class Materializer:
 
 
 def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Give every parameter of a GPT (it needs ``model.config``) its initial value, in place."""
+    """Initialize every parameter of a GPT in place; needs ``model.config``."""
     materialize = Materializer(model, init_weight(model, seed), device)
     for module in model.modules():
         materialize(module)
 
 
 def init_weight(model: nn.Module, seed: int) -> Callable[[str, torch.Size], torch.Tensor]:
-    """Return the function from name and shape to initial value."""
+    """Return a function that maps name and shape to the initial value."""
     config = model.config
     return lambda name, shape: draw(name, shape, seed=seed, config=config)

@@ -1,3 +1,3 @@
-"""What labels mean. No torch, for data is prepared without it."""
+"""Label conventions. No torch: data preparation does not need it."""
 
-IGNORE_INDEX = -100  # the label of a token with nothing to learn, as everywhere in PyTorch
+IGNORE_INDEX = -100  # label of tokens excluded from the loss, PyTorch's default

@@ -1,12 +1,12 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-Keys and values are made of one small vector per token, which is all that a cache has to hold, and of one rotated key
-that all heads share. Queries may be made of a small vector, too.
+Keys and values are projected from one low-rank latent per token plus one rotary key shared by all heads; only these are
+cached. Queries may be projected from a low-rank latent, too.
 
 | name | shape |
 |---|---|
-| ``attn.q_a.weight``, ``attn.q_a_norm.weight`` (where there is a q_lora_rank) | (q_lora_rank, n_embd), (q_lora_rank,) |
-| ``attn.q_b.weight`` | (n_head * head_size, q_lora_rank or n_embd); of each head, what is rotated comes last |
+| ``attn.q_a.weight``, ``attn.q_a_norm.weight`` (if q_lora_rank is set) | (q_lora_rank, n_embd), (q_lora_rank,) |
+| ``attn.q_b.weight`` | (n_head * head_size, q_lora_rank or n_embd); per head, the rotated part comes last |
 | ``attn.kv_a.weight`` | (kv_lora_rank + qk_rope_head_dim, n_embd); the shared key comes last |
 | ``attn.kv_a_norm.weight`` | (kv_lora_rank,) |
 | ``attn.kv_b.weight`` | (n_head * (qk_nope_head_dim + v_head_dim), kv_lora_rank): all keys, then all values |
@@ -24,11 +24,11 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.masks import AttentionMask
 from toolkit.models.rope import RotaryEmbedding
 
-NORM_EPS = 1e-6  # of the two norms here, whatever norm_eps is: so have DeepSeek's own code and transformers
+NORM_EPS = 1e-6  # of the two norms here, independent of norm_eps, as in DeepSeek's code and transformers
 
 
 class LatentAttention(nn.Module):
-    """proj(attention(q, k, v)), where a token's keys and values are kv_b(kv_a_norm(kv_a(x)))."""
+    """proj(attention(q, k, v)), with keys and values kv_b(kv_a_norm(kv_a(x)))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -50,30 +50,32 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        seen: AttentionMask,
-        rotation: RotaryEmbedding | None = None,
+        attn_mask: AttentionMask,
+        rope: RotaryEmbedding | None = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """(B, T, n_embd) -> (B, T, n_embd). A cache holds (B, 1, T, kv_lora_rank) and (B, 1, T, qk_rope_head_dim)."""
+        """(B, T, n_embd) -> same. The cache stores (B, 1, T, kv_lora_rank) and (B, 1, T, qk_rope_head_dim)."""
         B, T, _ = x.shape
         q = self.q_b(x if self.q_a is None else self.q_a_norm(self.q_a(x))).view(B, T, self.n_head, self.head_size)
         latent, shared = self.kv_a(x).split((self.kv_rank, self.rope), dim=-1)
         latent, shared = self.kv_a_norm(latent).unsqueeze(1), shared.unsqueeze(2)
-        if rotation is not None:
+        if rope is not None:
             plain, rotated = q.split((self.nope, self.rope), dim=-1)
-            q, shared = torch.cat((plain, rotation.apply(rotated)), dim=-1), rotation.apply(shared)
+            q, shared = torch.cat((plain, rope.apply(rotated)), dim=-1), rope.apply(shared)
         shared = shared.transpose(1, 2)
         if cache is not None:
             latent, shared = cache.update(latent, shared)
-        k, v = self._keys_and_values(latent[:, :, -seen.keys :], shared[:, :, -seen.keys :])
-        # The kernels take one width for all three; zeros change neither scores nor what is cut off again.
+        k, v = self._keys_and_values(latent[:, :, -attn_mask.n_keys :], shared[:, :, -attn_mask.n_keys :])
+        # The kernels need equal widths; zero padding changes neither scores nor the kept values.
         width = max(self.head_size, self.v_size)
         q, k, v = (F.pad(t, (0, width - t.size(-1))) if t.size(-1) < width else t for t in (q.transpose(1, 2), k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.mask, is_causal=seen.is_causal, scale=self.scale)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask.mask, is_causal=attn_mask.is_causal, scale=self.scale
+        )
         return self.proj(y[..., : self.v_size].transpose(1, 2).reshape(B, T, self.n_head * self.v_size))
 
     def _keys_and_values(self, latent: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, 1, keys, kv_lora_rank) and the shared key -> (B, n_head, keys, head_size), (B, n_head, keys, v_size)."""
-        made = self.kv_b(latent.squeeze(1)).split((self.n_head * self.nope, self.n_head * self.v_size), dim=-1)
-        k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in made)
+        kv = self.kv_b(latent.squeeze(1)).split((self.n_head * self.nope, self.n_head * self.v_size), dim=-1)
+        k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in kv)
         return torch.cat((k, shared.expand(-1, self.n_head, -1, -1)), dim=-1), v

@@ -1,4 +1,4 @@
-"""A linear layer whose weight is held in 4 bits, with adapters or without. Needs bitsandbytes."""
+"""A linear layer with a 4-bit weight, with or without adapters. Needs bitsandbytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from toolkit.models.lora import LoRAMixin
 
 
 class Linear4bit(bnb.nn.Linear4bit):
-    """bitsandbytes' layer with a plain forward: products in the dtype of the input, or autocast's.
+    """bitsandbytes' layer with a plain forward: matrix products in the dtype of the input, or autocast's.
 
-    Its own forward fixes the dtype with the first input, casts the bias in place, and on CPUs with bf16 instructions
-    repacks the weight in the first evaluation for a product that has no gradient, which all later training would take.
+    The original forward fixes the dtype at the first input and casts the bias in place. On CPUs with bf16 instructions
+    the first evaluation repacks the weight for a kernel without gradient, which later training would then use.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -21,20 +21,20 @@ class Linear4bit(bnb.nn.Linear4bit):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """As forward, without the bias."""
+        """Return forward without the bias."""
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):
             x = x.to(torch.get_autocast_dtype(device_type))
         return bnb.matmul_4bit(x, self.weight, quant_state=self.weight.quant_state)
 
     def base_weight(self) -> torch.Tensor:
-        """The weight as it is computed with, (out, in)."""
+        """Return the dequantized weight, (out, in)."""
         return bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state)
 
-    def take_weight(self, weight: torch.Tensor, nested: bool, device: torch.device | str) -> None:
-        """Quantise ``weight`` (out, in), in blocks of 64 to NF4; ``nested`` quantises the blocks' scales as well."""
+    def quantize_weight(self, weight: torch.Tensor, nested: bool, device: torch.device | str) -> None:
+        """Quantize ``weight`` (out, in) to NF4 in blocks of 64; ``nested`` also quantizes the scales of the blocks."""
         self.weight = bnb.nn.Params4bit(weight.detach(), compress_statistics=nested, quant_type="nf4").to(device)
 
 
 class LoRALinear4bit(LoRAMixin, Linear4bit):
-    """Such a layer with adapters (QLoRA, Dettmers et al. 2023)."""
+    """A 4-bit layer with adapters (QLoRA, Dettmers et al. 2023)."""

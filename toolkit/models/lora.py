@@ -1,6 +1,6 @@
 """Low-rank adapters beside the model's linear layers.
 
-A layer with adapters keeps its ``weight`` and ``bias`` under their names, frozen. What is trained lies below ``lora``:
+A layer with adapters keeps the names of its frozen ``weight`` and ``bias``. Trainable parameters are under ``lora``:
 
 | name | shape | initial value |
 |---|---|---|
@@ -10,8 +10,8 @@ A layer with adapters keeps its ``weight`` and ``bias`` under their names, froze
 | ``transformer.h.0.mlp.proj.lora.whole.A``, ``.B`` (every other layer) | (r, in), (out, r) | as above |
 | ``....magnitude`` (DoRA) | (rows of that part,) | the norms of the rows of ``weight`` |
 
-The adapters are fp32 whatever the base is; products run in the dtype that the base's do. The parts of a fused layer
-work as one pair of matrices: A one below the other, B in blocks. What is not adapted has rows of zeros there.
+The adapters are fp32 for any base dtype; matrix products run in the base's compute dtype. The parts of a fused layer
+are computed as one pair of matrices: A stacked, B block-diagonal, with zero rows for parts without an adapter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from toolkit.errors import UserError
-from toolkit.models.init import generator_of
+from toolkit.models.init import parameter_generator
 from toolkit.models.lora_config import LoRAConfig
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ WHOLE = "whole"
 
 
 class Adapter(nn.Module):
-    """The trained factors of some rows of a weight, in fp32."""
+    """The trainable low-rank factors for a range of rows of a weight, in fp32."""
 
     def __init__(self, r: int, in_features: int, rows: range, dora: bool, device: torch.device) -> None:
         super().__init__()
@@ -49,24 +49,24 @@ class Adapter(nn.Module):
 
 
 class LoRAMixin:
-    """What a linear layer needs to carry adapters; goes before the layer's class.
+    """Adds adapters to a linear layer class; comes before that class in the MRO.
 
-    The class provides ``weight`` (out, in) and ``bias``, a ``forward``, ``project(x)``: the same without the bias, and
-    ``base_weight()``: the weight in a floating-point type.
+    The class provides ``weight`` (out, in), ``bias``, ``forward``, ``project(x)`` (forward without the bias) and
+    ``base_weight()`` (the weight in a floating-point dtype).
     """
 
     lora: nn.ModuleDict
 
     def add_adapters(self, config: LoRAConfig, parts: dict[str, range]) -> None:
-        """Make the adapters of ``parts``: names and the rows of the weight that they adapt, in ascending order."""
+        """Create the adapters of ``parts``: names and the rows of the weight they adapt, in ascending order."""
         self.scaling, self.dropout, self.dora = config.scaling, config.dropout, config.dora
         device = self.weight.device
         self.lora = nn.ModuleDict(
             {name: Adapter(config.r, self.in_features, rows, config.dora, device) for name, rows in parts.items()}
         )
 
-    def take_adapters(self, other: LoRAMixin) -> None:
-        """Take over another layer's adapters."""
+    def share_adapters(self, other: LoRAMixin) -> None:
+        """Share another layer's adapters."""
         self.lora, self.scaling, self.dropout, self.dora = other.lora, other.scaling, other.dropout, other.dora
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,12 +78,12 @@ class LoRAMixin:
         return _add_product(y, hidden, b)
 
     def low_rank(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (..., R) and (out, R) whose product is added to the layer's output; R is the sum of the ranks."""
+        """Return (..., R) and (out, R), whose product is added to the layer's output; R is the sum of the ranks."""
         a, b = self._factors()
         return self._hidden(self._drop(x), a, dtype), b.to(dtype)
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``weight`` (out, in) with the adapters in it, in fp32."""
+        """Return ``weight`` (out, in) with the adapters merged, in fp32."""
         a, b = (factor.detach() for factor in self._factors())
         merged = torch.addmm(weight.float(), b, a, alpha=self.scaling)
         if self.dora:
@@ -93,14 +93,16 @@ class LoRAMixin:
     def _forward_dora(self, x: torch.Tensor) -> torch.Tensor:
         dropped = self._drop(x)
         plain = self.project(x)
-        seen = plain if dropped is x else self.project(dropped)
+        dropped_plain = plain if dropped is x else self.project(dropped)
         a, b = self._factors()
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             norms = torch.addmm(self.base_weight().float(), b, a, alpha=self.scaling).norm(dim=1)
-        # Section 4.3 of the paper: the norms count as constants. Scales are near 1, where 16 bits have steps of 1/256.
-        y = self._row_scales(norms) * _add_product(seen, self._hidden(dropped, a, plain.dtype), b.to(plain.dtype))
-        if seen is not plain:
-            y = y + (plain - seen)
+        # Section 4.3 of the paper: the norms are constants. Scales are near 1, where bf16 has steps of 1/256: use fp32.
+        y = self._row_scales(norms) * _add_product(
+            dropped_plain, self._hidden(dropped, a, plain.dtype), b.to(plain.dtype)
+        )
+        if dropped_plain is not plain:
+            y = y + (plain - dropped_plain)
         return (y if self.bias is None else y + self.bias).to(plain.dtype)
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +127,7 @@ class LoRAMixin:
         return torch.cat([adapter.A for adapter in adapters]), torch.cat(blocks)
 
     def _row_scales(self, norms: torch.Tensor) -> torch.Tensor:
-        """DoRA's factors of the rows, (out,): magnitude / norm; 1 for what is not adapted."""
+        """DoRA's scale of each row, (out,): magnitude / norm; 1 for rows without an adapter."""
         scales, row = [], 0
         for adapter in self.lora.values():
             scales += [norms.new_ones(adapter.rows.start - row)]
@@ -135,7 +137,7 @@ class LoRAMixin:
 
 
 class LoRALinear(LoRAMixin, nn.Linear):
-    """A linear layer with adapters; its own weight and bias are those of the layer that it replaces."""
+    """A linear layer with adapters; shares weight and bias with the layer it replaces."""
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
@@ -145,15 +147,15 @@ class LoRALinear(LoRAMixin, nn.Linear):
 
 
 def add_lora(model: GPT, config: LoRAConfig, seed: int = 0) -> None:
-    """Give the selected layers of a GPT their adapters, in place, and freeze everything else.
+    """Add adapters to the selected layers of a GPT, in place, and freeze everything else.
 
-    On the meta device the adapters are there, too; elsewhere they get their initial values, drawn from ``seed``.
+    On the meta device the adapters are meta tensors; elsewhere they are initialized from ``seed``.
 
     Raises:
-        UserError: Adapters of the MLPs of a model with experts.
+        UserError: Adapters are requested for the MLPs of a model with experts.
     """
     if config.mlp and model.config.n_moe_layer:
-        raise UserError("--lora_mlp true: the MLPs of this model are experts, which take no adapters; leave it out")
+        raise UserError("--lora_mlp true: adapters on experts are not supported; remove it")
     model.requires_grad_(False)
     for block in model.transformer.h:
         for name, rows_of in attention_rows(model.config).items():
@@ -172,39 +174,39 @@ def add_lora(model: GPT, config: LoRAConfig, seed: int = 0) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name is an adapter's."""
+    """Whether the parameter of this name belongs to an adapter."""
     return ".lora." in name
 
 
 def draw_adapter(name: str, shape: torch.Size | tuple[int, ...], seed: int) -> torch.Tensor:
     """Return the initial value of an adapter's ``A`` or ``B``, a pure function of (seed, name): fp32, on the CPU.
 
-    A is uniform with the bound 1 / sqrt(in), which is what Kaiming's rule gives with a = sqrt(5), as in the paper's
-    own code; B is zero, so that the model begins as the base.
+    A is uniform in +- 1 / sqrt(in), Kaiming initialization with a = sqrt(5), as in the paper's code. B is zero, so that
+    the adapted model initially equals the base.
     """
     kind = name.rpartition(".")[2]
-    assert kind in ("A", "B"), f"{name}: a magnitude comes from the base's weight, see adapter_values"
+    assert kind in ("A", "B"), f"{name}: a magnitude is computed from the base weight, see adapter_values"
     if kind == "B":
         return torch.zeros(shape, device="cpu")
     bound = 1 / math.sqrt(shape[1])
-    return torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator_of(name, seed))
+    return torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=parameter_generator(name, seed))
 
 
-def magnitude_of(weight: torch.Tensor) -> torch.Tensor:
-    """DoRA's initial magnitudes, (rows,) fp32: the norms of the rows of the base's weight."""
+def initial_magnitude(weight: torch.Tensor) -> torch.Tensor:
+    """DoRA's initial magnitudes, (rows,) fp32: the row norms of the base weight."""
     return torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32)
 
 
 def adapter_values(
     model: nn.Module, seed: int, weight_of: Callable[[str], torch.Tensor]
 ) -> Callable[[str, torch.Size], torch.Tensor]:
-    """Return the function from an adapter's name and shape to its initial value.
+    """Return a function that maps an adapter parameter's name and shape to its initial value.
 
     Args:
-        model: With its adapters, before a strategy takes its parameters; it may be on the meta device.
-        seed: Of the run.
-        weight_of: Gives the base's whole weight of a name, such as ``transformer.h.0.attn.qkv.weight``; it is called
-            for DoRA's magnitudes only.
+        model: With adapters, before a strategy wraps its parameters; may be on the meta device.
+        seed: Seed of the run.
+        weight_of: Returns the unsharded base weight of a name such as ``transformer.h.0.attn.qkv.weight``; called
+            only for DoRA's magnitudes.
     """
     rows = {name: module.rows for name, module in model.named_modules() if isinstance(module, Adapter)}
 
@@ -213,13 +215,13 @@ def adapter_values(
         if kind != "magnitude":
             return draw_adapter(name, shape, seed)
         weight = weight_of(adapter.partition(".lora.")[0] + ".weight")
-        return magnitude_of(weight[rows[adapter].start : rows[adapter].stop])
+        return initial_magnitude(weight[rows[adapter].start : rows[adapter].stop])
 
     return value_of
 
 
 def attention_rows(config: ModelConfig) -> dict[str, dict[str, range]]:
-    """The rows of queries, keys and values in the layers of a block's attention that make them, by the layer's name."""
+    """Return the rows of queries, keys and values in the projections of attention, by layer name."""
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     if config.latent_attention is not None:
         k = config.n_head * config.latent_attention["qk_nope_head_dim"]
@@ -229,18 +231,18 @@ def attention_rows(config: ModelConfig) -> dict[str, dict[str, range]]:
 
 
 def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, range | bool]) -> None:
-    """Replace ``owner.name`` by a layer with adapters for ``parts``: rows, or True for all of them."""
+    """Replace ``owner.name`` by a layer with adapters for ``parts``: ranges of rows, or True for all rows."""
     linear = getattr(owner, name)
     parts = {part: range(linear.out_features) if rows is True else rows for part, rows in parts.items() if rows}
     if not parts:
         return
     layer = LoRALinear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-    layer.weight, layer.bias = linear.weight, linear.bias  # the same parameters: ties stay
+    layer.weight, layer.bias = linear.weight, linear.bias  # the same parameters: preserves ties
     layer.train(linear.training)
     layer.add_adapters(config, parts)
     setattr(owner, name, layer)
 
 
 def _add_product(y: torch.Tensor, hidden: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """y + hidden @ b.T, rounded once and without a second tensor of y's size."""
+    """y + hidden @ b.T, rounded once, without a second tensor of y's size."""
     return torch.addmm(y.flatten(0, -2), hidden.flatten(0, -2), b.t()).view_as(y)

@@ -1,4 +1,4 @@
-"""What is adapted by low rank, and how: the options ``--lora_*`` of finetuning. No torch."""
+"""LoRA configuration: the ``--lora_*`` options of finetuning. No torch."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 from toolkit.errors import UserError
 
-# The parts of the model that can be adapted: a field of LoRAConfig each.
+# The parts of the model that can have adapters, each a field of LoRAConfig.
 PARTS = ("query", "key", "value", "projection", "mlp", "head")
 
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Low-rank adapters (Hu et al. 2021): W x becomes W x + scaling B A x, of which A and B are trained.
+    """Low-rank adapters (Hu et al. 2021): W x becomes W x + scaling B A x; A and B are trained.
 
     Args:
-        r: Rank: rows of A, columns of B.
-        alpha: The adapters' share is multiplied by alpha / r.
-        dropout: Chance for each input of the adapters to be left out of a training step.
-        query: Adapt the query rows of the attention's fused projection.
-        key: Adapt its key rows.
-        value: Adapt its value rows.
-        projection: Adapt the attention's output projection.
-        mlp: Adapt every linear layer of the MLP.
-        head: Adapt the language model's head.
-        rslora: Multiply by alpha / sqrt(r) instead (Kalajdzievski 2023), so that higher ranks learn as fast.
-        dora: Train the norms of the rows beside their directions (Liu et al. 2024).
+        r: LoRA rank.
+        alpha: LoRA scaling is alpha / r.
+        dropout: LoRA dropout probability.
+        query: Adapt the query projection.
+        key: Adapt the key projection.
+        value: Adapt the value projection.
+        projection: Adapt the attention output projection.
+        mlp: Adapt all linear layers of the MLP.
+        head: Adapt the LM head.
+        rslora: Rank-stabilized LoRA (Kalajdzievski 2023): scaling is alpha / sqrt(r).
+        dora: Weight-decomposed LoRA (DoRA, Liu et al. 2024): train magnitude and direction separately.
 
     Raises:
-        UserError: naming the flag, for values that make no sense.
+        UserError: An invalid value; the message names the flag.
     """
 
     r: int = 8
@@ -57,18 +57,18 @@ class LoRAConfig:
             raise UserError(f"{flags}: selects nothing to train; set one of them to true")
         if self.head and self.dora:
             raise UserError(
-                "--lora_head true: not with --lora_dora true, which would need the logits of a whole batch; "
-                "choose one of the two"
+                "--lora_head true: cannot be combined with --lora_dora true, which would need the logits of a complete "
+                "batch; choose one of the two"
             )
 
     @property
     def scaling(self) -> float:
-        """The factor of B A x."""
+        """The scaling factor of B A x."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The selected ones of :data:`PARTS`."""
+        """The selected :data:`PARTS`."""
         return tuple(part for part in PARTS if getattr(self, part))
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Somebody's own model: how it is made to return a loss, and which of its parts are its blocks."""
+"""User-provided models: adapt their forward to return a loss, and find their blocks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class LossWrapper(nn.Module):
     """A module whose forward takes input_ids and labels (B, T) and returns ``(loss_sum, n_tokens)``, as GPT's does.
 
     Args:
-        module: Its forward takes them and returns just that, or ``forward(input_ids)`` returns the logits
-            (B, T, vocabulary), or an object that has them as ``.logits``. It is the attribute ``module``, a name that
-            :func:`toolkit.checkpoints.weights.canonical_name` leaves out: on disk the names are its own.
+        module: Its forward takes both and returns this tuple, or ``forward(input_ids)`` returns the logits
+            (B, T, vocabulary) or an object with the attribute ``logits``. It is stored as the attribute ``module``, a
+            prefix that :func:`toolkit.checkpoints.weights.canonical_name` removes: names on disk are the module's.
 
-    The logits are the module's to make, whole: M1 is kept by GPT only.
+    The module materializes the complete logits: only GPT guarantees M1.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -30,14 +30,14 @@ class LossWrapper(nn.Module):
         self.module = module
         parameters = list(inspect.signature(module.forward).parameters)
         self._has_loss = parameters[1:2] == ["labels"]
-        # Hugging Face models would make a cache for generation in every step
+        # Hugging Face models would allocate a KV cache in every step
         self._options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the losses in nats, and the number of supervised tokens.
 
         Raises:
-            UserError: the module returns something else than it should.
+            UserError: The module returns another type or shape.
         """
         if self._has_loss:
             result = self.module(input_ids, labels)
@@ -60,37 +60,40 @@ class LossWrapper(nn.Module):
         )
         return loss_sum, (labels != IGNORE_INDEX).sum()
 
-    def _get_name(self) -> str:  # torch's hook for what a module calls itself
+    def _get_name(self) -> str:  # torch's hook for the displayed name of a module
         return type(self.module).__name__
 
 
-def find_blocks(module: nn.Module, named: Iterable[type[nn.Module] | str] | None = None) -> tuple[type[nn.Module], ...]:
-    """Return the classes of a module's blocks: those that are named, else those of its longest ``nn.ModuleList``.
+def find_blocks(
+    module: nn.Module, class_names: Iterable[type[nn.Module] | str] | None = None
+) -> tuple[type[nn.Module], ...]:
+    """Return the classes of a module's blocks: the given ones, else those in its longest ``nn.ModuleList``.
 
-    A list inside of another one's elements (experts in a layer) does not count. Empty where there is no list.
+    Nested lists (experts in a layer) are ignored. Empty if the module has no list.
 
     Raises:
-        UserError: the module has no part of a named class.
+        UserError: The module has no submodule of a given class.
     """
-    parts = list(dict.fromkeys(type(part) for part in module.modules()))
-    if named is not None:
-        return tuple(_find(wanted, parts) for wanted in ([named] if isinstance(named, str | type) else named))
+    classes = list(dict.fromkeys(type(part) for part in module.modules()))
+    if class_names is not None:
+        names = [class_names] if isinstance(class_names, str | type) else class_names
+        return tuple(_find_class(name, classes) for name in names)
     lists = {name: part for name, part in module.named_modules() if isinstance(part, nn.ModuleList)}
     outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
     return tuple(dict.fromkeys(type(block) for block in max(outer, key=len, default=())))
 
 
-def _find(wanted: type[nn.Module] | str, parts: list[type[nn.Module]]) -> type[nn.Module]:
-    found = next((part for part in parts if wanted in (part, part.__name__)), None)
+def _find_class(requested: type[nn.Module] | str, classes: list[type[nn.Module]]) -> type[nn.Module]:
+    found = next((c for c in classes if requested in (c, c.__name__)), None)
     if found is None:
-        name, known = wanted if isinstance(wanted, str) else wanted.__name__, [part.__name__ for part in parts]
+        name, known = requested if isinstance(requested, str) else requested.__name__, [c.__name__ for c in classes]
         near = did_you_mean(name, known) or f"; its classes are {', '.join(known)}"
         raise UserError(f"block_classes {name}: the model has no part of this class{near}")
     return found
 
 
 def _describe(result: Any) -> str:
-    """What something returned is, in a few words."""
+    """A short description of a return value."""
     if isinstance(result, torch.Tensor):
         return f"a tensor of shape {tuple(result.shape)}"
     if isinstance(result, tuple):

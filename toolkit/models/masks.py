@@ -1,6 +1,6 @@
-"""Which keys each query sees: one description for packed documents, sliding windows and a cache of keys and values.
+"""Attention masks for packed documents, sliding windows and a KV cache.
 
-Where causal attention, or no mask at all, says the same, the kernels get that: it is their fast path.
+Where causal attention or no mask is equivalent, no mask is built: that is the kernels' fast path.
 """
 
 from __future__ import annotations
@@ -11,67 +11,67 @@ import torch
 
 
 class AttentionMask(NamedTuple):
-    """What a layer's queries see of its keys.
+    """Which keys the queries of a layer attend to.
 
     Args:
-        keys: Only so many of the last keys matter.
-        mask: (new, keys) or (B, 1, new, keys), bool; None where no mask is needed.
-        is_causal: Without a mask: each query sees itself and all before it, else everything.
+        n_keys: Number of most recent keys that any query attends to.
+        mask: (n_new, n_keys) or (B, 1, n_new, n_keys), bool; None where no mask is needed.
+        is_causal: Without a mask: True for causal attention, False for attention to all keys.
     """
 
-    keys: int
+    n_keys: int
     mask: torch.Tensor | None = None
     is_causal: bool = False
 
 
 class AttentionMaskBuilder:
-    """What the queries of one forward pass see, by the window of the layer.
+    """Builds and caches the attention masks of one forward pass, one per sliding-window size.
 
-    A plain object: see :class:`toolkit.models.rope.RotaryEmbedding`.
+    Not a dataclass or tuple: see :class:`toolkit.models.rope.RotaryEmbedding`.
 
     Args:
-        held: Tokens in the cache of keys and values.
-        new: Tokens of this pass, which follow them.
-        device: Where masks are made.
-        documents: (B, new), int64: which of the documents packed into a row each token belongs to; tokens see only
-            their own (N9). Not together with a cache.
+        n_cached: Tokens in the KV cache.
+        n_new: Tokens of this pass, which follow the cached ones.
+        device: Device of the masks.
+        documents: (B, n_new), int64, document ids of packed rows; tokens attend only within their document (N9). Not
+            supported with a KV cache.
         uniform_length: See :class:`toolkit.models.gpt.GPT`.
     """
 
     def __init__(
         self,
-        held: int,
-        new: int,
+        n_cached: int,
+        n_new: int,
         device: torch.device,
         documents: torch.Tensor | None = None,
         uniform_length: int = 0,
     ) -> None:
-        assert documents is None or held == 0, "packed documents are for training, a cache is for generation"
-        self._held, self._new, self._device, self._documents = held, new, device, documents
+        assert documents is None or n_cached == 0, "packed documents are for training, a KV cache is for generation"
+        self._n_cached, self._n_new, self._device, self._documents = n_cached, n_new, device, documents
         self._uniform_length = uniform_length
-        self._known: dict[int | None, AttentionMask] = {}
+        self._masks: dict[int | None, AttentionMask] = {}
 
     def for_window(self, window: int | None) -> AttentionMask:
-        """What the queries see of a layer whose tokens see ``window`` tokens back, themselves included, or all."""
-        if window is not None and window >= max(self._held + self._new, self._uniform_length):
+        """Return the mask of a layer with this sliding window (the token itself included); None for full attention."""
+        if window is not None and window >= max(self._n_cached + self._n_new, self._uniform_length):
             window = None
-        if window not in self._known:
-            self._known[window] = self._look(window)
-        return self._known[window]
+        if window not in self._masks:
+            self._masks[window] = self._build(window)
+        return self._masks[window]
 
-    def _look(self, window: int | None) -> AttentionMask:
-        total = self._held + self._new
+    def _build(self, window: int | None) -> AttentionMask:
+        total = self._n_cached + self._n_new
         if self._documents is None:
-            if self._new == 1:  # the newest token sees all that its window holds
+            if self._n_new == 1:  # the newest token attends to all keys in its window
                 return AttentionMask(total if window is None else window)
-            if window is None and self._held == 0:
+            if window is None and self._n_cached == 0:
                 return AttentionMask(total, is_causal=True)
-        keys = total if window is None else min(total, self._new + window - 1)
-        queries = torch.arange(self._held, total, device=self._device)[:, None]
-        at = torch.arange(total - keys, total, device=self._device)
-        mask = at <= queries
+        n_keys = total if window is None else min(total, self._n_new + window - 1)
+        queries = torch.arange(self._n_cached, total, device=self._device)[:, None]
+        keys = torch.arange(total - n_keys, total, device=self._device)
+        mask = keys <= queries
         if window is not None:
-            mask &= at > queries - window
+            mask &= keys > queries - window
         if self._documents is not None:
-            mask = (mask & (self._documents[:, :, None] == self._documents[:, None, -keys:]))[:, None]
-        return AttentionMask(keys, mask)
+            mask = (mask & (self._documents[:, :, None] == self._documents[:, None, -n_keys:]))[:, None]
+        return AttentionMask(n_keys, mask)

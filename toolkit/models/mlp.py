@@ -1,4 +1,4 @@
-"""The feed-forward part of a block: (..., n_embd) -> (..., n_embd)."""
+"""The dense MLPs of a block: (..., n_embd) -> (..., n_embd)."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ class GptNeoxMLP(nn.Module):
 
 
 def make_mlp(config: ModelConfig) -> nn.Module:
-    """The dense MLP of a layer; of a model with experts, the one that its layers without them have."""
+    """Return the dense MLP of a layer; in a model with experts, that of its dense layers."""
     dense = {"LLaMAMLP": LLaMAMLP, "GemmaMLP": GemmaMLP, "GptNeoxMLP": GptNeoxMLP, "LLaMAMoE": LLaMAMLP}
     return dense[config.mlp_class_name](config)

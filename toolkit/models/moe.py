@@ -1,16 +1,16 @@
-"""Experts: an MLP of which a router chooses a part for each token (Shazeer et al. 2017, Jiang et al. 2024: Mixtral).
+"""Mixture of experts with top-k routing (Shazeer et al. 2017, Jiang et al. 2024: Mixtral).
 
-No token is dropped. The tokens are sorted by expert, so that all experts are three grouped matrix products, and put
-back in their order. Both are permutations, whose gradients are permutations again: nothing is added up in an order
-that chance decides, nothing waits for the device.
+No token is dropped. Tokens are sorted by expert, all experts are computed as three grouped matrix products, and the
+outputs are permuted back. The gradients of permutations are permutations: all sums are deterministic, and there is no
+host-device synchronization.
 
 | name | shape |
 |---|---|
 | ``mlp.gate.weight`` (the router) | (n_expert, n_embd) |
 | ``mlp.experts.fc_1.weight``, ``mlp.experts.fc_2.weight`` | (n_expert, moe_intermediate_size, n_embd) |
 | ``mlp.experts.proj.weight`` | (n_expert, n_embd, moe_intermediate_size) |
-| ``mlp.gate.bias``, ``mlp.experts.*.bias`` | where the config has biases: (n_expert,), (n_expert, out) |
-| ``mlp.correction`` (no parameter: training leaves it alone) | with sigmoid scores: (n_expert,), always fp32 |
+| ``mlp.gate.bias``, ``mlp.experts.*.bias`` | with biases: (n_expert,), (n_expert, out) |
+| ``mlp.correction`` (e_score_correction_bias; a buffer, not trained) | with sigmoid scores: (n_expert,), fp32 |
 | ``mlp.shared_expert.fc_1.weight`` (``fc_2``, ``proj``), ``mlp.shared_expert_gate.weight`` | a LLaMAMLP; (1, n_embd) |
 """
 
@@ -28,7 +28,7 @@ from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.mlp import LLaMAMLP
 
 
-# Operators of our own, because torch (2.13) lets grouped_mm into compiled code in bf16 only.
+# Custom operators, because torch (2.13) compiles grouped_mm in bf16 only.
 @torch.library.custom_op("toolkit::grouped_product", mutates_args=())
 def grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """(N, a), (experts, a, b) -> (N, b): the rows from ends[e - 1] to ends[e], (experts,) int32, times weights[e]."""
@@ -51,33 +51,33 @@ def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x.new_empty(ends.size(0), x.size(1), y.size(1))
 
 
-def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
     x, weights, ends = inputs
     is_trained = ctx.needs_input_grad[1]
     ctx.save_for_backward(x if is_trained else None, weights, ends)
 
 
-def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
     x, weights, ends = ctx.saved_tensors
-    gradient, of_x, of_weights = gradient.contiguous(), None, None
+    grad_output, grad_x, grad_weights = grad_output.contiguous(), None, None
     if ctx.needs_input_grad[0]:
-        of_x = grouped_product(gradient, weights.transpose(-2, -1), ends)
-    if ctx.needs_input_grad[1]:  # laid out as the parameter is, of which the weights are the transpose
-        of_weights = grouped_outer_product(gradient, x, ends).transpose(-2, -1)
-    return of_x, of_weights, None
+        grad_x = grouped_product(grad_output, weights.transpose(-2, -1), ends)
+    if ctx.needs_input_grad[1]:  # in the layout of the parameter, the transpose of weights
+        grad_weights = grouped_outer_product(grad_output, x, ends).transpose(-2, -1)
+    return grad_x, grad_weights, None
 
 
-grouped_product.register_autograd(_gradients, setup_context=_keep)
+grouped_product.register_autograd(_backward, setup_context=_setup_context)
 
 
 class StackedLinear(nn.Module):
-    """One linear layer per expert, in one parameter (experts, out, in), and the biases in one (experts, out).
+    """One linear layer per expert: stacked weights (experts, out, in) and biases (experts, out).
 
     Args:
-        n_expert: How many.
-        in_features: A multiple of 8, as ``out_features``: rows must begin at multiples of 16 bytes.
-        out_features: See there.
-        active: How many of them each token goes through.
+        n_expert: Number of experts.
+        in_features: A multiple of 8, because rows must be aligned to 16 bytes.
+        out_features: Likewise a multiple of 8.
+        active: Number of experts per token.
     """
 
     def __init__(self, n_expert: int, in_features: int, out_features: int, active: int, bias: bool = False) -> None:
@@ -92,17 +92,17 @@ class StackedLinear(nn.Module):
         y = grouped_product(x, self.weight.to(x.dtype).transpose(-2, -1), ends)
         if self.bias is None:
             return y
-        # A product, too: its gradient adds up the rows in an order that is always the same. 8 is the least width.
+        # A matrix product sums the bias gradient deterministically. The minimum width is 8.
         ones = F.pad(x.new_ones(x.size(0), 1), (0, 7))
         return y + grouped_product(ones, F.pad(self.bias.to(x.dtype).unsqueeze(1), (0, 0, 0, 7)), ends)
 
 
-_TINY = 1e-20  # sigmoids may all be zero
-_ALPHA = 1.702  # with it, x * sigmoid(alpha x) is near gelu(x)
+_EPS = 1e-20  # all sigmoid scores may be zero
+_SWIGLU_ALPHA = 1.702  # x * sigmoid(alpha x) approximates gelu(x)
 
 
 class Experts(nn.Module):
-    """As many SwiGLU MLPs: proj(silu(fc_1(x)) * fc_2(x)) each, or with the clamped product of gpt-oss."""
+    """The experts, each a SwiGLU MLP proj(silu(fc_1(x)) * fc_2(x)), or with gpt-oss's clamped SwiGLU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -112,33 +112,33 @@ class Experts(nn.Module):
         self.proj = StackedLinear(n, config.expert_size, config.n_embd, active, config.bias)
         self.limit = config.swiglu_limit
 
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """(N, n_embd) tokens and (N, k) their experts -> (N, k, n_embd): what each of them says."""
-        experts, order = chosen.flatten().sort(stable=True)
+    def forward(self, x: torch.Tensor, topk_indices: torch.Tensor) -> torch.Tensor:
+        """(N, n_embd) tokens and their (N, k) experts -> (N, k, n_embd) outputs of each expert."""
+        experts, order = topk_indices.flatten().sort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        numbers = torch.arange(self.fc_1.weight.size(0), device=order.device)
-        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-        x = _SortedCopies.apply(x, order, inverse)
-        y = self.proj(self._gated(self.fc_1(x, ends), self.fc_2(x, ends)), ends)
-        return _Permuted.apply(y, inverse, order).view(*chosen.shape, -1)
+        expert_ids = torch.arange(self.fc_1.weight.size(0), device=order.device)
+        ends = torch.searchsorted(experts, expert_ids, right=True, out_int32=True)
+        x = _DispatchToExperts.apply(x, order, inverse)
+        y = self.proj(self._gated_product(self.fc_1(x, ends), self.fc_2(x, ends)), ends)
+        return _Permute.apply(y, inverse, order).view(*topk_indices.shape, -1)
 
-    def _gated(self, gate: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def _gated_product(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if self.limit is None:
-            return F.silu(gate) * other
-        gate, other = gate.clamp(max=self.limit), other.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(_ALPHA * gate) * (other + 1)
+            return F.silu(gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(_SWIGLU_ALPHA * gate) * (up + 1)
 
 
-def type_of(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The type that a weight of that name has in a model whose others are of ``dtype`` (None: as they are).
+def resolve_weight_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype of the weight of this name in a model of ``dtype`` (None: keep the dtype).
 
-    A router's correction is fp32 always: its scores lie closer together than 16 bits can tell apart.
+    A router's correction bias is always fp32: 16 bits cannot resolve the differences between its scores.
     """
     return torch.float32 if name.endswith(".mlp.correction") else dtype
 
 
 class LLaMAMoE(nn.Module):
-    """The sum of what the chosen experts say of a token, weighted by the router's scores."""
+    """Mixture of experts: the sum of the top-k experts' outputs, weighted by the router."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class LLaMAMoE(nn.Module):
         self.register_buffer("correction", correction)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LLaMAMoE:
-        """Every change of type or device goes through here; the correction follows to the device only."""
+        """Handle changes of dtype and device: the correction bias changes device only."""
         before = self.correction
         super()._apply(fn, recurse)
         if before is not None and self.correction.dtype != before.dtype:
@@ -164,88 +164,92 @@ class LLaMAMoE(nn.Module):
         return self
 
     def forward(
-        self, x: torch.Tensor, counted: torch.Tensor | None = None
+        self, x: torch.Tensor, token_mask: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """(B, T, n_embd) -> (B, T, n_embd); with ``counted`` (B, T) also the rows' :func:`imbalance`, (B,)."""
-        probabilities, weights, chosen = self._route(x)
-        said = self.experts(x.to(_product_dtype(x)).flatten(0, -2), chosen.flatten(0, -2))  # (B * T, k, n_embd)
-        y = torch.bmm(weights.flatten(0, -2).unsqueeze(1).to(said.dtype), said).view(x.shape)
+        """(B, T, n_embd) -> (B, T, n_embd); with ``token_mask`` (B, T) also :func:`load_balancing_loss`, (B,)."""
+        probabilities, weights, topk_indices = self._route(x)
+        outputs = self.experts(x.to(_matmul_dtype(x)).flatten(0, -2), topk_indices.flatten(0, -2))  # (B * T, k, n_embd)
+        y = torch.bmm(weights.flatten(0, -2).unsqueeze(1).to(outputs.dtype), outputs).view(x.shape)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             y = y + (shared if self.shared_expert_gate is None else torch.sigmoid(self.shared_expert_gate(x)) * shared)
-        return y if counted is None else (y, imbalance(probabilities, chosen, counted))
+        return y if token_mask is None else (y, load_balancing_loss(probabilities, topk_indices, token_mask))
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(B, T, n_embd) -> the experts' probabilities (B, T, n_expert), weights and numbers of the chosen (B, T, k).
+        """(B, T, n_embd) -> probabilities of all experts (B, T, n_expert), weights and indices of the top k (B, T, k).
 
         Scores, weights and probabilities are fp32.
         """
         if self.correction is None:
             probabilities = scores = choice = self.gate(x).float().softmax(-1)
-        else:  # fp32 all the way, as these models were trained: unlike a softmax's, these scores all lie close together
+        else:  # computed in fp32, as these models were trained: sigmoid scores are close together
             with torch.autocast(x.device.type, enabled=False):
                 bias = None if self.gate.bias is None else self.gate.bias.float()
                 scores = F.linear(x.float(), self.gate.weight.float(), bias).sigmoid()
             choice, probabilities = scores + self.correction, scores / scores.sum(-1, keepdim=True)
-        chosen = self._within_groups(choice).topk(self.n_expert_per_token).indices
-        weights = scores.gather(-1, chosen)
+        topk_indices = self._mask_groups(choice).topk(self.n_expert_per_token).indices
+        weights = scores.gather(-1, topk_indices)
         if self.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-        return probabilities, weights * self.scaling, chosen
+            weights = weights / (weights.sum(-1, keepdim=True) + _EPS)
+        return probabilities, weights * self.scaling, topk_indices
 
-    def _within_groups(self, choice: torch.Tensor) -> torch.Tensor:
-        """Rule out the experts of all but the best groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
+    def _mask_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """Mask the experts outside the top groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
 
-        A group is as good as its best expert, with sigmoid scores as its best two together (DeepSeek-V3).
+        A group's score is that of its best expert; with sigmoid scores the sum of its best two (DeepSeek-V3).
         """
         if self.n_groups is None:
             return choice
         groups = choice.unflatten(-1, (self.n_groups, -1))
-        best = groups.topk(1 if self.correction is None else 2).values.sum(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(self.n_topk_groups).indices, True)
+        group_scores = groups.topk(1 if self.correction is None else 2).values.sum(-1)
+        kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(
+            -1, group_scores.topk(self.n_topk_groups).indices, True
+        )
         return groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def _product_dtype(x: torch.Tensor) -> torch.dtype:
-    """That of matrix products with x, also under autocast, which does not know grouped ones."""
+def _matmul_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of matrix products with x under autocast, which does not cover grouped products."""
     device = x.device.type
-    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if is_on else x.dtype
+    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_autocast else x.dtype
 
 
-def imbalance(probabilities: torch.Tensor, chosen: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """How unevenly each row uses its experts: n_expert * sum over e of f_e * P_e, which is k when it is even.
+def load_balancing_loss(
+    probabilities: torch.Tensor, topk_indices: torch.Tensor, token_mask: torch.Tensor
+) -> torch.Tensor:
+    """Load-balancing loss of each row: n_expert * sum over e of f_e * P_e, which is k for a uniform load.
 
-    f_e is the share of the row's tokens that go to e, P_e the mean of its probability; the gradient is P's alone. So
-    have Switch Transformers (Fedus et al. 2021, eq. 4 to 6) and transformers' ``load_balancing_loss_func``, over a
-    whole batch; here as in DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20, where f is divided by k) over each row, so
-    that nothing depends on which rows are computed together. Documents packed into a row count as one.
+    f_e is the fraction of the row's tokens routed to expert e, P_e the mean of its probability; only P has a gradient.
+    Switch Transformers (Fedus et al. 2021, eq. 4 to 6) and transformers' ``load_balancing_loss_func`` compute it over
+    the complete batch. Here it is computed per row, as in DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20, where f is
+    divided by k), so that it does not depend on the batch. Documents packed into a row count as one.
 
     Args:
-        probabilities: (B, T, n_expert), of all experts, fp32.
-        chosen: (B, T, k), the experts that the tokens go to.
-        counted: (B, T), bool: the tokens that count. A row with none has 0.
+        probabilities: (B, T, n_expert), fp32, of all experts.
+        topk_indices: (B, T, k), the experts of each token.
+        token_mask: (B, T), bool: the tokens included. A row with none has 0.
 
     Returns:
         (B,), fp32.
     """
-    n = counted.sum(1, keepdim=True).clamp(min=1)
-    used = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0)
-    share = (used * counted.unsqueeze(-1)).sum(1) / n
-    mean = (probabilities * counted.unsqueeze(-1)).sum(1) / n
+    n = token_mask.sum(1, keepdim=True).clamp(min=1)
+    used = torch.zeros_like(probabilities).scatter_(-1, topk_indices, 1.0)
+    share = (used * token_mask.unsqueeze(-1)).sum(1) / n
+    mean = (probabilities * token_mask.unsqueeze(-1)).sum(1) / n
     return probabilities.size(-1) * (share * mean).sum(-1)
 
 
-def before_last_label(labels: torch.Tensor) -> torch.Tensor:
-    """(B, T) -> (B, T), bool: the tokens up to the last one that is supervised in each row.
+def mask_until_last_label(labels: torch.Tensor) -> torch.Tensor:
+    """(B, T) -> (B, T), bool: the tokens up to the last supervised one of each row.
 
-    What comes after them, padding above all, cannot change any loss: attention is causal.
+    Later tokens, such as padding, cannot change the loss: attention is causal.
     """
     supervised = (labels != IGNORE_INDEX).int()
     return supervised.flip(1).cumsum(1).flip(1) > 0
 
 
-class _SortedCopies(torch.autograd.Function):
+class _DispatchToExperts(torch.autograd.Function):
     """(N, d) -> (N * k, d): k copies of each row, in the order of ``order``."""
 
     @staticmethod
@@ -255,13 +259,13 @@ class _SortedCopies(torch.autograd.Function):
         return x[order // ctx.copies]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        return gradient[inverse].view(-1, ctx.copies, gradient.size(1)).sum(1), None, None
+        return grad_output[inverse].view(-1, ctx.copies, grad_output.size(1)).sum(1), None, None
 
 
-class _Permuted(torch.autograd.Function):
-    """x[order]; plain indexing would add up its gradient row by row."""
+class _Permute(torch.autograd.Function):
+    """x[order], with a gather as its backward; plain indexing would scatter-add the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -269,6 +273,6 @@ class _Permuted(torch.autograd.Function):
         return x[order]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        return gradient[inverse], None, None
+        return grad_output[inverse], None, None

@@ -1,8 +1,8 @@
-"""The registry of model families: named configurations, and the way to Hugging Face and back.
+"""The registry of model families: named configurations, import from and export to Hugging Face.
 
-A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf(config_json)``, ``to_hf(config, bos_token_id,
-eos_token_id)`` and ``weights(config)``; and ``is_unused(name, config)`` where files hold more than the model. A new
-family is one more file here and one more entry in :data:`FAMILIES`.
+A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf_config(config_json)``, ``to_hf_config(config,
+bos_token_id, eos_token_id)`` and ``weight_map(config)``, and ``is_unused(name, config)`` if checkpoints contain other
+weights than the model's. A new family is one new file here and one entry in :data:`FAMILIES`.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ FAMILIES: dict[str, ModuleType] = {
     "starcoder2": starcoder2, "gpt_oss": gpt_oss, "deepseek_v2": deepseek, "deepseek_v3": deepseek,
 }  # fmt: skip
 
-# of models that see images, too, and the type of their text model, which is read from text_config
-WITH_IMAGES = {"gemma3": "gemma3_text"}
+# model_type of multimodal models and that of their text model, which is read from text_config
+MULTIMODAL = {"gemma3": "gemma3_text"}
 
 
 def _modules() -> list[ModuleType]:
-    """Each module once: one may serve several model types."""
+    """Return each module once: a module may implement several model types."""
     return list(dict.fromkeys(FAMILIES.values()))
 
 
@@ -62,20 +62,20 @@ def list_names() -> list[str]:
 
 
 def list_names_by_family() -> dict[str, list[str]]:
-    """Return the names of all configurations by the name of their family's file, where it has any."""
+    """Return the names of all configurations by family module, without empty families."""
     return {f.__name__.rpartition(".")[2]: [c.name for c in f.CONFIGS] for f in _modules() if f.CONFIGS}
 
 
 def list_aliases() -> list[str]:
-    """Return further names of the configurations, of models of the same architecture."""
+    """Return the aliases of the configurations: other models with the same architecture."""
     return [alias for family in _modules() for alias in family.ALIASES]
 
 
 def get_config(name: str) -> ModelConfig:
-    """Return the configuration of that name; an organisation in front and upper or lower case do not matter.
+    """Return the configuration of this name; an organization prefix and case are ignored.
 
     Raises:
-        UserError: There is none; the nearest names are suggested.
+        UserError: The name is unknown; the nearest names are suggested.
     """
     configs = {c.name.lower(): c for family in _modules() for c in family.CONFIGS}
     aliases = {a.lower(): n for family in _modules() for a, n in family.ALIASES.items()}
@@ -88,9 +88,9 @@ def get_config(name: str) -> ModelConfig:
 
 
 def suggest_names(name: str) -> str:
-    """Return the end of a message about an unknown name: the nearest names, or where all of them are listed."""
+    """Return the hint of a message about an unknown name: the nearest names, or how to list all names."""
     nearest = did_you_mean(name.rpartition("/")[2], [*list_names(), *list_aliases()])
-    return nearest or "; `toolkit pretrain list` names all"
+    return nearest or "; `toolkit pretrain list` lists all names"
 
 
 def family_of(config: ModelConfig) -> ModuleType:
@@ -105,10 +105,10 @@ def family_of(config: ModelConfig) -> ModuleType:
 
 
 def export_error(config: ModelConfig) -> str | None:
-    """Return why such a model cannot go out to Hugging Face; None where it can."""
+    """Return why this model cannot be exported to Hugging Face, or None if it can."""
     try:
-        family_of(config).to_hf(config)
-        family_of(config).weights(config)
+        family_of(config).to_hf_config(config)
+        family_of(config).weight_map(config)
     except UserError as error:
         return str(error)
     return None
@@ -117,47 +117,49 @@ def export_error(config: ModelConfig) -> str | None:
 def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a configuration from the content of any supported Hugging Face ``config.json``.
 
-    Of a model that sees images, too, it is that of its text model.
+    For a multimodal model, it is that of its text model.
 
     Raises:
-        UserError: The architecture is not supported, or a part of it is not.
+        UserError: The architecture or a part of it is not supported.
     """
-    config_json = _of_text(config_json)
+    config_json = _text_config(config_json)
     model_type = config_json.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UserError(_why_not(config_json))
+        raise UserError(_unsupported_message(config_json))
     family = FAMILIES[model_type]
     try:
-        hf_keys.require_kinds(config_json)
+        hf_keys.require_types(config_json)
         hf_config.require_hf(config_json, is_causal=(True,), per_layer_config=(None,))
-        config = family.from_hf(config_json)
-        family.to_hf(config)  # refuses what the weights' names would be refused for later
+        config = family.from_hf_config(config_json)
+        family.to_hf_config(config)  # raises early what weight_map would raise later
     except UserError as error:
-        raise UserError(hf_keys.in_words_of(config_json, str(error))) from error
+        raise UserError(hf_keys.translate_fields(config_json, str(error))) from error
     except KeyError as error:
         raise UserError(f"config.json: {error.args[0]} is missing; a {model_type!r} model needs it") from error
     except (TypeError, AttributeError, ValueError, ArithmeticError, IndexError) as error:
-        raise UserError(f"config.json: not a {model_type!r} model's: {error}") from error
+        raise UserError(f"config.json: not a valid {model_type!r} config: {error}") from error
     return config
 
 
-def _of_text(config_json: dict[str, Any]) -> dict[str, Any]:
-    """What a file of :data:`WITH_IMAGES` says of the text model; any other file as it is."""
+def _text_config(config_json: dict[str, Any]) -> dict[str, Any]:
+    """Return the text model's part of a :data:`MULTIMODAL` config; other configs unchanged."""
     kind, text = config_json.get("model_type"), config_json.get("text_config")
-    if not isinstance(kind, str) or kind not in WITH_IMAGES or not isinstance(text, dict):
+    if not isinstance(kind, str) or kind not in MULTIMODAL or not isinstance(text, dict):
         return config_json
-    around = {key: config_json[key] for key in ("tie_word_embeddings", "is_causal") if key in config_json}
-    return text | around | {"model_type": WITH_IMAGES[kind]}
+    outer = {key: config_json[key] for key in ("tie_word_embeddings", "is_causal") if key in config_json}
+    return text | outer | {"model_type": MULTIMODAL[kind]}
 
 
-def _why_not(config_json: dict[str, Any]) -> str:
-    """What to say of a ``config.json`` of none of the families."""
+def _unsupported_message(config_json: dict[str, Any]) -> str:
+    """Return the error message for a ``config.json`` of an unsupported family."""
     model_type = config_json.get("model_type")
     near = did_you_mean(str(model_type), FAMILIES, count=1, cutoff=0.7)
-    said = f"config.json: model_type {model_type!r} is not supported"
+    message = f"config.json: model_type {model_type!r} is not supported"
     text = config_json.get("text_config")
     if isinstance(text, dict) or "vision_config" in config_json:
         inner = str(text.get("model_type")) if isinstance(text, dict) else ""
-        alone = f"save its text model, of model_type {inner!r}, by itself"
-        return f"{said}: it takes more than text; {alone if inner in FAMILIES else 'get a model of text'}"
-    return f"{said}; only {', '.join([*FAMILIES, *WITH_IMAGES])}{near}"
+        hint = (
+            f"save its text model (model_type {inner!r}) separately" if inner in FAMILIES else "use a text-only model"
+        )
+        return f"{message}: it is multimodal; {hint}"
+    return f"{message}; only {', '.join([*FAMILIES, *MULTIMODAL])}{near}"

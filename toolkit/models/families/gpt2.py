@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019): learned positions, tied embeddings.
 
-Facts of the named configurations: the ``config.json`` files of the Hugging Face repositories openai-community/gpt2*.
+Sources of the named configurations: the ``config.json`` files of the Hugging Face repositories openai-community/gpt2*.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from toolkit.models.families import hf_config, tables
 
 
 def _gpt2(name: str, n_layer: int, n_embd: int, n_head: int) -> ModelConfig:
-    # padding_multiple 1: exactly the published vocabulary, so that published weights fit
+    # padding_multiple 1: the published vocabulary is not padded
     return ModelConfig(
         name=name, family="gpt2", block_size=1024, vocab_size=50257, padding_multiple=1, n_layer=n_layer,
         n_embd=n_embd, n_head=n_head, position_embedding="learned", bias=True, norm_class_name="LayerNorm",
@@ -37,22 +37,22 @@ ALIASES = {
     "gpt2-1.5b": "gpt2-xl",
 }
 
-_OTHER_NAMES = {
+_ALIAS_KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }  # fmt: skip
 _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt2"."""
     hf_config.require_hf(
         config_json, activation_function=tuple(_GELU), scale_attn_weights=(True,),
         scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,),
     )  # fmt: skip
-    # transformers gives the names that other models have precedence
+    # transformers gives these aliases precedence
     config_json = config_json | {
-        native: config_json[name] for native, name in _OTHER_NAMES.items() if name in config_json
+        native: config_json[name] for native, name in _ALIAS_KEYS.items() if name in config_json
     }
     vocab_size = config_json.get("vocab_size", 50257)
     return ModelConfig(
@@ -75,8 +75,10 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
-    """Return the content of ``config.json``; its vocabulary is the padded one, which the weights have."""
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
+    """Return the content of ``config.json``; vocab_size is the padded one, as in the weights."""
     _check(config)
     return {
         "activation_function": "gelu_new" if config.gelu_approximate == "tanh" else "gelu",
@@ -100,8 +102,8 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     }
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     transposed = tables.transpose()
     maps = tables.embedding_and_head(config, "transformer.wte.weight", "lm_head")
@@ -118,7 +120,7 @@ def weights(config: ModelConfig) -> list[tables.WeightMapping]:
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a GPT2LMHeadModel cannot be."""
+    """Check that GPT2LMHeadModel can express the config."""
     hf_config.require_llama(
         config, free=("gelu_approximate",), position_embedding="learned", norm_class_name="LayerNorm",
         mlp_class_name="GptNeoxMLP", bias=True, n_query_groups=config.n_head, head_size=config.n_embd // config.n_head,

@@ -1,6 +1,6 @@
-"""GPT-NeoX: the Pythia suite (Biderman et al. 2023), and others that were trained with its code.
+"""GPT-NeoX: the Pythia suite (Biderman et al. 2023), and other models trained with its code.
 
-Facts of the named configurations: the ``config.json`` files of EleutherAI's Hugging Face repositories; StableLM and
+Sources of the named configurations: the ``config.json`` files of EleutherAI's Hugging Face repositories; StableLM and
 StableCode: LitGPT; Dolly and RedPajama: LitGPT before it dropped them (commit e51aaef); gpt-neox-20b: the defaults of
 transformers' ``GPTNeoXConfig``, which stand for it, and the activation of its ``config.json``.
 """
@@ -14,7 +14,7 @@ from toolkit.models.families import hf_config, hf_rope, tables
 
 
 def _neox(name: str, n_layer: int, n_embd: int, n_head: int, vocab_size: int, **other: Any) -> ModelConfig:
-    # padding_multiple 1: exactly the published vocabulary, so that published weights fit
+    # padding_multiple 1: the published vocabulary is not padded
     return ModelConfig(**{
         "name": name, "family": "gpt_neox", "block_size": 2048, "vocab_size": vocab_size, "padding_multiple": 1,
         "n_layer": n_layer, "n_embd": n_embd, "n_head": n_head, "rotary_percentage": 0.25, "parallel_residual": True,
@@ -57,7 +57,7 @@ CONFIGS = [
     _neox("stablecode-completion-alpha-3b-4k", 32, 2560, 32, 49152, block_size=4096),
 ]
 
-# trained on other data, or further on conversations: the same architecture
+# other training data, or finetuned: the same architecture
 ALIASES = {
     **{f"{c.name}-deduped": c.name for c in _PYTHIA},
     **{f"RedPajama-INCITE-{kind}-3B-v1": "RedPajama-INCITE-Base-3B-v1" for kind in ("Chat", "Instruct")},
@@ -71,7 +71,7 @@ ALIASES = {
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt_neox"."""
     hf_config.require_hf(config_json, hidden_act=tuple(_GELU), attention_bias=(True,))
     vocab_size = config_json.get("vocab_size", 50432)
@@ -93,12 +93,14 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         mlp_class_name="GptNeoxMLP",
         gelu_approximate=_GELU[config_json.get("hidden_act", "gelu")],
         tie_embeddings=config_json.get("tie_word_embeddings", False),
-        **hf_rope.read_rope(config_json, theta="rotary_emb_base", share="rotary_pct", default_share=0.25),
+        **hf_rope.read_rope(config_json, theta="rotary_emb_base", partial="rotary_pct", default_partial=0.25),
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
-    """Return the content of ``config.json``; its vocabulary is the padded one, which the weights have."""
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
+    """Return the content of ``config.json``; vocab_size is the padded one, as in the weights."""
     _check(config)
     return {
         "architectures": ["GPTNeoXForCausalLM"],
@@ -126,8 +128,8 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     }
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     per_head = tables.interleave_groups(config.n_head, config.n_head, config.head_size)
     maps = tables.embedding_and_head(config, "gpt_neox.embed_in.weight", "embed_out")
@@ -146,7 +148,7 @@ def weights(config: ModelConfig) -> list[tables.WeightMapping]:
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a GPTNeoXForCausalLM cannot be."""
+    """Check that GPTNeoXForCausalLM can express the config."""
     hf_config.require_llama(
         config, free=("parallel_residual", "rotary_percentage", "gelu_approximate"), norm_class_name="LayerNorm",
         mlp_class_name="GptNeoxMLP", bias=True, n_query_groups=config.n_head, head_size=config.n_embd // config.n_head,

@@ -1,7 +1,7 @@
-"""gpt-oss (OpenAI 2025, arXiv 2508.10925): experts with biases and a clamped product, attention with sinks, a window in
+"""gpt-oss (OpenAI 2025, arXiv 2508.10925): experts with biases and clamped SwiGLU, attention sinks, sliding windows in
 every second layer.
 
-Facts of the named configurations: the ``config.json`` of openai/gpt-oss-20b, and transformers' defaults, which are
+Sources of the named configurations: the ``config.json`` of openai/gpt-oss-20b, and transformers' defaults, which are
 openai/gpt-oss-120b's.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-# What transformers' class takes where the file does not say.
+# Defaults of transformers' class.
 _DEFAULTS = {
     "num_hidden_layers": 36, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64,
     "num_key_value_heads": 8, "num_local_experts": 128, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5,
@@ -22,12 +22,12 @@ _ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-_FACTS = {
+_FIXED = {
     "bias": True, "attention_sinks": True, "mlp_class_name": "LLaMAMoE", "norm_topk_prob": True,
     "shared_expert_intermediate_size": None, "moe_indices": None,
 }  # fmt: skip
-# The published files say so: transformers 4.55 wrote it as a default, and adds it only with output_router_logits. An
-# auxiliary loss of 0.9 times 4 and more would outweigh the loss itself.
+# The value in the published files: a default of transformers 4.55, used only with output_router_logits. An auxiliary
+# loss of at least 0.9 x 4 would dominate the training loss.
 _UNUSED_COEF = 0.9
 
 _YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 4096, "truncate": False}
@@ -38,7 +38,7 @@ def _gpt_oss(name: str, n_layer: int, n_expert: int) -> ModelConfig:
         name=name, family="gpt_oss", block_size=131072, vocab_size=201088, n_layer=n_layer, n_head=64, n_query_groups=8,
         n_embd=2880, head_size=64, intermediate_size=2880, rope_base=150000.0, rope_adjustments=_YARN,
         sliding_window_size=128, sliding_window_indices=[1, 0] * (n_layer // 2), n_expert=n_expert,
-        n_expert_per_token=4, swiglu_limit=7.0, **_FACTS,
+        n_expert_per_token=4, swiglu_limit=7.0, **_FIXED,
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ CONFIGS = [_gpt_oss("gpt-oss-20b", 24, 32), _gpt_oss("gpt-oss-120b", 36, 128)]
 ALIASES: dict[str, str] = {}
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt_oss"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(True,), swiglu_alpha=(1.702,))
     config_json = _DEFAULTS | config_json
@@ -64,11 +64,13 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         swiglu_limit=config_json["swiglu_limit"],
         router_aux_loss_coef=_DEFAULTS["router_aux_loss_coef"] if is_unused else coef,
         tie_embeddings=config_json.get("tie_word_embeddings", False),
-        **_FACTS,
+        **_FIXED,
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     scaling = hf_config.write_rope_scaling(config) or {"rope_type": "default"}
@@ -78,16 +80,16 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
         "num_experts_per_tok": config.n_expert_per_token,
         "num_local_experts": config.n_expert,
         "output_router_logits": False,
-        "rope_parameters": scaling | {"rope_theta": config.rope_base},  # without it transformers 5 takes YaRN
+        "rope_parameters": scaling | {"rope_theta": config.rope_base},  # without it transformers 5 defaults to YaRN
         "router_aux_loss_coef": config.router_aux_loss_coef,
-        "sliding_window": config.sliding_window_size or config.block_size,  # their class wants one, used or not
+        "sliding_window": config.sliding_window_size or config.block_size,  # required by the class, used or not
         "swiglu_limit": config.swiglu_limit,
     }
     return hf_config.write_decoder(config, "GptOssForCausalLM", bos_token_id, eos_token_id, **values)
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     sinks = [
         tables.one_to_one(f"transformer.h.{i}.attn.sinks", f"model.layers.{i}.self_attn.sinks")
@@ -97,21 +99,21 @@ def weights(config: ModelConfig) -> list[tables.WeightMapping]:
 
 
 def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMapping]:
-    """Their experts are stacked, too, with gate and up projection in one, element by element, and (in, out) each."""
-    mine, their = f"{native}.mlp.experts", f"{hf}.mlp.experts"
-    gate_up = tuple(f"{mine}.{name}" for name in ("fc_1", "fc_2"))
+    """Hugging Face also stacks the experts, transposes weights and interleaves gate and up projection elementwise."""
+    native_part, hf_part = f"{native}.mlp.experts", f"{hf}.mlp.experts"
+    gate_up = tuple(f"{native_part}.{name}" for name in ("fc_1", "fc_2"))
     maps = tables.linear(f"{native}.mlp.gate", f"{hf}.mlp.router", True)
-    for kind, there, steps in (("weight", "", (tables.transpose(),)), ("bias", "_bias", ())):
+    for kind, suffix, transforms in (("weight", "", (tables.transpose(),)), ("bias", "_bias", ())):
         maps += [
-            tables.WeightMapping(tuple(f"{name}.{kind}" for name in gate_up), (f"{their}.gate_up_proj{there}",),
-                       (*steps, tables.interleave())),
-            tables.one_to_one(f"{mine}.proj.{kind}", f"{their}.down_proj{there}", *steps),
+            tables.WeightMapping(tuple(f"{name}.{kind}" for name in gate_up), (f"{hf_part}.gate_up_proj{suffix}",),
+                       (*transforms, tables.interleave())),
+            tables.one_to_one(f"{native_part}.proj.{kind}", f"{hf_part}.down_proj{suffix}", *transforms),
         ]  # fmt: skip
     return maps
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a GptOssForCausalLM cannot be."""
-    hf_config.require_llama(config, free=(*hf_config.LAYERED_WINDOWS, "swiglu_limit"), **_FACTS)
+    """Check that GptOssForCausalLM can express the config."""
+    hf_config.require_llama(config, free=(*hf_config.LAYERED_WINDOWS, "swiglu_limit"), **_FIXED)
     if config.swiglu_limit is None:
         hf_config.require(config, swiglu_limit="a number")

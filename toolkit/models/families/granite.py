@@ -1,6 +1,6 @@
 """Granite 3 (Granite Team 2024), the dense models: Llama with four constant multipliers.
 
-Facts of the named configuration: the Foundation Model Stack (``fms/models/granite.py``).
+Source of the named configuration: the Foundation Model Stack (``fms/models/granite.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
 CONFIGS = [
-    # padding_multiple 1: exactly the published vocabulary, so that published weights fit
+    # padding_multiple 1: the published vocabulary is not padded
     ModelConfig(
         name="granite-3.0-8b-base", family="granite", block_size=8192, vocab_size=49155, padding_multiple=1,
         n_layer=40, n_embd=4096, n_head=32, n_query_groups=8, intermediate_size=12800, embedding_multiplier=12.0,
@@ -24,7 +24,7 @@ ALIASES = {"granite-3.0-8b-instruct": "granite-3.0-8b-base"}
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "granite"."""
     hf_config.require_hf(config_json, hidden_act=("silu",))
     return ModelConfig(
@@ -36,7 +36,9 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     multipliers = {name: getattr(config, name) for name in _MULTIPLIERS} | {
@@ -47,13 +49,13 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     )
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config)
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a GraniteForCausalLM cannot be."""
+    """Check that GraniteForCausalLM can express the config."""
     own = {"head_size": config.n_embd // config.n_head}
     hf_config.require_llama(config, free=(*_MULTIPLIERS, "bias", "attention_scores_scalar"), **own)

@@ -1,4 +1,4 @@
-"""What the families' ``config.json`` files have in common: reading them into a ModelConfig, and writing them."""
+"""Shared helpers of the families to convert between ``config.json`` and ModelConfig."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from toolkit.models.config import ModelConfig
 
 
 def require(config: ModelConfig, **expected: Any) -> None:
-    """Refuse a config whose facts a family's Hugging Face class cannot express.
+    """Check field values that the family's Hugging Face class fixes.
 
     Raises:
-        UserError: Names the field, its value and the value that the family has.
+        UserError: Names the field, its value and the required value.
     """
     for name, value in expected.items():
         if (actual := getattr(config, name)) != value:
@@ -26,7 +26,7 @@ def require(config: ModelConfig, **expected: Any) -> None:
 
 
 def require_hf(config_json: dict[str, Any], **allowed: tuple[Any, ...]) -> None:
-    """Refuse a ``config.json`` with a value, where it has the key, that the family's models here cannot compute."""
+    """Check keys of a ``config.json``, if present, against the values that toolkit supports."""
     for key, values in allowed.items():
         if key in config_json and config_json[key] not in values:
             raise UserError(
@@ -36,22 +36,22 @@ def require_hf(config_json: dict[str, Any], **allowed: tuple[Any, ...]) -> None:
 
 
 def model_name(config_json: dict[str, Any]) -> str:
-    """The last part of where the model came from, or nothing."""
+    """Return the last component of ``_name_or_path``, or an empty string."""
     return str(config_json.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
 
 
-# Fields that all families have in any value, or that say nothing of what is computed.
+# Fields that every family supports with any value, or that do not affect the computation.
 _SIZES = (
     "name", "family", "block_size", "vocab_size", "padded_vocab_size", "padding_multiple", "n_layer", "n_head",
     "n_query_groups", "n_embd", "head_size", "intermediate_size", "norm_eps", "rope_base", "rope_adjustments",
     "tie_embeddings", "n_expert", "n_expert_per_token", "moe_intermediate_size", "router_aux_loss_coef",
 )  # fmt: skip
 
-# All others, later ones too, each with the value that a Llama has: the default.
-_PLAIN = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name not in _SIZES}
+# All other fields, including future ones, with Llama's value: the default.
+_LLAMA_DEFAULTS = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.name not in _SIZES}
 
-# When a field makes no difference, so that any value of it can be exported.
-_IDLE: dict[str, Callable[[ModelConfig], bool]] = {
+# Conditions under which a field has no effect, so that any value can be exported.
+_NO_EFFECT: dict[str, Callable[[ModelConfig], bool]] = {
     "attention_scores_scalar": lambda c: c.attention_scores_scalar is None or c.attention_multiplier is not None,
     "attn_bias": lambda c: c.bias,
     "gelu_approximate": lambda c: c.mlp_class_name not in ("GemmaMLP", "GptNeoxMLP"),
@@ -64,27 +64,27 @@ _IDLE: dict[str, Callable[[ModelConfig], bool]] = {
 }
 
 
-def _is_idle(config: ModelConfig, name: str) -> bool:
-    return name in _IDLE and _IDLE[name](config)
+def _has_no_effect(config: ModelConfig, name: str) -> bool:
+    return name in _NO_EFFECT and _NO_EFFECT[name](config)
 
 
 def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), **other: Any) -> None:
-    """Refuse a config that is no Llama but for what a family's Hugging Face class can express.
+    """Check that a config is a Llama except for what the family's Hugging Face class supports.
 
     Args:
         config: The architecture.
         free: Fields that may have any value.
-        **other: Fields that must have this value instead of a Llama's.
+        **other: Fields with a required value other than Llama's.
 
     Raises:
-        UserError: Names the field, its value and the value that the family has.
+        UserError: Names the field, its value and the required value.
     """
-    expected = {**_PLAIN, "attention_scores_scalar": config.head_size} | other
-    require(config, **{n: v for n, v in expected.items() if n not in free and not _is_idle(config, n)})
+    expected = {**_LLAMA_DEFAULTS, "attention_scores_scalar": config.head_size} | other
+    require(config, **{n: v for n, v in expected.items() if n not in free and not _has_no_effect(config, n)})
 
 
-def require_whole_heads(config: ModelConfig) -> None:
-    """Refuse a width that is no multiple of the heads, whatever theirs is: some classes want it.
+def require_divisible_heads(config: ModelConfig) -> None:
+    """Check that n_embd is a multiple of n_head: some classes require it for any head_dim.
 
     Raises:
         UserError: Names the field.
@@ -93,16 +93,16 @@ def require_whole_heads(config: ModelConfig) -> None:
         require(config, n_embd=f"multiples of n_head {config.n_head}")
 
 
-# With these a family's class has windows in all layers, or in those that it lists.
+# Fields of families with a sliding window in all layers, or in a list of layers.
 WINDOWS = ("sliding_window_size",)
 LAYERED_WINDOWS = (*WINDOWS, "sliding_window_indices")
 
 
 def read_bias(config_json: dict[str, Any]) -> bool:
-    """Return whether linear layers have biases, of a family that switches those of attention and of the MLP apart.
+    """Return whether linear layers have biases, for families with one flag for attention and one for the MLP.
 
     Raises:
-        UserError: one has them and the other has not.
+        UserError: The flags differ.
     """
     attention, mlp = (config_json.get(key, False) for key in ("attention_bias", "mlp_bias"))
     if attention != mlp:
@@ -116,13 +116,13 @@ def read_bias(config_json: dict[str, Any]) -> bool:
 def read_decoder(
     config_json: dict[str, Any], *, vocab_size: int, block_size: int, norm_eps: str = "rms_norm_eps"
 ) -> dict:
-    """Return the fields of a ModelConfig that nearly all ``config.json`` files name alike.
+    """Return the ModelConfig fields whose keys most families share.
 
     Args:
         config_json: The content of ``config.json``.
         vocab_size: The family's default.
         block_size: The family's default.
-        norm_eps: Their key of it.
+        norm_eps: The family's key of it.
     """
     vocab_size = config_json.get("vocab_size", vocab_size)
     return {
@@ -142,9 +142,9 @@ def read_decoder(
 
 
 def write_decoder(config: ModelConfig, architecture: str, bos: Any, eos: Any, **other: Any) -> dict[str, Any]:
-    """Return the content of ``config.json`` with the keys that nearly all families share, and ``other`` ones.
+    """Return the content of ``config.json``: the keys that most families share, and ``other``.
 
-    Its vocabulary is the padded one, which the weights have.
+    vocab_size is the padded one, as in the weights.
     """
     values = {
         "architectures": [architecture],
@@ -162,7 +162,7 @@ def write_decoder(config: ModelConfig, architecture: str, bos: Any, eos: Any, **
         "num_attention_heads": config.n_head,
         "num_hidden_layers": config.n_layer,
         "num_key_value_heads": config.n_query_groups,
-        "pad_token_id": None,  # some classes' default lies beyond a small vocabulary
+        "pad_token_id": None,  # the default of some classes exceeds small vocabularies
         "rms_norm_eps": config.norm_eps,
         "rope_scaling": write_rope_scaling(config),
         "rope_theta": config.rope_base,
@@ -170,11 +170,11 @@ def write_decoder(config: ModelConfig, architecture: str, bos: Any, eos: Any, **
         "use_cache": True,
         "vocab_size": config.padded_vocab_size,
     } | other
-    return values | {name: float(values[name]) for name in _REAL if values.get(name) is not None}
+    return values | {name: float(values[name]) for name in _FLOAT_KEYS if values.get(name) is not None}
 
 
-# transformers 5 refuses 50 where it wants 50.0.
-_REAL = (
+# transformers 5 rejects the integer 50 for these keys.
+_FLOAT_KEYS = (
     "attn_logit_softcapping", "aux_loss_alpha", "clip_qkv", "final_logit_softcapping", "rms_norm_eps",
     "routed_scaling_factor", "router_aux_loss_coef", "swiglu_limit",
 )  # fmt: skip
@@ -189,13 +189,12 @@ def read_windows(
     """Return the window fields of a ModelConfig.
 
     Args:
-        config_json: Its ``layer_types`` win.
-        layer_types: What the family's models have where the file does not say; None for a window in all layers.
-        default: The window where the file does not say.
+        config_json: Its ``layer_types`` take precedence.
+        layer_types: The family's default; None for a window in all layers.
+        default: The family's default window.
 
     Raises:
-        UserError: a layer is neither of full nor of sliding attention; there are not as many of them as layers; layers
-            have a window, and there is none.
+        UserError: A layer type is unknown, the number of layer types is wrong, or the window size is missing.
     """
     size, types = config_json.get("sliding_window", default), config_json.get("layer_types")
     types, n_layer = layer_types if types is None else types, config_json["num_hidden_layers"]
@@ -203,10 +202,12 @@ def read_windows(
         raise UserError(f"config.json: layer_types: {sorted(unknown)[0]!r} is not supported; only {FULL} and {SLIDING}")
     if types is not None and len(types) != n_layer:
         raise UserError(f"config.json: layer_types names {len(types)} layers: must be num_hidden_layers {n_layer}")
-    if types is not None and SLIDING not in types or types is None and size is None:
+    if (SLIDING not in types) if types is not None else (size is None):
         return {}
     if not size:
-        raise UserError(f"config.json: sliding_window {size!r}: must be greater than zero in a model with windows")
+        raise UserError(
+            f"config.json: sliding_window {size!r}: must be greater than zero in a model with sliding windows"
+        )
     indices = None if types is None or FULL not in types else [int(kind == SLIDING) for kind in types]
     return {"sliding_window_size": size, "sliding_window_indices": indices}
 
@@ -217,8 +218,10 @@ def write_layer_types(config: ModelConfig) -> list[str]:
 
 
 def write_rope_by_layer(config: ModelConfig) -> dict[str, Any]:
-    """Return the rotary keys of a model whose layers with a window have a base of their own: transformers 5 reads
-    ``rope_parameters``, 4 the others."""
+    """Return the RoPE keys of a model with a local RoPE theta in sliding-window layers.
+
+    transformers 5 reads ``rope_parameters``, transformers 4 the other keys.
+    """
     full = {"rope_type": "default", "rope_theta": config.rope_base} | (write_rope_scaling(config) or {})
     local = config.rope_local_base_freq or config.rope_base
     return {
@@ -228,8 +231,7 @@ def write_rope_by_layer(config: ModelConfig) -> dict[str, Any]:
 
 
 def require_rope_by_window(config: ModelConfig) -> None:
-    """Refuse a model whose layers with a window are not those with rope index 1, and what transformers does not read
-    of the others' scaling.
+    """Check that the sliding-window layers have rope index 1, and that transformers supports the RoPE scaling.
 
     Raises:
         UserError: Names the field.
@@ -238,23 +240,25 @@ def require_rope_by_window(config: ModelConfig) -> None:
         if (config.window(layer) is not None) != (config.rope_index(layer) == 1):
             raise UserError(
                 f"--model_config.rope_indices {config.rope_indices}: the Hugging Face model type {config.family!r} has "
-                "index 1 in the layers with a window and 0 in the others; such a model cannot be exported"
+                "index 1 in sliding-window layers and 0 in the others; such a model cannot be exported"
             )
     if (adjustments := config.rope_adjustments) and not adjustments.get("truncate", True):
-        require(config, rope_adjustments="YaRN with truncate true")  # transformers looks for it outside the layers'
+        require(
+            config, rope_adjustments="YaRN with truncate true"
+        )  # transformers reads truncate outside the per-layer parameters
 
 
 def longrope_attention_factor(longest: float, original: int) -> float:
-    """The factor of attention where a file does not say it: of a model of ``original`` positions made longer.
+    """Return the default attention factor of a context extended from ``original`` to ``longest`` positions.
 
-    Source: Ding et al. 2024 (LongRoPE), as Phi-3's own code and transformers have it.
+    Source: Ding et al. 2024 (LongRoPE), as in Phi-3's code and transformers.
     """
     factor = longest / original
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def write_rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """Return ``rope_scaling``, the form that transformers 4 and 5 both read."""
+    """Return ``rope_scaling``, which transformers 4 and 5 both read."""
     kind, adjustments = config.rope_kind, config.rope_adjustments
     if kind is None or adjustments is None:
         return None

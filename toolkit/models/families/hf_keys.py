@@ -1,4 +1,4 @@
-"""The keys of Hugging Face's ``config.json``: the kinds of their values, and what they become in a ModelConfig."""
+"""The keys of Hugging Face's ``config.json``: types of their values, and the ModelConfig fields they map to."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.models.config_checks import MAX_LAYERS, MAX_SIZE
 
-# Keys of whole numbers by the least value; those that may be null as well, for "as usual" or "none", are in _NULLABLE.
-_WHOLE = {
+# Keys with integer values by minimum value; keys that may also be null are in _NULLABLE.
+_INTEGERS = {
     1: (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
         "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "num_key_value_heads",
@@ -23,79 +23,79 @@ _WHOLE = {
         "sliding_window", "max_window_layers", "num_ln_in_parallel_attn", "first_k_dense_replace", "n_shared_experts",
     ),
 }  # fmt: skip
-_MOST = {"num_hidden_layers": MAX_LAYERS, "n_layer": MAX_LAYERS}  # of the others MAX_SIZE
-_ABOVE_ZERO = (
+_MAX_VALUES = {"num_hidden_layers": MAX_LAYERS, "n_layer": MAX_LAYERS}  # MAX_SIZE for the others
+_POSITIVE = (
     "rope_theta", "rope_local_base_freq", "rotary_emb_base", "attn_logit_softcapping", "final_logit_softcapping",
     "logits_scaling", "swiglu_limit",
 )  # fmt: skip
-_NOT_NEGATIVE = (
+_NONNEGATIVE = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "partial_rotary_factor", "rotary_pct",
     "clip_qkv", "router_aux_loss_coef", "aux_loss_alpha",
 )  # fmt: skip
 _NUMBERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "routed_scaling_factor")
-_SWITCHES = (
+_BOOLEANS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "use_bias", "bias", "alibi",
     "use_sliding_window", "use_parallel_residual", "parallel_attn", "new_decoder_architecture", "multi_query",
     "qk_layernorm", "norm_topk_prob", "is_causal", "use_bidirectional_attention", "rope_interleave",
     "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "output_router_logits",
 )  # fmt: skip
-_GROUPS = ("rope_scaling", "rope_parameters")
+_MAPPINGS = ("rope_scaling", "rope_parameters")
 _LISTS: dict[str, tuple[type, str]] = {
-    "layer_types": (str, "words"), "no_rope_layers": (int, "whole numbers"), "mlp_only_layers": (int, "whole numbers"),
+    "layer_types": (str, "strings"), "no_rope_layers": (int, "integers"), "mlp_only_layers": (int, "integers"),
 }  # fmt: skip
 _NULLABLE = {
     "n_inner", "num_key_value_heads", "head_dim", "num_kv_heads", "ffn_hidden_size", "sliding_window",
     "num_ln_in_parallel_attn", "q_lora_rank", "n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob",
     "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "rope_theta", "use_bidirectional_attention",
-    "rope_interleave", "original_max_position_embeddings", *_GROUPS, *_LISTS,
+    "rope_interleave", "original_max_position_embeddings", *_MAPPINGS, *_LISTS,
 }  # fmt: skip
 
 
-def is_number(value: Any, least: float = -math.inf) -> bool:
-    """Whether a value of a JSON file is a finite number, not less than ``least``."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= least
+def is_number(value: Any, minimum: float = -math.inf) -> bool:
+    """Whether a value of a JSON file is a finite number, at least ``minimum``."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= minimum
 
 
-def is_above_zero(value: Any) -> bool:
+def is_positive(value: Any) -> bool:
     """Whether a value of a JSON file is a finite number greater than zero."""
     return is_number(value) and value > 0
 
 
-def is_whole(value: Any, least: int) -> bool:
-    """Whether a value of a JSON file is a whole number, written as one, not less than ``least``."""
-    return isinstance(value, int) and is_number(value, least)
+def is_integer(value: Any, minimum: int) -> bool:
+    """Whether a value of a JSON file is an integer, at least ``minimum``."""
+    return isinstance(value, int) and is_number(value, minimum)
 
 
-def require_kinds(config_json: dict[str, Any]) -> None:
-    """Refuse a ``config.json`` with a value of a kind that its key cannot have.
+def require_types(config_json: dict[str, Any]) -> None:
+    """Check the types and ranges of the values of a ``config.json``.
 
     Raises:
-        UserError: Names the key, its value and what it must be.
+        UserError: Names the key, its value and the valid values.
     """
-    for least, keys in _WHOLE.items():
-        _require(config_json, keys, lambda v, least=least: is_whole(v, least), f"a whole number, {least} or greater")
+    for minimum, keys in _INTEGERS.items():
+        _require(config_json, keys, lambda v, m=minimum: is_integer(v, m), f"an integer, {minimum} or greater")
         for key in keys:
-            if (config_json.get(key) or 0) > (most := _MOST.get(key, MAX_SIZE)):
-                raise UserError(f"config.json: {key} {config_json[key]}: must be at most {most:,}")
-    _require(config_json, _ABOVE_ZERO, is_above_zero, "a number greater than zero")
-    _require(config_json, _NOT_NEGATIVE, lambda v: is_number(v, 0), "a number, not less than zero")
+            if (config_json.get(key) or 0) > (maximum := _MAX_VALUES.get(key, MAX_SIZE)):
+                raise UserError(f"config.json: {key} {config_json[key]}: must be at most {maximum:,}")
+    _require(config_json, _POSITIVE, is_positive, "a number greater than zero")
+    _require(config_json, _NONNEGATIVE, lambda v: is_number(v, 0), "a number, not less than zero")
     _require(config_json, _NUMBERS, is_number, "a number")
-    _require(config_json, _SWITCHES, lambda v: isinstance(v, bool), "true or false")
-    _require(config_json, _GROUPS, lambda v: isinstance(v, dict), "an object of keys and values")
-    for key, (kind, words) in _LISTS.items():
-        _require(config_json, (key,), lambda v, k=kind: isinstance(v, list) and all(type(e) is k for e in v),
-                 f"a list of {words}")  # fmt: skip
+    _require(config_json, _BOOLEANS, lambda v: isinstance(v, bool), "true or false")
+    _require(config_json, _MAPPINGS, lambda v: isinstance(v, dict), "a JSON object")
+    for key, (item_type, type_name) in _LISTS.items():
+        _require(config_json, (key,), lambda v, t=item_type: isinstance(v, list) and all(type(e) is t for e in v),
+                 f"a list of {type_name}")  # fmt: skip
 
 
-def _require(config_json: dict[str, Any], keys: tuple[str, ...], is_right: Any, what: str) -> None:
+def _require(config_json: dict[str, Any], keys: tuple[str, ...], is_valid: Any, expected: str) -> None:
     for key in keys:
         value = config_json.get(key)
-        if key in config_json and not (is_right(value) or value is None and key in _NULLABLE):
-            raise UserError(f"config.json: {key} {value!r}: must be {what}")
+        if key in config_json and not (is_valid(value) or (value is None and key in _NULLABLE)):
+            raise UserError(f"config.json: {key} {value!r}: must be {expected}")
 
 
-# Fields of a ModelConfig, and the keys that they are read from: the first that a file has.
-_KEYS = {
+# Fields of a ModelConfig and the keys they are read from; the first one present applies.
+_HF_KEYS = {
     "block_size": ("max_position_embeddings", "n_positions"),
     "vocab_size": ("vocab_size",),
     "padded_vocab_size": ("vocab_size",),
@@ -128,19 +128,19 @@ _KEYS = {
     "latent_attention": ("kv_lora_rank",),
     "tie_embeddings": ("tie_word_embeddings",),
 }
-_FIELD = re.compile(rf"--model_config\.(\w+)|\b({'|'.join(_KEYS)})\b")
+_FIELD = re.compile(rf"--model_config\.(\w+)|\b({'|'.join(_HF_KEYS)})\b")
 
 
-def in_words_of(config_json: dict[str, Any], message: str) -> str:
-    """A message about fields of a ModelConfig as one about the keys of the ``config.json`` they were read from."""
+def translate_fields(config_json: dict[str, Any], message: str) -> str:
+    """Rewrite a message about ModelConfig fields to name the keys of the ``config.json``."""
 
     def key_of(match: re.Match[str]) -> str:
         field = match[1] or match[2]
-        keys = _KEYS.get(field, (field,))
+        keys = _HF_KEYS.get(field, (field,))
         return next((key for key in keys if key in config_json), keys[0])
 
-    of_file, flag = "config.json: ", "--model_config."
-    if message.startswith(of_file) or flag not in message:
-        return message if message.startswith(of_file) else of_file + message
-    message = message.replace("; such a model cannot be exported", "; this version computes no other")
-    return of_file + _FIELD.sub(key_of, message)
+    prefix, flag = "config.json: ", "--model_config."
+    if message.startswith(prefix) or flag not in message:
+        return message if message.startswith(prefix) else prefix + message
+    message = message.replace("; such a model cannot be exported", "; other values are not supported")
+    return prefix + _FIELD.sub(key_of, message)

@@ -1,4 +1,4 @@
-"""The rotary keys of Hugging Face's ``config.json``, as transformers 5 understands what it and transformers 4 write.
+"""Read the RoPE keys of Hugging Face's ``config.json``, written by transformers 4 or 5, as transformers 5 does.
 
 Source: ``convert_rope_params_to_dict`` and ``standardize_rope_params`` of its configuration classes, and
 ``modeling_rope_utils.py``.
@@ -10,130 +10,134 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.models.families.hf_config import FULL, SLIDING, longrope_attention_factor
-from toolkit.models.families.hf_keys import is_above_zero, is_number, is_whole
+from toolkit.models.families.hf_keys import is_integer, is_number, is_positive
 
-_THETA, _SHARE, _ORIGINAL = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
+_THETA, _PARTIAL, _ORIGINAL = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
 
 
 def read_rope(
     config_json: dict[str, Any],
     *,
     theta: str = _THETA,
-    share: str | None = None,
-    default_share: float = 1.0,
+    partial: str | None = None,
+    default_partial: float = 1.0,
     default_theta: float = 10000.0,
-    also: dict[str, str] | None = None,
+    aliases: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the rotary fields of a ModelConfig.
+    """Return the RoPE fields of a ModelConfig.
 
-    ``rope_scaling`` wins as a whole over ``rope_parameters``, and what is in them over the keys beside them.
+    ``rope_scaling`` replaces ``rope_parameters``; keys in either take precedence over top-level keys.
 
     Args:
         config_json: The content of ``config.json``.
-        theta: The key beside them of the base.
-        share: The key beside them of the rotated share of a head; None where whole heads are rotated.
-        default_share: The rotated share where none is given.
-        default_theta: The base where none is given.
-        also: Further names of kinds of scaling, and which kinds they are.
+        theta: The top-level key of the base.
+        partial: The top-level key of the partial rotary factor; None if the family rotates complete heads.
+        default_partial: The family's default of the partial rotary factor.
+        default_theta: The family's default of the base.
+        aliases: Other names of RoPE types.
 
     Raises:
-        UserError: A rotary scaling that is not supported, or keys that contradict each other.
+        UserError: The RoPE scaling is not supported, or keys contradict each other.
     """
     new, old = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
-    rope, beside = old or new, {_THETA: theta, _SHARE: share or _SHARE}
+    rope, top_level = old or new, {_THETA: theta, _PARTIAL: partial or _PARTIAL}
     for key, value in rope.items():
         if isinstance(value, dict):
-            raise UserError(f"config.json: {key} {value!r}: a {_kind(config_json)} has one rotation for all layers")
+            raise UserError(f"config.json: {key} {value!r}: a {_kind(config_json)} has the same RoPE in all layers")
     read = {
-        key: rope.get(key, config_json.get(beside[key], default))
-        for key, default in ((_THETA, default_theta), (_SHARE, default_share))
+        key: rope.get(key, config_json.get(top_level[key], default))
+        for key, default in ((_THETA, default_theta), (_PARTIAL, default_partial))
     }
     _require_numbers(read)
-    _require_agreement(config_json, read, beside)
-    if share is None and read[_SHARE] != 1:
+    _require_agreement(config_json, read, top_level)
+    if partial is None and read[_PARTIAL] != 1:
         raise UserError(
-            f"config.json: {_SHARE} {read[_SHARE]!r}: a {_kind(config_json)} rotates whole heads; leave it out"
+            f"config.json: {_PARTIAL} {read[_PARTIAL]!r}: a {_kind(config_json)} has no partial rotary; remove it"
         )
     original = config_json.get(_ORIGINAL, rope.get(_ORIGINAL, config_json.get("max_position_embeddings")))
-    adjustments = _read_scaling(rope | {_ORIGINAL: original}, config_json, also or {})
-    return {"rope_base": float(read[_THETA]), "rotary_percentage": float(read[_SHARE]), "rope_adjustments": adjustments}
+    adjustments = _read_scaling(rope | {_ORIGINAL: original}, config_json, aliases or {})
+    return {
+        "rope_base": float(read[_THETA]),
+        "rotary_percentage": float(read[_PARTIAL]),
+        "rope_adjustments": adjustments,
+    }
 
 
-def _require_agreement(config_json: dict[str, Any], read: dict[str, float], beside: dict[str, str]) -> None:
-    """Refuse a value of base or share that transformers passes over in silence, where it is not the one that counts."""
+def _require_agreement(config_json: dict[str, Any], read: dict[str, float], top_level: dict[str, str]) -> None:
+    """Check for values of theta and partial rotary factor that transformers would silently ignore."""
     new, old = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     for key, value in read.items():
         if old and key not in old and new.get(key, value) != value:
+            raise UserError(f"config.json: rope_parameters.{key} {new[key]!r}: is ignored; set it in rope_scaling")
+        if top_level[key] != key and config_json.get(key, value) != value:
             raise UserError(
-                f"config.json: rope_parameters.{key} {new[key]!r}: does not count beside rope_scaling; write it there"
-            )
-        if beside[key] != key and config_json.get(key, value) != value:
-            raise UserError(
-                f"config.json: {key} {config_json[key]!r}: a {_kind(config_json)} has {beside[key]}, here {value!r}; "
-                "leave one of them out"
+                f"config.json: {key} {config_json[key]!r}: a {_kind(config_json)} uses {top_level[key]}, "
+                f"here {value!r}; remove one of them"
             )
 
 
 def read_rope_by_layer(
     config_json: dict[str, Any], *, local: str | None, default_theta: float, default_local: float
 ) -> dict[str, Any]:
-    """Return the rotary fields of a ModelConfig whose layers with a window have a base of their own.
+    """Return the RoPE fields of a ModelConfig with a local RoPE theta in sliding-window layers.
 
-    ``rope_scaling`` is of the other layers, and wins over ``rope_parameters`` key by key.
+    ``rope_scaling`` applies to the full-attention layers and overrides ``rope_parameters`` key by key.
 
     Args:
         config_json: The content of ``config.json``.
-        local: The key of that base beside ``rope_parameters``; None where there is none.
-        default_theta: The base of the other layers where none is given.
-        default_local: That of the layers with a window.
+        local: The top-level key of the local theta; None if there is none.
+        default_theta: The default theta of full-attention layers.
+        default_local: The default theta of sliding-window layers.
 
     Raises:
-        UserError: A rotary scaling that is not supported, or keys that contradict each other.
+        UserError: The RoPE scaling is not supported, or keys contradict each other.
     """
     full, sliding = _full_and_sliding(config_json)
     _require_plain_windows(config_json, full, sliding)
-    beside = config_json.get(_THETA, default_theta)
-    if local is None and beside != default_local and _THETA not in sliding:
+    top_level = config_json.get(_THETA, default_theta)
+    if local is None and top_level != default_local and _THETA not in sliding:
         raise UserError(
-            f"config.json: rope_theta {beside!r}: transformers 4 takes it for all layers, 5 for those without a window "
-            "only; write rope_parameters, with rope_theta in full_attention and in sliding_attention"
+            f"config.json: rope_theta {top_level!r}: transformers 4 applies it to all layers, 5 only to full-attention "
+            "layers; write rope_parameters, with rope_theta in full_attention and in sliding_attention"
         )
-    base = full.get(_THETA, beside)
-    of_window = sliding.get(_THETA, config_json.get(local, default_local) if local else default_local)
+    base = full.get(_THETA, top_level)
+    local_base = sliding.get(_THETA, config_json.get(local, default_local) if local else default_local)
     _require_numbers({_THETA: base})
-    _require_numbers({local or _THETA: of_window})
+    _require_numbers({local or _THETA: local_base})
     original = full.get(_ORIGINAL, config_json.get("max_position_embeddings"))
     return {
-        "rope_base": float(base), "rope_local_base_freq": float(of_window),
+        "rope_base": float(base), "rope_local_base_freq": float(local_base),
         "rope_adjustments": _read_scaling(full | {_ORIGINAL: original}, config_json, {}),
     }  # fmt: skip
 
 
 def _full_and_sliding(config_json: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rotary keys of the layers without a window, with those of ``rope_scaling``, and of the layers with one."""
+    """Return the RoPE keys of full-attention layers, with those of ``rope_scaling``, and of sliding-window layers."""
     by_layer, scaling = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     for key, value in by_layer.items():
         if key not in (FULL, SLIDING) or not isinstance(value, dict | None):
             raise UserError(
                 f"config.json: rope_parameters.{key} {value!r}: of a {_kind(config_json)} it must hold {FULL} and "
-                f"{SLIDING}, and the keys in those"
+                f"{SLIDING}, each with its keys"
             )
     full, sliding = (by_layer.get(key) or {} for key in (FULL, SLIDING))
     if "type" in scaling and scaling.get("rope_type", full.get("rope_type", "default")) != scaling["type"]:
         raise UserError(
             f"config.json: rope_scaling.type {scaling['type']!r}: transformers 5 ignores it in a {_kind(config_json)}, "
-            "4 does not; name it rope_type"
+            "transformers 4 does not; rename it to rope_type"
         )
     return full | scaling, sliding
 
 
 def _require_plain_windows(config_json: dict[str, Any], full: dict[str, Any], sliding: dict[str, Any]) -> None:
-    """Refuse what transformers would compute in one of the two and a ModelConfig cannot say, or the other way round."""
-    if (kind := _type_of(sliding)) != "default":
+    """Check for settings that ModelConfig cannot express or transformers ignores."""
+    if (kind := _rope_type(sliding)) != "default":
         raise UserError(f"config.json: rope_type {kind!r} of {SLIDING}: this version computes only 'default' there")
     for values in (full, sliding, config_json):
-        if values.get(_SHARE, 1) != 1:
-            raise UserError(f"config.json: {_SHARE} {values[_SHARE]!r}: a {_kind(config_json)} rotates whole heads")
+        if values.get(_PARTIAL, 1) != 1:
+            raise UserError(
+                f"config.json: {_PARTIAL} {values[_PARTIAL]!r}: a {_kind(config_json)} has no partial rotary"
+            )
     if full.get("truncate", True) is not True:
         raise UserError(
             f"config.json: truncate {full['truncate']!r}: transformers ignores it in a {_kind(config_json)}"
@@ -144,12 +148,12 @@ def _kind(config_json: dict[str, Any]) -> str:
     return f"{config_json['model_type']!r} model"
 
 
-def _type_of(rope: dict[str, Any]) -> Any:
+def _rope_type(rope: dict[str, Any]) -> Any:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-# Of each kind of scaling: the keys that it cannot do without, and the reader of the others.
-_NEEDED = {
+# Required keys of each RoPE type.
+_REQUIRED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL),
@@ -157,16 +161,16 @@ _NEEDED = {
 }
 
 
-def _read_scaling(rope: dict[str, Any], config_json: dict[str, Any], also: dict[str, str]) -> dict[str, Any] | None:
-    """Return ``rope_adjustments`` from the keys in one place; None where nothing is scaled."""
-    kind = _type_of(rope)
+def _read_scaling(rope: dict[str, Any], config_json: dict[str, Any], aliases: dict[str, str]) -> dict[str, Any] | None:
+    """Return ``rope_adjustments`` from merged RoPE keys; None without scaling."""
+    kind = _rope_type(rope)
     if kind == "default":
         return None
-    kind = also.get(kind, kind) if isinstance(kind, str) else kind
-    if not isinstance(kind, str) or kind not in _NEEDED:
-        raise UserError(f"config.json: rope_type {kind!r} is not supported; only default, {', '.join(_NEEDED)}")
+    kind = aliases.get(kind, kind) if isinstance(kind, str) else kind
+    if not isinstance(kind, str) or kind not in _REQUIRED:
+        raise UserError(f"config.json: rope_type {kind!r} is not supported; only default, {', '.join(_REQUIRED)}")
     values = {key: value for key, value in rope.items() if value is not None}
-    for key in _NEEDED[kind]:
+    for key in _REQUIRED[kind]:
         if key not in values:
             raise UserError(f"config.json: {key} is missing; rope_type {kind!r} needs it")
     _require_numbers(values)
@@ -182,28 +186,30 @@ def _read_scaling(rope: dict[str, Any], config_json: dict[str, Any], also: dict[
     if kind == "yarn":
         optional = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
         return {"beta_fast": 32.0, "beta_slow": 1.0} | {k: values[k] for k in optional if k in values} | original
-    return {key: values[key] for key in ("short_factor", "long_factor")} | original | _amplitude(values, config_json)
+    return (
+        {key: values[key] for key in ("short_factor", "long_factor")} | original | _longrope_factor(values, config_json)
+    )
 
 
-def _amplitude(values: dict[str, Any], config_json: dict[str, Any]) -> dict[str, float]:
-    """``attention_factor`` of longrope: where it is not given, it follows from how much longer the context became."""
+def _longrope_factor(values: dict[str, Any], config_json: dict[str, Any]) -> dict[str, float]:
+    """Return ``attention_factor`` of longrope; by default it is computed from the extension of the context."""
     original = values[_ORIGINAL]
     longest = values["factor"] * original if "factor" in values else config_json["max_position_embeddings"]
     return {"attention_factor": values.get("attention_factor", longrope_attention_factor(longest, original))}
 
 
 def _require_numbers(values: dict[str, Any]) -> None:
-    """Refuse what is computed with here and is no number that its key can have; a ModelConfig checks the rest."""
+    """Check the numbers used in computations here; ModelConfig checks the rest."""
     for key, value in values.items():
         if key == _ORIGINAL:
-            is_right, what = is_whole(value, 2), "a whole number, 2 or greater"
-        elif key == _SHARE:
-            is_right, what = is_number(value, 0), "a number, not less than zero"
+            is_valid, expected = is_integer(value, 2), "an integer, 2 or greater"
+        elif key == _PARTIAL:
+            is_valid, expected = is_number(value, 0), "a number, not less than zero"
         elif key.endswith("_factor") and isinstance(value, list):
             continue
         elif key == "factor" or key.endswith(("_factor", "_theta", "_freq", "_base")):
-            is_right, what = is_above_zero(value), "a number greater than zero"
+            is_valid, expected = is_positive(value), "a number greater than zero"
         else:
             continue
-        if not is_right:
-            raise UserError(f"config.json: {key} {value!r}: must be {what}")
+        if not is_valid:
+            raise UserError(f"config.json: {key} {value!r}: must be {expected}")

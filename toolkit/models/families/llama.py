@@ -1,6 +1,6 @@
-"""Llama and what shares its Hugging Face class: Falcon 3, SmolLM, and the models that this project trains.
+"""Llama and models that share its Hugging Face class: Falcon 3, SmolLM, and the models that toolkit trains.
 
-Facts of the named configurations: LitGPT (Vicuna, LongChat and Nous-Hermes: its commit e51aaef, before it dropped
+Sources of the named configurations: LitGPT (Vicuna, LongChat and Nous-Hermes: its commit e51aaef, before it dropped
 them), and the ``config.json`` files of Llama 3.2, SmolLM and SmolLM2, as MLC LLM's presets quote them too. Embeddings
 are tied where those say so. llama-65b: lit-llama, with the longest sequence and norm_eps of the smaller ones.
 """
@@ -31,7 +31,7 @@ def _llama2(name: str, size: tuple[int, int, int, int], groups: int | None = Non
 def _code_llama(
     name: str, size: tuple[int, int, int, int], groups: int | None = None, vocab_size: int = 32000
 ) -> ModelConfig:
-    # padding_multiple 1: exactly the published vocabulary, so that published weights fit
+    # padding_multiple 1: the published vocabulary is not padded
     return _llama2(name, size, groups, block_size=16384, vocab_size=vocab_size, padding_multiple=1, rope_base=1000000.0)
 
 
@@ -67,7 +67,7 @@ _30B, _65B = (60, 6656, 52, 17920), (80, 8192, 64, 22016)
 _34B, _70B = (48, 8192, 64, 22016), (80, 8192, 64, 28672)
 
 CONFIGS = [
-    # The default: 5.2 million parameters with a vocabulary of 4,096. Both take theirs from the tokenizer.
+    # The default: 5.2 million parameters with a vocabulary of 4,096. The vocabulary is the tokenizer's.
     ModelConfig(
         name="mini-llama", block_size=256, n_layer=6, n_embd=256, n_head=8, n_query_groups=4, intermediate_size=640,
         tie_embeddings=True,
@@ -128,7 +128,7 @@ ALIASES = {
     "TinyLlama-1.1B-Chat-v1.0": "tiny-llama-1.1b",
     "MicroLlama": "micro-llama-300M",
     **{f"Meta-{c.name}": c.name for c in CONFIGS if c.name.startswith(("Llama-3-", "Llama-3.1-"))},
-    # trained on other data, or further on conversations: the same architecture
+    # other training data, or finetuned: the same architecture
     **{f"{c.name}-Instruct": c.name for c in CONFIGS if c.name.startswith(("Llama-3", "SmolLM"))},
     **{f"Meta-{c.name}-Instruct": c.name for c in CONFIGS if c.name.startswith(("Llama-3-", "Llama-3.1-"))},
     **{f"{c.name}-instruct": c.name for c in CONFIGS if c.name.startswith("salamandra")},
@@ -161,7 +161,7 @@ ALIASES = {
 }
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "llama"."""
     hf_config.require_hf(config_json, hidden_act=("silu",))
     return ModelConfig(
@@ -172,20 +172,22 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     biases = {"attention_bias": config.bias, "mlp_bias": config.bias}
     return hf_config.write_decoder(config, "LlamaForCausalLM", bos_token_id, eos_token_id, **biases)
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config)
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a LlamaForCausalLM cannot be."""
+    """Check that LlamaForCausalLM can express the config."""
     hf_config.require_llama(config, free=("bias",))
-    hf_config.require_whole_heads(config)
+    hf_config.require_divisible_heads(config)

@@ -1,7 +1,7 @@
-"""Mistral (Jiang et al. 2023): Llama with a window in all layers, or in none.
+"""Mistral (Jiang et al. 2023): Llama with sliding windows in all layers, or none.
 
-Facts of the named configurations: LitGPT; the longest sequence of version 0.1, which LitGPT shortens to the window, and
-the embeddings (not tied): MLC LLM's presets.
+Sources of the named configurations: LitGPT; the longest sequence of version 0.1, which LitGPT shortens to the window,
+and the embeddings (not tied): MLC LLM's presets.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALIASES = {
 }
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "mistral"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), layer_types=(None,))
     return ModelConfig(
@@ -51,19 +51,21 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     window = {"sliding_window": config.sliding_window_size}
     return hf_config.write_decoder(config, "MistralForCausalLM", bos_token_id, eos_token_id, **window)
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config)
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a MistralForCausalLM cannot be."""
+    """Check that MistralForCausalLM can express the config."""
     hf_config.require_llama(config, free=hf_config.WINDOWS)

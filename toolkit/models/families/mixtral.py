@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024): Mistral with experts in all layers.
 
-Facts of the named configurations: LitGPT; the balance losses, and the vocabulary of the 8x22B that is no Instruct
+Sources of the named configurations: LitGPT; the balance losses, and the vocabulary of the 8x22B that is no Instruct
 model: the ``config.json`` files as TensorRT-LLM's tests and others quote them.
 """
 
@@ -34,7 +34,7 @@ CONFIGS = [
 ALIASES = {"Mixtral-8x7B-Instruct-v0.1": "Mixtral-8x7B-v0.1"}
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "mixtral"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), router_jitter_noise=(0, None), layer_types=(None,))
     config_json = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8} | config_json
@@ -51,7 +51,9 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     experts = {
@@ -65,8 +67,8 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     return hf_config.write_decoder(config, "MixtralForCausalLM", bos_token_id, eos_token_id, **experts)
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config, moe=_experts)
 
@@ -78,5 +80,5 @@ def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMap
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a MixtralForCausalLM cannot be."""
+    """Check that MixtralForCausalLM can express the config."""
     hf_config.require_llama(config, free=hf_config.WINDOWS, mlp_class_name="LLaMAMoE", norm_topk_prob=True)

@@ -1,10 +1,9 @@
 """OLMo 1 to 3 (Groeneveld et al. 2024, OLMo Team 2024, 2025).
 
-OLMo is a Llama whose norms have no weights, and may clamp queries, keys and values. OLMo 2 normalises what attention
-and MLP add instead of what they read, and all queries (keys) of a token together. OLMo 3 adds windows in three of four
-layers, whose rotation is not scaled.
+OLMo is a Llama with non-parametric norms and optional QKV clipping. OLMo 2 has post-norm instead of pre-norm, and
+QK-norm over all heads of a token. OLMo 3 adds sliding windows in three of four layers, without RoPE scaling.
 
-Facts of the named configurations: LitGPT; tied embeddings: the models' cards.
+Sources of the named configurations: LitGPT; tied embeddings: the models' cards.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
-_FIRST = {"norm_class_name": "LayerNorm", "norm_affine": False, "norm_eps": 1e-5}
-_LATER = {
+_OLMO1 = {"norm_class_name": "LayerNorm", "norm_affine": False, "norm_eps": 1e-5}
+_OLMO2 = {
     "norm_1": False, "norm_2": False, "post_attention_norm": True, "post_mlp_norm": True, "norm_qk": True,
     "norm_qk_type": "olmo2",
 }  # fmt: skip
@@ -25,14 +24,14 @@ _LATER = {
 def _olmo(name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int, tied: bool) -> ModelConfig:
     return ModelConfig(
         name=name, family="olmo", block_size=2048, vocab_size=50304, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        intermediate_size=intermediate_size, tie_embeddings=tied, **_FIRST,
+        intermediate_size=intermediate_size, tie_embeddings=tied, **_OLMO1,
     )  # fmt: skip
 
 
 def _olmo2(name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int) -> ModelConfig:
     return ModelConfig(
         name=name, family="olmo2", block_size=4096, vocab_size=100352, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        intermediate_size=intermediate_size, rope_base=500000.0, norm_eps=1e-6, **_LATER,
+        intermediate_size=intermediate_size, rope_base=500000.0, norm_eps=1e-6, **_OLMO2,
     )  # fmt: skip
 
 
@@ -53,14 +52,14 @@ ALIASES = {
 }
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from a ``config.json`` with ``model_type`` "olmo", "olmo2" or "olmo3"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
     kind, n_layer = config_json["model_type"], config_json["num_hidden_layers"]
     fields = hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=50304, block_size=2048)
     if kind != "olmo3":
         fields |= hf_rope.read_rope(config_json)
-    fields |= {**_FIRST, "clip_qkv": config_json.get("clip_qkv")} if kind == "olmo" else _LATER
+    fields |= {**_OLMO1, "clip_qkv": config_json.get("clip_qkv")} if kind == "olmo" else _OLMO2
     if kind == "olmo3":
         if (types := config_json.get("layer_types")) is None:
             types = [hf_config.SLIDING if (i + 1) % 4 else hf_config.FULL for i in range(n_layer)]
@@ -70,7 +69,9 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**fields, tie_embeddings=config_json.get("tie_word_embeddings", False))
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     other: dict[str, Any] = {}
@@ -80,25 +81,25 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
         other = hf_config.write_rope_by_layer(config)
         other |= {
             "layer_types": hf_config.write_layer_types(config),
-            "sliding_window": config.sliding_window_size or config.block_size,  # theirs wants one, used or not
+            "sliding_window": config.sliding_window_size or config.block_size,  # required by the class, used or not
         }
     return hf_config.write_decoder(config, _ARCHITECTURES[config.family], bos_token_id, eos_token_id, **other)
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config)
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what none of these classes can be; none of them has a head_size of its own."""
+    """Check that the family's Hugging Face class can express the config; none has head_dim."""
     own = {"head_size": config.n_embd // config.n_head}
     if config.family == "olmo":
-        hf_config.require_llama(config, free=("clip_qkv",), **own, **_FIRST)
+        hf_config.require_llama(config, free=("clip_qkv",), **own, **_OLMO1)
         return
-    third = config.family == "olmo3"
-    free = ("rope_indices", "rope_local_base_freq", *hf_config.LAYERED_WINDOWS) if third else ()
-    hf_config.require_llama(config, free=free, **own, **_LATER)
-    if third:
+    is_v3 = config.family == "olmo3"
+    free = ("rope_indices", "rope_local_base_freq", *hf_config.LAYERED_WINDOWS) if is_v3 else ()
+    hf_config.require_llama(config, free=free, **own, **_OLMO2)
+    if is_v3:
         hf_config.require_rope_by_window(config)

@@ -1,7 +1,7 @@
-"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, Li et al. 2023): one norm for attention and MLP side by side, biases
-everywhere, a part of each head rotated.
+"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, Li et al. 2023): parallel residual with a shared norm, biases
+everywhere, partial rotary.
 
-Facts of the named configurations: LitGPT; that phi-1 is built as phi-1.5: transformers' conversion script.
+Sources of the named configurations: LitGPT; phi-1 has the architecture of phi-1.5: transformers' conversion script.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # one function
-_FACTS = {
+_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # the same function
+_FIXED = {
     "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh", "bias": True,
     "lm_head_bias": True, "parallel_residual": True, "shared_attention_norm": True,
 }  # fmt: skip
@@ -21,7 +21,7 @@ _FACTS = {
 def _phi(name: str, n_layer: int, n_embd: int, rotary_percentage: float) -> ModelConfig:
     return ModelConfig(
         name=name, family="phi", block_size=2048, vocab_size=51200, n_layer=n_layer, n_embd=n_embd, n_head=32,
-        rotary_percentage=rotary_percentage, **_FACTS,
+        rotary_percentage=rotary_percentage, **_FIXED,
     )  # fmt: skip
 
 
@@ -30,16 +30,18 @@ CONFIGS = [_phi("phi-1_5", 24, 2048, 0.5), _phi("phi-2", 32, 2560, 0.4)]
 ALIASES = {"phi-1": "phi-1_5", "phi-1.5": "phi-1_5"}
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "phi"."""
     hf_config.require_hf(config_json, hidden_act=_GELU, tie_word_embeddings=(False,))
     fields = hf_config.read_decoder({"layer_norm_eps": 1e-5} | config_json, vocab_size=51200, block_size=2048,
                                     norm_eps="layer_norm_eps")  # fmt: skip
-    rope = hf_rope.read_rope(config_json, share="partial_rotary_factor", default_share=0.5)
-    return ModelConfig(**fields, **rope, norm_qk=config_json.get("qk_layernorm", False), **_FACTS)
+    rope = hf_rope.read_rope(config_json, partial="partial_rotary_factor", default_partial=0.5)
+    return ModelConfig(**fields, **rope, norm_qk=config_json.get("qk_layernorm", False), **_FIXED)
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     return hf_config.write_decoder(
@@ -48,8 +50,8 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     )  # fmt: skip
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     maps = [
@@ -73,6 +75,6 @@ def weights(config: ModelConfig) -> list[tables.WeightMapping]:
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a PhiForCausalLM cannot be."""
+    """Check that PhiForCausalLM can express the config."""
     own = {"head_size": config.n_embd // config.n_head, "tie_embeddings": False}
-    hf_config.require_llama(config, free=("rotary_percentage", "norm_qk"), **own, **_FACTS)
+    hf_config.require_llama(config, free=("rotary_percentage", "norm_qk"), **own, **_FIXED)

@@ -1,7 +1,7 @@
-"""Phi 3, 3.5 and 4 (Abdin et al. 2024): Llama whose projections are fused on disk, with windows and longrope.
+"""Phi 3, 3.5 and 4 (Abdin et al. 2024): Llama with fused projections on disk, sliding windows and longrope.
 
-Facts of the named configurations: LitGPT; windows, longrope and tied embeddings: MLC LLM's presets, whose factors are
-written here without the rounding errors of float32. A window longer than the longest sequence is left out.
+Sources of the named configurations: LitGPT; windows, longrope and tied embeddings: MLC LLM's presets, whose factors
+are written here without the rounding errors of float32. A window longer than the longest sequence is left out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PHI_4_MINI_LONG = [
 
 
 def _longrope(short_factor: list[float], long_factor: list[float]) -> dict[str, Any]:
-    """Of a model whose 4,096 positions became 131,072; the factor of attention is the one that follows from those."""
+    """Return longrope adjustments for a context extended from 4,096 to 131,072 with the default attention factor."""
     return {
         "short_factor": short_factor, "long_factor": long_factor, "original_max_seq_len": 4096,
         "attention_factor": hf_config.longrope_attention_factor(131072, 4096),
@@ -67,21 +67,23 @@ CONFIGS = [
 ALIASES = {"Phi-4-mini-reasoning": "Phi-4-mini-instruct", "Phi-4-reasoning-plus": "Phi-4-reasoning"}
 
 
-_OLD_NAMES = {"su": "longrope", "yarn": "longrope"}  # as the first files call it
+_OLD_NAMES = {"su": "longrope", "yarn": "longrope"}  # names in early config files
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "phi3"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), layer_types=(None,))
     return ModelConfig(
         **hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=32064, block_size=4096),
         **hf_config.read_windows(config_json),
-        **hf_rope.read_rope(config_json, share="partial_rotary_factor", also=_OLD_NAMES),
+        **hf_rope.read_rope(config_json, partial="partial_rotary_factor", aliases=_OLD_NAMES),
         tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     values = hf_config.write_decoder(
@@ -95,23 +97,23 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
 
 
 def _write_longrope(config: ModelConfig, adjustments: dict[str, Any]) -> dict[str, Any]:
-    """Three keys, with which transformers 4 opens the file, too; a fourth where it would take another factor."""
-    given = adjustments["attention_factor"]
-    usual = hf_config.longrope_attention_factor(config.block_size, adjustments["original_max_seq_len"])
+    """Return three keys that transformers 4 also reads; a fourth if the attention factor is not the default."""
+    factor = adjustments["attention_factor"]
+    default = hf_config.longrope_attention_factor(config.block_size, adjustments["original_max_seq_len"])
     return {
         "type": "longrope", **{name: adjustments[name] for name in ("short_factor", "long_factor")},
-        **({} if math.isclose(given, usual) else {"attention_factor": given}),
+        **({} if math.isclose(factor, default) else {"attention_factor": factor}),
     }  # fmt: skip
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config, fused=True)
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a Phi3ForCausalLM cannot be."""
+    """Check that Phi3ForCausalLM can express the config."""
     own = {"head_size": config.n_embd // config.n_head}
     hf_config.require_llama(config, free=("rotary_percentage", *hf_config.WINDOWS), **own)
     if config.rope_kind not in (None, "longrope"):

@@ -1,8 +1,8 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): Llama with biases on queries, keys and values, and on nothing else.
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): Llama with a QKV bias and no other biases.
 
-Facts of the named configurations: LitGPT, and the ``config.json`` files of the Hugging Face repositories Qwen/Qwen2.5-*
-and (as MLC LLM's presets quote them) Qwen/Qwen2-*-Instruct. The Instruct models differ from the others in the longest
-sequence at most: those that do have an entry of their own.
+Sources of the named configurations: LitGPT, and the ``config.json`` files of the Hugging Face repositories
+Qwen/Qwen2.5-* and (as MLC LLM's presets quote them) Qwen/Qwen2-*-Instruct. The Instruct models differ from the others
+only in the maximum sequence length, if at all: those that do have a separate entry.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ ALIASES = {
 }
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "qwen2"."""
     hf_config.require_hf(config_json, hidden_act=("silu",))
     return ModelConfig(
@@ -81,8 +81,8 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
-    """The window fields of a ModelConfig; where the file does not say, the layers from max_window_layers on slide."""
-    if not use_windows(config_json):
+    """Return the window fields; by default, the layers from max_window_layers on have sliding windows."""
+    if not uses_windows(config_json):
         return {}
     has_window = config_json.get("sliding_window", 4096) is not None
     first = config_json.get("max_window_layers", 28) if has_window else config_json["num_hidden_layers"]
@@ -90,22 +90,24 @@ def read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
     return hf_config.read_windows(config_json, types, default=4096)
 
 
-def use_windows(config_json: dict[str, Any]) -> bool:
-    """Whether the file switches windows on.
+def uses_windows(config_json: dict[str, Any]) -> bool:
+    """Whether the file enables sliding windows.
 
     Raises:
-        UserError: it does not, and says which layers have them.
+        UserError: It disables them but lists layers with sliding windows.
     """
     use = config_json.get("use_sliding_window", False)
     if not use and hf_config.SLIDING in (config_json.get("layer_types") or ()):
         raise UserError(
-            f"config.json: use_sliding_window {use!r}: layer_types names layers with a window; make it true, or them "
-            f"{hf_config.FULL}"
+            f"config.json: use_sliding_window {use!r}: layer_types has layers with a sliding window; set it to true, "
+            f"or those layers to {hf_config.FULL}"
         )
     return use
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     values = hf_config.write_decoder(config, "Qwen2ForCausalLM", bos_token_id, eos_token_id, **write_windows(config))
@@ -115,7 +117,7 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
 
 
 def write_windows(config: ModelConfig) -> dict[str, Any]:
-    """What ``config.json`` says of windows."""
+    """Return the window keys of ``config.json``."""
     return {
         "layer_types": hf_config.write_layer_types(config),
         "max_window_layers": config.n_layer,
@@ -124,12 +126,12 @@ def write_windows(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config)
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a Qwen2ForCausalLM cannot be."""
+    """Check that Qwen2ForCausalLM can express the config."""
     hf_config.require_llama(config, free=hf_config.LAYERED_WINDOWS, attn_bias=True)

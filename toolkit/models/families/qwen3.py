@@ -1,6 +1,6 @@
-"""Qwen3 (Yang et al. 2025), the dense models: Qwen2 without biases, with norms of each head's query and key.
+"""Qwen3 (Yang et al. 2025), the dense models: Qwen2 without biases, with QK-norm.
 
-Facts of the named configurations: LitGPT; which embeddings are tied: MLC LLM's and KerasHub's presets.
+Sources of the named configurations: LitGPT; which embeddings are tied: MLC LLM's and KerasHub's presets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALIASES = {
 }
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "qwen3"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
     config_json = {"head_dim": 128, "num_key_value_heads": 32} | config_json
@@ -51,19 +51,21 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     windows = qwen2.write_windows(config)
     return hf_config.write_decoder(config, "Qwen3ForCausalLM", bos_token_id, eos_token_id, **windows)
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config)
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a Qwen3ForCausalLM cannot be."""
+    """Check that Qwen3ForCausalLM can express the config."""
     hf_config.require_llama(config, free=hf_config.LAYERED_WINDOWS, norm_qk=True)

@@ -1,9 +1,9 @@
-"""Qwen2-MoE and Qwen3-MoE (Yang et al. 2024, 2025): Qwen with experts in all layers or some, Qwen2 a shared one too.
+"""Qwen2-MoE and Qwen3-MoE (Yang et al. 2024, 2025): Qwen with experts in all or some layers; Qwen2 has a shared expert.
 
-Facts of the named configurations: LitGPT (Qwen3); the ``config.json`` files of Qwen1.5-MoE-A2.7B and
+Sources of the named configurations: LitGPT (Qwen3); the ``config.json`` files of Qwen1.5-MoE-A2.7B and
 Qwen3-Coder-30B-A3B-Instruct; those of Qwen2-57B-A14B as TensorRT-LLM's tests quote it and of
 Qwen3-Coder-480B-A35B-Instruct as vLLM-Kunlun's pages do. The balance loss of all is the Qwen models' 0.001: the Coder
-models' files turn it off, which is no way to train experts from scratch.
+models' files turn it off, which is unsuitable for training experts from scratch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ALIASES = {
     "Qwen3-Coder-480B-A35B": "Qwen3-Coder-480B-A35B-Instruct",
 }
 
-# What transformers' classes take where the file does not say.
+# Defaults of transformers' classes.
 _DEFAULTS = {
     "qwen2_moe": {
         "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "intermediate_size": 5632,
@@ -79,25 +79,25 @@ _DEFAULTS = {
 }  # fmt: skip
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a ``config.json`` with ``model_type`` "qwen2_moe" or "qwen3_moe"."""
-    second = config_json["model_type"] == "qwen2_moe"
+    is_qwen2 = config_json["model_type"] == "qwen2_moe"
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,))
-    # transformers 5 writes the other name of the same number
+    # transformers 5 writes this alias
     found = {"num_experts": n} if (n := config_json.get("num_local_experts")) is not None else {}
     config_json = _DEFAULTS[config_json["model_type"]] | found | config_json
     return ModelConfig(
         **hf_config.read_decoder(config_json, vocab_size=151936, block_size=32768),
         **_read_windows(config_json),
         **hf_rope.read_rope(config_json),
-        attn_bias=second and config_json.get("qkv_bias", True),
-        norm_qk=not second,
+        attn_bias=is_qwen2 and config_json.get("qkv_bias", True),
+        norm_qk=not is_qwen2,
         mlp_class_name="LLaMAMoE",
         n_expert=config_json["num_experts"],
         n_expert_per_token=config_json["num_experts_per_tok"],
         moe_intermediate_size=config_json["moe_intermediate_size"],
         norm_topk_prob=config_json.get("norm_topk_prob", False),
-        shared_expert_intermediate_size=config_json["shared_expert_intermediate_size"] if second else None,
+        shared_expert_intermediate_size=config_json["shared_expert_intermediate_size"] if is_qwen2 else None,
         moe_indices=_read_layers(config_json),
         router_aux_loss_coef=config_json.get("router_aux_loss_coef", 0.001),
         tie_embeddings=config_json.get("tie_word_embeddings", False),
@@ -105,15 +105,15 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def _read_layers(config_json: dict[str, Any]) -> list[int] | None:
-    """``moe_indices``: every ``decoder_sparse_step``-th layer has experts, but for those of ``mlp_only_layers``."""
+    """Return ``moe_indices``: every ``decoder_sparse_step``-th layer has experts, except ``mlp_only_layers``."""
     step, dense = config_json.get("decoder_sparse_step", 1), config_json.get("mlp_only_layers") or []
     indices = [int(i not in dense and (i + 1) % step == 0) for i in range(config_json["num_hidden_layers"])]
     return None if all(indices) else indices
 
 
 def _read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
-    """The window fields of a ModelConfig; Qwen2's every second layer below ``max_window_layers``, all of Qwen3's."""
-    if not qwen2.use_windows(config_json):
+    """Return the window fields: every second layer below ``max_window_layers`` for Qwen2, all layers for Qwen3."""
+    if not qwen2.uses_windows(config_json):
         return {}
     if config_json["model_type"] == "qwen3_moe":
         return hf_config.read_windows({**config_json, "layer_types": None}, default=4096)
@@ -123,7 +123,9 @@ def _read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
     return hf_config.read_windows(config_json, types, default=4096)
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     values = {
@@ -146,17 +148,19 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     return values
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config)
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what the family's Hugging Face class cannot be."""
-    second = config.family == "qwen2_moe"
-    own = (*hf_config.LAYERED_WINDOWS, "attn_bias", "shared_expert_intermediate_size") if second else hf_config.WINDOWS
+    """Check that the family's Hugging Face class can express the config."""
+    is_qwen2 = config.family == "qwen2_moe"
+    own = (
+        (*hf_config.LAYERED_WINDOWS, "attn_bias", "shared_expert_intermediate_size") if is_qwen2 else hf_config.WINDOWS
+    )
     free = ("norm_topk_prob", "moe_indices", *own)
-    hf_config.require_llama(config, free=free, mlp_class_name="LLaMAMoE", norm_qk=not second)
-    if second and config.shared_expert_intermediate_size is None:
+    hf_config.require_llama(config, free=free, mlp_class_name="LLaMAMoE", norm_qk=not is_qwen2)
+    if is_qwen2 and config.shared_expert_intermediate_size is None:
         hf_config.require(config, shared_expert_intermediate_size="a width")

@@ -1,7 +1,7 @@
-"""SmolLM3 (Hugging Face 2025): Llama in which every fourth layer does not rotate (NoPE).
+"""SmolLM3 (Hugging Face 2025): Llama with no RoPE (NoPE) in every fourth layer.
 
-Facts of the named configuration: the defaults of transformers' ``SmolLM3Config``, which stand for this model before its
-context was made longer; the longest sequence and the rotary base after that: Hugging Face's report (its blog, July
+Source of the named configuration: the defaults of transformers' ``SmolLM3Config``, which stand for this model before
+its context was made longer; the longest sequence and the rotary base after that: Hugging Face's report (its blog, July
 2025).
 """
 
@@ -24,15 +24,17 @@ CONFIGS = [
 ALIASES = {"SmolLM3-3B-Base": "SmolLM3-3B"}
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "smollm3"."""
     hf_config.require_hf(config_json, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,))
     n_layer, every = config_json["num_hidden_layers"], config_json.get("no_rope_layer_interval", 4)
-    rotated = config_json.get("no_rope_layers")  # 1: it rotates
+    rotated = config_json.get("no_rope_layers")  # 1: the layer uses RoPE
     if rotated is None:
         rotated = [int((i + 1) % every != 0) for i in range(n_layer)]
     if len(rotated) < n_layer:
-        raise UserError(f"config.json: no_rope_layers {rotated!r}: must hold 0 or 1 for each of the {n_layer} layers")
+        raise UserError(
+            f"config.json: no_rope_layers {rotated!r}: must contain 0 or 1 for each of the {n_layer} layers"
+        )
     has_windows = config_json.get("use_sliding_window", False) and config_json.get("sliding_window") is not None
     types = [hf_config.SLIDING if has_windows and not rotates else hf_config.FULL for rotates in rotated[:n_layer]]
     return ModelConfig(
@@ -44,7 +46,9 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     return hf_config.write_decoder(
@@ -55,12 +59,12 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     )  # fmt: skip
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config)
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a SmolLM3ForCausalLM cannot be."""
+    """Check that SmolLM3ForCausalLM can express the config."""
     hf_config.require_llama(config, free=("rope_indices", *hf_config.LAYERED_WINDOWS))

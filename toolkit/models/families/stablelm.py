@@ -1,7 +1,7 @@
-"""StableLM 2 and 3B (Bellagente et al. 2024): Llama with LayerNorm, a quarter of each head rotated, perhaps biases of
-queries, keys and values, perhaps attention and MLP side by side behind one norm, perhaps queries and keys normalised.
+"""StableLM 2 and 3B (Bellagente et al. 2024): Llama with LayerNorm and partial rotary (25%), optionally with a
+QKV bias, a parallel residual with a shared norm, and QK-norm.
 
-Facts of the named configurations: LitGPT; of stablelm-2-1_6b, MLC LLM's presets, which have the embeddings of both
+Sources of the named configurations: LitGPT; of stablelm-2-1_6b, MLC LLM's presets, which have the embeddings of both
 untied; of stablelm-2-12b, its model card, and its ``config.json`` as dAppCore's go-inference quotes it. The first
 StableLM (stablelm-base-alpha) is a GPT-NeoX.
 """
@@ -35,7 +35,7 @@ CONFIGS = [
 ALIASES = {"stablelm-zephyr-3b": "stablelm-3b-4e1t", "stablelm-2-zephyr-1_6b": "stablelm-2-1_6b"}
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "stablelm"."""
     hf_config.require_hf(config_json, hidden_act=("silu",))
     parallel, norm_qk = config_json.get("use_parallel_residual", False), config_json.get("qk_layernorm", False)
@@ -45,7 +45,7 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     )  # fmt: skip
     return ModelConfig(
         **fields,
-        **hf_rope.read_rope(config_json, share="partial_rotary_factor", default_share=0.25),
+        **hf_rope.read_rope(config_json, partial="partial_rotary_factor", default_partial=0.25),
         norm_class_name="LayerNorm",
         attn_bias=config_json.get("use_qkv_bias", False),
         norm_qk=norm_qk,
@@ -56,7 +56,9 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     return hf_config.write_decoder(
@@ -66,14 +68,14 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     )  # fmt: skip
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     return tables.decoder_weights(config)
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a StableLmForCausalLM cannot be."""
+    """Check that StableLmForCausalLM can express the config."""
     hf_config.require_llama(
         config, free=("rotary_percentage", "attn_bias", "parallel_residual", "norm_qk"), norm_class_name="LayerNorm",
         shared_attention_norm=config.parallel_residual, head_size=config.n_embd // config.n_head,

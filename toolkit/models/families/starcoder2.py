@@ -1,6 +1,7 @@
-"""StarCoder 2 (Lozhkov et al. 2024): names of a Llama, LayerNorm, an MLP of two layers, biases, perhaps a window.
+"""StarCoder 2 (Lozhkov et al. 2024): Llama's names, LayerNorm, a non-gated MLP, biases, optionally sliding windows.
 
-Facts of the named configuration: MLC LLM's presets; tied embeddings: the default of transformers' ``Starcoder2Config``.
+Source of the named configuration: MLC LLM's presets; tied embeddings: the default of transformers'
+``Starcoder2Config``.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_FACTS = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh"}
+_FIXED = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh"}
 
 CONFIGS = [
     ModelConfig(
         name="starcoder2-7b", family="starcoder2", block_size=16384, vocab_size=49152, n_layer=32, n_embd=4608,
         n_head=36, n_query_groups=4, intermediate_size=18432, rope_base=1000000.0, sliding_window_size=4096, bias=True,
-        tie_embeddings=True, **_FACTS,
+        tie_embeddings=True, **_FIXED,
     ),
 ]  # fmt: skip
 
 ALIASES: dict[str, str] = {}
 
 
-def from_hf(config_json: dict[str, Any]) -> ModelConfig:
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "starcoder2"."""
     hf_config.require_hf(config_json, hidden_act=("gelu_pytorch_tanh", "gelu_new"), layer_types=(None,))
     fields = hf_config.read_decoder(
@@ -36,11 +37,13 @@ def from_hf(config_json: dict[str, Any]) -> ModelConfig:
         **hf_config.read_windows(config_json),
         bias=config_json.get("use_bias", True),
         tie_embeddings=config_json.get("tie_word_embeddings", True),
-        **_FACTS,
+        **_FIXED,
     )
 
 
-def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None) -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
+) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     _check(config)
     return hf_config.write_decoder(
@@ -50,8 +53,8 @@ def to_hf(config: ModelConfig, bos_token_id: int | None = None, eos_token_id: in
     )  # fmt: skip
 
 
-def weights(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the table of weight names, both directions."""
+def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
+    """Return the weight map."""
     _check(config)
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     maps = tables.embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
@@ -71,7 +74,7 @@ def weights(config: ModelConfig) -> list[tables.WeightMapping]:
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuse what a Starcoder2ForCausalLM cannot be."""
+    """Check that Starcoder2ForCausalLM can express the config."""
     hf_config.require_llama(
-        config, free=("bias", *hf_config.WINDOWS), head_size=config.n_embd // config.n_head, **_FACTS,
+        config, free=("bias", *hf_config.WINDOWS), head_size=config.n_embd // config.n_head, **_FIXED,
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Tables of weight names that serve both directions: ours (LitGPT's) and Hugging Face's.
+"""Tables of weight names for import and export: native (LitGPT's) and Hugging Face's.
 
-A family lists its weights as :class:`WeightMapping` entries. Each entry pairs native names with Hugging Face's and
-holds the transforms from native tensors to Hugging Face's; each has its inverse, so that one entry reads and writes.
-No torch at import: the command line reads the families' configurations only.
+A family lists its weights as :class:`WeightMapping` entries. Each entry pairs native names with Hugging Face's and has
+the transforms from native to Hugging Face tensors. Each transform has an inverse, so one entry serves import and
+export. No torch at import: the command line only reads the families' configurations.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from toolkit.models.config import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-Change = Callable[[list["Tensor"]], list["Tensor"]]
+TensorTransform = Callable[[list["Tensor"]], list["Tensor"]]
 
 
 @dataclass(frozen=True)
 class Transform:
-    """A change of layout (ours -> theirs) and its inverse."""
+    """A layout transform, native -> Hugging Face, and its inverse."""
 
-    to_hf: Change
-    from_hf: Change
+    to_hf: TensorTransform
+    from_hf: TensorTransform
 
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """Tensors that correspond: ``ours`` and ``theirs`` are names, in the order of the lists of tensors.
+    """Corresponding tensors: native and Hugging Face names, in the order of the lists of tensors.
 
-    Results may be views of their inputs or the inputs themselves.
+    The outputs may be views of the inputs or the inputs themselves.
     """
 
     native: tuple[str, ...]
     hf: tuple[str, ...]
-    steps: tuple[Transform, ...] = ()
+    transforms: tuple[Transform, ...] = ()
 
     def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Our tensors, in the order of ``ours`` -> theirs, in the order of ``theirs``."""
-        for step in self.steps:
-            tensors = step.to_hf(tensors)
+        """Native tensors, in the order of ``native`` -> Hugging Face tensors, in the order of ``hf``."""
+        for transform in self.transforms:
+            tensors = transform.to_hf(tensors)
         return tensors
 
     def from_hf(self, tensors: list[Tensor]) -> list[Tensor]:
         """The inverse of :meth:`to_hf`."""
-        for step in reversed(self.steps):
-            tensors = step.from_hf(tensors)
+        for transform in reversed(self.transforms):
+            tensors = transform.from_hf(tensors)
         return tensors
 
 
 def split_rows(*sizes: int) -> Transform:
-    """One tensor, cut along its first axis into tensors of so many rows."""
-    return Transform(lambda one: list(one[0].split(sizes)), _concat)
+    """Split one tensor along its first axis into tensors with these numbers of rows."""
+    return Transform(lambda tensors: list(tensors[0].split(sizes)), _concat)
 
 
 def _concat(parts: list[Tensor]) -> list[Tensor]:
@@ -63,7 +63,7 @@ def _concat(parts: list[Tensor]) -> list[Tensor]:
 
 
 def transpose() -> Transform:
-    """(..., out, in) to (..., in, out), each tensor: as GPT-2's Conv1D and gpt-oss's experts have their weights."""
+    """Transpose each tensor, (..., out, in) to (..., in, out): the layout of GPT-2's Conv1D and gpt-oss's experts."""
 
     def swap(tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.mT for tensor in tensors]
@@ -72,130 +72,130 @@ def transpose() -> Transform:
 
 
 def interleave() -> Transform:
-    """Two tensors to one, along the last axis: an element of the one, then of the other, in turn (gpt-oss)."""
+    """Interleave two tensors elementwise along the last axis (gpt-oss)."""
 
-    def to_hf(two: list[Tensor]) -> list[Tensor]:
+    def to_hf(tensors: list[Tensor]) -> list[Tensor]:
         import torch
 
-        return [torch.stack(two, dim=-1).flatten(-2)]
+        return [torch.stack(tensors, dim=-1).flatten(-2)]
 
-    return Transform(to_hf, lambda one: [one[0][..., 0::2], one[0][..., 1::2]])
+    return Transform(to_hf, lambda tensors: [tensors[0][..., 0::2], tensors[0][..., 1::2]])
 
 
 def join_rows(*sizes: int) -> Transform:
     """The inverse of :func:`split_rows`."""
-    return Transform(_concat, lambda one: list(one[0].split(sizes)))
+    return Transform(_concat, lambda tensors: list(tensors[0].split(sizes)))
 
 
 def interleave_groups(n_head: int, groups: int, head_size: int) -> Transform:
-    """All queries, all keys, all values -> the queries, the key and the value of group 0, of group 1, ...
+    """All queries, keys and values -> queries, key and value of group 0, of group 1, ...
 
-    With as many groups as heads, the query, key and value of each head (GPT-NeoX); Falcon has any number.
+    GPT-NeoX has as many groups as heads, Falcon any number.
     """
     queries = n_head // groups
 
-    def to_hf(one: list[Tensor]) -> list[Tensor]:
+    def to_hf(tensors: list[Tensor]) -> list[Tensor]:
         import torch
 
-        parts = one[0].split([size * head_size for size in (n_head, groups, groups)])
+        parts = tensors[0].split([size * head_size for size in (n_head, groups, groups)])
         heads = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
-        return [torch.cat(heads, dim=1).reshape(one[0].shape)]
+        return [torch.cat(heads, dim=1).reshape(tensors[0].shape)]
 
-    def from_hf(one: list[Tensor]) -> list[Tensor]:
-        heads = one[0].reshape(groups, (queries + 2) * head_size, *one[0].shape[1:])
+    def from_hf(tensors: list[Tensor]) -> list[Tensor]:
+        heads = tensors[0].reshape(groups, (queries + 2) * head_size, *tensors[0].shape[1:])
         parts = heads.split([size * head_size for size in (queries, 1, 1)], dim=1)
-        return _concat([part.reshape(-1, *one[0].shape[1:]) for part in parts])
+        return _concat([part.reshape(-1, *tensors[0].shape[1:]) for part in parts])
 
     return Transform(to_hf, from_hf)
 
 
 def interleave_heads(n_head: int, *widths: int) -> Transform:
-    """All heads of one part, all heads of the next -> head 0's parts, head 1's, ...; the widths are the parts'."""
+    """All heads of one part, all heads of the next -> parts of head 0, of head 1, ...; widths: of the parts."""
 
-    def to_hf(one: list[Tensor]) -> list[Tensor]:
+    def to_hf(tensors: list[Tensor]) -> list[Tensor]:
         import torch
 
-        parts = one[0].split([n_head * width for width in widths])
+        parts = tensors[0].split([n_head * width for width in widths])
         return [torch.cat([part.unflatten(0, (n_head, -1)) for part in parts], dim=1).flatten(0, 1)]
 
-    def from_hf(one: list[Tensor]) -> list[Tensor]:
-        parts = one[0].unflatten(0, (n_head, sum(widths))).split(widths, dim=1)
+    def from_hf(tensors: list[Tensor]) -> list[Tensor]:
+        parts = tensors[0].unflatten(0, (n_head, sum(widths))).split(widths, dim=1)
         return _concat([part.flatten(0, 1) for part in parts])
 
     return Transform(to_hf, from_hf)
 
 
 def interleave_pairs(n_head: int, before: int, rotated: int) -> Transform:
-    """The last ``rotated`` rows of each head, after ``before`` others, from halves to pairs (DeepSeek).
+    """The last ``rotated`` rows of each head, after ``before`` other rows, from halves to adjacent pairs (DeepSeek).
 
-    Here row i is rotated together with row i + rotated / 2, there every second row with the next.
+    The native layout rotates row i with row i + rotated / 2, Hugging Face's rotates adjacent rows.
     """
 
-    def change(one: list[Tensor], *shape: int) -> list[Tensor]:
+    def change(tensors: list[Tensor], *shape: int) -> list[Tensor]:
         import torch
 
-        plain, turned = one[0].unflatten(0, (n_head, before + rotated)).split((before, rotated), dim=1)
-        turned = turned.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
-        return [torch.cat([plain, turned], dim=1).flatten(0, 1)]
+        plain, rope = tensors[0].unflatten(0, (n_head, before + rotated)).split((before, rotated), dim=1)
+        rope = rope.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
+        return [torch.cat([plain, rope], dim=1).flatten(0, 1)]
 
-    return Transform(lambda one: change(one, 2, rotated // 2), lambda one: change(one, rotated // 2, 2))
+    return Transform(lambda tensors: change(tensors, 2, rotated // 2), lambda tensors: change(tensors, rotated // 2, 2))
 
 
 def stack_experts() -> Transform:
-    """One tensor with a leading axis of experts -> one tensor per expert."""
+    """One tensor with a leading expert axis -> one tensor per expert."""
 
     def from_hf(experts: list[Tensor]) -> list[Tensor]:
         import torch
 
         return [torch.stack(experts)]
 
-    return Transform(lambda one: list(one[0].unbind()), from_hf)
+    return Transform(lambda tensors: list(tensors[0].unbind()), from_hf)
 
 
 def experts(config: ModelConfig, native: str, hf: str, projections: dict[str, str]) -> list[WeightMapping]:
-    """The experts of one layer: our stacked tensors, and one tensor for each expert there.
+    """Map the experts of one layer: native tensors are stacked, Hugging Face has one tensor per expert.
 
     Args:
         config: The architecture.
-        ours: Our name of the experts together.
-        theirs: Their name of them.
-        projections: Our name of a projection: theirs.
+        native: Native name of the experts.
+        hf: Hugging Face's name of the experts.
+        projections: Native to Hugging Face names of the projections.
     """
     return [
-        WeightMapping((f"{native}.{mine}.weight",), tuple(f"{hf}.{e}.{their}.weight" for e in range(config.n_expert)),
-            (stack_experts(),))
-        for mine, their in projections.items()
+        WeightMapping((f"{native}.{native_part}.weight",),
+            tuple(f"{hf}.{e}.{hf_part}.weight" for e in range(config.n_expert)), (stack_experts(),))
+        for native_part, hf_part in projections.items()
     ]  # fmt: skip
 
 
-def one_to_one(native: str, hf: str, *steps: Transform) -> WeightMapping:
-    """One tensor on either side."""
-    return WeightMapping((native,), (hf,), steps)
+def one_to_one(native: str, hf: str, *transforms: Transform) -> WeightMapping:
+    """Map one native tensor to one Hugging Face tensor."""
+    return WeightMapping((native,), (hf,), transforms)
 
 
-def linear(native: str, hf: str, bias: bool, *weight_steps: Transform) -> list[WeightMapping]:
-    """The weight of a linear layer or a norm, and its bias where it has one."""
-    maps = [one_to_one(f"{native}.weight", f"{hf}.weight", *weight_steps)]
+def linear(native: str, hf: str, bias: bool, *weight_transforms: Transform) -> list[WeightMapping]:
+    """Map the weight of a linear layer or norm, and its bias if it has one."""
+    maps = [one_to_one(f"{native}.weight", f"{hf}.weight", *weight_transforms)]
     return [*maps, one_to_one(f"{native}.bias", f"{hf}.bias")] if bias else maps
 
 
 def embedding_and_head(config: ModelConfig, embedding: str, head: str) -> list[WeightMapping]:
-    """The tensor of a tied head is listed once, under the embedding's names."""
+    """Map embedding and LM head; tied ones once, under the embedding's names."""
     maps = [one_to_one("transformer.wte.weight", embedding)]
     return maps if config.tie_embeddings else [*maps, one_to_one("lm_head.weight", f"{head}.weight")]
 
 
-# Of a mixture of experts: our names of a layer's parts under ``mlp``, and theirs.
+# Native and Hugging Face names of the projections of a gated MLP.
 GATED = {"fc_1": "gate_proj", "fc_2": "up_proj", "proj": "down_proj"}
 
 
 def qwen_experts(config: ModelConfig, native: str, hf: str) -> list[WeightMapping]:
-    """The layer ``theirs`` with experts, under the names that most models have, and with or without a shared expert."""
+    """Map a layer with experts under the most common names, with or without a shared expert."""
     maps = linear(f"{native}.mlp.gate", f"{hf}.mlp.gate", False)
     maps += experts(config, f"{native}.mlp.experts", f"{hf}.mlp.experts", GATED)
     if config.shared_expert_intermediate_size is not None:
-        for mine, their in GATED.items():
-            maps += linear(f"{native}.mlp.shared_expert.{mine}", f"{hf}.mlp.shared_expert.{their}", False)
+        for native_part, hf_part in GATED.items():
+            maps += linear(f"{native}.mlp.shared_expert.{native_part}", f"{hf}.mlp.shared_expert.{hf_part}", False)
         maps += linear(f"{native}.mlp.shared_expert_gate", f"{hf}.mlp.shared_expert_gate", False)
     return maps
 
@@ -211,12 +211,14 @@ def _attention(config: ModelConfig, native: str, hf: str, norm_bias: bool, fused
             maps.append(WeightMapping((f"{native}.attn.qkv.{kind}",), projections, (split_rows(q, kv, kv),)))
     if config.norm_qk:
         for p, heads in (("q", config.n_head), ("k", config.n_query_groups)):
-            mine, their = f"{native}.attn.norm_{p}", f"{hf}.self_attn.{p}_norm"
+            native_part, hf_part = f"{native}.attn.norm_{p}", f"{hf}.self_attn.{p}_norm"
             if config.norm_qk_type == "per_head":  # StableLM
                 names = tuple(f"{hf}.self_attn.{p}_layernorm.norms.{i}.weight" for i in range(heads))
-                maps.append(WeightMapping((f"{mine}.weight",), names, (split_rows(*[config.head_size] * heads),)))
+                maps.append(
+                    WeightMapping((f"{native_part}.weight",), names, (split_rows(*[config.head_size] * heads),))
+                )
             else:
-                maps += linear(mine, their, norm_bias)
+                maps += linear(native_part, hf_part, norm_bias)
     maps += linear(f"{native}.attn.proj", f"{hf}.self_attn.o_proj", config.bias)
     return maps
 
@@ -228,14 +230,13 @@ def decoder_weights(
     moe: Callable[[ModelConfig, str, str], list[WeightMapping]] = qwen_experts,
     attention: Callable[[ModelConfig, str, str], list[WeightMapping]] | None = None,
 ) -> list[WeightMapping]:
-    """The table of a model with Llama's names: what has the parts of a Llama and more, or less.
+    """Return the weight map of a model with Llama's names and a subset or superset of its parts.
 
     Args:
         config: The architecture.
-        moe: The entries of a layer with experts, from the config and the layer's name here and there.
-        attention: The entries of a layer's projections, likewise; those of queries, keys, values and output if not
-            given.
-        fused: Queries, keys and values are one tensor there as here, and gate and up projection are one (Phi-3).
+        moe: Returns the entries of a layer with experts from the config and the layer's native and Hugging Face names.
+        attention: Returns the entries of attention, likewise; default: query, key, value and output projections.
+        fused: Hugging Face also fuses queries, keys and values, and fuses gate and up projection (Phi-3).
     """
     norm_bias = config.norm_class_name == "LayerNorm"
     maps = embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
@@ -247,17 +248,17 @@ def decoder_weights(
         if config.post_mlp_norm:
             norms["post_mlp_norm"] = "post_feedforward_layernorm"
         has = {"norm_1": config.norm_1, "norm_2": config.norm_2 and not config.shared_attention_norm}
-        for name, their_name in norms.items():
+        for name, hf_name in norms.items():
             if has.get(name, True) and config.norm_affine:
-                maps += linear(f"{native}.{name}", f"{hf}.{their_name}", norm_bias)
+                maps += linear(f"{native}.{name}", f"{hf}.{hf_name}", norm_bias)
         maps += attention(config, native, hf) if attention else _attention(config, native, hf, norm_bias, fused)
         if config.has_experts(i):
             maps += moe(config, native, hf)
             continue
         if fused:
             gate_up = f"{native}.mlp.fc_1.weight", f"{native}.mlp.fc_2.weight"
-            step = join_rows(config.intermediate_size, config.intermediate_size)
-            maps.append(WeightMapping(gate_up, (f"{hf}.mlp.gate_up_proj.weight",), (step,)))
+            join = join_rows(config.intermediate_size, config.intermediate_size)
+            maps.append(WeightMapping(gate_up, (f"{hf}.mlp.gate_up_proj.weight",), (join,)))
         else:
             maps += linear(f"{native}.mlp.fc_1", f"{hf}.mlp.gate_proj", config.bias)
             maps += linear(f"{native}.mlp.fc_2", f"{hf}.mlp.up_proj", config.bias)
