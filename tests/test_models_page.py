@@ -20,13 +20,13 @@ def script():
 
 def test_page_matches_the_registry(script):
     page = script.PAGE.read_text()
-    assert script.render(*script.written(page)) == page, "run: python scripts/models_table.py"
+    assert script.render(*script.read_errors(page)) == page, "run: python scripts/models_table.py"
     missing = [name for name in list_names() if f"`{name}`" not in page]
     assert not missing
 
 
 def test_each_family_has_a_measured_error(script):
-    errors, versions = script.written(script.PAGE.read_text())
+    errors, versions = script.read_errors(script.PAGE.read_text())
     assert errors.keys() == FAMILIES.keys() and all(float(error) < 1e-5 for error in errors.values())
     assert all(versions.values())
 

@@ -38,7 +38,7 @@ def computed(talker):
     hook.remove()
 
 
-def test_it_answers_stops_at_the_end_of_the_turn_and_never_cuts_a_character(talker):
+def test_answer_stops_at_end_of_turn_and_keeps_characters_intact(talker):
     conversation = begin(talker)
     pieces = list(conversation.ask("2"))
     assert "".join(pieces) == ANSWERS["2"] and "\ufffd" not in pieces and conversation.new_tokens == 9
@@ -46,7 +46,7 @@ def test_it_answers_stops_at_the_end_of_the_turn_and_never_cuts_a_character(talk
     assert [m["content"] for m in conversation.messages] == ["2", ANSWERS["2"], "1", ANSWERS["1"]]
 
 
-def test_a_further_turn_computes_only_what_is_new(talker, computed):
+def test_next_turn_computes_only_new_tokens(talker, computed):
     conversation, encode = begin(talker), talker.tokenizer.encode
     ask(conversation, "1")
     computed.clear()
@@ -55,7 +55,7 @@ def test_a_further_turn_computes_only_what_is_new(talker, computed):
     assert sum(computed, []) == [0, *encode("Q3A"), *encode(ANSWERS["3"])]
 
 
-def test_a_template_that_changes_what_was_said_is_read_again(talker, computed):
+def test_template_that_rewrites_history_is_recomputed(talker, computed):
     source = find_template(talker.tokenizer, None).source
     changing = source.replace(
         "{{ m['content'] }}{{ eos_token }}", "{{ m['content'] | replace('in', 'IN') }}{{ eos_token }}"
@@ -63,27 +63,27 @@ def test_a_template_that_changes_what_was_said_is_read_again(talker, computed):
     conversation = begin(talker, ChatTemplate(talker.tokenizer, changing, "changing"))
     ask(conversation, "1")
     computed.clear()
-    said = ask(conversation, "2")
+    answer = ask(conversation, "2")
     prompt = talker.tokenizer.encode("Q1AeINs") + [0] + talker.tokenizer.encode("Q2A")
     assert sum(computed, [])[: len(prompt) - 4] == prompt[4:]  # "Q1Ae" stays
     fresh = begin(talker, ChatTemplate(talker.tokenizer, changing, "changing"))
     fresh.messages = conversation.messages[:2]
-    assert ask(fresh, "2") == said
+    assert ask(fresh, "2") == answer
 
 
-def test_turns_with_the_cache_are_those_without(talker):
+def test_turns_are_equal_with_and_without_cache(talker):
     """Random draws, so that the model also says what it has not learned."""
     sampling = {"temperature": 2.0, "top_k": None, "top_p": 1.0}
     conversation = begin(talker, sampling=sampling, max_new_tokens=8)
     for turn, question in enumerate("1232"):
         before = list(conversation.messages)
-        said = ask(conversation, question)
+        answer = ask(conversation, question)
         fresh = begin(talker, sampling=sampling, max_new_tokens=8, seed=turn)
         fresh.messages = before
-        assert ask(fresh, question) == said
+        assert ask(fresh, question) == answer
 
 
-def test_stops_at_the_list_of_generation_config(talker, monkeypatch):
+def test_stops_at_eos_list_of_generation_config(talker, monkeypatch):
     z = talker.tokenizer.encode("z")[0]
     monkeypatch.setitem(talker.tokenizer._settings, "generation_config.json", {"eos_token_id": [0, z]})
     assert ask(begin(talker), "2") == ""
@@ -99,23 +99,23 @@ def test_the_system_message_comes_first(talker, computed):
     assert text.startswith("Sbe briefQ1A")
 
 
-def test_a_full_context_is_said_and_forgets_nothing(talker):
+def test_full_context_is_an_error_and_keeps_the_conversation(talker):
     notes = []
     conversation = begin(talker, notice=notes.append, max_new_tokens=100)
     with pytest.raises(UserError, match="has 64 tokens with this question; the model's context of 64 leaves no room"):
         conversation.ask("x" * 62)
     assert conversation.messages == []
     conversation._eos_ids = set()
-    said = ask(conversation, "x" * 55)  # 57 tokens: 7 are left
+    answer = ask(conversation, "x" * 55)  # 57 tokens: 7 are left
     assert conversation.new_tokens == 7 and notes == [
         "stopped after 7 new tokens: the model's context of 64 tokens is full"
     ]
-    with pytest.raises(UserError, match="begin a new chat"):
+    with pytest.raises(UserError, match="start a new chat"):
         conversation.ask("1")
-    assert conversation.messages[-1]["content"] == said
+    assert conversation.messages[-1]["content"] == answer
 
 
-def test_the_limit_of_an_answer_is_said(talker):
+def test_max_new_tokens_is_reported(talker):
     notes = []
     conversation = begin(talker, notice=notes.append, max_new_tokens=3)
     assert ask(conversation, "1") == "ein"
@@ -124,7 +124,7 @@ def test_the_limit_of_an_answer_is_said(talker):
     assert ask(begin(talker, notice=notes.append, max_new_tokens=5), "1") == "eins" and not notes
 
 
-def test_an_answer_that_is_closed_counts_as_far_as_it_came(talker):
+def test_closed_answer_keeps_partial_text(talker):
     conversation = begin(talker)
     with closing(conversation.ask("1")) as pieces:
         assert [next(pieces), next(pieces)] == ["e", "i"]
@@ -137,7 +137,7 @@ def test_an_answer_that_is_closed_counts_as_far_as_it_came(talker):
     assert ask(conversation, "3") == ask(fresh, "3")
 
 
-def test_an_interruption_within_a_forward_pass_leaves_the_cache_in_order(talker):
+def test_interrupted_forward_pass_keeps_cache_consistent(talker):
     """As Ctrl-C does it: some layers have seen the token, others have not."""
     conversation, passes = begin(talker), iter(range(100))
 
@@ -155,7 +155,7 @@ def test_an_interruption_within_a_forward_pass_leaves_the_cache_in_order(talker)
     assert ask(conversation, "3") == ask(fresh, "3")
 
 
-def test_templates_are_named_by_the_flags_of_this_command(talker):
+def test_template_errors_name_the_flag_of_the_command(talker):
     bare = train_bpe(["abc"], vocab_size=257)
     with pytest.raises(UserError, match="^--prompt_style: the trained tokenizer has no chat template"):
         find_template(bare, None)

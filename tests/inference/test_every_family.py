@@ -13,22 +13,22 @@ COUNT = 24
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", HF_CONFIGS)
-def test_text_is_the_same_with_a_cache_without_one_and_in_transformers(name, tmp_path, monkeypatch):
+def test_text_is_equal_with_cache_without_and_in_transformers(name, tmp_path, monkeypatch):
     """Prompts of 20 tokens, beyond the windows of 16, in pieces of 7."""
     config = HF_CONFIGS[name]()
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     hf = transformers.AutoModelForCausalLM.from_config(config).eval()
     randomize(hf, seed=5)
     hf.save_pretrained(tmp_path / "hf")
-    ours = from_folder(tmp_path / "hf")
+    native = from_folder(tmp_path / "hf")
     prompt = torch.randint(0, 96, (20,), generator=torch.Generator().manual_seed(6))
     expected = hf.generate(
         prompt[None], attention_mask=torch.ones(1, 20, dtype=torch.long), max_new_tokens=COUNT, do_sample=False,
         pad_token_id=0,
     )[0, 20:].tolist()  # fmt: skip
     # one that repeats itself would show nothing; tied ones like to, and their families have another here
-    assert len(set(expected)) > 3 or ours.config.tie_embeddings
+    assert len(set(expected)) > 3 or native.config.tie_embeddings
     monkeypatch.setattr(module, "PREFILL", 7)
     settings = {"max_new_tokens": COUNT, "temperature": 0}
-    assert list(generate(ours, prompt, **settings)) == expected
-    assert list(generate(ours, prompt, use_cache=False, **settings)) == expected
+    assert list(generate(native, prompt, **settings)) == expected
+    assert list(generate(native, prompt, use_cache=False, **settings)) == expected

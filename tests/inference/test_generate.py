@@ -29,7 +29,7 @@ def test_cached_equals_uncached(model):
     assert len(set(cached)) > 8  # a model that repeats itself would show nothing
 
 
-def test_a_prompt_in_pieces_equals_a_prompt_at_once(model, monkeypatch):
+def test_chunked_prefill_equals_full_prefill(model, monkeypatch):
     expected = greedy(model)
     monkeypatch.setattr(module, "PREFILL", 3)
     assert greedy(model) == expected
@@ -51,19 +51,19 @@ def test_equal_to_transformers(model, tmp_path):
     from toolkit.checkpoints.export_hf import export_hf
     from toolkit.checkpoints.folder import write_model_files
 
-    (tmp_path / "ours").mkdir()
+    (tmp_path / "native").mkdir()
     state = model.state_dict()
-    write_model_files(tmp_path / "ours", state_dict=state, config=model.config, hyperparameters=None, tokenizer=None)
-    export_hf(tmp_path / "ours", tmp_path / "theirs")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
-    found = theirs.generate(
+    write_model_files(tmp_path / "native", state_dict=state, config=model.config, hyperparameters=None, tokenizer=None)
+    export_hf(tmp_path / "native", tmp_path / "hf")
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    found = hf.generate(
         PROMPT[None], attention_mask=torch.ones(1, 5, dtype=torch.long), max_new_tokens=24, do_sample=False,
         eos_token_id=None, pad_token_id=0, suppress_tokens=list(range(101, 128)),  # the vocabulary's padding
     )  # fmt: skip
     assert found[0, 5:].tolist() == greedy(model)
 
 
-def test_goes_on_from_a_cache_of_the_prompts_beginning(model):
+def test_generation_continues_from_partial_cache(model):
     cache = KVCache(model.config, 1, 3)
     model(PROMPT[None, :3], kv_cache=cache)
     seen = []
@@ -73,13 +73,13 @@ def test_goes_on_from_a_cache_of_the_prompts_beginning(model):
     assert found == greedy(model, use_cache=False, count=10)
 
 
-def test_through_fabrics_wrapper(model):
+def test_generation_through_fabric_wrapper(model):
     """Which rebuilds sequences among the arguments; the cache must come through as it is."""
     expected = greedy(model)
     assert greedy(Fabric(accelerator="cpu", devices=1).setup(model)) == expected
 
 
-def test_draws_follow_the_seed(model):
+def test_samples_follow_the_seed(model):
     def draw(seed):
         return list(generate(model, PROMPT, max_new_tokens=20, temperature=1.0, top_k=20, seed=seed))
 
@@ -88,23 +88,23 @@ def test_draws_follow_the_seed(model):
 
 
 def test_stops_before_eos(model):
-    whole = greedy(model)
-    eos = whole[7]
-    assert greedy(model, eos_ids=[100_000, eos]) == whole[: whole.index(eos)]
+    full = greedy(model)
+    eos = full[7]
+    assert greedy(model, eos_ids=[100_000, eos]) == full[: full.index(eos)]
 
 
-def test_stops_where_the_context_is_full_and_says_so(llama):
-    said = []
-    found = greedy(llama, torch.arange(10), count=50, notice=said.append)
+def test_full_context_stops_generation_and_is_reported(llama):
+    notes = []
+    found = greedy(llama, torch.arange(10), count=50, notice=notes.append)
     assert len(found) == 6
-    assert said == ["stopped after 6 new tokens: the model's context of 16 tokens is full"]
-    assert found == greedy(llama, torch.arange(10), count=50, use_cache=False, notice=said.append)
-    said.clear()
-    assert len(greedy(llama, torch.arange(10), count=6, notice=said.append)) == 6
-    assert not said
+    assert notes == ["stopped after 6 new tokens: the model's context of 16 tokens is full"]
+    assert found == greedy(llama, torch.arange(10), count=50, use_cache=False, notice=notes.append)
+    notes.clear()
+    assert len(greedy(llama, torch.arange(10), count=6, notice=notes.append)) == 6
+    assert not notes
 
 
-def test_tokens_come_one_by_one(llama):
+def test_tokens_are_streamed(llama):
     stream = generate(llama, torch.tensor([1]), max_new_tokens=5, temperature=0)
     calls = []
     llama.register_forward_hook(lambda *args: calls.append(1))
@@ -114,7 +114,7 @@ def test_tokens_come_one_by_one(llama):
     assert len(calls) == 2
 
 
-def test_padding_of_the_vocabulary_is_never_drawn(llama):
+def test_vocabulary_padding_is_never_sampled(llama):
     assert llama.config.padded_vocab_size == 64
     with torch.no_grad():
         llama.lm_head.weight[60:] = 50 * llama.lm_head.weight[:1]
@@ -131,19 +131,19 @@ def test_padding_of_the_vocabulary_is_never_drawn(llama):
         ([1] * 16, {"max_new_tokens": 5}, "--prompt: has 16 tokens; the model's context of 16 leaves no room"),
     ],
 )
-def test_mistakes_are_said_at_the_call(llama, prompt, settings, message):
+def test_invalid_settings_are_errors_at_the_call(llama, prompt, settings, message):
     with pytest.raises(UserError, match=message):
         generate(llama, torch.tensor(prompt, dtype=torch.long), **settings)
 
 
-def test_damaged_weights_give_no_text(llama):
+def test_nonfinite_logits_are_a_guard_error(llama):
     with torch.no_grad():
         llama.lm_head.weight[3] = float("nan")
     with pytest.raises(GuardError, match="not finite"):
         greedy(llama, torch.tensor([1]))
 
 
-def test_a_cache_that_was_made_for_a_longer_sequence_is_made_anew():
+def test_cache_of_a_longer_sequence_is_recomputed():
     """Longrope with a border of 16: a prompt after one that is longer than it, and begins alike."""
     model = make_model("phi3").eval()
     cache, fresh = (KVCache(model.config, 1, 0) for _ in range(2))

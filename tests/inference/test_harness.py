@@ -45,7 +45,7 @@ def bpe(corpus):
 
 @pytest.fixture(scope="module")
 def wrappers(corpus, tmp_path_factory):
-    """Ours and theirs."""
+    """Ours and reference."""
     from lm_eval.models.huggingface import HFLM
 
     folder, tokenizer = tmp_path_factory.mktemp("harness"), bpe(corpus)
@@ -63,13 +63,13 @@ def wrappers(corpus, tmp_path_factory):
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.2)
-    (folder / "ours").mkdir()
+    (folder / "native").mkdir()
     state = model.state_dict()
-    write_model_files(folder / "ours", state_dict=state, config=config, hyperparameters=None, tokenizer=tokenizer)
-    export_hf(folder / "ours", folder / "theirs")
+    write_model_files(folder / "native", state_dict=state, config=config, hyperparameters=None, tokenizer=tokenizer)
+    export_hf(folder / "native", folder / "reference")
     template = ChatTemplate.from_tokenizer(tokenizer, None)
-    ours = harness.HarnessLM(model, tokenizer, batch_size=3, template=template, notice=lambda line: None)
-    return ours, HFLM(pretrained=str(folder / "theirs"), device="cpu", dtype="float32", batch_size=2)
+    native = harness.HarnessLM(model, tokenizer, batch_size=3, template=template, notice=lambda line: None)
+    return native, HFLM(pretrained=str(folder / "reference"), device="cpu", dtype="float32", batch_size=2)
 
 
 def text(n: int, seed: int) -> str:
@@ -90,67 +90,67 @@ CHOICES = [
 
 
 def assert_same(found, expected):
-    for (mine, mine_greedy), (theirs, theirs_greedy) in zip(found, expected, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5) and mine_greedy == theirs_greedy
+    for (actual, actual_greedy), (reference, expected_greedy) in zip(found, expected, strict=True):
+        assert actual == pytest.approx(reference, rel=1e-5, abs=1e-5) and actual_greedy == expected_greedy
 
 
-def test_likelihoods(wrappers):
-    ours, theirs = wrappers
-    expected = theirs.loglikelihood(requests(*CHOICES), disable_tqdm=True)
-    assert_same(ours.loglikelihood(requests(*CHOICES)), expected)
-    greedy = ours.generate_until(requests(("the token", {"until": [], "max_gen_toks": 4})))[0]
+def test_log_likelihoods_match_lm_eval(wrappers):
+    native, reference = wrappers
+    expected = reference.loglikelihood(requests(*CHOICES), disable_tqdm=True)
+    assert_same(native.loglikelihood(requests(*CHOICES)), expected)
+    greedy = native.generate_until(requests(("the token", {"until": [], "max_gen_toks": 4})))[0]
     pair = requests(("the token", greedy))
-    assert ours.loglikelihood(pair)[0][1] == theirs.loglikelihood(pair, disable_tqdm=True)[0][1]
+    assert native.loglikelihood(pair)[0][1] == reference.loglikelihood(pair, disable_tqdm=True)[0][1]
 
 
-def test_likelihoods_in_pieces(wrappers, monkeypatch):
+def test_log_likelihoods_in_chunks_match(wrappers, monkeypatch):
     """What bounds the memory of the logits changes nothing."""
-    ours, _ = wrappers
-    expected = ours.loglikelihood(requests(*CHOICES))
+    native, _ = wrappers
+    expected = native.loglikelihood(requests(*CHOICES))
     monkeypatch.setattr(harness, "PREFILL", 7)
-    assert_same(ours.loglikelihood(requests(*CHOICES)), expected)
+    assert_same(native.loglikelihood(requests(*CHOICES)), expected)
 
 
-def test_equal_inputs_share_a_pass(wrappers):
-    ours, _ = wrappers
+def test_equal_inputs_share_a_forward_pass(wrappers):
+    native, _ = wrappers
     rows = []
-    hook = ours._model.register_forward_pre_hook(lambda module, args: rows.extend(args[0].tolist()))
+    hook = native._model.register_forward_pre_hook(lambda module, args: rows.extend(args[0].tolist()))
     letters = requests(*(("which one", letter) for letter in "1234"), ("which one", " a longer answer"))
-    ours.loglikelihood(letters)
+    native.loglikelihood(letters)
     hook.remove()
     assert len(rows) == 2
 
 
-def test_likelihoods_of_long_texts(wrappers):
-    ours, theirs = wrappers
+def test_rolling_log_likelihoods_match_lm_eval(wrappers):
+    native, reference = wrappers
     texts = requests(*((text(n, n),) for n in (1, 3, 70, 150)))
-    expected = theirs.loglikelihood_rolling(texts, disable_tqdm=True)
-    assert ours.loglikelihood_rolling(texts) == pytest.approx(expected, rel=1e-5)
+    expected = reference.loglikelihood_rolling(texts, disable_tqdm=True)
+    assert native.loglikelihood_rolling(texts) == pytest.approx(expected, rel=1e-5)
 
 
-def test_continuations(wrappers):
+def test_continuations_match_lm_eval(wrappers):
     """Of prompts of unequal length, some longer than there is room, with stop texts and without."""
-    ours, theirs = wrappers
+    native, reference = wrappers
     settings = [{"until": [], "max_gen_toks": 20}, {"until": ["e", "zz"], "max_gen_toks": 30, "do_sample": False}]
     asked = requests(*((text(n, n), dict(s)) for s in settings for n in (2, 30, 7, 1, 60)))
-    expected = theirs.generate_until(asked, disable_tqdm=True)
-    found = ours.generate_until(asked)
+    expected = reference.generate_until(asked, disable_tqdm=True)
+    found = native.generate_until(asked)
     assert found == expected and len(set(found)) > 3
     assert all("e" not in answer for answer in found[5:])
 
 
-def test_a_chat(wrappers):
-    ours, theirs = wrappers
+def test_chat_format_matches_lm_eval(wrappers):
+    native, reference = wrappers
     chat = [{"role": "user", "content": "a line"}, {"role": "assistant", "content": "of text"}]
     question = [*chat, {"role": "user", "content": "next"}]
-    assert ours.apply_chat_template(question) == theirs.apply_chat_template(question)
+    assert native.apply_chat_template(question) == reference.apply_chat_template(question)
     begun = [*question, {"role": "assistant", "content": "The answer is"}]
-    assert ours.apply_chat_template(begun, False) == theirs.apply_chat_template(begun, False)
+    assert native.apply_chat_template(begun, False) == reference.apply_chat_template(begun, False)
     system = [{"role": "system", "content": "be brief"}, *question]  # which this template has not
-    assert ours.apply_chat_template(system) == theirs.apply_chat_template(system)
-    prompt = ours.apply_chat_template(question)
-    assert ours.tok_encode(prompt) == theirs.tok_encode(prompt) and ours.tok_encode(prompt)[:2].count(0) == 1
-    assert ours.tok_encode("a line") == theirs.tok_encode("a line") == [0, *ours.tok_encode("a line", False)]
+    assert native.apply_chat_template(system) == reference.apply_chat_template(system)
+    prompt = native.apply_chat_template(question)
+    assert native.tok_encode(prompt) == reference.tok_encode(prompt) and native.tok_encode(prompt)[:2].count(0) == 1
+    assert native.tok_encode("a line") == reference.tok_encode("a line") == [0, *native.tok_encode("a line", False)]
 
 
 @pytest.mark.parametrize(
@@ -160,24 +160,24 @@ def test_a_chat(wrappers):
         ({"max_gen_toks": CONTEXT}, f"--tasks: requests up to {CONTEXT} new tokens; the model's context of {CONTEXT}"),
     ],
 )
-def test_what_a_task_may_not_ask_for(wrappers, settings, message):
+def test_unsupported_task_settings_are_rejected(wrappers, settings, message):
     with pytest.raises(UserError, match=message):
         wrappers[0].generate_until(requests(("a", settings)))
 
 
-def test_draws_where_a_task_asks_for_them(wrappers):
+def test_task_settings_enable_sampling(wrappers):
     drawing = {"do_sample": True, "temperature": 3.0, "max_gen_toks": 20, "until": None}
     answers = wrappers[0].generate_until(requests(("the", drawing), ("the", drawing)))
     assert answers[0] != answers[1]
 
 
-def test_a_continuation_that_is_no_token_or_too_long(wrappers):
+def test_empty_or_too_long_continuation_is_rejected(wrappers):
     for continuation in ("", text(200, 1)):
         with pytest.raises(UserError, match=r"--tasks: a continuation of \d+ tokens; the model takes 1 to 96"):
             wrappers[0]._loglikelihood_tokens([(None, [1], wrappers[0].tok_encode(continuation, False))])
 
 
-def test_a_long_text_does_not_change_how_a_short_one_is_rotated(corpus):
+def test_rope_of_short_text_does_not_depend_on_long_text(corpus):
     """Longrope, with a border of 24 tokens: scores and continuations are those of each text alone."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)], "original_max_seq_len": 24}
     tokenizer = bpe(corpus)
@@ -188,10 +188,10 @@ def test_a_long_text_does_not_change_how_a_short_one_is_rotated(corpus):
         )
     ).eval()  # fmt: skip
     torch.nn.init.normal_(model.transformer.h[0].attn.qkv.weight, std=0.5)
-    ours = harness.HarnessLM(model, tokenizer, batch_size=3, notice=lambda line: None)
+    native = harness.HarnessLM(model, tokenizer, batch_size=3, notice=lambda line: None)
     pairs = [(text(30, 1), " token"), (text(2, 2), " token"), (text(3, 3), " model")]
-    alone = [ours.loglikelihood(requests(pair))[0] for pair in pairs]
-    assert_same(ours.loglikelihood(requests(*pairs)), alone)
+    alone = [native.loglikelihood(requests(pair))[0] for pair in pairs]
+    assert_same(native.loglikelihood(requests(*pairs)), alone)
     asked = [(context, {"until": [], "max_gen_toks": 24}) for context, _ in pairs]
-    alone = [ours.generate_until(requests(one))[0] for one in asked]
-    assert ours.generate_until(requests(*asked)) == alone
+    alone = [native.generate_until(requests(one))[0] for one in asked]
+    assert native.generate_until(requests(*asked)) == alone

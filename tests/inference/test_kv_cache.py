@@ -32,7 +32,7 @@ def test_memory_is_allocated_once():
         assert cache.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))[0].data_ptr() == where
 
 
-def test_what_is_held_stays_when_it_grows_and_goes_when_it_is_cut():
+def test_reserve_keeps_and_truncate_drops_positions():
     cache = KVCache(ModelConfig(n_layer=2, n_head=1, n_embd=4, vocab_size=8), batch_size=1, max_length=3)
     k = torch.randn(1, 1, 6, 4)
     for layer in cache:
@@ -47,7 +47,7 @@ def test_what_is_held_stays_when_it_grows_and_goes_when_it_is_cut():
         cache.truncate(7)
 
 
-def test_positions_that_a_layer_has_not_seen_do_not_count():
+def test_length_is_the_minimum_over_layers():
     """As after a forward pass that was interrupted between two layers."""
     cache = KVCache(ModelConfig(n_layer=2, n_head=1, n_embd=4, vocab_size=8), batch_size=1, max_length=3)
     cache[0].update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))

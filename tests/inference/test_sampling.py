@@ -41,13 +41,13 @@ def normalised(*kept: int, temperature: float = 1.0) -> torch.Tensor:
         ({"vocab_size": 3, "top_k": 1}, normalised(1)),
     ],
 )
-def test_tokens_are_drawn_as_often_as_they_should(settings, expected):
+def test_sample_frequencies_match_probabilities(settings, expected):
     found = frequencies(**settings)
     assert ((found == 0) == (expected == 0)).all()  # nothing outside the set, everything inside
     torch.testing.assert_close(found, expected, atol=0.01, rtol=0)  # four standard deviations
 
 
-def test_temperature_zero_takes_the_likeliest_and_never_padding():
+def test_temperature_zero_is_greedy_and_never_padding():
     logits = torch.tensor([[0.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0, 9.0]])
     assert sample(logits, temperature=0, vocab_size=3, top_k=2, top_p=0.5).tolist() == [1, 0]
     assert sample(logits.bfloat16(), temperature=0).tolist() == [3, 3]
@@ -55,12 +55,12 @@ def test_temperature_zero_takes_the_likeliest_and_never_padding():
         assert sample(logits, temperature=tiny, vocab_size=3).tolist() == [1, 0]
 
 
-def test_top_k_keeps_exactly_k_among_equals():
+def test_top_k_keeps_exactly_k_with_ties():
     ids = sample(torch.zeros(2000, 6), top_k=2, generator=torch.Generator().manual_seed(0))
     assert len(set(ids.tolist())) == 2
 
 
-def test_the_same_seed_draws_the_same():
+def test_same_seed_gives_same_samples():
     draws = [sample(torch.zeros(50, 9), generator=torch.Generator().manual_seed(s)).tolist() for s in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
 
@@ -76,12 +76,12 @@ def test_the_same_seed_draws_the_same():
         ({"top_p": 1.5}, "--top_p 1.5: must be"),
     ],
 )
-def test_settings_out_of_range_are_named(settings, message):
+def test_settings_out_of_range_name_the_flag(settings, message):
     with pytest.raises(UserError, match=message):
         sample(LOGITS, **settings)
 
 
-def test_logits_that_are_not_finite_are_no_text():
+def test_nonfinite_logits_raise_guard_error():
     for bad in (float("nan"), float("inf")):
         with pytest.raises(GuardError, match="not finite"):
             sample(torch.tensor([[0.0, bad]]), temperature=0)

@@ -27,36 +27,36 @@ def stream_pieces(tokenizer, ids, context=()):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_join_to_the_text_and_no_character_is_cut(tokenizer, text):
+def test_stream_concatenates_to_the_text_with_intact_characters(tokenizer, text):
     pieces = stream_pieces(tokenizer, tokenizer.encode(text))
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_text_comes_as_soon_as_it_is_whole(tokenizer):
+def test_text_is_emitted_as_soon_as_complete(tokenizer):
     assert stream_pieces(tokenizer, tokenizer.encode("aé東b")) == ["a", "", "é", "", "", "東", "b", ""]
 
 
-def test_what_never_becomes_a_character_shows_in_the_end(tokenizer):
+def test_incomplete_bytes_are_emitted_at_the_end(tokenizer):
     ids = tokenizer.encode("a東")[:-1]  # the last byte is missing
     assert "".join(stream_pieces(tokenizer, ids)) == "a\ufffd"
     ids = [*ids, *tokenizer.encode("b")]
     assert "".join(stream_pieces(tokenizer, ids)) == "a\ufffdb"
 
 
-def test_the_context_is_not_shown_even_if_it_is_cut_within_a_character(tokenizer):
+def test_context_is_not_emitted_even_if_cut_inside_a_character(tokenizer):
     context = tokenizer.encode("東京" * 5)
     assert "".join(stream_pieces(tokenizer, tokenizer.encode("é!"), context)) == "é!"
 
 
-def test_a_space_after_the_prompt_is_kept():
+def test_space_after_the_prompt_is_kept():
     """SentencePiece-like decoders drop the space before the first token, and only there."""
     words = ["\u2581The", "\u2581quick", "\u2581fox"]
     decoder = SimpleNamespace(decode=lambda ids: "".join(words[i] for i in ids).replace("\u2581", " ")[1:])
     assert stream_pieces(decoder, [1, 2], context=[0]) == [" quick", " fox", ""]
 
 
-def test_special_tokens_are_not_shown(tokenizer):
+def test_special_tokens_are_not_emitted(tokenizer):
     ids = [*tokenizer.encode("a"), tokenizer.eos_id, *tokenizer.encode("b")]
     assert "".join(stream_pieces(tokenizer, ids)) == "ab"
 
@@ -73,7 +73,7 @@ def test_stop_tokens(content, expected):
     assert stop_tokens(with_settings(content)) == expected
 
 
-def test_stop_tokens_where_there_are_none():
+def test_no_stop_tokens():
     assert stop_tokens(with_settings({}, eos_id=None)) == []
     for broken in ("x", {}, ["x"]):
         with pytest.raises(UserError, match="it: generation_config.json: eos_token_id"):

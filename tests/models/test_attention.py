@@ -26,22 +26,22 @@ CASES = {
 }
 
 
-def inputs(new: int, keys: int, size: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def inputs(n_new: int, n_keys: int, size: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     """q, k, v and sinks: four heads in two groups, two rows."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (2, 4, new, size), (2, 2, keys, size), (2, 2, keys, size), (4,)
+    shapes = (2, 4, n_new, size), (2, 2, n_keys, size), (2, 2, n_keys, size), (4,)
     return [torch.randn(shape, dtype=dtype, generator=generator, requires_grad=True) for shape in shapes]
 
 
-def visible(held: int, new: int, window: int | None, documents: torch.Tensor | None) -> torch.Tensor:
-    """(B, 1, new, held + new), from the definition."""
-    queries, at = torch.arange(held, held + new)[:, None], torch.arange(held + new)
-    mask = (at <= queries) & (at > queries - (window or held + new))
+def expected_mask(n_cached: int, n_new: int, window: int | None, documents: torch.Tensor | None) -> torch.Tensor:
+    """(B, 1, n_new, n_cached + n_new), from the definition."""
+    queries, at = torch.arange(n_cached, n_cached + n_new)[:, None], torch.arange(n_cached + n_new)
+    mask = (at <= queries) & (at > queries - (window or n_cached + n_new))
     same = documents[:, :, None] == documents[:, None, :] if documents is not None else torch.ones(2, 1, 1).bool()
     return (mask & same)[:, None]
 
 
-def plain(q, k, v, mask, scale, sinks) -> torch.Tensor:
+def reference_attention(q, k, v, mask, scale, sinks) -> torch.Tensor:
     k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
     scores = (q @ k.mT * scale).masked_fill(~mask, float("-inf"))
     with_sinks = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
@@ -50,20 +50,20 @@ def plain(q, k, v, mask, scale, sinks) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [16, 20])
 @pytest.mark.parametrize("case", CASES)
-def test_sinks_and_their_gradients_are_the_plain_formulas(case, size):
-    held, new, window, documents = CASES[case]
-    q, k, v, sinks = given = inputs(new, held + new, size)
-    seen = AttentionMaskBuilder(held, new, torch.device("cpu"), documents).for_window(window)
-    found = sink_attention(q, k[:, :, -seen.n_keys :], v[:, :, -seen.n_keys :], seen, 0.3, sinks)
-    expected = plain(q, k, v, visible(*CASES[case]), 0.3, sinks)
+def test_sink_attention_and_gradients_match_reference(case, size):
+    n_cached, n_new, window, documents = CASES[case]
+    q, k, v, sinks = given = inputs(n_new, n_cached + n_new, size)
+    attn_mask = AttentionMaskBuilder(n_cached, n_new, torch.device("cpu"), documents).for_window(window)
+    found = sink_attention(q, k[:, :, -attn_mask.n_keys :], v[:, :, -attn_mask.n_keys :], attn_mask, 0.3, sinks)
+    expected = reference_attention(q, k, v, expected_mask(*CASES[case]), 0.3, sinks)
     torch.testing.assert_close(found, expected)
     direction = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(1))
     gradients = [torch.autograd.grad((y * direction).sum(), given) for y in (found, expected)]
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for actual, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, reference)
 
 
-def test_a_sink_takes_all_or_nothing_at_its_extremes():
+def test_extreme_sinks_take_all_or_no_attention():
     q, k, v, sinks = inputs(6, 6, 16)
     causal = AttentionMask(6, is_causal=True)
     assert sink_attention(q, k, v, causal, 0.3, sinks + 1e4).abs().max() == 0
@@ -72,21 +72,21 @@ def test_a_sink_takes_all_or_nothing_at_its_extremes():
 
 
 @torch.no_grad()
-def test_in_bf16_the_error_is_at_most_that_of_transformers():
-    theirs = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss").eager_attention_forward
+def test_bf16_error_is_at_most_that_of_transformers():
+    reference = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss").eager_attention_forward
     q, k, v, sinks = inputs(64, 64, 24, torch.float32)
     mask, scale = torch.ones(64, 64).bool().tril(), 24**-0.5
-    expected = plain(3 * q, k, v, mask, scale, sinks)
+    expected = reference_attention(3 * q, k, v, mask, scale, sinks)
     q, k, v, sinks = (tensor.bfloat16() for tensor in (3 * q, k, v, sinks))
     module = SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
     hidden = torch.zeros(64, 64, dtype=torch.bfloat16).masked_fill(~mask, float("-inf"))
-    there = theirs(module, q, k, v, hidden, scaling=scale)[0].transpose(1, 2)
-    ours = sink_attention(q, k, v, AttentionMask(64, is_causal=True), scale, sinks)
+    hf_output = reference(module, q, k, v, hidden, scaling=scale)[0].transpose(1, 2)
+    actual = sink_attention(q, k, v, AttentionMask(64, is_causal=True), scale, sinks)
     error = lambda found: (found.float() - expected).pow(2).mean().sqrt()  # noqa: E731
-    assert ours.dtype == torch.bfloat16 and error(ours) <= error(there)
+    assert actual.dtype == torch.bfloat16 and error(actual) <= error(hf_output)
 
 
-def test_the_gradient_of_fp32_sinks_stays_fp32_beside_bf16_products():
+def test_fp32_sinks_have_fp32_gradient_with_bf16_inputs():
     q, k, v, sinks = inputs(64, 64, 24, torch.float32)
     of = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -97,11 +97,11 @@ def test_the_gradient_of_fp32_sinks_stays_fp32_beside_bf16_products():
     assert (of[torch.bfloat16] - of[torch.float32]).norm() < 0.01 * of[torch.float32].norm()
 
 
-def test_sinks_are_drawn_as_transformers_draws_them():
+def test_sink_initialization_matches_transformers():
     sinks = draw("transformer.h.0.attn.sinks", (4096,), seed=0, config=ModelConfig(attention_sinks=True))
     assert sinks.std().item() == pytest.approx(0.02, rel=0.1) and sinks.mean().abs() < 0.002
 
 
-def test_sinks_with_capped_scores_are_refused():
+def test_sinks_with_softcapping_are_rejected():
     with pytest.raises(UserError, match="--model_config.attention_sinks True"):
         ModelConfig(attention_sinks=True, attention_logit_softcapping=30.0)

@@ -56,14 +56,14 @@ def count_graphs(model: GPT, calls: Iterable[tuple[int, bool]], longest_ragged: 
 
 
 @pytest.mark.parametrize(("calls", "longest"), [(FIXED, 0), (RAGGED, 30)], ids=["fixed", "ragged"])
-def test_blocks_that_compute_the_same_share_a_graph(calls, longest):
+def test_equivalent_blocks_share_a_graph(calls, longest):
     """One for training and one for validation, of each kind of layer; rows of all lengths need no more."""
     assert count_graphs(small("llama", n_layer=4), calls, longest) == 2
     assert count_graphs(small("llama", **GEMMA2), calls, longest) == 4
     assert count_graphs(small("llama", n_layer=4), calls, longest, packed=True) == 2
 
 
-def test_rows_shorter_and_longer_than_a_window_or_the_context_that_was_trained_share_a_graph():
+def test_rows_around_window_and_original_context_share_a_graph():
     longrope = {
         "short_factor": [1.0] * 8,
         "long_factor": [4.0] * 8,
@@ -74,13 +74,13 @@ def test_rows_shorter_and_longer_than_a_window_or_the_context_that_was_trained_s
         assert count_graphs(small("llama", **changes), RAGGED, 30) == 2
 
 
-def test_lengths_that_change_unexpectedly_stay_below_the_recompile_limit():
+def test_varying_lengths_stay_below_recompile_limit():
     assert count_graphs(small("llama", **GEMMA2), RAGGED) == 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HF_CONFIGS)
-def test_graphs_of_every_family(name):
+def test_graph_count_of_every_family(name):
     pytest.importorskip("transformers")
     config = config_from_hf(json.loads(HF_CONFIGS[name]().to_json_string()))
     layers = range(config.n_layer)

@@ -7,7 +7,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig, ModelOverrides
 
 
-def test_a_config_survives_the_way_through_its_file():
+def test_config_round_trip_through_file():
     config = ModelConfig(name="x", vocab_size=1000, n_query_groups=2, tie_embeddings=True)
     assert ModelConfig.from_dict(config.to_dict()) == config
 
@@ -21,12 +21,12 @@ def test_a_config_survives_the_way_through_its_file():
         ("something_of_next_year", 1),
     ],
 )
-def test_a_field_that_would_change_the_mathematics_is_never_dropped(name, value):
+def test_unknown_field_with_a_value_is_rejected(name, value):
     with pytest.raises(UserError, match=name):
         ModelConfig.from_dict(ModelConfig(vocab_size=100).to_dict() | {name: value})
 
 
-def test_overrides_are_parsed_from_flags_and_derived_fields_follow():
+def test_overrides_from_flags_update_derived_fields():
     parser = jsonargparse.ArgumentParser()
     parser.add_argument("--model_config", type=ModelOverrides, default=ModelOverrides())
     flags = ["--model_config.n_embd", "64", "--model_config.n_head", "4", "--model_config.n_layer", "3"]
@@ -56,12 +56,12 @@ def test_overrides_are_parsed_from_flags_and_derived_fields_follow():
         ("swiglu_limit", -1.0),
     ],
 )
-def test_impossible_values_are_refused_with_the_flag_named(field, value):
+def test_invalid_values_name_the_flag(field, value):
     with pytest.raises(UserError, match=f"model_config.{field}"):
         ModelConfig(**{"vocab_size": 100, field: value})
 
 
-def test_a_padded_vocabulary_that_is_set_survives_the_tokenizer():
+def test_explicit_padded_vocab_size_is_kept():
     config = ModelConfig(padded_vocab_size=512)
     assert config.with_vocab_size(300).padded_vocab_size == 512
     assert ModelConfig().with_vocab_size(300).padded_vocab_size == 320
@@ -83,17 +83,17 @@ def test_a_padded_vocabulary_that_is_set_survives_the_tokenizer():
         ("moe_indices", [1]),
     ],
 )
-def test_impossible_experts_are_refused_with_the_flag_named(field, value):
-    facts = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 24}
-    facts |= {"n_head": 2}
+def test_invalid_experts_name_the_flag(field, value):
+    fields = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 24}
+    fields |= {"n_head": 2}
     with pytest.raises(UserError, match=f"model_config.{field}"):
-        ModelConfig(**{"vocab_size": 100, **facts, field: value})
+        ModelConfig(**{"vocab_size": 100, **fields, field: value})
 
 
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 
 
-def test_latent_attention_settles_the_width_of_heads():
+def test_latent_attention_sets_head_size():
     config = ModelConfig(vocab_size=100, n_embd=30, n_head=4, latent_attention=LATENT)
     assert (config.head_size, config.rope_n_elem, config.n_query_groups) == (12, 4, 4)
     without = {name: n for name, n in LATENT.items() if name != "q_lora_rank"}
@@ -101,7 +101,7 @@ def test_latent_attention_settles_the_width_of_heads():
 
 
 @pytest.mark.parametrize(
-    ("field", "facts"),
+    ("field", "fields"),
     [
         ("latent_attention", {"latent_attention": LATENT | {"v_head_dim": 0}}),
         ("latent_attention", {"latent_attention": LATENT | {"head_dim": 8}}),
@@ -111,12 +111,12 @@ def test_latent_attention_settles_the_width_of_heads():
         ("rotary_percentage", {"rotary_percentage": 0.5}),
     ],
 )
-def test_impossible_latent_attention_is_refused_with_the_flag_named(field, facts):
+def test_invalid_latent_attention_names_the_flag(field, fields):
     with pytest.raises(UserError, match=f"model_config.{field}"):
-        ModelConfig(**{"latent_attention": LATENT} | facts)
+        ModelConfig(**{"latent_attention": LATENT} | fields)
 
 
-def test_a_change_of_latent_attention_changes_the_width_of_heads():
+def test_override_of_latent_attention_updates_head_size():
     named = ModelConfig(vocab_size=100, n_embd=30, n_head=4, latent_attention=LATENT)
     assert named.override(ModelOverrides(latent_attention=LATENT | {"qk_nope_head_dim": 10})).head_size == 14
     assert named.override(ModelOverrides(n_embd=64)).head_size == 12
@@ -139,13 +139,13 @@ def test_a_change_of_latent_attention_changes_the_width_of_heads():
         ("moe_indices", [0, 1]),
     ],
 )
-def test_what_only_experts_have_is_refused_without_them(field, value):
+def test_moe_fields_without_experts_are_rejected(field, value):
     with pytest.raises(UserError, match=f"model_config.{field} .*: needs --model_config.mlp_class_name LLaMAMoE"):
         ModelConfig(**{field: value})
 
 
 @pytest.mark.parametrize(
-    ("field", "facts"),
+    ("field", "fields"),
     [
         ("n_topk_groups", {"n_topk_groups": 3}),
         ("n_expert_groups", {"n_expert_groups": 8, "n_topk_groups": 4, "router_scores": "sigmoid"}),
@@ -154,14 +154,14 @@ def test_what_only_experts_have_is_refused_without_them(field, value):
         ("n_topk_groups", {"n_expert_groups": 4, "n_topk_groups": 1}),
     ],
 )
-def test_impossible_groups_of_experts_are_refused_with_the_flag_named(field, facts):
+def test_invalid_expert_groups_name_the_flag(field, fields):
     experts = {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 3, "moe_intermediate_size": 24}
     with pytest.raises(UserError, match=f"model_config.{field}"):
-        ModelConfig(**experts | facts)
+        ModelConfig(**experts | fields)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "wanted"),
+    ("field", "value", "expected"),
     [
         ("n_layer", 2.0, "an integer"),
         ("n_layer", True, "an integer"),
@@ -187,23 +187,23 @@ def test_impossible_groups_of_experts_are_refused_with_the_flag_named(field, fac
         ("latent_attention", {"kv_lora_rank": 8}, "must have q_lora_rank, kv_lora_rank"),
     ],
 )
-def test_values_of_another_kind_are_refused_with_the_flag_named(field, value, wanted):
-    with pytest.raises(UserError, match=f"^--model_config.{field}.*{wanted}"):
+def test_values_of_wrong_type_name_the_flag(field, value, expected):
+    with pytest.raises(UserError, match=f"^--model_config.{field}.*{expected}"):
         ModelConfig(**{"vocab_size": 100, field: value})
 
 
-def test_yarn_needs_a_base_that_has_a_logarithm():
+def test_yarn_needs_rope_base_above_one():
     yarn = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16}
     with pytest.raises(UserError, match="rope_base 1.0: must be greater than 1 with YaRN"):
         ModelConfig(rope_base=1.0, rope_adjustments=yarn)
 
 
-def test_whole_numbers_are_numbers():
+def test_integers_are_valid_floats():
     assert ModelConfig(rope_base=10000, rope_adjustments={"factor": 4}).rope_kind == "linear"
 
 
 @pytest.mark.parametrize("name", ["short_factor", "long_factor"])
-def test_longrope_needs_a_factor_for_each_pair(name):
+def test_longrope_needs_one_factor_per_pair(name):
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_seq_len": 16, "attention_factor": 1.1}
     ModelConfig(rope_adjustments=factors)  # heads of 16 elements
     with pytest.raises(UserError, match=f"rope_adjustments: {name} has 6 factors; heads with 16 rotated .* need 8"):

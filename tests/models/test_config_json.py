@@ -73,16 +73,16 @@ COMPUTED = {
 
 
 @pytest.mark.parametrize("case", COMPUTED)
-def test_what_transformers_computes_of_a_config_json_is_computed(case, tmp_path):
+def test_config_json_variants_match_transformers(case, tmp_path):
     kind, values = COMPUTED[case]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | values))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    randomize(theirs, seed=0)
-    theirs.save_pretrained(tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_config(config).eval()
+    randomize(reference, seed=0)
+    reference.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | values))
     with torch.no_grad():
-        assert relative_error(from_folder(tmp_path)(token_ids()), theirs(token_ids()).logits) < 1e-5
+        assert relative_error(from_folder(tmp_path)(token_ids()), reference(token_ids()).logits) < 1e-5
 
 
 def nested(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
@@ -90,17 +90,17 @@ def nested(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "said"),
+    ("kind", "change", "message"),
     [
         ("qwen2", {"is_causal": False}, "is_causal False: of a 'qwen2' model"),
         ("gpt2", {"is_causal": False}, "is_causal False"),
         ("llama", {"per_layer_config": {"0": {}}}, "per_layer_config"),
         (
             "qwen2", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "yarn"} | YARN},
-            r"rope_parameters.rope_theta 1000000.0: does not count beside rope_scaling",
+            r"rope_parameters.rope_theta 1000000.0: is ignored; set it in rope_scaling",
         ),
-        ("qwen2", {"rope_parameters": {FULL: {"rope_theta": 1e6}}}, "full_attention .*: a 'qwen2' model has one rot"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: a 'llama' model rotates whole heads"),
+        ("qwen2", {"rope_parameters": {FULL: {"rope_theta": 1e6}}}, "full_attention .*: a 'qwen2' model has the same"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: a 'llama' model has no partial rotary"),
         ("llama", {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ("llama", {"rope_scaling": {"rope_type": None, "factor": 2.0}}, "rope_type None is not supported"),
         ("llama", {"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type \['yarn'\] is not supported"),
@@ -114,17 +114,17 @@ def nested(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
             "high_freq_factor 4.0: must be greater than low_freq_factor",
         ),
         ("llama", {"rope_theta": None}, "rope_theta None: must be a number greater than zero"),
-        ("gpt_neox", {"rope_theta": 77.0}, "rope_theta 77.0: a 'gpt_neox' model has rotary_emb_base, here 10000.0"),
-        ("gpt_neox", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: a 'gpt_neox' model has rotary_pct"),
-        ("gpt_neox", {"head_dim": 32}, "head_dim 32: .* 'gpt_neox' only has 16; this version computes no other"),
+        ("gpt_neox", {"rope_theta": 77.0}, "rope_theta 77.0: a 'gpt_neox' model uses rotary_emb_base, here 10000.0"),
+        ("gpt_neox", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: a 'gpt_neox' model uses rotary_pct"),
+        ("gpt_neox", {"head_dim": 32}, "head_dim 32: .* 'gpt_neox' only has 16; other values are not supported"),
         ("falcon", {"head_dim": 32}, "head_dim 32: .* only has 16"),
         ("phi", {"head_dim": 32}, "head_dim 32: .* only has 16"),
         ("gemma3_text", nested(SLIDING, LINEAR), "rope_type 'linear' of sliding_attention: .* only 'default' there"),
         ("olmo3", nested(SLIDING, {"rope_type": "yarn"} | YARN), "rope_type 'yarn' of sliding_attention"),
         ("olmo3", nested(FULL, {"rope_type": "yarn", "truncate": False} | YARN), "truncate False"),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 77.0}}, "rope_parameters.rope_theta 77.0: .* must hold"),
-        ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling.type 'linear': .* name it"),
-        ("olmo3", {"rope_theta": 77.0}, "rope_theta 77.0: transformers 4 takes it for all layers"),
+        ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling.type 'linear': .* rename"),
+        ("olmo3", {"rope_theta": 77.0}, "rope_theta 77.0: transformers 4 applies it to all layers"),
         ("deepseek_v3", {"num_key_value_heads": 4, "rope_scaling": LINEAR | {"mscale_all_dim": 1.0}}, "mscale_al"),
         ("deepseek_v2", {"num_key_value_heads": 4, "head_dim": 32}, "head_dim 32"),
         ("llama", {"attention_bias": True}, "attention_bias True with mlp_bias False"),
@@ -135,7 +135,7 @@ def nested(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
         ("gemma2", {"query_pre_attn_scalar": 20.5}, "query_pre_attn_scalar 20.5: must be an integer"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping 0.0: must be a number greater than zero"),
         ("qwen2", {"use_sliding_window": True, "layer_types": [SLIDING]}, "layer_types names 1 layers: must be"),
-        ("qwen2", {"sliding_window": 8, "layer_types": [SLIDING] * 2}, "use_sliding_window False: layer_types names"),
+        ("qwen2", {"sliding_window": 8, "layer_types": [SLIDING] * 2}, "use_sliding_window False: layer_types has"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers \[1\]: must contain 0 or 1 for each of the 2 layers"),
         ("qwen2", {"num_hidden_layers": "2"}, "num_hidden_layers '2': must be an integer, 1 or greater"),
         ("qwen2", {"hidden_size": 65}, "hidden_size 65: must be a multiple of num_attention_heads 4"),
@@ -144,9 +144,9 @@ def nested(kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
         ("qwen2", {"max_position_embeddings": None}, "max_position_embeddings None: must be an integer"),
     ],
 )  # fmt: skip
-def test_what_is_not_computed_is_refused_in_the_words_of_the_file(kind, change, said):
+def test_unsupported_values_name_the_config_json_key(kind, change, message):
     head_dim = {"head_dim": 16} if kind.startswith("gemma") else {}
-    with pytest.raises(UserError, match=f"^config.json: {said}"):
+    with pytest.raises(UserError, match=f"^config.json: {message}"):
         config_from_hf({"model_type": kind} | GROUPED | head_dim | {"hidden_act": acts(kind)} | change)
 
 
@@ -159,14 +159,14 @@ def files() -> dict[str, dict[str, Any]]:
     """A ``config.json`` of each family, with all keys that transformers or this project writes."""
     found: dict[str, dict[str, Any]] = {}
     for make in HF_CONFIGS.values():
-        theirs = json.loads(make().to_json_string(use_diff=False))
-        kind = theirs["model_type"]
+        reference = json.loads(make().to_json_string(use_diff=False))
+        kind = reference["model_type"]
         if kind not in found:
-            found[kind] = family_of(config := config_from_hf(theirs)).to_hf_config(config) | theirs
+            found[kind] = family_of(config := config_from_hf(reference)).to_hf_config(config) | reference
     return found
 
 
-def test_no_value_of_any_key_is_our_own_fault():
+def test_any_value_of_any_key_is_accepted_or_a_user_error():
     found, tried = files(), 0
     assert found.keys() == FAMILIES.keys()
     for kind, values in found.items():
@@ -196,7 +196,7 @@ SCALINGS = [
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3", "gpt_neox", "gemma3_text", "olmo3", "deepseek_v3", "gpt_oss"])
-def test_no_rotary_value_is_our_own_fault(kind):
+def test_any_rope_value_is_accepted_or_a_user_error(kind):
     plain = {key: value for key, value in files()[kind].items() if not key.startswith("rope")}
     for scaling in SCALINGS:
         for key in scaling:
@@ -211,27 +211,27 @@ def test_no_rotary_value_is_our_own_fault(kind):
                     assert inverse_frequencies(config).isfinite().all() and math.isfinite(attention_factor(config))
 
 
-# Where a key that is left out makes ours refuse what transformers would read otherwise than it was written.
+# Where a key that is left out makes native refuse what transformers would read otherwise than it was written.
 TOLD = {("gpt_oss", "rope_theta"), ("deepseek_v3", "rope_theta"), ("olmo3", "rope_parameters"),
         ("deepseek_v2", "qk_rope_head_dim")}  # fmt: skip
 
 
-def test_a_key_that_is_left_out_means_what_it_means_to_transformers(tmp_path):
+def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
     different = set()
     for kind, values in files().items():
         for key in values.keys() - {"model_type", "architectures", "transformers_version"}:
             fewer = {k: v for k, v in values.items() if k != key}
             (tmp_path / "config.json").write_text(json.dumps(fewer))
             try:
-                theirs = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+                reference = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
             except Exception:  # whatever it says: their class does not read the file
                 continue
             try:
-                theirs = replace(config_from_hf(theirs), name="")
+                reference = replace(config_from_hf(reference), name="")
             except UserError:  # their default does not go with the rest
                 continue
             try:
-                same = config_from_hf(fewer) == theirs
+                same = config_from_hf(fewer) == reference
             except UserError as error:
                 same = "is missing; a" in str(error)
             if not same:
@@ -240,12 +240,12 @@ def test_a_key_that_is_left_out_means_what_it_means_to_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [k for k in FAMILIES if not k.startswith(("gpt2", "gpt_neox", "falcon", "deepseek"))])
-def test_heads_of_keys_and_values_that_are_left_out_are_as_many_as_transformers_has(kind, tmp_path):
+def test_missing_num_key_value_heads_has_the_default_of_transformers(kind, tmp_path):
     values = {key: value for key, value in files()[kind].items() if key not in ("num_key_value_heads", "head_dim")}
     values |= {"model_type": kind, "num_attention_heads": 32, "hidden_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert config_from_hf(values).n_query_groups == theirs.num_key_value_heads
+    reference = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert config_from_hf(values).n_query_groups == reference.num_key_value_heads
 
 
 GEMMA_3_12B = {  # google/gemma-3-12b-it, without its image part's numbers
@@ -260,7 +260,7 @@ GEMMA_3_12B = {  # google/gemma-3-12b-it, without its image part's numbers
 }  # fmt: skip
 
 
-def test_the_text_model_of_one_that_sees_images_is_read():
+def test_text_model_of_multimodal_config_is_read():
     read, named = config_from_hf(GEMMA_3_12B), get_config("gemma-3-12b")
     vocabulary = {"name": "", "vocab_size": 262208, "padded_vocab_size": 262208}  # with the rows of images
     assert read == replace(named, **vocabulary)
@@ -280,24 +280,24 @@ def save_model_with_images(folder):
         text_config={key: value for key, value in GEMMA3.items() if not key.startswith("rope")}, vision_config=images,
         mm_tokens_per_image=4, image_token_index=95, boi_token_index=94, eoi_token_index=93,
     )  # fmt: skip
-    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
-    randomize(theirs, seed=0)
-    theirs.save_pretrained(folder)
-    return theirs
+    reference = transformers.Gemma3ForConditionalGeneration(config).eval()
+    randomize(reference, seed=0)
+    reference.save_pretrained(folder)
+    return reference
 
 
 @pytest.mark.parametrize("named", ["as files are", "as in memory"])
-def test_a_model_that_sees_images_gives_its_text_model_with_equal_logits(named, tmp_path):
-    theirs = save_model_with_images(tmp_path / "hf")
+def test_text_model_of_multimodal_model_has_equal_logits(named, tmp_path):
+    reference = save_model_with_images(tmp_path / "hf")
     if named == "as in memory":
-        weights = {name: tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
+        weights = {name: tensor for name, tensor in reference.state_dict().items() if name != "lm_head.weight"}
         save_file(weights, tmp_path / "hf" / "model.safetensors")
-    notes, ids = import_hf(tmp_path / "hf", tmp_path / "ours"), token_ids() % 90
+    notes, ids = import_hf(tmp_path / "hf", tmp_path / "native"), token_ids() % 90
     assert any("weights that are no part of the model" in note for note in notes)
-    ours = load_model(tmp_path / "ours").eval()
-    export_hf(tmp_path / "ours", tmp_path / "back")
+    native = load_model(tmp_path / "native").eval()
+    export_hf(tmp_path / "native", tmp_path / "back")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     with torch.no_grad():
-        logits = theirs(ids).logits
-        assert relative_error(ours(ids), logits) < 1e-5
+        logits = reference(ids).logits
+        assert relative_error(native(ids), logits) < 1e-5
         assert relative_error(back(ids).logits, logits) < 1e-5

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 
-from tests.models.test_parity import HF_CONFIGS, OUR_CONFIGS, randomize, relative_error, to_folder
+from tests.models.test_parity import HF_CONFIGS, NATIVE_CONFIGS, randomize, relative_error, to_folder
 from toolkit.checkpoints.export_hf import to_hf_names
 from toolkit.checkpoints.folder import model_on_meta
 from toolkit.errors import UserError
@@ -113,8 +113,8 @@ def changes(config: ModelConfig) -> dict[str, list[dict[str, Any]]]:
             found[name] = [False, True] if hint is bool else list(get_args(hint))
     found["mlp_class_name"].append(EXPERTS)
     found["norm_qk_type"].append({"norm_qk": True, "norm_qk_type": "per_head", "norm_class_name": "LayerNorm"})
-    whole = {name: [v if isinstance(v, dict) else {name: v} for v in values] for name, values in found.items()}
-    return {name: [COMPANIONS.get(name, {}) | change for change in values] for name, values in whole.items()}
+    by_field = {name: [v if isinstance(v, dict) else {name: v} for v in values] for name, values in found.items()}
+    return {name: [COMPANIONS.get(name, {}) | change for change in values] for name, values in by_field.items()}
 
 
 def variants(config: ModelConfig) -> Iterator[tuple[dict[str, Any], ModelConfig]]:
@@ -125,8 +125,8 @@ def variants(config: ModelConfig) -> Iterator[tuple[dict[str, Any], ModelConfig]
             changed = replace(config, **change)
         except UserError:
             continue
-        if (facts := repr(changed)) not in seen:
-            seen.add(facts)
+        if (fields := repr(changed)) not in seen:
+            seen.add(fields)
             yield change, changed
 
 
@@ -136,9 +136,9 @@ def test_every_field_is_varied():
 
 
 def shapes() -> dict[str, ModelConfig]:
-    ours = {"block_size": 64, "n_layer": 2, "n_head": 4, "n_embd": 64}
+    native = {"block_size": 64, "n_layer": 2, "n_head": 4, "n_embd": 64}
     found = {name: config_from_hf(make().to_dict()) for name, make in HF_CONFIGS.items()}
-    return found | {f"{name}-ours": ModelConfig(**ours | facts) for name, facts in OUR_CONFIGS.items()}
+    return found | {f"{name}-native": ModelConfig(**native | fields) for name, fields in NATIVE_CONFIGS.items()}
 
 
 SHAPES = shapes()
@@ -152,8 +152,8 @@ def exported(config: ModelConfig) -> tuple[dict[str, Any], list] | None:
         try:
             found.append(export(config))
         except UserError as error:
-            said = re.match(r"--model_config\.(\w+) (.*)", str(error))
-            assert said and said[2].startswith(f"{getattr(config, said[1])}: "), error
+            message = re.match(r"--model_config\.(\w+) (.*)", str(error))
+            assert message and message[2].startswith(f"{getattr(config, message[1])}: "), error
             assert "\n" not in str(error)
     assert len(found) != 1
     return (found[0], found[1]) if found else None
@@ -178,17 +178,17 @@ def require_equal(config: ModelConfig, values: dict[str, Any], table: list, know
 
     ``known`` holds what transformers computed before, for changes that make no difference to the export.
     """
-    ours = model_on_meta(config).to_empty(device="cpu").eval()
-    ours.tie_weights()
-    randomize(ours, seed=2)
-    weights = dict(to_hf_names(table, ours.state_dict()))
+    native = model_on_meta(config).to_empty(device="cpu").eval()
+    native.tie_weights()
+    randomize(native, seed=2)
+    weights = dict(to_hf_names(table, native.state_dict()))
     key = json.dumps([values, {name: tensor.sum().item() for name, tensor in weights.items()}])
     if key not in known:
         known[key] = logits_of_transformers(values, weights)
         again = model_on_meta(config_from_hf(values)).eval()
-        again.load_state_dict(ours.state_dict(), assign=True)
+        again.load_state_dict(native.state_dict(), assign=True)
         assert (error := relative_error(again(IDS), known[key])) < 1e-5, f"read again, differs by {error}"
-    assert (error := relative_error(ours(IDS), known[key])) < 1e-5, f"differs by {error}"
+    assert (error := relative_error(native(IDS), known[key])) < 1e-5, f"differs by {error}"
 
 
 def require_refused_or_equal(name: str) -> None:
@@ -205,23 +205,26 @@ def require_refused_or_equal(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_a_model_is_refused_or_opens_in_transformers_with_equal_logits(name):
+def test_export_is_rejected_or_has_equal_logits_in_transformers(name):
     require_refused_or_equal(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in FIRST])
-def test_other_shapes_are_refused_or_open_in_transformers_with_equal_logits(name):
+def test_export_of_other_shapes_is_rejected_or_has_equal_logits(name):
     require_refused_or_equal(name)
 
 
-def test_a_weight_that_a_family_does_not_list_is_not_left_out_in_silence(tmp_path, monkeypatch):
+def test_unmapped_weight_is_an_error(tmp_path, monkeypatch):
     model = GPT(ModelConfig(vocab_size=96))
-    to_folder(model, tmp_path / "whole")
+    to_folder(model, tmp_path / "full")
     table = llama.weight_map(model.config)
-    for wrong, said in ((table[:-1], "has no"), ([*table, tables.one_to_one("extra", "extra")], "cannot be without")):
+    for wrong, message in (
+        (table[:-1], "has no"),
+        ([*table, tables.one_to_one("extra", "extra")], "cannot be without"),
+    ):
         monkeypatch.setattr(llama, "weights", lambda config, wrong=wrong: wrong)
-        with pytest.raises(UserError, match=f"^(transformer.ln_f.weight|extra): .* 'llama' {said} such a weight"):
+        with pytest.raises(UserError, match=f"^(transformer.ln_f.weight|extra): .* 'llama' {message} such a weight"):
             to_folder(model, tmp_path / "wrong")
         shutil.rmtree(tmp_path / "wrong-checkpoint")
         assert not (tmp_path / "wrong").exists()

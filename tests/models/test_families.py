@@ -11,7 +11,7 @@ from toolkit.models.families import config_from_hf, family_of, get_config
 from toolkit.models.gpt import GPT
 
 
-def test_config_json_of_a_padded_vocabulary_counts_the_rows_of_the_weights():
+def test_exported_vocab_size_is_the_padded_one():
     config = ModelConfig(vocab_size=100)
     assert family_of(config).to_hf_config(config)["vocab_size"] == 128
 
@@ -26,7 +26,7 @@ SCALING = {
 }  # fmt: skip
 
 
-def test_old_and_new_forms_of_the_rotary_fields_are_read_alike():
+def test_old_and_new_rope_keys_are_equivalent():
     old = config_from_hf(LLAMA31 | {"rope_theta": 500000.0, "rope_scaling": SCALING})
     new = config_from_hf(LLAMA31 | {"rope_parameters": {**SCALING, "rope_theta": 500000.0}})
     assert old == new
@@ -54,7 +54,7 @@ def test_old_and_new_forms_of_the_rotary_fields_are_read_alike():
         ({"model_type": "phi", "tie_word_embeddings": True}, "tie_word_embeddings True"),
         ({"model_type": "falcon", "alibi": True}, "alibi True"),
         ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act 'silu'"),
-        ({"rope_parameters": "fast"}, "rope_parameters 'fast': must be an object"),
+        ({"rope_parameters": "fast"}, "rope_parameters 'fast': must be a JSON object"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias True with mlp_bias False"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
@@ -63,12 +63,12 @@ def test_old_and_new_forms_of_the_rotary_fields_are_read_alike():
         ({"model_type": "gpt_neox", "attention_bias": False}, "attention_bias"),
     ],
 )
-def test_a_config_json_that_we_cannot_compute_is_refused(change, named):
+def test_unsupported_config_json_is_rejected(change, named):
     with pytest.raises(UserError, match=named):
         config_from_hf(LLAMA31 | change)
 
 
-def test_a_config_json_without_a_fact_names_it():
+def test_missing_required_key_is_named():
     with pytest.raises(UserError, match="config.json: hidden_size is missing; a 'llama' model needs it"):
         config_from_hf({key: value for key, value in LLAMA31.items() if key != "hidden_size"})
 
@@ -86,7 +86,7 @@ def test_a_config_json_without_a_fact_names_it():
         ("Qwen3-30B-A3B", {"norm_qk_type": "olmo2"}),
     ],
 )
-def test_a_config_that_hugging_face_cannot_express_is_refused(name, change):
+def test_config_that_hugging_face_cannot_express_is_rejected(name, change):
     config = ModelConfig(**(get_config(name).with_vocab_size(100).to_dict() | change))
     for export in (family_of(config).to_hf_config, family_of(config).weight_map):
         with pytest.raises(UserError, match=next(iter(change))):
@@ -94,7 +94,7 @@ def test_a_config_that_hugging_face_cannot_express_is_refused(name, change):
 
 
 @pytest.mark.parametrize("name", ["pico-llama", "pythia-14m", "gpt2", "Qwen2.5-0.5B"])
-def test_n10_a_tied_head_is_listed_once_and_never_exported(name):
+def test_n10_tied_head_is_mapped_once_and_never_exported(name):
     for tied in (True, False):
         config = ModelConfig(
             **(get_config(name).with_vocab_size(100).to_dict() | {"tie_embeddings": tied, "n_layer": 1})
@@ -123,7 +123,7 @@ GPT_OSS_20B = {  # openai/gpt-oss-20b
 }  # fmt: skip
 
 
-def test_gpt_oss_from_its_published_files_and_from_transformers_defaults():
+def test_gpt_oss_from_published_file_and_transformers_defaults():
     transformers = pytest.importorskip("transformers")
     assert dataclasses.replace(config_from_hf(GPT_OSS_20B), name="gpt-oss-20b") == get_config("gpt-oss-20b")
     for written in ({"model_type": "gpt_oss"}, transformers.GptOssConfig().to_dict()):
@@ -134,7 +134,7 @@ def test_gpt_oss_from_its_published_files_and_from_transformers_defaults():
         config_from_hf(GPT_OSS_20B | {"swiglu_alpha": 1.5})
 
 
-def test_a_gpt_oss_that_transformers_cannot_be_is_refused():
+def test_gpt_oss_that_transformers_cannot_express_is_rejected():
     for field, value in {"attention_sinks": False, "swiglu_limit": None, "norm_topk_prob": False}.items():
         config = dataclasses.replace(get_config("gpt-oss-20b"), **{field: value})
         with pytest.raises(UserError, match=f"--model_config.{field} {value}: the Hugging Face model type 'gpt_oss'"):

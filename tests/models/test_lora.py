@@ -74,17 +74,17 @@ def tokens(n: int = 20) -> torch.Tensor:
     ids=lambda words: "+".join(words) or "lora",
 )
 @pytest.mark.parametrize("config", [LLAMA, NEOX], ids=["grouped", "biases"])
-def test_adapters_apart_equal_adapters_in_the_weights(config, kind, options):
+def test_unmerged_adapters_equal_merged_adapters(config, kind, options):
     model, ids = adapted(config, **options, **kind), tokens()
     with torch.no_grad():
-        ours, theirs, plain = model(ids), merged(model)(ids), base(config)(ids)
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-        assert (ours - plain).abs().max() > 1e-2
+        actual, reference, plain = model(ids), merged(model)(ids), base(config)(ids)
+        torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-5)
+        assert (actual - plain).abs().max() > 1e-2
         torch.testing.assert_close(model(ids, ids)[0], merged(model)(ids, ids)[0], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("part", ["query", "key", "value"])
-def test_a_part_of_the_fused_projection_is_all_that_changes(part):
+def test_adapter_changes_only_its_part_of_the_fused_projection(part):
     model, x = adapted(**{part: True}), torch.randn(2, 3, 32)
     layer = model.transformer.h[0].attn.qkv
     changed = (layer(x) - F.linear(x, layer.weight, layer.bias)).abs().amax((0, 1)) > 0
@@ -94,14 +94,14 @@ def test_a_part_of_the_fused_projection_is_all_that_changes(part):
     assert [n for n, _ in layer.named_parameters()] == ["weight", f"lora.{part}.A", f"lora.{part}.B"]
 
 
-def test_the_scaling_is_the_papers():
+def test_scaling_matches_the_paper():
     for rslora, scaling in [(False, 6 / 4), (True, 6 / 2)]:
         layer = adapted(projection=True, rslora=rslora).transformer.h[1].attn.proj
         a, b = layer.lora.whole.A, layer.lora.whole.B
         torch.testing.assert_close(layer.merged(layer.weight) - layer.weight, scaling * b @ a)
 
 
-def test_dora_is_the_papers():
+def test_dora_matches_the_paper():
     """Section 4: m times the direction of W + scaling B A, by rows; the norm takes no gradient."""
     layer, x = adapted(NEOX, projection=True, dora=True).transformer.h[0].attn.proj, torch.randn(5, 32)
     adapter = layer.lora.whole
@@ -116,7 +116,7 @@ def test_dora_is_the_papers():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_doras_small_steps_are_not_lost_in_bf16():
+def test_small_dora_updates_are_not_lost_in_bf16():
     """In bf16 a factor of 1.003 would be 1, and magnitudes could only learn in steps of 1/128."""
     model = base(dtype=torch.bfloat16)
     add_lora(model, LoRAConfig(projection=True, dora=True))
@@ -127,7 +127,7 @@ def test_doras_small_steps_are_not_lost_in_bf16():
 
 
 @pytest.mark.parametrize("kind", [{}, {"dora": True}])
-def test_training_begins_as_the_base_and_moves_adapters_only(kind):
+def test_training_starts_at_the_base_and_updates_only_adapters(kind):
     model, ids = base(), tokens()
     before = {name: p.clone() for name, p in model.named_parameters()}
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_initial_adapters_depend_on_seed_and_name_only():
     assert torch.equal(adapter.A, draw_adapter(name, (8, 32), 1)) and not adapter.B.any()
 
 
-def test_dora_begins_with_the_norms_of_its_own_rows():
+def test_dora_magnitudes_start_at_row_norms():
     model = base()
     add_lora(model, LoRAConfig(key=True, dora=True))
     layer = model.transformer.h[1].attn.qkv
@@ -179,7 +179,7 @@ def test_dora_begins_with_the_norms_of_its_own_rows():
         torch.testing.assert_close(layer.lora[part].magnitude.data, layer.weight[rows].norm(dim=1))
 
 
-def test_on_the_meta_device_names_shapes_and_ties_are_the_same():
+def test_meta_device_has_the_same_names_shapes_and_ties():
     config = dataclasses.replace(LLAMA, tie_embeddings=True)
     with torch.device("meta"):
         model = GPT(config)
@@ -194,7 +194,7 @@ def test_on_the_meta_device_names_shapes_and_ties_are_the_same():
     assert not missing  # the base's names stay
 
 
-def test_dropout_is_for_adapters_and_training_only():
+def test_dropout_applies_only_to_adapters_in_training():
     for kind in ({}, {"dora": True}):
         model, ids = adapted(**NO_HEAD, dropout=0.5, **kind), tokens()
         exact = adapted(**NO_HEAD, **kind)
@@ -209,22 +209,22 @@ def test_dropout_is_for_adapters_and_training_only():
             torch.testing.assert_close(model(ids), base()(ids))
 
 
-def test_dora_with_dropout_is_pefts():
+def test_dora_with_dropout_matches_peft():
     layer, x = adapted(NEOX, projection=True, dora=True, dropout=0.5).transformer.h[0].attn.proj, torch.randn(5, 32)
     adapter = layer.lora.whole
     torch.manual_seed(3)
-    ours = layer(x)
+    actual = layer(x)
     torch.manual_seed(3)
     dropped = F.dropout(x, 0.5)
     scale = adapter.magnitude / (layer.weight + 6 / 4 * adapter.B @ adapter.A).norm(dim=1)
     change = 6 / 4 * dropped @ adapter.A.t() @ adapter.B.t()
     extra = (scale - 1) * F.linear(dropped, layer.weight) + scale * change
-    torch.testing.assert_close(ours, F.linear(x, layer.weight, layer.bias) + extra)
+    torch.testing.assert_close(actual, F.linear(x, layer.weight, layer.bias) + extra)
 
 
 @pytest.mark.parametrize("kind", [{}, {"dora": True}])
 @pytest.mark.parametrize("mixed", [False, True], ids=["bf16 base", "autocast"])
-def test_bf16_is_as_near_to_fp32_as_merged_weights_are(mixed, kind):
+def test_bf16_error_is_at_most_that_of_merged_weights(mixed, kind):
     """Law of parity: our error is at most 1.5 times that of the plain model with the same weights in bf16."""
     ids, parts = tokens(), NO_HEAD if kind else ALL
     exact = adapted(**parts, **kind)
@@ -232,11 +232,11 @@ def test_bf16_is_as_near_to_fp32_as_merged_weights_are(mixed, kind):
     model = adapted(dtype=torch.float32 if mixed else torch.bfloat16, **parts, **kind)
     plain = merged(exact)
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-        ours = model(ids)
-        theirs = plain(ids) if mixed else plain.to(torch.bfloat16)(ids)
-    assert ours.dtype == torch.bfloat16
+        actual = model(ids)
+        reference = plain(ids) if mixed else plain.to(torch.bfloat16)(ids)
+    assert actual.dtype == torch.bfloat16
     assert all(p.dtype == torch.float32 for n, p in model.named_parameters() if is_adapter(n))
-    assert (ours.float() - expected).norm() <= 1.5 * (theirs.float() - expected).norm()
+    assert (actual.float() - expected).norm() <= 1.5 * (reference.float() - expected).norm()
     loss = model(ids, ids)[0]
     loss.backward()
     assert all(p.grad.dtype == torch.float32 for n, p in model.named_parameters() if is_adapter(n))
@@ -244,7 +244,7 @@ def test_bf16_is_as_near_to_fp32_as_merged_weights_are(mixed, kind):
 
 @pytest.mark.parametrize("dropped", [0.0, 0.5])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_loss_with_an_adapted_head_equals_autograds(tied, dropped, monkeypatch):
+def test_loss_with_adapted_head_matches_autograd(tied, dropped, monkeypatch):
     """Also on ragged, masked data, in chunks."""
     monkeypatch.setattr(loss_module, "CPU_CHUNK_ROWS", 7)
     config = dataclasses.replace(LLAMA, tie_embeddings=tied)
@@ -258,11 +258,11 @@ def test_the_loss_with_an_adapted_head_equals_autograds(tied, dropped, monkeypat
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert {"lm_head.lora.whole.A", "lm_head.lora.whole.B"} < trained.keys()
     grads = [torch.autograd.grad(value, trained.values()) for value in (loss, expected)]
-    for name, ours, theirs in zip(trained, *grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    for name, actual, reference in zip(trained, *grads, strict=True):
+        torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_no_gradient_of_the_frozen_heads_size_is_made(monkeypatch):
+def test_no_gradient_buffer_for_frozen_head(monkeypatch):
     sizes: list[torch.Size] = []
     real = torch.zeros_like
     monkeypatch.setattr(torch, "zeros_like", lambda t, **k: sizes.append(t.shape) or real(t, **k))
@@ -282,9 +282,9 @@ def test_no_gradient_of_the_frozen_heads_size_is_made(monkeypatch):
         ({"dropout": 1.0}, "--lora_dropout 1.0"),
         ({"dropout": -0.1}, "--lora_dropout -0.1"),
         ({"query": False, "value": False}, "--lora_query false .* selects nothing to train"),
-        ({"head": True, "dora": True}, "--lora_head true: not with --lora_dora true"),
+        ({"head": True, "dora": True}, "--lora_head true: cannot be combined with --lora_dora true"),
     ],
 )
-def test_options_without_sense_are_refused_by_their_flag(options, message):
+def test_invalid_options_name_the_flag(options, message):
     with pytest.raises(UserError, match=message):
         LoRAConfig(**options)

@@ -37,7 +37,7 @@ def inputs(dtype: torch.dtype = torch.float32, bias: bool = False, masked: str =
 
 
 def reference(x, weight, bias, labels):
-    """torch's own cross-entropy on whole logits."""
+    """torch's cross-entropy on the full logits."""
     logits = F.linear(x, weight, bias).float()
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
 
@@ -48,45 +48,45 @@ def gradients(loss, tensors):
 
 @pytest.mark.parametrize("masked", ["none", "some", "all"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_loss_and_gradients_equal_cross_entropy(bias, masked, chunks):
+def test_loss_and_gradients_match_cross_entropy(bias, masked, chunks):
     x, weight, b, labels = inputs(bias=bias, masked=masked)
     actual, expected = head_loss(x, weight, b, labels), reference(x, weight, b, labels)
     assert actual.dtype == torch.float32 and actual.shape == ()
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-    for ours, theirs in zip(gradients(actual, (x, weight, b)), gradients(expected, (x, weight, b)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for a, e in zip(gradients(actual, (x, weight, b)), gradients(expected, (x, weight, b)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("masked", ["none", "some"])
-def test_capped_logits(masked, chunks):
-    """Gemma 2's cap, so low that it matters."""
+def test_soft_capped_logits_match_cross_entropy(masked, chunks):
+    """Gemma 2's softcap, so low that it matters."""
     x, weight, b, labels = inputs(bias=True, masked=masked)
     logits = 0.7 * torch.tanh(F.linear(x, weight, b) / 0.7)
     expected = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
-    actual = head_loss(x, weight, b, labels, cap=0.7)
+    actual = head_loss(x, weight, b, labels, softcap=0.7)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-    for ours, theirs in zip(gradients(actual, (x, weight, b)), gradients(expected, (x, weight, b)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for a, e in zip(gradients(actual, (x, weight, b)), gradients(expected, (x, weight, b)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
-def test_bf16_is_as_near_to_fp32_as_cross_entropy_is(weights_dtype, chunks):
+def test_bf16_error_is_at_most_that_of_cross_entropy(weights_dtype, chunks):
     """Under autocast with fp32 weights, and with bf16 weights; gradients in the dtype of what they belong to."""
     exact = inputs(bias=True)
     expected = reference(*exact)
     expected_grads = gradients(expected, exact[:3])
     tensors = [t.detach().to(weights_dtype).requires_grad_() for t in exact[:3]]
     with torch.autocast("cpu", torch.bfloat16, enabled=weights_dtype == torch.float32):
-        ours, theirs = head_loss(*tensors, exact[3]), reference(*tensors, exact[3])
-    assert ours.dtype == torch.float32
-    assert (ours - expected).abs() <= 1.5 * (theirs - expected).abs() + 1e-3 * expected
-    ours_grads, theirs_grads = gradients(ours, tensors), gradients(theirs, tensors)
-    for a, b, e in zip(ours_grads, theirs_grads, expected_grads, strict=True):
+        chunked, torch_value = head_loss(*tensors, exact[3]), reference(*tensors, exact[3])
+    assert chunked.dtype == torch.float32
+    assert (chunked - expected).abs() <= 1.5 * (torch_value - expected).abs() + 1e-3 * expected
+    chunked_grads, torch_grads = gradients(chunked, tensors), gradients(torch_value, tensors)
+    for a, b, e in zip(chunked_grads, torch_grads, expected_grads, strict=True):
         assert a.dtype == weights_dtype
         assert (a - e).norm() <= 1.5 * (b - e).norm() + 1e-6
 
 
-def test_weight_gradient_of_a_bf16_head_does_not_lose_small_chunks(monkeypatch):
+def test_bf16_weight_gradient_keeps_small_chunks(monkeypatch):
     monkeypatch.setattr(loss_module, "CPU_CHUNK_ROWS", 1)
     many, (x, weight, _, labels) = {}, inputs(torch.bfloat16, masked="none")
     for rows in (1, TOKENS):
@@ -96,21 +96,23 @@ def test_weight_gradient_of_a_bf16_head_does_not_lose_small_chunks(monkeypatch):
     assert error < 3e-3  # one rounding to 8 bits; fifty of them make 1e-2
 
 
-def test_only_the_gradients_asked_for_are_made():
+def test_only_needed_gradients_are_computed():
     x, weight, bias, labels = inputs(bias=True)
     weight.requires_grad_(False), bias.requires_grad_(False)  # a frozen head
-    (ours,), (theirs,) = (torch.autograd.grad(f(x, weight, bias, labels), x) for f in (head_loss, reference))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    (chunked,), (torch_value,) = (torch.autograd.grad(f(x, weight, bias, labels), x) for f in (head_loss, reference))
+    torch.testing.assert_close(chunked, torch_value, rtol=1e-5, atol=1e-6)
     x.requires_grad_(False), weight.requires_grad_(True)
-    (ours,), (theirs,) = (torch.autograd.grad(f(x, weight, bias, labels), weight) for f in (head_loss, reference))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    (chunked,), (torch_value,) = (
+        torch.autograd.grad(f(x, weight, bias, labels), weight) for f in (head_loss, reference)
+    )
+    torch.testing.assert_close(chunked, torch_value, rtol=1e-5, atol=1e-6)
     with torch.no_grad(), _LargestTensors() as seen:
         plain = head_loss(x, weight, bias, labels)
     torch.testing.assert_close(plain, reference(x, weight, bias, labels))
     assert "aten.exp_.default" not in seen.ops and not plain.requires_grad
 
 
-def test_a_second_backward_is_an_error_and_not_a_wrong_gradient():
+def test_second_backward_is_an_error():
     x, weight, _, labels = inputs()
     loss = head_loss(x, weight, None, labels)
     loss.backward(retain_graph=True)
@@ -137,7 +139,7 @@ class _LargestTensors(TorchDispatchMode):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_m1_logits_of_a_whole_batch_never_exist(autocast, training):
+def test_m1_full_logits_are_never_materialized(autocast, training):
     """Above the size of one chunk, in no precision, forward and backward."""
     vocab = 50304
     model = GPT(ModelConfig(vocab_size=vocab, block_size=512, n_layer=1, n_embd=8, n_head=1, tie_embeddings=True))
@@ -150,13 +152,13 @@ def test_m1_logits_of_a_whole_batch_never_exist(autocast, training):
             if training:
                 loss.backward()
     assert max(seen.largest.values()) <= rows * vocab
-    with _LargestTensors() as control:  # the instrument does see whole logits
+    with _LargestTensors() as control:  # control: the recorder detects full logits
         model(ids)
     assert control.largest[torch.float32] == ids.numel() * vocab
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_models_loss_trains_every_weight_as_cross_entropy_does(tied, chunks):
+def test_model_loss_gradients_match_cross_entropy(tied, chunks):
     model = GPT(ModelConfig(vocab_size=VOCAB, block_size=32, n_embd=32, tie_embeddings=tied, lm_head_bias=not tied))
     initialize(model, 0)
     g = torch.Generator().manual_seed(3)
@@ -167,16 +169,16 @@ def test_the_models_loss_trains_every_weight_as_cross_entropy_does(tied, chunks)
     expected = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     parameters = dict(model.named_parameters())
-    ours = torch.autograd.grad(loss, parameters.values())
-    theirs = torch.autograd.grad(expected, parameters.values())
-    for name, a, b in zip(parameters, ours, theirs, strict=True):
+    chunked = torch.autograd.grad(loss, parameters.values())
+    torch_value = torch.autograd.grad(expected, parameters.values())
+    for name, a, b in zip(parameters, chunked, torch_value, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("autocast", [False, True])
-def test_loss_and_gradients_equal_cross_entropy_on_cuda(autocast, monkeypatch):
+def test_loss_and_gradients_match_cross_entropy_on_cuda(autocast, monkeypatch):
     monkeypatch.setattr(loss_module, "DEVICE_CHUNK_LOGITS", 7 * VOCAB)
     x, weight, b, labels = (t.detach().cuda() for t in inputs(bias=True))
     tensors = [t.requires_grad_() for t in (x, weight, b)]
@@ -184,5 +186,5 @@ def test_loss_and_gradients_equal_cross_entropy_on_cuda(autocast, monkeypatch):
         actual, expected = head_loss(*tensors, labels), reference(*tensors, labels)
     tolerance = 2e-2 if autocast else 1e-4
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=0)
-    for ours, theirs in zip(gradients(actual, tensors), gradients(expected, tensors), strict=True):
-        assert (ours - theirs).norm() <= tolerance * theirs.norm()
+    for chunked, torch_value in zip(gradients(actual, tensors), gradients(expected, tensors), strict=True):
+        assert (chunked - torch_value).norm() <= tolerance * torch_value.norm()

@@ -35,17 +35,17 @@ def as_mask(held: int, new: int, window: int | None, documents: torch.Tensor | N
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
 @pytest.mark.parametrize(("held", "new"), [(0, 1), (0, 9), (5, 1), (5, 4), (2, 9)])
-def test_masks_are_the_plain_definition(held, new, window):
+def test_masks_match_reference(held, new, window):
     assert torch.equal(as_mask(held, new, window, None), plain(held, new, window, None))
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_n9_documents_are_the_plain_definition(window):
+def test_n9_document_masks_match_reference(window):
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, -1, -1]])
     assert torch.equal(as_mask(0, 9, window, documents), plain(0, 9, window, documents))
 
 
-def test_the_kernels_fast_paths_are_taken():
+def test_no_mask_where_fast_paths_apply():
     assert AttentionMaskBuilder(0, 9, CPU).for_window(None) == (9, None, True)  # plainly causal
     assert AttentionMaskBuilder(0, 9, CPU).for_window(9) == (9, None, True)  # a window that holds everything
     assert AttentionMaskBuilder(5, 1, CPU).for_window(None) == (6, None, False)  # one new token sees all

@@ -69,9 +69,9 @@ def by_loops(moe: LLaMAMoE, x: torch.Tensor) -> torch.Tensor:
     y = torch.zeros_like(x)
     for b in range(x.size(0)):
         for t in range(x.size(1)):
-            weights, chosen = moe.gate(x[b, t]).softmax(-1).topk(moe.n_expert_per_token)
+            weights, topk_indices = moe.gate(x[b, t]).softmax(-1).topk(moe.n_expert_per_token)
             weights = weights / weights.sum() if moe.norm_topk_prob else weights
-            for weight, e in zip(weights, chosen, strict=True):
+            for weight, e in zip(weights, topk_indices, strict=True):
                 y[b, t] += weight * one_expert(moe, e, x[b, t])
             if moe.shared_expert is not None:
                 y[b, t] += torch.sigmoid(moe.shared_expert_gate(x[b, t])) * moe.shared_expert(x[b, t])
@@ -91,7 +91,7 @@ def one_expert(moe: LLaMAMoE, e: int, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_grouped_products_are_the_loop_over_tokens_and_experts(style):
+def test_grouped_products_match_loop_over_tokens_and_experts(style):
     moe = make(style).transformer.h[1].mlp
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
     again = x.detach().clone().requires_grad_()
@@ -107,7 +107,7 @@ def test_grouped_products_are_the_loop_over_tokens_and_experts(style):
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
 
 
-def test_experts_without_a_token_have_a_gradient_of_zero():
+def test_experts_without_tokens_have_zero_gradient():
     moe = make().transformer.h[0].mlp
     moe(torch.randn(1, 1, 32)).sum().backward()
     touched = moe.experts.fc_1.weight.grad.abs().sum((1, 2)) > 0
@@ -115,20 +115,20 @@ def test_experts_without_a_token_have_a_gradient_of_zero():
 
 
 @pytest.mark.parametrize("style", [*STYLES, "deepseek_v3"])
-def test_gradients_are_those_of_transformers(style):
-    ours = make(style, router_aux_loss_coef=0.0)
-    family = family_of(ours.config)
+def test_gradients_match_transformers(style):
+    native = make(style, router_aux_loss_coef=0.0)
+    family = family_of(native.config)
     hf = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**family.to_hf_config(ours.config)), attn_implementation="eager"
+        transformers.AutoConfig.for_model(**family.to_hf_config(native.config)), attn_implementation="eager"
     )
-    values, gradients = ours.state_dict(keep_vars=True), {}
+    values, gradients = native.state_dict(keep_vars=True), {}
     ids, labels = batch([20, 20], 20)
-    ours(ids, labels)[0].backward()
-    for entry in family.weight_map(ours.config):
-        theirs = entry.to_hf([values[name].detach() for name in entry.native])
+    native(ids, labels)[0].backward()
+    for entry in family.weight_map(native.config):
+        hf_tensors = entry.to_hf([values[name].detach() for name in entry.native])
         # what is not trained has no gradient, and its values stand for it
         gradient = entry.to_hf([t.grad if (t := values[name]).requires_grad else t for name in entry.native])
-        gradients |= {name: (v, g) for name, v, g in zip(entry.hf, theirs, gradient, strict=True)}
+        gradients |= {name: (v, g) for name, v, g in zip(entry.hf, hf_tensors, gradient, strict=True)}
     named = stacked_as_theirs(gradients)
     hf.load_state_dict({name: value for name, (value, _) in named.items()})
     logits = hf(ids).logits
@@ -160,12 +160,12 @@ def stacked_as_theirs(named: dict) -> dict:
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_the_bias_of_the_router_counts(scores):
+def test_router_bias_is_applied(scores):
     moe = make(bias=True, router_scores=scores).transformer.h[0].mlp
     with torch.no_grad():
         moe.gate.bias[3] = 50.0
-        chosen = moe._route(torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1)))[2]
-    assert (chosen == 3).any(-1).all()
+        topk_indices = moe._route(torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1)))[2]
+    assert (topk_indices == 3).any(-1).all()
 
 
 def random_routing(shape: tuple[int, ...], k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -173,26 +173,28 @@ def random_routing(shape: tuple[int, ...], k: int) -> tuple[torch.Tensor, torch.
     return logits, logits.softmax(-1), logits.softmax(-1).topk(k).indices
 
 
-def test_imbalance_is_the_double_loop_over_experts_and_tokens():
-    _, probabilities, chosen = random_routing((3, 7, 5), 2)
+def test_load_balancing_loss_matches_loop_over_experts_and_tokens():
+    _, probabilities, topk_indices = random_routing((3, 7, 5), 2)
     token_mask = torch.arange(7) < torch.tensor([[7], [4], [0]])
     for b, n in enumerate((7, 4, 0)):
         expected = 0.0
         for e in range(5):
-            f = sum(int(e in chosen[b, t]) for t in range(n)) / max(1, n)
+            f = sum(int(e in topk_indices[b, t]) for t in range(n)) / max(1, n)
             p = sum(probabilities[b, t, e].item() for t in range(n)) / max(1, n)
             expected += 5 * f * p
-        assert load_balancing_loss(probabilities, chosen, token_mask)[b].item() == pytest.approx(expected, rel=1e-5)
+        assert load_balancing_loss(probabilities, topk_indices, token_mask)[b].item() == pytest.approx(
+            expected, rel=1e-5
+        )
 
 
-def test_imbalance_of_one_row_is_the_auxiliary_loss_of_transformers():
-    logits, probabilities, chosen = random_routing((1, 9, 5), 2)
+def test_load_balancing_loss_of_one_row_matches_transformers():
+    logits, probabilities, topk_indices = random_routing((1, 9, 5), 2)
     expected = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func((logits[0],), 5, 2)
-    found = load_balancing_loss(probabilities, chosen, torch.ones(1, 9, dtype=torch.bool))
+    found = load_balancing_loss(probabilities, topk_indices, torch.ones(1, 9, dtype=torch.bool))
     torch.testing.assert_close(found[0], expected)
 
 
-def test_tokens_count_up_to_the_last_one_that_is_supervised():
+def test_mask_ends_at_the_last_supervised_token():
     x = IGNORE_INDEX
     labels = torch.tensor([[x, 5, x, 6, x], [x, x, x, x, x], [1, 1, 1, 1, 1]])
     assert mask_until_last_label(labels).tolist() == [[True] * 4 + [False], [False] * 5, [True] * 5]
@@ -213,14 +215,14 @@ def test_n2_loss_and_gradient_with_experts_do_not_depend_on_the_split(style):
     ids, labels = batch(lengths, 16)
     labels[3] = IGNORE_INDEX
     rows = [(ids[i : i + 1, :n], labels[i : i + 1, :n]) for i, n in enumerate(lengths)]
-    whole, of_whole = gradients_of(model, [(ids, labels)])
+    full, full_gradients = gradients_of(model, [(ids, labels)])
     split, of_split = gradients_of(model, rows)
-    assert whole == pytest.approx(split, rel=1e-6)
-    for name, gradient in of_whole.items():
+    assert full == pytest.approx(split, rel=1e-6)
+    for name, gradient in full_gradients.items():
         assert (gradient - of_split[name]).norm() <= 1e-5 * gradient.norm(), name
 
 
-def test_the_loss_has_the_imbalance_in_training_and_not_in_evaluation():
+def test_only_training_loss_includes_load_balancing_loss():
     model = make(router_aux_loss_coef=0.5)
     ids, labels = batch([12, 16], 16)
     with torch.no_grad():
@@ -231,7 +233,7 @@ def test_the_loss_has_the_imbalance_in_training_and_not_in_evaluation():
     assert 0.5 * 1 < (trained - plain) / n < 0.5 * 6  # from k / n_expert of an odd chance to n_expert
 
 
-def test_the_balance_loss_makes_the_use_of_experts_more_even():
+def test_load_balancing_loss_balances_experts():
     moe = make().transformer.h[0].mlp
     x = 1 + torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(5))  # what tokens have in common is uneven
     optimizer, seen = torch.optim.SGD([moe.gate.weight], lr=0.05), []
@@ -245,7 +247,7 @@ def test_the_balance_loss_makes_the_use_of_experts_more_even():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_computes_experts_in_16_bits_and_keeps_gradients_in_fp32(dtype):
+def test_autocast_runs_experts_in_16_bits_with_fp32_gradients(dtype):
     model, seen = make("qwen2_moe"), []
     for stack in (model.transformer.h[0].mlp.experts.fc_1, model.transformer.h[1].mlp.experts.proj):
         stack.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
@@ -259,7 +261,7 @@ def test_autocast_computes_experts_in_16_bits_and_keeps_gradients_in_fp32(dtype)
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients.values())
 
 
-def test_a_training_step_reads_nothing_back_from_the_device():
+def test_training_step_has_no_host_device_sync():
     """On the meta device there is nothing to read."""
     with torch.device("meta"):
         model = GPT(ModelConfig(**FACTS | STYLES["qwen2_moe"]))
@@ -269,7 +271,7 @@ def test_a_training_step_reads_nothing_back_from_the_device():
     assert y.shape == x.shape == x.grad.shape
 
 
-def test_n3_experts_are_drawn_like_dense_layers():
+def test_n3_experts_are_initialized_like_dense_layers():
     model = GPT(ModelConfig(**FACTS | STYLES["qwen2_moe"] | {"n_expert": 16}))
     initialize(model, seed=7)
     mlp = model.transformer.h[0].mlp
@@ -283,7 +285,7 @@ def test_n3_experts_are_drawn_like_dense_layers():
         assert torch.equal(weight, draw(full_name, weight.shape, seed=7, config=model.config))
 
 
-def test_n5_experts_and_the_router_decay():
+def test_n5_experts_and_router_have_weight_decay():
     spared = no_decay_params(make("qwen2_moe"))
     assert not any(".mlp." in name for name in spared)
     spared = no_decay_params(make(bias=True))
@@ -292,7 +294,7 @@ def test_n5_experts_and_the_router_decay():
     }
 
 
-def test_adapters_of_attention_work_and_those_of_experts_are_refused():
+def test_adapters_on_experts_are_rejected_and_on_attention_work():
     model = make("mixtral")
     add_lora(model, LoRAConfig(r=4, projection=True))
     ids, labels = batch([16, 16], 16)
@@ -302,6 +304,6 @@ def test_adapters_of_attention_work_and_those_of_experts_are_refused():
         add_lora(make("mixtral"), LoRAConfig(mlp=True))
 
 
-def test_quantisation_is_refused():
+def test_quantization_of_experts_is_rejected():
     with pytest.raises(UserError, match="--quantize bnb.nf4: .* experts"):
         quantize_linears(make(), "bnb.nf4")

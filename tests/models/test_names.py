@@ -147,30 +147,30 @@ def test_named_configs_have_the_published_number_of_parameters(name):
     assert count_untied(config.name) - head == PARAMETERS[name]
 
 
-def of_litgpt() -> list[str]:
+def litgpt_names() -> list[str]:
     """LitGPT's names of architectures that we have."""
     return [name for name in LITGPT["models"] if name not in LEFT_OUT]
 
 
-@pytest.mark.parametrize("name", of_litgpt())
-def test_litgpts_names_have_its_number_of_parameters_and_its_facts(name):
+@pytest.mark.parametrize("name", litgpt_names())
+def test_shared_names_match_litgpt(name):
     config = get_config(name)
-    theirs = dict(zip(LITGPT["fields"], LITGPT["models"][name], strict=True))
-    more_tokens = config.padded_vocab_size - theirs["padded_vocab_size"]
-    assert count_untied(config.name) == theirs.pop("parameters") + 2 * more_tokens * config.n_embd
-    assert (config.rope_adjustments or {}).get("factor", 1) == theirs.pop("rope_factor")
-    differing = {field for field, value in theirs.items() if getattr(config, field) != value}
+    litgpt = dict(zip(LITGPT["fields"], LITGPT["models"][name], strict=True))
+    more_tokens = config.padded_vocab_size - litgpt["padded_vocab_size"]
+    assert count_untied(config.name) == litgpt.pop("parameters") + 2 * more_tokens * config.n_embd
+    assert (config.rope_adjustments or {}).get("factor", 1) == litgpt.pop("rope_factor")
+    differing = {field for field, value in litgpt.items() if getattr(config, field) != value}
     assert differing == {field for field, names in CORRECTED.items() if config.name in names}
 
 
-def test_what_is_left_out_of_litgpts_names_is_left_out():
+def test_excluded_litgpt_names_are_absent():
     for name in LEFT_OUT:
         assert name in LITGPT["models"]
         with pytest.raises(UserError):
             get_config(name)
 
 
-def count_theirs(config: ModelConfig) -> int:
+def count_in_transformers(config: ModelConfig) -> int:
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         values = transformers.AutoConfig.for_model(**family_of(config).to_hf_config(config))
@@ -178,27 +178,27 @@ def count_theirs(config: ModelConfig) -> int:
 
 
 @pytest.mark.parametrize("name", list_names())
-def test_transformers_builds_named_configs_of_two_layers_with_as_many_parameters(name):
+def test_two_layer_configs_have_as_many_parameters_in_transformers(name):
     config = dataclasses.replace(get_config(name).with_vocab_size(4096), n_layer=2)
-    assert count(config) == count_theirs(config)
+    assert count(config) == count_in_transformers(config)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list_names())
-def test_transformers_builds_named_configs_with_as_many_parameters(name):
+def test_named_configs_have_as_many_parameters_in_transformers(name):
     config = get_config(name).with_vocab_size(4096)
-    assert count(config) == count_theirs(config) == PARAMETERS.get(name, count(config))
+    assert count(config) == count_in_transformers(config) == PARAMETERS.get(name, count(config))
 
 
 @pytest.mark.parametrize("name", list_names())
-def test_config_json_leads_back_to_the_config(name):
+def test_config_json_round_trip(name):
     config = get_config(name).with_vocab_size(4096)
     back = config_from_hf(family_of(config).to_hf_config(config))
     differing = {k for k, v in config.to_dict().items() if getattr(back, k) != v}
     assert differing <= {"name", "padding_multiple"}
 
 
-def test_a_name_has_one_meaning_and_there_are_many():
+def test_names_are_unique_and_numerous():
     names = [name.lower() for name in (*list_names(), *list_aliases())]
     assert len(set(names)) == len(names) >= 309
     assert len(list_names()) >= 143
@@ -206,7 +206,7 @@ def test_a_name_has_one_meaning_and_there_are_many():
     assert [name for names in list_names_by_family().values() for name in names] == list_names()
 
 
-def test_pretrain_list_prints_every_name_in_lines_that_fit(monkeypatch, capsys):
+def test_pretrain_list_prints_every_name_wrapped(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     pretrain.setup("list")
     out = capsys.readouterr().out
@@ -215,7 +215,7 @@ def test_pretrain_list_prints_every_name_in_lines_that_fit(monkeypatch, capsys):
     assert "\nqwen3       Qwen3-0.6B  Qwen3-1.7B" in out
 
 
-def test_the_default_is_first_and_builds_with_a_vocabulary():
+def test_default_is_first_and_builds_with_a_vocabulary():
     assert list_names()[0] == DEFAULT_MODEL == "mini-llama"
     for name in ("mini-llama", "pico-llama"):
         assert get_config(name).vocab_size is None
@@ -260,11 +260,11 @@ def test_the_default_is_first_and_builds_with_a_vocabulary():
         ("lmsys/vicuna-7b-v1.5", "Llama-2-7b-hf"),
     ],
 )
-def test_names_match_without_organisation_and_case(spelling, name):
+def test_names_ignore_organization_and_case(spelling, name):
     assert get_config(spelling).name == name
 
 
-def test_an_unknown_name_is_refused_with_the_nearest():
+def test_unknown_name_suggests_the_nearest():
     with pytest.raises(UserError, match="'pythia-14n'.*did you mean 'pythia-14m'"):
         get_config("pythia-14n")
     with pytest.raises(UserError, match="did you mean 'Llama-3.1-8B-Instruct'"):
@@ -273,7 +273,7 @@ def test_an_unknown_name_is_refused_with_the_nearest():
         get_config("zzz")
 
 
-def test_names_are_listed_without_torch():
+def test_listing_names_does_not_import_torch():
     code = (
         "import sys, toolkit.models.families as f; f.list_names(); f.get_config('gpt2'); print('torch' in sys.modules)"
     )

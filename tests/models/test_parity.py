@@ -240,9 +240,9 @@ def token_ids() -> torch.Tensor:
 
 def from_folder(folder: Path) -> GPT:
     """Our model from a Hugging Face folder, by the way that users go; its checkpoint is left beside the folder."""
-    ours = folder.with_name(f"{folder.name}-ours")
-    import_hf(folder, ours)
-    return load_model(ours).eval()
+    native = folder.with_name(f"{folder.name}-native")
+    import_hf(folder, native)
+    return load_model(native).eval()
 
 
 def to_folder(model: GPT, folder: Path) -> None:
@@ -261,23 +261,23 @@ def rms_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def typical_rms_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The median over tokens: rounding sends one to another expert now and then, in their model as in ours."""
+    """The median over tokens: rounding sends one to another expert now and then, in their model as in native."""
     return (actual.float() - expected).pow(2).mean(-1).sqrt().median().item()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", HF_CONFIGS)
-def test_logits_equal_those_of_a_hugging_face_folder_in_fp32_and_bf16(name, tmp_path):
+def test_imported_model_has_equal_logits_in_fp32_and_bf16(name, tmp_path):
     hf = transformers.AutoModelForCausalLM.from_config(HF_CONFIGS[name]()).eval()
     randomize(hf, seed=0)
     hf.save_pretrained(tmp_path / "hf")
-    ours, ids = from_folder(tmp_path / "hf"), token_ids()
+    native, ids = from_folder(tmp_path / "hf"), token_ids()
     expected = hf(ids).logits
-    assert relative_error(ours(ids), expected) < 1e-5
+    assert relative_error(native(ids), expected) < 1e-5
 
-    ours.bfloat16(), hf.bfloat16()
-    error = typical_rms_error if ours.config.n_expert else rms_error
-    assert error(ours(ids), expected) <= 1.5 * error(hf(ids).logits, expected)
+    native.bfloat16(), hf.bfloat16()
+    error = typical_rms_error if native.config.n_expert else rms_error
+    assert error(native(ids), expected) <= 1.5 * error(hf(ids).logits, expected)
 
 
 LATENT = {
@@ -286,7 +286,7 @@ LATENT = {
     },
     "mlp_class_name": "LLaMAMoE", "moe_intermediate_size": 24, "shared_expert_gate": False,
 }  # fmt: skip
-OUR_CONFIGS = {
+NATIVE_CONFIGS = {
     "llama-tied": {"vocab_size": 90, "n_query_groups": 2, "tie_embeddings": True},
     "llama-untied-wide-heads": {"vocab_size": 90, "head_size": 32, "norm_eps": 1e-6, "rope_base": 500.0},
     "llama3-rope": {
@@ -389,36 +389,36 @@ OUR_CONFIGS = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", OUR_CONFIGS)
-def test_our_model_opens_in_transformers_with_equal_logits(name, tmp_path):
-    ours = GPT(ModelConfig(block_size=64, n_layer=2, n_head=4, n_embd=64, **OUR_CONFIGS[name]))
-    randomize(ours, seed=2)
-    to_folder(ours, tmp_path / "hf")
+@pytest.mark.parametrize("name", NATIVE_CONFIGS)
+def test_exported_model_has_equal_logits_in_transformers(name, tmp_path):
+    native = GPT(ModelConfig(block_size=64, n_layer=2, n_head=4, n_embd=64, **NATIVE_CONFIGS[name]))
+    randomize(native, seed=2)
+    to_folder(native, tmp_path / "hf")
     hf, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     ids = token_ids() % 90
-    assert relative_error(ours(ids), hf(ids).logits) < 1e-5
+    assert relative_error(native(ids), hf(ids).logits) < 1e-5
     tied = hf.get_input_embeddings().weight is hf.get_output_embeddings().weight
-    assert tied == ours.config.tie_embeddings
+    assert tied == native.config.tie_embeddings
 
     back = from_folder(tmp_path / "hf")  # the other direction of the same table undoes it, bit for bit
-    for key, value in ours.state_dict().items():
+    for key, value in native.state_dict().items():
         assert torch.equal(back.state_dict()[key], value), key
 
 
 @pytest.mark.parametrize("name", HF_CONFIGS)
-def test_weights_of_a_hugging_face_folder_come_back_bit_for_bit(name, tmp_path):
+def test_weights_round_trip_bit_for_bit(name, tmp_path):
     hf = transformers.AutoModelForCausalLM.from_config(HF_CONFIGS[name]())
     randomize(hf, seed=3)
     hf.save_pretrained(tmp_path / "hf")
     from_folder(tmp_path / "hf")
-    export_hf(tmp_path / "hf-ours", tmp_path / "back")
+    export_hf(tmp_path / "hf-native", tmp_path / "back")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_attention_of_the_random_models_is_not_uniform(tmp_path):
+def test_random_models_have_nonuniform_attention(tmp_path):
     """Or else the tests above would not see a wrong rotation or mask."""
     config = HF_CONFIGS["llama"]()
     config._attn_implementation = "eager"

@@ -46,7 +46,7 @@ def restored(quantized: GPT, config=LLAMA, **options) -> GPT:
 @pytest.mark.parametrize("options", [{}, {"dora": True}], ids=["lora", "dora"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", [LLAMA, NEOX], ids=["llama", "biases"])
-def test_logits_and_gradients_are_those_of_the_restored_weights(config, kind, options):
+def test_logits_and_gradients_match_dequantized_weights(config, kind, options):
     model = adapted(config, **{**LORA.to_dict(), **options})
     quantize_linears(model, kind)
     plain, ids = restored(model, config, **options), tokens()
@@ -62,7 +62,7 @@ def test_logits_and_gradients_are_those_of_the_restored_weights(config, kind, op
             assert p.grad is None
 
 
-def test_only_the_linear_layers_of_the_blocks_are_quantised():
+def test_only_linear_layers_of_blocks_are_quantized():
     model = base()
     before = {name: p.clone() for name, p in model.named_parameters()}
     add_lora(model, LoRAConfig(query=True, head=True))
@@ -80,7 +80,7 @@ def test_only_the_linear_layers_of_the_blocks_are_quantised():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_quantised_from_the_checkpoints_values(kind):
+def test_weights_are_quantized_from_checkpoint_values(kind):
     """On the meta device and in bf16: the weights come from the file, not rounded before, one after the other."""
     weights, asked = base().state_dict(), []
     with torch.device("meta"):
@@ -93,15 +93,15 @@ def test_it_is_quantised_from_the_checkpoints_values(kind):
     quantised = {name: part for name, part in layers.items() if name != "lm_head"}
     assert asked == [f"{name}.weight" for name in quantised]
     for name, part in quantised.items():
-        ours = part.base_weight()
-        assert torch.equal(ours, direct.get_submodule(name).base_weight())
+        actual = part.base_weight()
+        assert torch.equal(actual, direct.get_submodule(name).base_weight())
         original = weights[f"{name}.weight"]
-        assert 0.01 < (ours - original).norm() / original.norm() < 0.15
+        assert 0.01 < (actual - original).norm() / original.norm() < 0.15
     assert model.transformer.wte.weight.is_meta and layers["transformer.h.0.attn.qkv"].lora.query.A.is_meta
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["bf16-true", "bf16-mixed"])
-def test_bf16_is_as_near_to_fp32_as_plain_layers_are(mixed):
+def test_bf16_error_is_at_most_that_of_plain_layers(mixed):
     exact = adapted(**LORA.to_dict())
     quantize_linears(exact, "bnb.nf4")
     expected, ids = exact(tokens()), tokens()
@@ -113,17 +113,17 @@ def test_bf16_is_as_near_to_fp32_as_plain_layers_are(mixed):
                 if not is_adapter(name) and p.is_floating_point():
                     p.data = p.data.to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-        ours, theirs = model(ids), plain(ids)
+        actual, reference = model(ids), plain(ids)
         loss = model(ids, ids)[0]
         part = model.transformer.h[0].mlp.proj.project(torch.ones(1, 256, dtype=None if mixed else torch.bfloat16))
     assert part.dtype == torch.bfloat16  # the product itself is, not only the head's
-    assert ours.dtype == torch.bfloat16
-    assert (ours.float() - expected).norm() <= 1.5 * (theirs.float() - expected).norm()
+    assert actual.dtype == torch.bfloat16
+    assert (actual.float() - expected).norm() <= 1.5 * (reference.float() - expected).norm()
     loss.backward()
     assert all(p.grad.dtype == torch.float32 for n, p in model.named_parameters() if is_adapter(n))
 
 
-def test_training_goes_on_after_an_evaluation():
+def test_training_after_evaluation():
     """bitsandbytes' own layer takes another product then, on some CPUs, which has no gradient."""
     model, ids = adapted(**LORA.to_dict()), tokens()
     quantize_linears(model, "bnb.nf4")
@@ -139,7 +139,7 @@ def _gradients(model: GPT, ids: torch.Tensor) -> list[torch.Tensor]:
     return torch.autograd.grad(model(ids, ids)[0], [p for p in model.parameters() if p.requires_grad])
 
 
-def test_it_learns():
+def test_quantized_model_learns():
     model, ids = base(), tokens()
     add_lora(model, LORA)
     quantize_linears(model, "bnb.nf4-dq")
@@ -156,7 +156,7 @@ def test_it_learns():
     assert all(torch.equal(p, held[name]) for name, p in model.named_parameters() if name in held)
 
 
-def test_what_is_left_on_the_meta_device_gets_its_values_later():
+def test_remaining_meta_parameters_are_materialized_later():
     """As a run does it: quantise from the checkpoint, then give the rest its weights."""
     weights = base().state_dict()
     with torch.device("meta"):
@@ -170,12 +170,12 @@ def test_what_is_left_on_the_meta_device_gets_its_values_later():
     direct = base()
     add_lora(direct, LORA, seed=1)
     quantize_linears(direct, "bnb.nf4")
-    for ours, theirs in zip(model.to("cpu").named_parameters(), direct.named_parameters(), strict=True):
-        assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1]), ours[0]
+    for actual, reference in zip(model.to("cpu").named_parameters(), direct.named_parameters(), strict=True):
+        assert actual[0] == reference[0] and torch.equal(actual[1], reference[1]), actual[0]
     assert torch.equal(model(tokens()), direct(tokens()))
 
 
-def test_quantised_scales_take_less():
+def test_double_quantization_uses_less_memory():
     sizes = []
     for kind in KINDS:
         layer = nn.Linear(256, 512, bias=False)
@@ -188,20 +188,20 @@ def test_quantised_scales_take_less():
     assert sizes == [4 * 256 * 512 // 64, 256 * 512 // 64]
 
 
-def test_widths_that_bitsandbytes_computes_wrongly_are_refused():
+def test_widths_not_divisible_by_block_size_are_rejected():
     model = GPT(ModelConfig(vocab_size=160, n_layer=1, n_head=3, n_embd=96))
     with pytest.raises(UserError, match="transformer.h.0.attn.qkv has 96 input features, not a multiple of 64"):
         quantize_linears(model, "bnb.nf4")
 
 
-def test_without_bitsandbytes_it_says_what_to_install(monkeypatch):
+def test_missing_bitsandbytes_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.delitem(sys.modules, "toolkit.models.linear_4bit", raising=False)
     with pytest.raises(UserError, match="--quantize bnb.nf4: needs bitsandbytes; run: pip install"):
         quantize_linears(base(), "bnb.nf4")
 
 
-def test_adapters_may_come_first_or_later():
+def test_adapters_before_or_after_quantization_are_equal():
     early, late = base(), base()
     add_lora(early, LORA)
     for model in (early, late):
