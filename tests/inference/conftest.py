@@ -1,4 +1,4 @@
-"""A tiny model of each style, with weights large enough that its choices differ."""
+"""Tiny models of each style, with weights large enough for varied outputs."""
 
 import math
 

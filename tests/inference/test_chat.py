@@ -1,4 +1,4 @@
-"""Turns of a conversation: what is computed anew, what is remembered, where it ends."""
+"""Conversations: KV cache reuse, history, and stopping."""
 
 from contextlib import closing
 
@@ -31,7 +31,7 @@ def ask(conversation, question) -> str:
 
 @pytest.fixture
 def computed(talker):
-    """The tokens of every forward pass."""
+    """Record the tokens of every forward pass."""
     found = []
     hook = talker.model.register_forward_pre_hook(lambda module, args: found.append(args[0][0].tolist()))
     yield found
@@ -51,7 +51,7 @@ def test_next_turn_computes_only_new_tokens(talker, computed):
     ask(conversation, "1")
     computed.clear()
     ask(conversation, "3")
-    # the end of the first answer was drawn, and so never read; then the question
+    # the end of the first answer was sampled but not cached; then the question
     assert sum(computed, []) == [0, *encode("Q3A"), *encode(ANSWERS["3"])]
 
 
@@ -65,14 +65,14 @@ def test_template_that_rewrites_history_is_recomputed(talker, computed):
     computed.clear()
     answer = ask(conversation, "2")
     prompt = talker.tokenizer.encode("Q1AeINs") + [0] + talker.tokenizer.encode("Q2A")
-    assert sum(computed, [])[: len(prompt) - 4] == prompt[4:]  # "Q1Ae" stays
+    assert sum(computed, [])[: len(prompt) - 4] == prompt[4:]  # "Q1Ae" stays cached
     fresh = begin(talker, ChatTemplate(talker.tokenizer, changing, "changing"))
     fresh.messages = conversation.messages[:2]
     assert ask(fresh, "2") == answer
 
 
 def test_turns_are_equal_with_and_without_cache(talker):
-    """Random draws, so that the model also says what it has not learned."""
+    """With random sampling, so that answers also contain unlearned text."""
     sampling = {"temperature": 2.0, "top_k": None, "top_p": 1.0}
     conversation = begin(talker, sampling=sampling, max_new_tokens=8)
     for turn, question in enumerate("1232"):
@@ -87,7 +87,7 @@ def test_stops_at_eos_list_of_generation_config(talker, monkeypatch):
     z = talker.tokenizer.encode("z")[0]
     monkeypatch.setitem(talker.tokenizer._settings, "generation_config.json", {"eos_token_id": [0, z]})
     assert ask(begin(talker), "2") == ""
-    # the end of a turn counts even where the list forgets it
+    # end-of-turn stops even if missing from the list
     monkeypatch.setitem(talker.tokenizer._settings, "generation_config.json", {"eos_token_id": [z]})
     assert ask(begin(talker), "1") == ANSWERS["1"]
 
@@ -130,7 +130,7 @@ def test_closed_answer_keeps_partial_text(talker):
         assert [next(pieces), next(pieces)] == ["e", "i"]
     assert [m["content"] for m in conversation.messages] == ["1", "ei"]
     with closing(conversation.ask("2")):
-        pass  # before the first piece: as if never asked
+        pass  # before the first text: the question is dropped
     assert [m["content"] for m in conversation.messages] == ["1", "ei"]
     fresh = begin(talker)
     fresh.messages = list(conversation.messages)
@@ -138,7 +138,7 @@ def test_closed_answer_keeps_partial_text(talker):
 
 
 def test_interrupted_forward_pass_keeps_cache_consistent(talker):
-    """As Ctrl-C does it: some layers have seen the token, others have not."""
+    """As with Ctrl-C: some layers have cached the token, others have not."""
     conversation, passes = begin(talker), iter(range(100))
 
     def interrupt(module, args):

@@ -1,4 +1,4 @@
-"""Greedy text of every family's random model: with a cache, without one, and transformers' own."""
+"""Greedy text of every family's random model: with KV cache, without, and in transformers."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ COUNT = 24
 @torch.no_grad()
 @pytest.mark.parametrize("name", HF_CONFIGS)
 def test_text_is_equal_with_cache_without_and_in_transformers(name, tmp_path, monkeypatch):
-    """Prompts of 20 tokens, beyond the windows of 16, in pieces of 7."""
+    """Prompts of 20 tokens, longer than the windows of 16, in chunks of 7."""
     config = HF_CONFIGS[name]()
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     hf = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -26,7 +26,7 @@ def test_text_is_equal_with_cache_without_and_in_transformers(name, tmp_path, mo
         prompt[None], attention_mask=torch.ones(1, 20, dtype=torch.long), max_new_tokens=COUNT, do_sample=False,
         pad_token_id=0,
     )[0, 20:].tolist()  # fmt: skip
-    # one that repeats itself would show nothing; tied ones like to, and their families have another here
+    # repetitive text would not be a test; tied models tend to repeat, and their families have other shapes here
     assert len(set(expected)) > 3 or native.config.tie_embeddings
     monkeypatch.setattr(module, "PREFILL", 7)
     settings = {"max_new_tokens": COUNT, "temperature": 0}

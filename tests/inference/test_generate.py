@@ -26,7 +26,7 @@ def greedy(model, prompt=PROMPT, count=24, **settings) -> list[int]:
 def test_cached_equals_uncached(model):
     cached, uncached = greedy(model), greedy(model, use_cache=False)
     assert cached == uncached
-    assert len(set(cached)) > 8  # a model that repeats itself would show nothing
+    assert len(set(cached)) > 8  # repetitive text would not be a test
 
 
 def test_chunked_prefill_equals_full_prefill(model, monkeypatch):
@@ -36,7 +36,7 @@ def test_chunked_prefill_equals_full_prefill(model, monkeypatch):
 
 
 def test_cached_logits_equal_uncached(model):
-    """Token by token, to fp32 rounding: equal greedy ids could be luck."""
+    """Logits match token by token up to fp32 rounding: equal greedy ids could be chance."""
     ids = torch.randint(0, 101, (2, 30), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(ids)
@@ -46,7 +46,7 @@ def test_cached_logits_equal_uncached(model):
 
 
 def test_equal_to_transformers(model, tmp_path):
-    """Greedy text of the exported model, through transformers' own cache and loop."""
+    """Greedy text of the exported model, with transformers' cache and generation loop."""
     transformers = pytest.importorskip("transformers")
     from toolkit.checkpoints.export_hf import export_hf
     from toolkit.checkpoints.folder import write_model_files
@@ -74,7 +74,7 @@ def test_generation_continues_from_partial_cache(model):
 
 
 def test_generation_through_fabric_wrapper(model):
-    """Which rebuilds sequences among the arguments; the cache must come through as it is."""
+    """Fabric rebuilds sequences among the arguments; the cache must be passed unchanged."""
     expected = greedy(model)
     assert greedy(Fabric(accelerator="cpu", devices=1).setup(model)) == expected
 
@@ -144,7 +144,7 @@ def test_nonfinite_logits_are_a_guard_error(llama):
 
 
 def test_cache_of_a_longer_sequence_is_recomputed():
-    """Longrope with a border of 16: a prompt after one that is longer than it, and begins alike."""
+    """Longrope with an original context of 16: a short prompt after a longer one with the same prefix."""
     model = make_model("phi3").eval()
     cache, fresh = (KVCache(model.config, 1, 0) for _ in range(2))
     greedy(model, torch.cat([PROMPT] * 4), count=1, cache=cache)

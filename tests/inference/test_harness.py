@@ -1,4 +1,4 @@
-"""Our wrapper for lm-eval against lm-eval's own of transformers, on the same random model, exported."""
+"""HarnessLM against lm-eval's wrapper of transformers, on the same exported random model."""
 
 import json
 import random
@@ -30,9 +30,9 @@ CONTEXT = 96
 
 
 def bpe(corpus):
-    """A tokenizer that begins every text with bos, as Llama's does, with a template that brings it along, too."""
+    """A tokenizer that adds bos, as Llama's does, with a chat template that also contains it."""
     texts = [file.read_text() for file in sorted(corpus.iterdir())]
-    plain = train_bpe(texts, 320)  # as wide as the embedding, so that every id that may be drawn is a token
+    plain = train_bpe(texts, 320)  # as large as the embedding, so that every sampled id is a token
     core = json.loads(plain.files["tokenizer.json"])
     begin, text = {"SpecialToken": {"id": BEGIN, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     core["post_processor"] = {
@@ -45,7 +45,7 @@ def bpe(corpus):
 
 @pytest.fixture(scope="module")
 def wrappers(corpus, tmp_path_factory):
-    """Ours and reference."""
+    """HarnessLM and the reference wrapper."""
     from lm_eval.models.huggingface import HFLM
 
     folder, tokenizer = tmp_path_factory.mktemp("harness"), bpe(corpus)
@@ -81,8 +81,8 @@ def requests(*arguments):
 
 
 CHOICES = [
-    *((text(n, n), f" {word}") for n in (1, 5, 9) for word in ("model", "token", "x")),  # some share their input
-    ("", "the model"),  # nothing before it
+    *((text(n, n), f" {word}") for n in (1, 5, 9) for word in ("model", "token", "x")),  # some share the input
+    ("", "the model"),  # empty context
     ("ends in a space ", "learns"),
     (text(200, 1), text(3, 2)),  # longer than the context
     (f"{BEGIN}[user] a line{BEGIN}[assistant] ", "of text"),
@@ -104,7 +104,7 @@ def test_log_likelihoods_match_lm_eval(wrappers):
 
 
 def test_log_likelihoods_in_chunks_match(wrappers, monkeypatch):
-    """What bounds the memory of the logits changes nothing."""
+    """Chunking bounds the memory of the logits without changing results."""
     native, _ = wrappers
     expected = native.loglikelihood(requests(*CHOICES))
     monkeypatch.setattr(harness, "PREFILL", 7)
@@ -129,7 +129,7 @@ def test_rolling_log_likelihoods_match_lm_eval(wrappers):
 
 
 def test_continuations_match_lm_eval(wrappers):
-    """Of prompts of unequal length, some longer than there is room, with stop texts and without."""
+    """Prompts of unequal length, some too long, with and without stop strings."""
     native, reference = wrappers
     settings = [{"until": [], "max_gen_toks": 20}, {"until": ["e", "zz"], "max_gen_toks": 30, "do_sample": False}]
     asked = requests(*((text(n, n), dict(s)) for s in settings for n in (2, 30, 7, 1, 60)))
@@ -146,7 +146,7 @@ def test_chat_format_matches_lm_eval(wrappers):
     assert native.apply_chat_template(question) == reference.apply_chat_template(question)
     begun = [*question, {"role": "assistant", "content": "The answer is"}]
     assert native.apply_chat_template(begun, False) == reference.apply_chat_template(begun, False)
-    system = [{"role": "system", "content": "be brief"}, *question]  # which this template has not
+    system = [{"role": "system", "content": "be brief"}, *question]  # not supported by this template
     assert native.apply_chat_template(system) == reference.apply_chat_template(system)
     prompt = native.apply_chat_template(question)
     assert native.tok_encode(prompt) == reference.tok_encode(prompt) and native.tok_encode(prompt)[:2].count(0) == 1
@@ -178,7 +178,7 @@ def test_empty_or_too_long_continuation_is_rejected(wrappers):
 
 
 def test_rope_of_short_text_does_not_depend_on_long_text(corpus):
-    """Longrope, with a border of 24 tokens: scores and continuations are those of each text alone."""
+    """Longrope with an original context of 24 tokens: results are those of each text alone."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)], "original_max_seq_len": 24}
     tokenizer = bpe(corpus)
     model = GPT(

@@ -37,7 +37,7 @@ def test_reserve_keeps_and_truncate_drops_positions():
     k = torch.randn(1, 1, 6, 4)
     for layer in cache:
         layer.update(k[:, :, :3], k[:, :, :3])
-    cache.reserve(2)  # it has more
+    cache.reserve(2)  # smaller than the capacity
     cache.truncate(2)
     cache.reserve(6)
     for layer in cache:
@@ -48,7 +48,7 @@ def test_reserve_keeps_and_truncate_drops_positions():
 
 
 def test_length_is_the_minimum_over_layers():
-    """As after a forward pass that was interrupted between two layers."""
+    """As after a forward pass interrupted between two layers."""
     cache = KVCache(ModelConfig(n_layer=2, n_head=1, n_embd=4, vocab_size=8), batch_size=1, max_length=3)
     cache[0].update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
     assert cache.length == 0

@@ -4,7 +4,7 @@ import torch
 from toolkit.errors import GuardError, UserError
 from toolkit.inference.sampling import sample
 
-PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])  # likeliest first: 1, 3, 2, 4, 0
+PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])  # most likely first: 1, 3, 2, 4, 0
 LOGITS = PROBABILITIES.log()[None]
 
 
@@ -14,7 +14,7 @@ def frequencies(draws: int = 40_000, **settings) -> torch.Tensor:
     return torch.bincount(ids, minlength=5) / draws
 
 
-def normalised(*kept: int, temperature: float = 1.0) -> torch.Tensor:
+def normalized(*kept: int, temperature: float = 1.0) -> torch.Tensor:
     weights = torch.zeros(5)
     weights[list(kept)] = PROBABILITIES[list(kept)] ** (1 / temperature)
     return weights / weights.sum()
@@ -23,22 +23,22 @@ def normalised(*kept: int, temperature: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, normalised(0, 1, 2, 3, 4)),
-        ({"temperature": 0.5}, normalised(0, 1, 2, 3, 4, temperature=0.5)),
-        ({"temperature": 2.0}, normalised(0, 1, 2, 3, 4, temperature=2.0)),
-        ({"top_k": 0}, normalised(0, 1, 2, 3, 4)),
-        ({"top_k": None}, normalised(0, 1, 2, 3, 4)),
-        ({"top_k": 2}, normalised(1, 3)),
-        ({"top_k": 99}, normalised(0, 1, 2, 3, 4)),
-        ({"top_p": 0.39}, normalised(1)),  # the likeliest alone reaches it
-        ({"top_p": 0.41}, normalised(1, 3)),  # needs the second
-        ({"top_p": 0.69}, normalised(1, 3)),
-        ({"top_p": 0.71}, normalised(1, 3, 2)),
-        ({"top_p": 1e-6}, normalised(1)),
-        ({"top_k": 3, "top_p": 0.8}, normalised(1, 3)),  # among the three, the two have 0.82
-        ({"top_k": 3, "top_p": 0.8, "temperature": 2.0}, normalised(1, 3, 2, temperature=2.0)),
-        ({"vocab_size": 3}, normalised(0, 1, 2)),
-        ({"vocab_size": 3, "top_k": 1}, normalised(1)),
+        ({}, normalized(0, 1, 2, 3, 4)),
+        ({"temperature": 0.5}, normalized(0, 1, 2, 3, 4, temperature=0.5)),
+        ({"temperature": 2.0}, normalized(0, 1, 2, 3, 4, temperature=2.0)),
+        ({"top_k": 0}, normalized(0, 1, 2, 3, 4)),
+        ({"top_k": None}, normalized(0, 1, 2, 3, 4)),
+        ({"top_k": 2}, normalized(1, 3)),
+        ({"top_k": 99}, normalized(0, 1, 2, 3, 4)),
+        ({"top_p": 0.39}, normalized(1)),  # the most likely token alone reaches it
+        ({"top_p": 0.41}, normalized(1, 3)),  # needs the second
+        ({"top_p": 0.69}, normalized(1, 3)),
+        ({"top_p": 0.71}, normalized(1, 3, 2)),
+        ({"top_p": 1e-6}, normalized(1)),
+        ({"top_k": 3, "top_p": 0.8}, normalized(1, 3)),  # two of the three have 0.82
+        ({"top_k": 3, "top_p": 0.8, "temperature": 2.0}, normalized(1, 3, 2, temperature=2.0)),
+        ({"vocab_size": 3}, normalized(0, 1, 2)),
+        ({"vocab_size": 3, "top_k": 1}, normalized(1)),
     ],
 )
 def test_sample_frequencies_match_probabilities(settings, expected):
@@ -51,7 +51,7 @@ def test_temperature_zero_is_greedy_and_never_padding():
     logits = torch.tensor([[0.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0, 9.0]])
     assert sample(logits, temperature=0, vocab_size=3, top_k=2, top_p=0.5).tolist() == [1, 0]
     assert sample(logits.bfloat16(), temperature=0).tolist() == [3, 3]
-    for tiny in (1e-30, 1e-40, 1e-300):  # no overflow on the way to 0
+    for tiny in (1e-30, 1e-40, 1e-300):  # no overflow close to 0
         assert sample(logits, temperature=tiny, vocab_size=3).tolist() == [1, 0]
 
 

@@ -16,7 +16,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Bytes only: every character beyond ASCII is several tokens."""
+    """A byte-level tokenizer: every non-ASCII character is several tokens."""
     return train_bpe(["abc"], vocab_size=257)
 
 

@@ -1,4 +1,4 @@
-"""Attention with sinks: equal to the plain formula and to transformers', gradients too, whatever the queries see."""
+"""Attention sinks: outputs and gradients match a reference implementation and transformers, for all masks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CASES = {
 
 
 def inputs(n_new: int, n_keys: int, size: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """q, k, v and sinks: four heads in two groups, two rows."""
+    """Return q, k, v and sinks: two rows, four heads in two groups."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 4, n_new, size), (2, 2, n_keys, size), (2, 2, n_keys, size), (4,)
     return [torch.randn(shape, dtype=dtype, generator=generator, requires_grad=True) for shape in shapes]
 
 
 def expected_mask(n_cached: int, n_new: int, window: int | None, documents: torch.Tensor | None) -> torch.Tensor:
-    """(B, 1, n_new, n_cached + n_new), from the definition."""
+    """The reference mask, (B, 1, n_new, n_cached + n_new)."""
     queries, at = torch.arange(n_cached, n_cached + n_new)[:, None], torch.arange(n_cached + n_new)
     mask = (at <= queries) & (at > queries - (window or n_cached + n_new))
     same = documents[:, :, None] == documents[:, None, :] if documents is not None else torch.ones(2, 1, 1).bool()

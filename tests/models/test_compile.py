@@ -1,4 +1,4 @@
-"""How many graphs torch.compile makes of the blocks: each costs seconds, and beyond torch's limit blocks run eager."""
+"""The number of compiled graphs of the blocks: each takes seconds, and beyond torch's limit blocks run eagerly."""
 
 import json
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def undo():
 
 
 def count_graphs(model: GPT, calls: Iterable[tuple[int, bool]], longest_ragged: int = 0, packed: bool = False) -> int:
-    """Graphs of a run of (tokens per row, is training), none of them broken and no limit reached."""
+    """Count the graphs for calls of (tokens per row, is training), without graph breaks or recompile limits."""
     graphs = 0
 
     def backend(graph, _):
@@ -57,7 +57,7 @@ def count_graphs(model: GPT, calls: Iterable[tuple[int, bool]], longest_ragged: 
 
 @pytest.mark.parametrize(("calls", "longest"), [(FIXED, 0), (RAGGED, 30)], ids=["fixed", "ragged"])
 def test_equivalent_blocks_share_a_graph(calls, longest):
-    """One for training and one for validation, of each kind of layer; rows of all lengths need no more."""
+    """One graph each for training and validation per type of layer, for rows of any length."""
     assert count_graphs(small("llama", n_layer=4), calls, longest) == 2
     assert count_graphs(small("llama", **GEMMA2), calls, longest) == 4
     assert count_graphs(small("llama", n_layer=4), calls, longest, packed=True) == 2

@@ -205,6 +205,6 @@ def test_integers_are_valid_floats():
 @pytest.mark.parametrize("name", ["short_factor", "long_factor"])
 def test_longrope_needs_one_factor_per_pair(name):
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_seq_len": 16, "attention_factor": 1.1}
-    ModelConfig(rope_adjustments=factors)  # heads of 16 elements
+    ModelConfig(rope_adjustments=factors)  # head_size 16
     with pytest.raises(UserError, match=f"rope_adjustments: {name} has 6 factors; heads with 16 rotated .* need 8"):
         ModelConfig(rope_adjustments=factors | {name: [1.0] * 6})

@@ -1,4 +1,4 @@
-"""A ``config.json`` is computed as transformers computes it, or refused in one line that names the key."""
+"""A ``config.json`` gives the results of transformers, or is rejected in one line that names the key."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def acts(kind: str) -> str:
 
 @functools.cache
 def files() -> dict[str, dict[str, Any]]:
-    """A ``config.json`` of each family, with all keys that transformers or this project writes."""
+    """Return a ``config.json`` of each family with all keys that transformers or toolkit writes."""
     found: dict[str, dict[str, Any]] = {}
     for make in HF_CONFIGS.values():
         reference = json.loads(make().to_json_string(use_diff=False))
@@ -211,7 +211,7 @@ def test_any_rope_value_is_accepted_or_a_user_error(kind):
                     assert inverse_frequencies(config).isfinite().all() and math.isfinite(attention_factor(config))
 
 
-# Where a key that is left out makes native refuse what transformers would read otherwise than it was written.
+# Keys whose absence toolkit rejects, where transformers would read another model than was written.
 TOLD = {("gpt_oss", "rope_theta"), ("deepseek_v3", "rope_theta"), ("olmo3", "rope_parameters"),
         ("deepseek_v2", "qk_rope_head_dim")}  # fmt: skip
 
@@ -224,11 +224,11 @@ def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
             (tmp_path / "config.json").write_text(json.dumps(fewer))
             try:
                 reference = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
-            except Exception:  # whatever it says: their class does not read the file
+            except Exception:  # transformers does not read the file, with any error
                 continue
             try:
                 reference = replace(config_from_hf(reference), name="")
-            except UserError:  # their default does not go with the rest
+            except UserError:  # transformers' default does not match the other keys
                 continue
             try:
                 same = config_from_hf(fewer) == reference
@@ -248,7 +248,7 @@ def test_missing_num_key_value_heads_has_the_default_of_transformers(kind, tmp_p
     assert config_from_hf(values).n_query_groups == reference.num_key_value_heads
 
 
-GEMMA_3_12B = {  # google/gemma-3-12b-it, without its image part's numbers
+GEMMA_3_12B = {  # google/gemma-3-12b-it, without the sizes of its vision model
     "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
     "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
     "model_type": "gemma3", "torch_dtype": "bfloat16", "vision_config": {"model_type": "siglip_vision_model"},
@@ -262,7 +262,7 @@ GEMMA_3_12B = {  # google/gemma-3-12b-it, without its image part's numbers
 
 def test_text_model_of_multimodal_config_is_read():
     read, named = config_from_hf(GEMMA_3_12B), get_config("gemma-3-12b")
-    vocabulary = {"name": "", "vocab_size": 262208, "padded_vocab_size": 262208}  # with the rows of images
+    vocabulary = {"name": "", "vocab_size": 262208, "padded_vocab_size": 262208}  # with the image tokens
     assert read == replace(named, **vocabulary)
     with pytest.raises(UserError, match="'mistral3' is not supported: it is multimodal; save .*'mistral'"):
         config_from_hf({"model_type": "mistral3", "text_config": {"model_type": "mistral"}})
@@ -272,8 +272,8 @@ def test_text_model_of_multimodal_config_is_read():
         config_from_hf(GEMMA_3_12B | {"is_causal": False})
 
 
-def save_model_with_images(folder):
-    """A random Gemma 3 that sees images, as transformers writes it."""
+def save_multimodal_model(folder):
+    """Save a random multimodal Gemma 3 with transformers."""
     images = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
               "image_size": 16, "patch_size": 8}  # fmt: skip
     config = transformers.Gemma3Config(
@@ -288,7 +288,7 @@ def save_model_with_images(folder):
 
 @pytest.mark.parametrize("named", ["as files are", "as in memory"])
 def test_text_model_of_multimodal_model_has_equal_logits(named, tmp_path):
-    reference = save_model_with_images(tmp_path / "hf")
+    reference = save_multimodal_model(tmp_path / "hf")
     if named == "as in memory":
         weights = {name: tensor for name, tensor in reference.state_dict().items() if name != "lm_head.weight"}
         save_file(weights, tmp_path / "hf" / "model.safetensors")

@@ -1,6 +1,6 @@
-"""What a family's class in transformers cannot be is refused; all else opens there with equal logits.
+"""Exports that a family's class in transformers cannot express are rejected; all others load there with equal logits.
 
-Every field of ModelConfig is varied in every family, one at a time and with what belongs to it: later fields, too.
+Every field of ModelConfig, including future ones, is varied in every family, one at a time with the fields it requires.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from toolkit.models.gpt import GPT
 transformers = pytest.importorskip("transformers")
 
 HINTS = get_type_hints(ModelConfig)
-# What a field needs beside it: of any other value than the default, or of one value.
+# Other fields that a field requires, for any non-default value or for one value.
 COMPANIONS: dict[str, dict[str, Any]] = {
     "shared_attention_norm": {"parallel_residual": True},
     "norm_qk_type": {"norm_qk": True},
@@ -38,7 +38,7 @@ YARN = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_le
 
 
 def changes(config: ModelConfig) -> dict[str, list[dict[str, Any]]]:
-    """By the field: what to change, the field itself and what belongs to it."""
+    """Return changes by field: the field and the fields it requires."""
     first, last = ([int(i == layer) for i in range(config.n_layer)] for layer in (0, config.n_layer - 1))
     longrope = {
         "short_factor": [1.0 + i / 20 for i in range(config.rope_n_elem // 2)],
@@ -118,7 +118,7 @@ def changes(config: ModelConfig) -> dict[str, list[dict[str, Any]]]:
 
 
 def variants(config: ModelConfig) -> Iterator[tuple[dict[str, Any], ModelConfig]]:
-    """The model itself and all that ModelConfig makes of it, each with what was changed."""
+    """Yield the config and all valid variants, each with its changes."""
     seen = set()
     for change in [{}, *(change for values in changes(config).values() for change in values)]:
         try:
@@ -131,7 +131,7 @@ def variants(config: ModelConfig) -> Iterator[tuple[dict[str, Any], ModelConfig]
 
 
 def test_every_field_is_varied():
-    """A new field of another type than these needs an entry in ``changes``."""
+    """A new field of another type needs an entry in ``changes``."""
     assert changes(ModelConfig()).keys() == {f.name for f in fields(ModelConfig)}
 
 
@@ -142,11 +142,13 @@ def shapes() -> dict[str, ModelConfig]:
 
 
 SHAPES = shapes()
-FIRST = list({config.family: name for name, config in SHAPES.items()}.values())  # the last, which are small
+FIRST = list(
+    {config.family: name for name, config in SHAPES.items()}.values()
+)  # the last of each family, which are small
 
 
 def exported(config: ModelConfig) -> tuple[dict[str, Any], list] | None:
-    """``config.json`` and the table of names; None where both are refused, in one line that names a field."""
+    """Return ``config.json`` and weight map; None if both are rejected in one line that names a field."""
     found = []
     for export in (family_of(config).to_hf, family_of(config).weights):
         try:
@@ -163,7 +165,7 @@ IDS = torch.randint(0, 70, (2, 48), generator=torch.Generator().manual_seed(1))
 
 
 def logits_of_transformers(values: dict[str, Any], weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What the class that ``config.json`` names computes with the weights, all of which it must take."""
+    """Compute logits with the class named in ``config.json``, which must load all weights."""
     config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(json.loads(json.dumps(values)))
     model, info = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None, config=config, state_dict=weights, output_loading_info=True
@@ -174,7 +176,7 @@ def logits_of_transformers(values: dict[str, Any], weights: dict[str, torch.Tens
 
 @torch.no_grad()
 def require_equal(config: ModelConfig, values: dict[str, Any], table: list, known: dict[str, torch.Tensor]) -> None:
-    """Demand that the export opens in transformers and computes the same, and that we read our own file so.
+    """Check that transformers loads the export with equal logits, and that toolkit reads its own export.
 
     ``known`` holds what transformers computed before, for changes that make no difference to the export.
     """

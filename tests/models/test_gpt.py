@@ -33,7 +33,7 @@ def ids(batch: int = 2, length: int = 24) -> torch.Tensor:
 
 
 class GrowingCache:
-    """The simplest thing that keeps the promise of LayerCache."""
+    """A minimal implementation of LayerCache."""
 
     def __init__(self) -> None:
         self.length, self.k, self.v = 0, None, None
@@ -159,7 +159,7 @@ def test_weight_names_match_litgpt():
 
 @pytest.mark.parametrize("style", STYLES)
 def test_n9_packed_documents_are_isolated(style):
-    """Each document's losses and gradients are those that it has alone, whatever its neighbours."""
+    """Losses and gradients of each document are those it has alone, for any neighbors."""
     model = small(style)
     a, b = ids(1, 14), ids(1, 25)[:, 14:]
     positions = torch.cat((torch.arange(14), torch.arange(11)))[None]
@@ -181,7 +181,7 @@ def longrope() -> GPT:
 
 
 def test_n2_rope_of_short_rows_does_not_depend_on_long_rows():
-    """Longrope: rows of 8, 12, 13 and 30 tokens padded together have the losses that they have alone."""
+    """Longrope: rows of 8, 12, 13 and 30 tokens have the same losses padded together as alone."""
     model, lengths = longrope(), (8, 12, 13, 30)
     ids = torch.randint(0, 50, (4, 30))
     labels = torch.where(torch.arange(30) < torch.tensor(lengths)[:, None], ids, -100)
@@ -189,7 +189,7 @@ def test_n2_rope_of_short_rows_does_not_depend_on_long_rows():
     alone = [model(ids[i : i + 1, :n], labels[i : i + 1, :n])[0] for i, n in enumerate(lengths)]
     torch.testing.assert_close(together, alone)
     torch.testing.assert_close(model(ids, labels)[0], sum(alone))
-    assert not torch.allclose(model(ids)[2, :12], model(ids[2:3, :12])[0])  # longer rows are other rows
+    assert not torch.allclose(model(ids)[2, :12], model(ids[2:3, :12])[0])  # longer rows have other results
 
 
 def test_uniform_length_does_not_change_results():
@@ -205,7 +205,7 @@ def test_uniform_length_does_not_change_results():
 def test_n9_rope_of_packed_documents_uses_document_length():
     model, ids = longrope(), torch.randint(0, 50, (1, 38))
     lengths, labels = (10, 20, 8), ids.clone()
-    labels[:, 23:30] = -100  # of the second document 13 tokens count, of the third 8
+    labels[:, 23:30] = -100  # 13 tokens of the second document are supervised, 8 of the third
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     parts = zip(ids.split(lengths, dim=1), labels.split(lengths, dim=1), strict=True)
@@ -216,7 +216,7 @@ def test_n9_rope_of_packed_documents_uses_document_length():
 @pytest.mark.parametrize("masked", [False, True])
 @torch.no_grad()
 def test_repeated_keys_and_values_match_gqa(masked, monkeypatch):
-    """What is done where no fused kernel takes grouped queries."""
+    """The fallback where no fused kernel supports GQA."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, 9, 16, generator=generator) for n in (6, 2, 2))
     mask = torch.rand(2, 1, 9, 9, generator=generator) > 0.3 if masked else None
@@ -230,7 +230,7 @@ def test_repeated_keys_and_values_match_gqa(masked, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
 def test_gqa_never_materializes_all_scores(masked, dtype):
-    """4,096 tokens of 8 heads: all scores of one batch of 2 would be a gigabyte in fp32."""
+    """4,096 tokens, 8 heads, batch size 2: all scores would be 1 GiB in fp32."""
     q, k, v = (torch.randn(2, n, 4096, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (8, 2, 2))
     mask = torch.ones(4096, 4096, dtype=torch.bool, device="cuda").tril() if masked else None
     torch.cuda.reset_peak_memory_stats()

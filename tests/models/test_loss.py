@@ -59,7 +59,7 @@ def test_loss_and_gradients_match_cross_entropy(bias, masked, chunks):
 
 @pytest.mark.parametrize("masked", ["none", "some"])
 def test_soft_capped_logits_match_cross_entropy(masked, chunks):
-    """Gemma 2's softcap, so low that it matters."""
+    """Gemma 2's soft-capping, with a cap low enough to matter."""
     x, weight, b, labels = inputs(bias=True, masked=masked)
     logits = 0.7 * torch.tanh(F.linear(x, weight, b) / 0.7)
     expected = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
@@ -71,7 +71,7 @@ def test_soft_capped_logits_match_cross_entropy(masked, chunks):
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
 def test_bf16_error_is_at_most_that_of_cross_entropy(weights_dtype, chunks):
-    """Under autocast with fp32 weights, and with bf16 weights; gradients in the dtype of what they belong to."""
+    """Under autocast with fp32 weights, and with bf16 weights; gradients have the dtype of their tensors."""
     exact = inputs(bias=True)
     expected = reference(*exact)
     expected_grads = gradients(expected, exact[:3])
@@ -93,7 +93,7 @@ def test_bf16_weight_gradient_keeps_small_chunks(monkeypatch):
         monkeypatch.setattr(loss_module, "CPU_CHUNK_ROWS", rows)
         (many[rows],) = torch.autograd.grad(head_loss(x, weight, None, labels), weight)
     error = (many[1].float() - many[TOKENS].float()).norm() / many[TOKENS].float().norm()
-    assert error < 3e-3  # one rounding to 8 bits; fifty of them make 1e-2
+    assert error < 3e-3  # one rounding to 8 bits; fifty would give 1e-2
 
 
 def test_only_needed_gradients_are_computed():
@@ -121,7 +121,7 @@ def test_second_backward_is_an_error():
 
 
 class _LargestTensors(TorchDispatchMode):
-    """Notes every operation and the elements of the largest tensor of each dtype that any of them returns."""
+    """Records every operation and the number of elements of the largest tensor of each dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class _LargestTensors(TorchDispatchMode):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_m1_full_logits_are_never_materialized(autocast, training):
-    """Above the size of one chunk, in no precision, forward and backward."""
+    """No tensor larger than one chunk, for all dtypes, forward and backward."""
     vocab = 50304
     model = GPT(ModelConfig(vocab_size=vocab, block_size=512, n_layer=1, n_embd=8, n_head=1, tie_embeddings=True))
     ids = torch.randint(0, vocab, (2, 384), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""What each query sees, in every combination of window, cache and packed documents, against the plain definition."""
+"""Attention masks for all combinations of window, KV cache and packed documents, against a reference."""
 
 import pytest
 import torch
@@ -8,48 +8,48 @@ from toolkit.models.masks import AttentionMaskBuilder
 CPU = torch.device("cpu")
 
 
-def plain(held: int, new: int, window: int | None, documents: torch.Tensor | None) -> torch.Tensor:
-    """(B, new, held + new), bool, by the words: not what comes later, not beyond the window, not of other documents."""
+def reference_mask(n_cached: int, n_new: int, window: int | None, documents: torch.Tensor | None) -> torch.Tensor:
+    """The reference mask, (B, n_new, n_cached + n_new), bool: causal, within the window, within the document."""
     rows = 1 if documents is None else documents.size(0)
-    seen = torch.zeros(rows, new, held + new, dtype=torch.bool)
+    mask = torch.zeros(rows, n_new, n_cached + n_new, dtype=torch.bool)
     for b in range(rows):
-        for i in range(new):
-            for j in range(held + new):
-                at = held + i
-                seen[b, i, j] = j <= at and (window is None or at - j < window)
+        for i in range(n_new):
+            for j in range(n_cached + n_new):
+                at = n_cached + i
+                mask[b, i, j] = j <= at and (window is None or at - j < window)
                 if documents is not None:
-                    seen[b, i, j] &= bool(documents[b, i] == documents[b, j])
-    return seen
+                    mask[b, i, j] &= bool(documents[b, i] == documents[b, j])
+    return mask
 
 
-def as_mask(held: int, new: int, window: int | None, documents: torch.Tensor | None) -> torch.Tensor:
-    """The same from what is given to the kernels."""
-    seen = AttentionMaskBuilder(held, new, CPU, documents).for_window(window)
-    mask = seen.mask
+def as_mask(n_cached: int, n_new: int, window: int | None, documents: torch.Tensor | None) -> torch.Tensor:
+    """The full mask equivalent to the arguments of the kernels."""
+    attn_mask = AttentionMaskBuilder(n_cached, n_new, CPU, documents).for_window(window)
+    mask = attn_mask.mask
     if mask is None:
-        mask = torch.ones(new, seen.n_keys, dtype=torch.bool)
-        mask = mask.tril() if seen.is_causal else mask
-    mask = mask.view(-1, new, seen.n_keys)
-    return torch.cat((mask.new_zeros(mask.size(0), new, held + new - seen.n_keys), mask), dim=2)
+        mask = torch.ones(n_new, attn_mask.n_keys, dtype=torch.bool)
+        mask = mask.tril() if attn_mask.is_causal else mask
+    mask = mask.view(-1, n_new, attn_mask.n_keys)
+    return torch.cat((mask.new_zeros(mask.size(0), n_new, n_cached + n_new - attn_mask.n_keys), mask), dim=2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 100])
-@pytest.mark.parametrize(("held", "new"), [(0, 1), (0, 9), (5, 1), (5, 4), (2, 9)])
-def test_masks_match_reference(held, new, window):
-    assert torch.equal(as_mask(held, new, window, None), plain(held, new, window, None))
+@pytest.mark.parametrize(("n_cached", "n_new"), [(0, 1), (0, 9), (5, 1), (5, 4), (2, 9)])
+def test_masks_match_reference(n_cached, n_new, window):
+    assert torch.equal(as_mask(n_cached, n_new, window, None), reference_mask(n_cached, n_new, window, None))
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_n9_document_masks_match_reference(window):
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, -1, -1]])
-    assert torch.equal(as_mask(0, 9, window, documents), plain(0, 9, window, documents))
+    assert torch.equal(as_mask(0, 9, window, documents), reference_mask(0, 9, window, documents))
 
 
 def test_no_mask_where_fast_paths_apply():
-    assert AttentionMaskBuilder(0, 9, CPU).for_window(None) == (9, None, True)  # plainly causal
-    assert AttentionMaskBuilder(0, 9, CPU).for_window(9) == (9, None, True)  # a window that holds everything
-    assert AttentionMaskBuilder(5, 1, CPU).for_window(None) == (6, None, False)  # one new token sees all
-    assert AttentionMaskBuilder(5, 1, CPU).for_window(4) == (4, None, False)  # or the last ones
-    assert AttentionMaskBuilder(20, 2, CPU).for_window(4).mask.shape == (2, 5)  # keys that nobody sees are left out
-    one = AttentionMaskBuilder(0, 9, CPU)
-    assert one.for_window(3).mask is one.for_window(3).mask  # made once for all layers
+    assert AttentionMaskBuilder(0, 9, CPU).for_window(None) == (9, None, True)  # causal
+    assert AttentionMaskBuilder(0, 9, CPU).for_window(9) == (9, None, True)  # a window that covers all tokens
+    assert AttentionMaskBuilder(5, 1, CPU).for_window(None) == (6, None, False)  # one new token attends to all keys
+    assert AttentionMaskBuilder(5, 1, CPU).for_window(4) == (4, None, False)  # or to the last keys
+    assert AttentionMaskBuilder(20, 2, CPU).for_window(4).mask.shape == (2, 5)  # excludes keys outside all windows
+    builder = AttentionMaskBuilder(0, 9, CPU)
+    assert builder.for_window(3).mask is builder.for_window(3).mask  # built once for all layers

@@ -1,4 +1,4 @@
-"""Experts: equal to plain loops and to transformers' modules, trained with a loss that no split changes."""
+"""Experts match loops over tokens and transformers' modules; the loss does not depend on the split of a batch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make(style: str = "mixtral", **changes) -> GPT:
 
 
 def batch(lengths: list[int], width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of these lengths, padded; the first third of each is not supervised."""
+    """Return padded rows of these lengths; the first third of each is not supervised."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.zeros(len(lengths), width, dtype=torch.int64)
     labels = torch.full_like(ids, IGNORE_INDEX)
@@ -65,7 +65,7 @@ def batch(lengths: list[int], width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_loops(moe: LLaMAMoE, x: torch.Tensor) -> torch.Tensor:
-    """The definition, token by token and expert by expert."""
+    """Reference implementation, token by token and expert by expert."""
     y = torch.zeros_like(x)
     for b in range(x.size(0)):
         for t in range(x.size(1)):
@@ -126,7 +126,7 @@ def test_gradients_match_transformers(style):
     native(ids, labels)[0].backward()
     for entry in family.weight_map(native.config):
         hf_tensors = entry.to_hf([values[name].detach() for name in entry.native])
-        # what is not trained has no gradient, and its values stand for it
+        # compare values instead of gradients where nothing is trained
         gradient = entry.to_hf([t.grad if (t := values[name]).requires_grad else t for name in entry.native])
         gradients |= {name: (v, g) for name, v, g in zip(entry.hf, hf_tensors, gradient, strict=True)}
     named = stacked_as_theirs(gradients)
@@ -139,12 +139,12 @@ def test_gradients_match_transformers(style):
 
 
 def stacked_as_theirs(named: dict) -> dict:
-    """From the names of files to those of transformers 5's modules, which stack the experts as well."""
+    """Convert names in files to those of transformers 5's modules, which also stack the experts."""
     found, groups = {}, {}
     for name, pair in named.items():
         name = name.replace("block_sparse_moe", "mlp").replace(".w1.", ".gate_proj.").replace(".w3.", ".up_proj.")
         name = name.replace(".w2.", ".down_proj.")
-        if ".experts." not in name or name.endswith(("_proj", "_bias")):  # gpt-oss's are stacked in the files, too
+        if ".experts." not in name or name.endswith(("_proj", "_bias")):  # gpt-oss's are stacked in files, too
             found[name] = pair
             continue
         layer, _, rest = name.partition(".experts.")
@@ -209,7 +209,7 @@ def gradients_of(model: GPT, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 @pytest.mark.parametrize("style", [*STYLES, "deepseek_v3"])
 def test_n2_loss_and_gradient_with_experts_do_not_depend_on_the_split(style):
-    """(1 x 8) = (8 x 1), on ragged rows, each padded to the longest of its micro-batch, and with one of no label."""
+    """(1 x 8) = (8 x 1), on ragged rows padded per micro-batch, one without labels."""
     model = make(style, router_aux_loss_coef=0.5)
     lengths = [5, 16, 9, 3, 12, 16, 7, 10]
     ids, labels = batch(lengths, 16)
@@ -230,12 +230,14 @@ def test_only_training_loss_includes_load_balancing_loss():
         plain, same = model.eval()(ids, labels)
         expected = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
     assert n == same and plain.item() / n == pytest.approx(expected.item(), rel=1e-5)
-    assert 0.5 * 1 < (trained - plain) / n < 0.5 * 6  # from k / n_expert of an odd chance to n_expert
+    assert 0.5 * 1 < (trained - plain) / n < 0.5 * 6  # bounds of the load-balancing loss
 
 
 def test_load_balancing_loss_balances_experts():
     moe = make().transformer.h[0].mlp
-    x = 1 + torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(5))  # what tokens have in common is uneven
+    x = 1 + torch.randn(
+        4, 32, 32, generator=torch.Generator().manual_seed(5)
+    )  # a common offset of all tokens unbalances the router
     optimizer, seen = torch.optim.SGD([moe.gate.weight], lr=0.05), []
     for _ in range(40):
         _, uneven = moe(x, torch.ones(4, 32, dtype=torch.bool))
@@ -243,7 +245,7 @@ def test_load_balancing_loss_balances_experts():
         optimizer.zero_grad()
         uneven.mean().backward()
         optimizer.step()
-    assert seen[0] > 4 and 1.9 < seen[-1] < 2.05  # 2 experts for each token: even is 2
+    assert seen[0] > 4 and 1.9 < seen[-1] < 2.05  # top-2: a uniform load gives 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -262,7 +264,7 @@ def test_autocast_runs_experts_in_16_bits_with_fp32_gradients(dtype):
 
 
 def test_training_step_has_no_host_device_sync():
-    """On the meta device there is nothing to read."""
+    """The meta device has no data to copy."""
     with torch.device("meta"):
         model = GPT(ModelConfig(**FACTS | STYLES["qwen2_moe"]))
         moe, x = model.transformer.h[0].mlp, torch.empty(2, 8, 32, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Every named configuration: its number of parameters and its facts, against transformers and LitGPT."""
+"""Every named configuration: parameter counts and fields, against transformers and LitGPT."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from toolkit.models.families import (
 )
 from toolkit.models.gpt import GPT
 
-# Totals as published: model cards and papers of the repositories named; of Gemma, Qwen 3 and the larger Qwen 2.5,
-# KerasHub's presets. They tell which embeddings are tied, which LitGPT's counts do not.
+# Published totals, from model cards and papers; for Gemma, Qwen 3 and the larger Qwen 2.5, from KerasHub's presets.
+# Unlike LitGPT's counts, they show which embeddings are tied.
 PARAMETERS = {
     "pythia-14m": 14_067_712,
     "pythia-31m": 30_494_720,
@@ -94,18 +94,18 @@ PARAMETERS = {
 # Written by write_litgpt_parameters.py.
 LITGPT = json.loads(Path(__file__).with_name("litgpt_parameters.json").read_text())
 
-# Named by LitGPT and not by us: its facts contradict what they are of.
+# LitGPT's configurations that contradict the published models; toolkit has no such names.
 LEFT_OUT = {
     "stable-code-3b",  # rope_base
-    "CodeLlama-13b-Instruct-hf",  # its longest sequence is an eighth of the others'
-    "CodeLlama-70b-Instruct-hf",  # its vocabulary has one token fewer than that of the weights
-    "Platypus2-70B",  # no grouped queries, unlike the Llama 2 that it was made from
+    "CodeLlama-13b-Instruct-hf",  # block_size is an eighth of the others'
+    "CodeLlama-70b-Instruct-hf",  # vocab_size is one less than that of the weights
+    "Platypus2-70B",  # no grouped queries, unlike the base Llama 2
     "Phi-3-mini-128k-instruct",  # no longrope
     "Llama-2-7b-chat-hf-function-calling-v2",  # norm_eps is not Llama 2's
-    "Qwen2.5-14B-Instruct", "Qwen2.5-32B-Instruct", "Qwen2.5-72B-Instruct",  # the longest sequence is not sourced
+    "Qwen2.5-14B-Instruct", "Qwen2.5-32B-Instruct", "Qwen2.5-72B-Instruct",  # no source for block_size
 }  # fmt: skip
 
-# Where LitGPT's facts are not the published ones.
+# Fields in which LitGPT differs from the published models.
 CORRECTED = {
     "block_size": {
         "pythia-14m", "pythia-31m",  # trained on 2,048: models/14M/pythia-14m.yml of EleutherAI/pythia
@@ -113,10 +113,10 @@ CORRECTED = {
         "Qwen2.5-1.5B-Instruct", "Qwen2.5-7B-Instruct",
     },
     "norm_eps": {name for name in list_names() if name.startswith("gemma")},
-    "padded_vocab_size": {"Mixtral-8x22B-v0.1"},  # that of the Instruct model
+    "padded_vocab_size": {"Mixtral-8x22B-v0.1"},  # the Instruct model's
     "sliding_window_size": {
         "Phi-3-mini-4k-instruct",  # LitGPT adds one
-        "Phi-4-mini-instruct",  # longer than the longest sequence
+        "Phi-4-mini-instruct",  # larger than block_size
     },
 }  # fmt: skip
 
@@ -128,7 +128,7 @@ def count(config: ModelConfig) -> int:
 
 @functools.cache
 def count_untied(name: str) -> int:
-    """Of all layers, told from models of one and of two layers of each kind: with experts and without."""
+    """Count parameters of all layers from models with one and two layers of each type (dense, experts)."""
     config = dataclasses.replace(get_config(name), tie_embeddings=False)
     kinds, layers = Counter(int(config.has_experts(i)) for i in range(config.n_layer)), 0
     for kind, number in kinds.items():
@@ -148,7 +148,7 @@ def test_named_configs_have_the_published_number_of_parameters(name):
 
 
 def litgpt_names() -> list[str]:
-    """LitGPT's names of architectures that we have."""
+    """Return LitGPT's names of supported architectures."""
     return [name for name in LITGPT["models"] if name not in LEFT_OUT]
 
 

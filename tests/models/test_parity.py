@@ -1,4 +1,4 @@
-"""Logits equal to transformers', through files in both directions, for every family."""
+"""Logits match transformers' after import and export through files, for every family."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FALCON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "
 
 
 def longrope(original: int) -> dict:
-    """Phi 3's, of 8 pairs of elements: sequences longer than ``original`` are stretched."""
+    """Return Phi 3's longrope for 8 pairs of dimensions and this original context."""
     return {
         "original_max_position_embeddings": original,
         "rope_parameters": {
@@ -222,7 +222,7 @@ HF_CONFIGS = {
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Weights so large that attention is far from uniform; norms and biases away from one and zero."""
+    """Set weights large enough for non-uniform attention, and norms and biases away from one and zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -230,7 +230,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             if p.dim() == 1 and name.endswith("weight"):
                 p.add_(1.0)
         for name, buffer in model.named_buffers():
-            if name in model.state_dict():  # the corrections of DeepSeek-V3's routers
+            if name in model.state_dict():  # correction biases of DeepSeek-V3's routers
                 buffer.normal_(0.0, 0.15, generator=generator)
 
 
@@ -239,7 +239,7 @@ def token_ids() -> torch.Tensor:
 
 
 def from_folder(folder: Path) -> GPT:
-    """Our model from a Hugging Face folder, by the way that users go; its checkpoint is left beside the folder."""
+    """Import a Hugging Face folder as users do; the checkpoint is written beside the folder."""
     native = folder.with_name(f"{folder.name}-native")
     import_hf(folder, native)
     return load_model(native).eval()
@@ -261,7 +261,7 @@ def rms_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def typical_rms_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The median over tokens: rounding sends one to another expert now and then, in their model as in native."""
+    """The median over tokens: rounding occasionally routes a token to another expert, in both models."""
     return (actual.float() - expected).pow(2).mean(-1).sqrt().median().item()
 
 
@@ -401,7 +401,7 @@ def test_exported_model_has_equal_logits_in_transformers(name, tmp_path):
     tied = hf.get_input_embeddings().weight is hf.get_output_embeddings().weight
     assert tied == native.config.tie_embeddings
 
-    back = from_folder(tmp_path / "hf")  # the other direction of the same table undoes it, bit for bit
+    back = from_folder(tmp_path / "hf")  # the inverse of the weight map is exact
     for key, value in native.state_dict().items():
         assert torch.equal(back.state_dict()[key], value), key
 
@@ -419,7 +419,7 @@ def test_weights_round_trip_bit_for_bit(name, tmp_path):
 
 
 def test_random_models_have_nonuniform_attention(tmp_path):
-    """Or else the tests above would not see a wrong rotation or mask."""
+    """Otherwise the tests above would not detect a wrong RoPE or mask."""
     config = HF_CONFIGS["llama"]()
     config._attn_implementation = "eager"
     hf = transformers.AutoModelForCausalLM.from_config(config).eval()

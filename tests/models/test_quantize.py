@@ -35,7 +35,7 @@ def adapted(config: ModelConfig = LLAMA, **options: Any) -> GPT:
 
 
 def restored(quantized: GPT, config=LLAMA, **options) -> GPT:
-    """A model with plain layers that holds the weights as the quantised one computes with them."""
+    """Return a plain model with the dequantized weights."""
     plain = adapted(config, **{**LORA.to_dict(), **options})
     for name, part in quantized.named_modules():
         if hasattr(part, "base_weight"):
@@ -81,7 +81,7 @@ def test_only_linear_layers_of_blocks_are_quantized():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_quantized_from_checkpoint_values(kind):
-    """On the meta device and in bf16: the weights come from the file, not rounded before, one after the other."""
+    """On the meta device and in bf16: weights are read from the file one by one, without prior rounding."""
     weights, asked = base().state_dict(), []
     with torch.device("meta"):
         model = GPT(LLAMA).to(torch.bfloat16)
@@ -90,9 +90,9 @@ def test_weights_are_quantized_from_checkpoint_values(kind):
     direct = base()
     quantize_linears(direct, kind)
     layers = {name: part for name, part in model.named_modules() if hasattr(part, "base_weight")}
-    quantised = {name: part for name, part in layers.items() if name != "lm_head"}
-    assert asked == [f"{name}.weight" for name in quantised]
-    for name, part in quantised.items():
+    quantized_layers = {name: part for name, part in layers.items() if name != "lm_head"}
+    assert asked == [f"{name}.weight" for name in quantized_layers]
+    for name, part in quantized_layers.items():
         actual = part.base_weight()
         assert torch.equal(actual, direct.get_submodule(name).base_weight())
         original = weights[f"{name}.weight"]
@@ -116,7 +116,7 @@ def test_bf16_error_is_at_most_that_of_plain_layers(mixed):
         actual, reference = model(ids), plain(ids)
         loss = model(ids, ids)[0]
         part = model.transformer.h[0].mlp.proj.project(torch.ones(1, 256, dtype=None if mixed else torch.bfloat16))
-    assert part.dtype == torch.bfloat16  # the product itself is, not only the head's
+    assert part.dtype == torch.bfloat16  # the layer's matrix product, not only the head's
     assert actual.dtype == torch.bfloat16
     assert (actual.float() - expected).norm() <= 1.5 * (reference.float() - expected).norm()
     loss.backward()
@@ -124,7 +124,7 @@ def test_bf16_error_is_at_most_that_of_plain_layers(mixed):
 
 
 def test_training_after_evaluation():
-    """bitsandbytes' own layer takes another product then, on some CPUs, which has no gradient."""
+    """bitsandbytes' layer would switch to a kernel without gradient on some CPUs."""
     model, ids = adapted(**LORA.to_dict()), tokens()
     quantize_linears(model, "bnb.nf4")
     first = _gradients(model, ids)
@@ -157,7 +157,7 @@ def test_quantized_model_learns():
 
 
 def test_remaining_meta_parameters_are_materialized_later():
-    """As a run does it: quantise from the checkpoint, then give the rest its weights."""
+    """As in a run: quantize from the checkpoint, then load the other weights."""
     weights = base().state_dict()
     with torch.device("meta"):
         model = GPT(LLAMA)

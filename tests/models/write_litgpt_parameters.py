@@ -1,4 +1,4 @@
-"""Write litgpt_parameters.json: what LitGPT knows about each of its named configurations, to compare ours with.
+"""Write litgpt_parameters.json: fields of LitGPT's named configurations, for comparison with toolkit's.
 
 Run where the `litgpt` package is installed: ``python tests/models/write_litgpt_parameters.py``. Parameters are counted
 on LitGPT's own model, on the meta device. It never ties head and embedding.
@@ -22,7 +22,7 @@ FIELDS = (
 
 
 def describe(values: dict) -> list:
-    """Return parameters, the factor of the rotary scaling, and FIELDS."""
+    """Return the parameter count, the RoPE scaling factor, and FIELDS."""
     config = Config(**values)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(config).parameters())
