@@ -150,7 +150,7 @@ FIRST = list(
 def exported(config: ModelConfig) -> tuple[dict[str, Any], list] | None:
     """Return ``config.json`` and weight map; None if both are rejected in one line that names a field."""
     found = []
-    for export in (family_of(config).to_hf, family_of(config).weights):
+    for export in (family_of(config).to_hf_config, family_of(config).weight_map):
         try:
             found.append(export(config))
         except UserError as error:
@@ -225,7 +225,7 @@ def test_unmapped_weight_is_an_error(tmp_path, monkeypatch):
         (table[:-1], "has no"),
         ([*table, tables.one_to_one("extra", "extra")], "cannot be without"),
     ):
-        monkeypatch.setattr(llama, "weights", lambda config, wrong=wrong: wrong)
+        monkeypatch.setattr(llama, "weight_map", lambda config, wrong=wrong: wrong)
         with pytest.raises(UserError, match=f"^(transformer.ln_f.weight|extra): .* 'llama' {message} such a weight"):
             to_folder(model, tmp_path / "wrong")
         shutil.rmtree(tmp_path / "wrong-checkpoint")
