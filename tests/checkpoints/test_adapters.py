@@ -135,9 +135,9 @@ def test_merging_in_bf16_rounds_once(tmp_path):
     name = "transformer.h.0.mlp.proj"
     adapter = model.get_submodule(name).lora.whole
     exact = base_weights[f"{name}.weight"].double() + 6 / 4 * adapter.B.double() @ adapter.A.double()
-    ours = merged[f"{name}.weight"]
-    assert ours.dtype == torch.bfloat16
-    assert (ours == exact.to(torch.bfloat16)).float().mean() > 0.999
+    native = merged[f"{name}.weight"]
+    assert native.dtype == torch.bfloat16
+    assert (native == exact.to(torch.bfloat16)).float().mean() > 0.999
     assert merged["transformer.wte.weight"] is merged._weights["transformer.wte.weight"]
     # DESIGN section 7: our error against fp32 is at most 1.5 times that of plain bf16 weights
     exact_model = adapted(**{**NO_HEAD, "r": 4, "alpha": 6})

@@ -45,7 +45,7 @@ def save(folder, config, dtype=torch.float32, tokenizer=None):
     return model
 
 
-def load_theirs(folder, **options):
+def load_hf(folder, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options).eval()
 
 
@@ -58,7 +58,7 @@ def test_transformers_computes_the_same_logits(tmp_path, style):
     model = save(tmp_path / "m", STYLES[style])
     export_hf(tmp_path / "m", tmp_path / "hf")
     with torch.no_grad():
-        assert difference(model(TOKENS), load_theirs(tmp_path / "hf")(TOKENS).logits) < 1e-5
+        assert difference(model(TOKENS), load_hf(tmp_path / "hf")(TOKENS).logits) < 1e-5
     assert verify_hf(tmp_path / "m", tmp_path / "hf") < 1e-5
 
 
@@ -79,7 +79,7 @@ def test_several_files_with_an_index(tmp_path, style):
             assert opened.metadata() == {"format": "pt"}
             assert {index["weight_map"][name] for name in opened.keys()} == {file}  # noqa: SIM118 (not a dictionary)
     with torch.no_grad():
-        assert difference(model(TOKENS), load_theirs(tmp_path / "hf")(TOKENS).logits) < 1e-5
+        assert difference(model(TOKENS), load_hf(tmp_path / "hf")(TOKENS).logits) < 1e-5
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -88,18 +88,18 @@ def test_export_in_bfloat16(tmp_path, style):
     export_hf(tmp_path / "m", tmp_path / "hf", dtype=torch.bfloat16)
     with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as opened:
         assert {opened.get_tensor(name).dtype for name in opened.keys()} == {torch.bfloat16}  # noqa: SIM118
-    theirs = load_theirs(tmp_path / "hf", dtype="auto")
-    assert theirs.dtype == torch.bfloat16
-    ours = load_model(tmp_path / "m", dtype=torch.bfloat16).float()
+    reference = load_hf(tmp_path / "hf", dtype="auto")
+    assert reference.dtype == torch.bfloat16
+    native = load_model(tmp_path / "m", dtype=torch.bfloat16).float()
     with torch.no_grad():
-        assert difference(ours(TOKENS), theirs.float()(TOKENS).logits) < 1e-5
+        assert difference(native(TOKENS), reference.float()(TOKENS).logits) < 1e-5
     assert verify_hf(tmp_path / "m", tmp_path / "hf") < 1e-5
 
 
 def test_a_bfloat16_checkpoint_stays_bfloat16(tmp_path):
     save(tmp_path / "m", NEOX, dtype=torch.bfloat16)
     export_hf(tmp_path / "m", tmp_path / "hf")
-    assert load_theirs(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
+    assert load_hf(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
     assert verify_hf(tmp_path / "m", tmp_path / "hf") < 1e-5
 
 
@@ -118,8 +118,8 @@ def test_n10_a_tied_head_is_not_exported_twice(tmp_path):
     export_hf(tmp_path / "m", tmp_path / "hf")
     with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as opened:
         assert "lm_head.weight" not in opened.keys()  # noqa: SIM118 (not a dictionary)
-    theirs = load_theirs(tmp_path / "hf")
-    assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
+    reference = load_hf(tmp_path / "hf")
+    assert reference.lm_head.weight is reference.model.embed_tokens.weight
 
 
 def test_export_contains_all_files(tmp_path):
@@ -131,10 +131,10 @@ def test_export_contains_all_files(tmp_path):
         "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     }  # fmt: skip
-    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "hf"))
-    assert theirs("text of the day")["input_ids"] == tokenizer.encode("text of the day")
+    reference = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "hf"))
+    assert reference("text of the day")["input_ids"] == tokenizer.encode("text of the day")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert config["eos_token_id"] == theirs.eos_token_id == tokenizer.eos_id
+    assert config["eos_token_id"] == reference.eos_token_id == tokenizer.eos_id
     generation = transformers.GenerationConfig.from_pretrained(str(tmp_path / "hf"))
     assert generation.eos_token_id == tokenizer.eos_id
     card = (tmp_path / "hf" / "README.md").read_text()
@@ -179,7 +179,7 @@ def test_token_ids_without_tokenizer_come_from_original_config(tmp_path, style, 
     known = {f"{name}_token_id": i for name, i in expected.items() if i is not None}
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()) == (generation or known)
     assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == b"sentences"
-    assert load_theirs(tmp_path / "hf").generation_config.eos_token_id == expected["eos"]
+    assert load_hf(tmp_path / "hf").generation_config.eos_token_id == expected["eos"]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_pad_id_comes_from_original_config_or_tokenizer(tmp_path, config, pad, e
     came(tmp_path / "m", config)
     export_hf(tmp_path / "m", tmp_path / "hf")
     assert exported_ids(tmp_path / "hf") == expected
-    assert load_theirs(tmp_path / "hf").config.pad_token_id == expected["pad"]
+    assert load_hf(tmp_path / "hf").config.pad_token_id == expected["pad"]
 
 
 def test_malformed_original_config_is_a_one_line_error(tmp_path):
@@ -245,14 +245,14 @@ def test_eos_ids_include_end_of_turn(tmp_path, given, template, expected):
 
 
 def test_transformers_generates_the_same_greedy_text(tmp_path):
-    save(tmp_path / "m", LLAMA)  # without a tokenizer: generation_config.json is ours
+    save(tmp_path / "m", LLAMA)  # without a tokenizer: generation_config.json is generated
     export_hf(tmp_path / "m", tmp_path / "hf")
-    theirs = load_theirs(tmp_path / "hf")
-    text = theirs.generate(TOKENS[:1, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
-    ours, model = TOKENS[:1, :4], load_model(tmp_path / "m")
+    reference = load_hf(tmp_path / "hf")
+    text = reference.generate(TOKENS[:1, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
+    native, model = TOKENS[:1, :4], load_model(tmp_path / "m")
     for _ in range(5):
-        ours = torch.cat([ours, model(ours)[:, -1:].argmax(-1)], dim=1)
-    assert text.tolist() == ours.tolist()
+        native = torch.cat([native, model(native)[:, -1:].argmax(-1)], dim=1)
+    assert text.tolist() == native.tolist()
 
 
 def test_nonempty_out_dir_is_rejected_and_empty_one_accepted(tmp_path):
@@ -280,8 +280,8 @@ def test_verify_passes_dtype_by_transformers_version(tmp_path, monkeypatch, vers
     """By the other one, the library prints that it is deprecated, or refuses it."""
     save(tmp_path / "m", LLAMA)
     export_hf(tmp_path / "m", tmp_path / "hf")
-    theirs, given = load_theirs(tmp_path / "hf"), []
-    load = lambda folder, **options: given.append(options) or theirs  # noqa: E731
+    reference, given = load_hf(tmp_path / "hf"), []
+    load = lambda folder, **options: given.append(options) or reference  # noqa: E731
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
     if version:
         monkeypatch.setattr(sys.modules["transformers"], "__version__", version)

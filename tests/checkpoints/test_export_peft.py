@@ -1,4 +1,4 @@
-"""peft loads what we export with equal logits, and what it saves comes back; random weights, on the CPU."""
+"""peft loads exported adapters with equal logits, and its adapters are imported back; random weights, on the CPU."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def in_peft(base_dir, adapters, tmp_path):
     return peft.PeftModel.from_pretrained(base, adapters).eval()
 
 
-def differs(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).abs().max() / theirs.abs().max())
+def differs(native: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((native - reference).abs().max() / reference.abs().max())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,15 +78,15 @@ def test_peft_computes_the_same_logits(tmp_path, family, selection, kind, recwar
     lora = LoRAConfig(**{**NONE, "r": 3, "alpha": 6, **chosen, **KINDS[kind]})
     base_dir, folder, model = make(tmp_path, CONFIGS[family], lora)
     assert main(["convert_to_peft", str(folder), str(tmp_path / "peft")]) == 0
-    theirs = in_peft(base_dir, tmp_path / "peft", tmp_path)
-    expected = theirs(input_ids=tokens()).logits
+    reference = in_peft(base_dir, tmp_path / "peft", tmp_path)
+    expected = reference(input_ids=tokens()).logits
     assert differs(model(tokens()), expected) < 1e-5
     assert differs(load_model(base_dir)(tokens()), expected) > 1e-3
     assert not [w for w in recwarn if "missing adapter keys" in str(w.message)]
     assert (tmp_path / "peft" / "tokenizer.json").exists()
 
     # and the way back, from what peft itself writes
-    theirs.save_pretrained(tmp_path / "again")
+    reference.save_pretrained(tmp_path / "again")
     back, adapters = import_peft(tmp_path / "again", CONFIGS[family])
     again = load_model(base_dir)
     add_lora(again, back)
@@ -164,23 +164,25 @@ def test_dense_fused_adapters_stay_fused(tmp_path, family, patterns):
 @pytest.mark.parametrize("dora", [False, True])
 @torch.no_grad()
 def test_hf_fused_layers_import_from_peft(tmp_path, dora):
-    """Phi-3's gate_up_proj: of the rank of all other layers, both of ours get all of A."""
+    """Phi-3's gate_up_proj: of the rank of all other layers, both native layers get all of A."""
     base_dir, _, _ = make(tmp_path, CONFIGS["phi3"], LoRAConfig())
     export_hf(base_dir, tmp_path / "hf")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     targets = ["gate_up_proj", "down_proj"]
-    theirs = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, use_dora=dora)).eval()
+    reference = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, use_dora=dora)
+    ).eval()
     g = torch.Generator().manual_seed(7)
-    for name, p in theirs.named_parameters():
+    for name, p in reference.named_parameters():
         if ".lora_" in name:
             p.add_(torch.randn(p.shape, generator=g), alpha=0.1)
-    theirs.save_pretrained(tmp_path / "peft")
+    reference.save_pretrained(tmp_path / "peft")
     back, adapters = import_peft(tmp_path / "peft", CONFIGS["phi3"])
     assert back == LoRAConfig(**{**NONE, "r": 4, "alpha": 8, "mlp": True, "dora": dora})
     again = load_model(base_dir)
     add_lora(again, back)
     again.load_state_dict(adapters, strict=False)
-    assert differs(again(tokens()), theirs(input_ids=tokens()).logits) < 1e-5
+    assert differs(again(tokens()), reference(input_ids=tokens()).logits) < 1e-5
 
 
 @pytest.mark.parametrize(("change", "is_read"), [(0.0, True), (0.1, False)])
@@ -211,9 +213,9 @@ def test_adapted_head_is_exported(tmp_path, family):
     lora = LoRAConfig(**{**NONE, "query": True, "head": True})
     base_dir, folder, model = make(tmp_path, CONFIGS[family], lora)
     export_peft(folder, tmp_path / "peft")
-    theirs = in_peft(base_dir, tmp_path / "peft", tmp_path)
-    assert differs(model(tokens()), theirs(input_ids=tokens()).logits) < 1e-5
-    theirs.save_pretrained(tmp_path / "again")
+    reference = in_peft(base_dir, tmp_path / "peft", tmp_path)
+    assert differs(model(tokens()), reference(input_ids=tokens()).logits) < 1e-5
+    reference.save_pretrained(tmp_path / "again")
     for source in ("peft", "again"):
         back, adapters = import_peft(tmp_path / source, CONFIGS[family])
         assert back.head and torch.equal(adapters["lm_head.lora.whole.B"], model.lm_head.lora.whole.B)

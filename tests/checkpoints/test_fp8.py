@@ -68,8 +68,8 @@ def test_dequantization_is_bit_equal_to_transformers():
 
 
 def test_fp8_model_imports_as_its_16_bit_equivalent(folder, tmp_path):
-    import_hf(folder, tmp_path / "ours")
-    weights = load_weights(tmp_path / "ours")
+    import_hf(folder, tmp_path / "native")
+    weights = load_weights(tmp_path / "native")
     assert {t.dtype for name, t in weights.items() if "correction" not in name} == {torch.bfloat16}
 
     plain = {name: t for name, t in load_file(folder / "model.safetensors").items() if "scale_inv" not in name}
@@ -86,7 +86,7 @@ def test_fp8_model_imports_as_its_16_bit_equivalent(folder, tmp_path):
     same = load_weights(tmp_path / "same")
     assert same.keys() == weights.keys() and all(torch.equal(weights[name], same[name]) for name in same)
     with torch.no_grad():
-        assert load_model(tmp_path / "ours").eval()(token_ids()).isfinite().all()
+        assert load_model(tmp_path / "native").eval()(token_ids()).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_other_fp8_formats_are_rejected(folder, tmp_path, changed, message):
     config["quantization_config"] |= changed
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
-        import_hf(folder, tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
+        import_hf(folder, tmp_path / "native")
+    assert not (tmp_path / "native").exists()
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,4 @@ def test_damaged_scales_are_named(folder, tmp_path, change, message):
     weights |= {} if changed is None else {name: changed.contiguous()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"model.safetensors: model.layers.0.self_attn.o_proj.{message}"):
-        import_hf(folder, tmp_path / "ours")
+        import_hf(folder, tmp_path / "native")

@@ -1,4 +1,4 @@
-"""Folders whose tokenizer is a SentencePiece model alone: it is converted, or the reason why not is said."""
+"""Folders whose tokenizer is a SentencePiece model alone: it is converted, or a warning has the reason."""
 
 import builtins
 import json
@@ -41,15 +41,15 @@ def folder(tmp_path, corpus) -> Path:
 
 
 def test_sentencepiece_is_converted_and_encodes_identically(folder, tmp_path):
-    notes = import_hf(folder, tmp_path / "ours")
+    notes = import_hf(folder, tmp_path / "native")
     assert any("converted tokenizer.model to tokenizer.json" in note for note in notes), notes
-    ours = Tokenizer.load(tmp_path / "ours")
-    theirs = spm.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    native = Tokenizer.load(tmp_path / "native")
+    reference = spm.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     for text in ("the model reads", "a  b\n", "99 × 99", "neue Wörter 🎉"):
-        ids = ours.encode(text, bos=False)
-        assert ids == theirs.encode(text) and ours.decode(ids).strip() == text.strip()
-    assert (ours.bos_id, ours.eos_id) == (1, 2)
-    assert (tmp_path / "ours" / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
+        ids = native.encode(text, bos=False)
+        assert ids == reference.encode(text) and native.decode(ids).strip() == text.strip()
+    assert (native.bos_id, native.eos_id) == (1, 2)
+    assert (tmp_path / "native" / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
     assert not (folder / "tokenizer.json").exists()
 
 
@@ -59,7 +59,7 @@ def test_a_download_fetches_what_a_conversion_reads():
 
 def test_warns_about_more_tokens_than_embeddings(folder, tmp_path):
     transformers.AutoModelForCausalLM.from_config(small(vocab_size=260)).save_pretrained(folder)
-    made, larger = import_hf(folder, tmp_path / "ours")
+    made, larger = import_hf(folder, tmp_path / "native")
     assert "converted tokenizer.model to tokenizer.json" in made
     assert larger.startswith("warning: the tokenizer has 300 tokens and the model embeds 260: ")
 
@@ -79,16 +79,16 @@ def test_convert_script_keeps_the_tokenizer(folder, monkeypatch, capsys):
 
 def test_damaged_tokenizer_warns_and_weights_are_imported(folder, tmp_path):
     (folder / "tokenizer.model").write_bytes(b"nothing of the kind")
-    (note,) = import_hf(folder, tmp_path / "ours")
+    (note,) = import_hf(folder, tmp_path / "native")
     assert "holds no tokenizer.json, and tokenizer.model was not converted: " in note and "\n" not in note
-    assert (tmp_path / "ours" / "lit_model.pth").exists() and not (tmp_path / "ours" / "tokenizer.json").exists()
+    assert (tmp_path / "native" / "lit_model.pth").exists() and not (tmp_path / "native" / "tokenizer.json").exists()
 
 
 def test_tokenizer_with_different_encoding_is_rejected(folder, tmp_path, monkeypatch):
     from toolkit.checkpoints import hf_tokenizer
 
     monkeypatch.setattr(hf_tokenizer, "_PROBES", ("<s> in a text",))  # transformers takes it for the token
-    (note,) = import_hf(folder, tmp_path / "ours")
+    (note,) = import_hf(folder, tmp_path / "native")
     assert "encodes '<s> in a text' differently" in note
 
 
@@ -101,5 +101,5 @@ def test_missing_sentencepiece_names_the_packages(folder, tmp_path, monkeypatch)
         return plain(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    (note,) = import_hf(folder, tmp_path / "ours")
+    (note,) = import_hf(folder, tmp_path / "native")
     assert "sentencepiece is not installed; run: pip install transformers sentencepiece protobuf" in note

@@ -57,19 +57,19 @@ def change_json(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def same_logits(folder, theirs):
+def same_logits(folder, reference):
     with torch.no_grad():
-        expected = theirs(TOKENS).logits
+        expected = reference(TOKENS).logits
         return float((load_model(folder)(TOKENS) - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_several_files_with_an_index(tmp_path, family):
-    theirs = save(tmp_path / "hf", family, max_shard_size="100KB")
+    reference = save(tmp_path / "hf", family, max_shard_size="100KB")
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     (note,) = import_hf(tmp_path / "hf", tmp_path / "m")
     assert note.startswith(f"warning: {tmp_path / 'hf'} holds no tokenizer.json: copy one and its companion files")
-    assert same_logits(tmp_path / "m", theirs)
+    assert same_logits(tmp_path / "m", reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -98,7 +98,7 @@ def test_mixed_dtypes_are_promoted(tmp_path):
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("stored", ["embedding", "head", "both"])
 def test_n10_a_tied_head_is_one_tensor_whichever_is_stored(tmp_path, family, stored):
-    theirs = save(tmp_path / "hf", family, tie_word_embeddings=True)
+    reference = save(tmp_path / "hf", family, tie_word_embeddings=True)
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     (embedding,) = [name for name, t in weights.items() if t.shape == (300, 64)]
     head = "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"
@@ -107,7 +107,7 @@ def test_n10_a_tied_head_is_one_tensor_whichever_is_stored(tmp_path, family, sto
     import_hf(tmp_path / "hf", tmp_path / "m")
     model = load_model(tmp_path / "m")
     assert model.lm_head.weight is model.transformer.wte.weight
-    assert same_logits(tmp_path / "m", theirs)
+    assert same_logits(tmp_path / "m", reference)
     size = sum(t.nbytes for t in weights.values())
     assert size < (tmp_path / "m" / "lit_model.pth").stat().st_size < size + 30_000, "stored once"
 
@@ -139,21 +139,21 @@ def test_an_untied_head_that_is_missing_is_named(tmp_path):
     ],
 )
 def test_legacy_buffers_are_skipped(tmp_path, family, buffers):
-    theirs = save(tmp_path / "hf", family)
+    reference = save(tmp_path / "hf", family)
     change(tmp_path / "hf", add={name: torch.ones(1, 1, 8, 8, dtype=torch.uint8) for name in buffers})
     import_hf(tmp_path / "hf", tmp_path / "m")
-    assert same_logits(tmp_path / "m", theirs)
+    assert same_logits(tmp_path / "m", reference)
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_names_without_model_prefix(tmp_path, family):
     """As in openai-community/gpt2."""
-    theirs = save(tmp_path / "hf", family, tie_word_embeddings=True)
+    reference = save(tmp_path / "hf", family, tie_word_embeddings=True)
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     bare = {name.partition(".")[2]: tensor for name, tensor in weights.items()}
     save_file(bare, tmp_path / "hf" / "model.safetensors")
     import_hf(tmp_path / "hf", tmp_path / "m")
-    assert same_logits(tmp_path / "m", theirs)
+    assert same_logits(tmp_path / "m", reference)
 
 
 def with_tokenizer(folder):
@@ -186,20 +186,27 @@ def test_tokenizer_and_template_files_round_trip(tmp_path):
         content = (tmp_path / "hf" / name).read_bytes()
         assert (tmp_path / "m" / name).read_bytes() == (tmp_path / "back" / name).read_bytes() == content
     assert (tmp_path / "m" / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
-    ours = {str(p.relative_to(tmp_path / "m")) for p in (tmp_path / "m").rglob("*") if p.is_file()}
-    assert ours == {"COMPLETE", "lit_model.pth", "model_config.yaml", "config.json", "download.yaml", *TOKENIZER_FILES}
+    native = {str(p.relative_to(tmp_path / "m")) for p in (tmp_path / "m").rglob("*") if p.is_file()}
+    assert native == {
+        "COMPLETE",
+        "lit_model.pth",
+        "model_config.yaml",
+        "config.json",
+        "download.yaml",
+        *TOKENIZER_FILES,
+    }
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == [0, 5]
     assert transformers.GenerationConfig.from_pretrained(str(tmp_path / "back")).eos_token_id == [0, 5]
 
 
 def test_hub_cache_symlinks_are_followed(tmp_path):
-    theirs = save(tmp_path / "repo" / "blobs", max_shard_size="100KB")
+    reference = save(tmp_path / "repo" / "blobs", max_shard_size="100KB")
     snapshot = tmp_path / "repo" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     for file in (tmp_path / "repo" / "blobs").iterdir():
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     import_hf(snapshot, tmp_path / "m")
-    assert same_logits(tmp_path / "m", theirs) and not (tmp_path / "m" / "config.json").is_symlink()
+    assert same_logits(tmp_path / "m", reference) and not (tmp_path / "m" / "config.json").is_symlink()
 
 
 def test_warns_about_larger_tokenizer(tmp_path):
@@ -210,14 +217,14 @@ def test_warns_about_larger_tokenizer(tmp_path):
 
 
 def test_custom_code_warns_and_is_not_run(tmp_path):
-    theirs = save(tmp_path / "hf")
+    reference = save(tmp_path / "hf")
     (tmp_path / "hf" / "modeling_own.py").write_text("raise SystemExit")
     change_json(tmp_path / "hf" / "config.json", auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
     code, _ = import_hf(tmp_path / "hf", tmp_path / "m")
     assert code == (
         "warning: config.json names custom code (auto_map), which is not run; using the standard architecture of llama"
     )
-    assert same_logits(tmp_path / "m", theirs) and not (tmp_path / "m" / "modeling_own.py").exists()
+    assert same_logits(tmp_path / "m", reference) and not (tmp_path / "m" / "modeling_own.py").exists()
 
 
 def test_the_model_is_named(tmp_path):

@@ -75,7 +75,7 @@ def test_base_may_be_named_by_its_hf_folder(tmp_path, family, dtype):
     for place in (base, *([tmp_path / "again"] if dtype is None else [])):
         assert check_base(tmp_path / "peft", place) is None
     other = write_other(tmp_path / "other", CONFIGS[family])
-    assert "another checkpoint" in refused(tmp_path / "peft", other)
+    assert "a different checkpoint" in refused(tmp_path / "peft", other)
 
 
 def test_changed_weight_in_first_block_is_detected(trained, tmp_path):
@@ -85,7 +85,7 @@ def test_changed_weight_in_first_block_is_detected(trained, tmp_path):
     weights = torch.load(base / "lit_model.pth")
     weights["transformer.h.0.attn.qkv.weight"][3, 4] += 1e-3
     torch.save(weights, base / "lit_model.pth")
-    assert "another checkpoint" in refused(peft, base)
+    assert "a different checkpoint" in refused(peft, base)
 
 
 def test_another_architecture_is_rejected_without_reading_weights(trained, tmp_path):
@@ -93,11 +93,11 @@ def test_another_architecture_is_rejected_without_reading_weights(trained, tmp_p
     export_hf(base, tmp_path / "hf")
     (tmp_path / "hf" / "model.safetensors").unlink()
     name_base(peft, str(tmp_path / "hf"))
-    assert "unchecked" in check_base(peft, base)
+    assert "not verified" in check_base(peft, base)
     deeper = write_other(tmp_path / "deeper", dataclasses.replace(CONFIGS["llama"], n_layer=3))
-    assert "another checkpoint" in refused(peft, deeper)
+    assert "a different checkpoint" in refused(peft, deeper)
     longer = write_other(tmp_path / "longer", dataclasses.replace(CONFIGS["llama"], block_size=64))
-    assert "unchecked" in check_base(peft, longer)
+    assert "not verified" in check_base(peft, longer)
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def test_logits_match_litgpt_and_its_export(tmp_path, name):
     assert difference(model(ids), expected) <= 1e-5
     transformers = pytest.importorskip("transformers")
     export_hf(MODELS / name, tmp_path / "hf", torch.float32)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", local_files_only=True).eval()
-    assert type(theirs).__name__.lower().startswith(FAMILIES[name].replace("_", "").removesuffix("text"))
-    assert difference(theirs(input_ids=ids).logits, expected) <= 1e-5
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", local_files_only=True).eval()
+    assert type(reference).__name__.lower().startswith(FAMILIES[name].replace("_", "").removesuffix("text"))
+    assert difference(reference(input_ids=ids).logits, expected) <= 1e-5
 
 
 def test_the_models_see_that_windows_and_rope_and_norms_matter(tmp_path):

@@ -27,7 +27,7 @@ def test_manifest_lists_all_files_and_damage_is_named(folder):
     listed = read_manifest(folder)
     assert listed.keys() == {"lit_model.pth", "hyperparameters.yaml", "tokenizer.json", "trainer/state.pth"}
     require_intact(folder, pytest.fail)
-    (folder / "hyperparameters.yaml").write_text("seed: 1")  # a record that people edit
+    (folder / "hyperparameters.yaml").write_text("seed: 1")  # an editable file
     require_intact(folder, pytest.fail)
     for name in listed.keys() - {"hyperparameters.yaml"}:
         content = bytearray((folder / name).read_bytes())

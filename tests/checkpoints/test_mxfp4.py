@@ -73,14 +73,14 @@ def test_all_bytes_and_scales_match_transformers():
 @torch.no_grad()
 def test_published_checkpoint_matches_transformers(tmp_path):
     hf = save(tmp_path / "hf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
         hf, dtype=torch.bfloat16, quantization_config=transformers.Mxfp4Config(dequantize=True)
     )
     notes = import_hf(hf, tmp_path / "m")
-    ours = load_model(tmp_path / "m")
+    native = load_model(tmp_path / "m")
     assert not [note for note in notes if "type" in note]
     assert {p.dtype for p in load_weights(tmp_path / "m").values()} == {torch.bfloat16}
-    expected, found = (model.float().eval() for model in (theirs, ours))
+    expected, found = (model.float().eval() for model in (reference, native))
     logits = expected(IDS).logits
     assert (found(IDS) - logits).abs().max() < 1e-5 * logits.abs().max()
     assert is_import_of(tmp_path / "m", hf)
@@ -88,7 +88,7 @@ def test_published_checkpoint_matches_transformers(tmp_path):
     export_hf(tmp_path / "m", tmp_path / "out")  # in 16 bits
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     again = load_file(tmp_path / "out" / "model.safetensors")
-    for name, value in theirs.bfloat16().state_dict().items():
+    for name, value in reference.bfloat16().state_dict().items():
         assert torch.equal(again[name], value), name
 
 

@@ -20,26 +20,26 @@ transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("p
 @torch.no_grad()
 @pytest.mark.parametrize("parts", [{}, {"key": True, "projection": True, "mlp": True, "head": True}])
 def test_multimodal_adapters_round_trip_through_peft(parts, tmp_path, recwarn):
-    theirs, ids = save_model_with_images(tmp_path / "hf"), token_ids() % 90
+    reference, ids = save_model_with_images(tmp_path / "hf"), token_ids() % 90
     import_hf(tmp_path / "hf", tmp_path / "base")
-    lora, ours = LoRAConfig(r=4, **parts), load_model(tmp_path / "base").eval()
-    before = ours(ids)
-    add_lora(ours, lora)
-    stir(ours)
-    expected = ours(ids)
+    lora, native = LoRAConfig(r=4, **parts), load_model(tmp_path / "base").eval()
+    before = native(ids)
+    add_lora(native, lora)
+    stir(native)
+    expected = native(ids)
     assert relative_error(before, expected) > 0.01
-    write_adapted(tmp_path / "run", tmp_path / "base", ours, lora)
+    write_adapted(tmp_path / "run", tmp_path / "base", native, lora)
     assert export_peft(tmp_path / "run", tmp_path / "peft").wrapper_type == "gemma3"
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert type(whole) is type(theirs)
+    assert type(whole) is type(reference)
     adapted = peft.PeftModel.from_pretrained(whole, tmp_path / "peft").eval()
     assert relative_error(adapted(ids).logits, expected) < 2e-5
     assert not [w for w in recwarn if "adapter keys" in str(w.message)]
     assert not any("vision" in name for name, _ in adapted.named_parameters() if "lora" in name)
 
-    options, adapters = import_peft(tmp_path / "peft", ours.config)
-    named = dict(ours.named_parameters())
+    options, adapters = import_peft(tmp_path / "peft", native.config)
+    named = dict(native.named_parameters())
     assert options == lora and all(torch.equal(tensor, named[name]) for name, tensor in adapters.items())
 
 
@@ -47,7 +47,7 @@ def test_text_model_adapters_keep_their_names(tmp_path):
     save_model_with_images(tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "base")
     (tmp_path / "base" / "config.json").unlink()
-    lora, ours = LoRAConfig(r=4), load_model(tmp_path / "base")
-    add_lora(ours, lora)
-    write_adapted(tmp_path / "run", tmp_path / "base", ours, lora)
+    lora, native = LoRAConfig(r=4), load_model(tmp_path / "base")
+    add_lora(native, lora)
+    write_adapted(tmp_path / "run", tmp_path / "base", native, lora)
     assert export_peft(tmp_path / "run", tmp_path / "peft").wrapper_type is None

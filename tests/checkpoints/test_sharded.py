@@ -349,11 +349,11 @@ def cut(name, size):
     return edit
 
 
-def gone(name):
+def removed(name):
     def edit(folder, witness):
         (folder / name).unlink()
 
-    edit.__name__ = f"{name} gone"
+    edit.__name__ = f"{name} removed"
     return edit
 
 
@@ -387,10 +387,10 @@ IN_THE_METADATA = [
     (compressed, "compressed"),
     (cut(".metadata", 90), "damaged or cut short"),
     (cut(".metadata", 0), "damaged or cut short"),
-    (gone(".metadata"), "holds no .metadata"),
+    (removed(".metadata"), "holds no .metadata"),
     (text, "damaged or cut short"),
     (cut("__0_0.distcp", 99), "'__0_0.distcp' is cut short"),
-    (gone("__0_0.distcp"), "'__0_0.distcp' is missing"),
+    (removed("__0_0.distcp"), "'__0_0.distcp' is missing"),
     (folder_instead_of_a_shard, "'__0_0.distcp' is missing"),
 ]
 IN_A_SHARD = [
@@ -454,7 +454,9 @@ def test_m2_read_tensors_are_file_backed(tmp_path, monkeypatch, beside):
     if not beside:
         real = scratch._map_file
         unless = {place: place}  # any other folder cannot be written
-        monkeypatch.setattr(scratch, "_map_file", lambda where, size: real(unless.get(where, tmp_path / "gone"), size))
+        monkeypatch.setattr(
+            scratch, "_map_file", lambda where, size: real(unless.get(where, tmp_path / "missing"), size)
+        )
     read = read_sharded(tmp_path / "step" / "lit_model.pth")
     maps = Path("/proc/self/maps").read_text()
     assert len(re.findall(rf"{re.escape(str(place))}/\.tmp-\S+ \(deleted\)", maps)) == 2

@@ -24,18 +24,18 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """(as on the hub, ours, exported again)"""
-    hub, ours = smollm2_folder(), tmp_path_factory.mktemp("smollm2") / "ours"
-    assert import_hf(hub, ours) == []
-    export_hf(ours, ours.with_name("back"))
-    return hub, ours, ours.with_name("back")
+    """(as on the hub, native, exported again)"""
+    hub, native = smollm2_folder(), tmp_path_factory.mktemp("smollm2") / "native"
+    assert import_hf(hub, native) == []
+    export_hf(native, native.with_name("back"))
+    return hub, native, native.with_name("back")
 
 
 @pytest.fixture(scope="module")
 def models(folders):
-    """(ours, theirs), in float32."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
-    return load_model(folders[1], dtype=torch.float32).eval(), theirs.eval()
+    """(native, reference), in float32."""
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    return load_model(folders[1], dtype=torch.float32).eval(), reference.eval()
 
 
 def prompt(folders):
@@ -47,19 +47,19 @@ def prompt(folders):
 def test_equal_logits(folders, models):
     tokenizer, _ = prompt(folders)
     ids = torch.tensor([tokenizer.encode(TEXT)[:64]])
-    ours, expected = models[0](ids), models[1](ids).logits
-    assert ours.shape == expected.shape
-    assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+    native, expected = models[0](ids), models[1](ids).logits
+    assert native.shape == expected.shape
+    assert float((native - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
 @torch.no_grad()
 def test_equal_greedy_text_until_eos(folders, models):
     tokenizer, ids = prompt(folders)
-    ours = list(generate(models[0], ids, max_new_tokens=40, temperature=0, eos_ids=stop_tokens(tokenizer)))
+    native = list(generate(models[0], ids, max_new_tokens=40, temperature=0, eos_ids=stop_tokens(tokenizer)))
     settings = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones(1, len(ids))}
-    theirs = models[1].generate(ids[None], **settings)[0, len(ids) :].tolist()
-    assert len(ours) < 40 and [*ours, tokenizer.eos_id] == theirs
-    assert "Paris" in tokenizer.decode(ours)
+    reference = models[1].generate(ids[None], **settings)[0, len(ids) :].tolist()
+    assert len(native) < 40 and [*native, tokenizer.eos_id] == reference
+    assert "Paris" in tokenizer.decode(native)
 
 
 @torch.no_grad()
@@ -67,10 +67,10 @@ def test_equal_perplexity_on_real_text(folders, models):
     tokenizer, _ = prompt(folders)
     ids = torch.tensor(tokenizer.encode(TEXT)[:257]).unfold(0, 257, 256)
     loss_sum, count = models[0](ids[:, :-1], ids[:, 1:].contiguous())
-    theirs = models[1](ids, labels=ids).loss
+    reference = models[1](ids, labels=ids).loss
     assert int(count) == 256
-    assert math.exp(loss_sum / count) == pytest.approx(math.exp(theirs), rel=1e-5)
-    assert 5 < math.exp(theirs) < 100, "the model must know the language"
+    assert math.exp(loss_sum / count) == pytest.approx(math.exp(reference), rel=1e-5)
+    assert 5 < math.exp(reference) < 100, "the model must know the language"
 
 
 def test_weights_and_tokenizer_round_trip(folders):
@@ -83,7 +83,7 @@ def test_weights_and_tokenizer_round_trip(folders):
 
 
 def test_transformers_renders_the_exported_template_to_the_same_tokens(folders):
-    hub, ours, back = folders
+    hub, native, back = folders
     conversation = [*QUESTION, {"role": "assistant", "content": "Paris: 1, 22, 333."}, *QUESTION]
     expected, again = (
         transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
@@ -91,22 +91,24 @@ def test_transformers_renders_the_exported_template_to_the_same_tokens(folders):
         )
         for folder in (hub, back)
     )
-    assert expected == again == ChatTemplate.from_tokenizer(Tokenizer.load(ours), None).encode_prompt(conversation)
+    assert expected == again == ChatTemplate.from_tokenizer(Tokenizer.load(native), None).encode_prompt(conversation)
 
 
 @pytest.mark.slow
 def test_folder_matches_transformers():
     """The fixture itself: weights bit for bit, tokens of all kinds of text, and the template."""
     folder, file = smollm2_folder(), gguf_file()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-    weights, expected = load_file(folder / "model.safetensors"), theirs.state_dict()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16
+    )
+    weights, expected = load_file(folder / "model.safetensors"), reference.state_dict()
     assert expected.keys() - weights.keys() == {"lm_head.weight"}  # tied
     assert weights.keys() <= expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
-    ours, told = transformers.AutoConfig.from_pretrained(folder).to_dict(), theirs.config.to_dict()
+    native, expected = transformers.AutoConfig.from_pretrained(folder).to_dict(), reference.config.to_dict()
     facts = ["hidden_size", "num_hidden_layers", "num_key_value_heads", "rope_parameters", "max_position_embeddings"]
-    assert {name: ours[name] for name in facts} == {name: told[name] for name in facts}
-    assert ours["rms_norm_eps"] == pytest.approx(told["rms_norm_eps"])
+    assert {name: native[name] for name in facts} == {name: expected[name] for name in facts}
+    assert native["rms_norm_eps"] == pytest.approx(expected["rms_norm_eps"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     texts = [
         TEXT,

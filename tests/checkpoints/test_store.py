@@ -48,7 +48,7 @@ def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
 
-# Writes step-1, step-2, ... and final, each with a payload that says whether it is whole; prints each finished step.
+# Writes step-1, step-2, ... and final, each with a payload that shows completeness; prints each finished step.
 WRITER = """
 import sys, json
 from pathlib import Path
@@ -88,14 +88,14 @@ def test_s1_a_kill_at_any_instant_leaves_the_last_checkpoint_loadable(tmp_path):
             assert (folder / "lit_model.pth").read_text() == f"{step} " * 20000
         last = store.step_of(found)
     make(out / "step-99999999")
-    assert not [name for name in names(out) if name.startswith(".")], "leftovers are gone at the next save"
+    assert not [name for name in names(out) if name.startswith(".")], "the next save removes leftovers"
 
 
 @pytest.mark.parametrize(("killed_before_rename", "survivor"), [(1, "old"), (2, "old"), (3, "new")])
 def test_s1_replacement_always_leaves_a_checkpoint(tmp_path, killed_before_rename, survivor):
     make(tmp_path / "final", content="old")
     child = os.fork()
-    if child == 0:  # renames: the old aside, the new in, the old away
+    if child == 0:  # renames: old folder to .old-, new folder in place, old folder to .tmp-
         rename, calls = os.rename, []
 
         def dying_rename(a, b):
@@ -242,7 +242,7 @@ def test_s1_prune_keeps_the_last_and_touches_nothing_else(tmp_path, monkeypatch)
     for step in (5, 10, 100, 20):
         make(tmp_path / f"step-{step:06d}")
     make(tmp_path / "final")
-    (tmp_path / "step-000001").mkdir()  # incomplete: not ours to delete
+    (tmp_path / "step-000001").mkdir()  # incomplete: not deleted
     prune(tmp_path, 0)
     assert [step for step, _ in step_folders(tmp_path)] == [5, 10, 20, 100]
     removed = []

@@ -29,7 +29,7 @@ from toolkit.checkpoints.import_hf import import_hf
 from toolkit.checkpoints.export_hf import export_hf
 
 torch.set_num_threads(1)
-for convert, source, target in ((import_hf, "hf", "ours"), (export_hf, "ours", "out")):
+for convert, source, target in ((import_hf, "hf", "native"), (export_hf, "native", "out")):
     start = time.perf_counter()
     peak, _, _ = rise(convert, f"{sys.argv[1]}/{source}", f"{sys.argv[1]}/{target}")
     print(peak / 1e9, time.perf_counter() - start)

@@ -73,17 +73,17 @@ def files(folder) -> dict[str, bytes]:
 
 
 def test_consolidated_equals_unsharded_checkpoint(checkpoint, sharded, tmp_path, capsys):
-    beside = tmp_path / ".tmp-of-somebody-else"
+    beside = tmp_path / ".tmp-of-another-process"
     beside.mkdir()
     before = files(sharded)
     assert main(["consolidate", str(sharded), str(tmp_path / "one")]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'one'}\n"
-    ours, theirs = files(tmp_path / "one"), files(checkpoint)
-    assert ours.keys() == theirs.keys() and "COMPLETE" in ours and "trainer/meta.json" in ours
+    native, reference = files(tmp_path / "one"), files(checkpoint)
+    assert native.keys() == reference.keys() and "COMPLETE" in native and "trainer/meta.json" in native
     new = {"lit_model.pth", "trainer/state.pth", "COMPLETE"}
-    assert all(ours[name] == theirs[name] for name in ours.keys() - new)
+    assert all(native[name] == reference[name] for name in native.keys() - new)
     assert main(["verify", str(tmp_path / "one")]) == 0
-    assert len(ours["lit_model.pth"]) == len(theirs["lit_model.pth"]), "tied weights are stored once"
+    assert len(native["lit_model.pth"]) == len(reference["lit_model.pth"]), "tied weights are stored once"
     a, b = load_weights(tmp_path / "one"), load_weights(checkpoint)
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     a, b = (load_state(folder / "trainer" / "state.pth") for folder in (tmp_path / "one", checkpoint))
@@ -147,11 +147,11 @@ def test_bad_input_is_a_one_line_error_and_leaves_no_files(checkpoint, sharded, 
 
 
 def test_other_commands_read_shards(checkpoint, sharded, tmp_path, capsys):
-    said = []
+    outputs = []
     for folder in (checkpoint, sharded):
         assert main(["generate", str(folder), "--prompt", "a t", "--temperature", "0", "--max_new_tokens", "8"]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] and len(said[0]) > 3
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] and len(outputs[0]) > 3
     for folder in (checkpoint, sharded):
         assert main(["convert_to_hf", str(folder), str(tmp_path / folder.parent.name)]) == 0
     assert files(tmp_path / checkpoint.parent.name) == files(tmp_path / sharded.parent.name)

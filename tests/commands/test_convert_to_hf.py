@@ -1,4 +1,4 @@
-"""`toolkit convert_to_hf`: what people see, and its exit codes."""
+"""`toolkit convert_to_hf`: output and exit codes."""
 
 import dataclasses
 import json
@@ -103,13 +103,13 @@ def test_merge_true_exports_merged_weights(tmp_path, capsys, tied, options, dtyp
     assert not out_dir.exists()
     assert main(["convert_to_hf", str(folder), str(out_dir), "--merge", "true", "--verify", "true"]) == 0
     assert {p.name for p in folder.iterdir()} == before
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out_dir, dtype="auto")
-    assert theirs.dtype == dtype
+    reference = transformers.AutoModelForCausalLM.from_pretrained(out_dir, dtype="auto")
+    assert reference.dtype == dtype
     expected = model.float()(tokens())
-    difference = (theirs.float()(tokens()).logits - expected).abs().max() / expected.abs().max()
+    difference = (reference.float()(tokens()).logits - expected).abs().max() / expected.abs().max()
     assert difference < (1e-5 if dtype == torch.float32 else 2e-2)
     assert json.loads((out_dir / "generation_config.json").read_text())["eos_token_id"] == [0, 5]
-    one = theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
+    one = reference.get_input_embeddings().weight is reference.get_output_embeddings().weight
     assert one == (tied and "head" not in options)
 
 

@@ -39,7 +39,7 @@ def test_another_base_is_rejected(tmp_path, capsys):
         assert not out_dir.exists()
     moved = base_dir.rename(tmp_path / "moved")
     assert main([*command, "--base_checkpoint_dir", str(moved)]) == 0
-    assert named_base(out_dir) == str(moved) and "unchecked" not in capsys.readouterr().out
+    assert named_base(out_dir) == str(moved) and "not verified" not in capsys.readouterr().out
     shutil.copytree(other_dir, base_dir)  # the remembered folder, other weights
     assert main(["convert_to_peft", str(folder), str(tmp_path / "again")]) == 2
     assert "was trained on a different checkpoint" in capsys.readouterr().err

@@ -35,10 +35,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 def exported(tmp_path_factory):
     """(files in one piece, files in shards, the model)"""
     folder, model = tmp_path_factory.mktemp("exported"), base().eval()
-    write_base(folder / "ours", model)
-    train_bpe(["a text"], 270).save(folder / "ours")
-    export_hf(folder / "ours", folder / "one")
-    export_hf(folder / "ours", folder / "many", max_shard_bytes=60_000)
+    write_base(folder / "native", model)
+    train_bpe(["a text"], 270).save(folder / "native")
+    export_hf(folder / "native", folder / "one")
+    export_hf(folder / "native", folder / "many", max_shard_bytes=60_000)
     return contents(folder / "one"), contents(folder / "many"), model
 
 
@@ -67,8 +67,8 @@ def refusal(capsys, *command: str) -> str:
 
 
 def same_weights(folder, model) -> bool:
-    theirs, ours = load_model(folder).state_dict(), model.state_dict()
-    return theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
+    reference, native = load_model(folder).state_dict(), model.state_dict()
+    return reference.keys() == native.keys() and all(torch.equal(reference[name], native[name]) for name in native)
 
 
 def test_subprocess_downloads_and_converts(hub, exported, tmp_path):
@@ -128,8 +128,8 @@ def test_convert_false_keeps_the_hf_folder(hub, exported, capsys):
     found = contents(Path("checkpoints/org/tiny"))
     assert b"org/tiny" in found.pop("download.yaml") and found.items() <= many.items() and INDEX in found
     assert os.listdir("checkpoints/org") == ["tiny"]
-    assert main(["convert_from_hf", "checkpoints/org/tiny", "ours"]) == 0
-    assert same_weights(Path("ours"), model) and Path("ours/download.yaml").is_file()
+    assert main(["convert_from_hf", "checkpoints/org/tiny", "native"]) == 0
+    assert same_weights(Path("native"), model) and Path("native/download.yaml").is_file()
     assert "already exists and is not empty" in refusal(capsys, "org/tiny")
 
 

@@ -67,7 +67,7 @@ def test_task_results_match_lm_eval_on_the_export(settings, talker, task, tmp_pa
     from lm_eval.models.huggingface import HFLM
 
     export_hf(talker, tmp_path / "hf")
-    theirs = lm_eval.simple_evaluate(
+    reference = lm_eval.simple_evaluate(
         HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32"),
         tasks=["choose", "say"],
         task_manager=lm_eval.tasks.TaskManager(include_path=str(task), include_defaults=False),
@@ -78,15 +78,15 @@ def test_task_results_match_lm_eval_on_the_export(settings, talker, task, tmp_pa
     )
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
     capsys.readouterr()
-    ours = results(capsys, talker, "--tasks", "choose,say", "--include_path", task, *flags)
+    native = results(capsys, talker, "--tasks", "choose,say", "--include_path", task, *flags)
     for name, metrics in (("choose", ("acc", "acc_norm", "acc_stderr")), ("say", ("exact_match",))):
         for metric in metrics:
-            assert ours["tasks"][name][metric] == pytest.approx(theirs["results"][name][f"{metric},none"])
-        assert ours["tasks"][name]["samples"] == settings.get("limit", ours["tasks"][name]["samples"])
-        assert ours["tasks"][name]["num_fewshot"] == settings.get("num_fewshot", 0)
-    assert ours["settings"]["apply_chat_template"] is settings.get("apply_chat_template", True)
+            assert native["tasks"][name][metric] == pytest.approx(reference["results"][name][f"{metric},none"])
+        assert native["tasks"][name]["samples"] == settings.get("limit", native["tasks"][name]["samples"])
+        assert native["tasks"][name]["num_fewshot"] == settings.get("num_fewshot", 0)
+    assert native["settings"]["apply_chat_template"] is settings.get("apply_chat_template", True)
     if not settings:  # it knows the three answers by heart
-        assert 0 < ours["tasks"]["say"]["exact_match"] < 1
+        assert 0 < native["tasks"]["say"]["exact_match"] < 1
 
 
 def test_results_of_tasks_as_a_table(talker, task, capsys):

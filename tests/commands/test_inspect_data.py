@@ -1,4 +1,4 @@
-"""`toolkit inspect_data` as people and programs read it."""
+"""`toolkit inspect_data` text and JSON output."""
 
 import io
 import json

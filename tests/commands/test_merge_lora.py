@@ -9,7 +9,7 @@ from toolkit.cli import main
 
 
 def add_companions(folder: Path) -> list[str]:
-    """Give a folder every file that people lose; return the names of all that belong to its tokenizer."""
+    """Add all companion files to a folder; return the names of all that belong to its tokenizer."""
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "padding_side": "left"}')
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')

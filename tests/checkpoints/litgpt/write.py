@@ -23,7 +23,7 @@ ALTERNATING = WINDOW | {"sliding_window_indices": [1, 0]}
 LOCAL = {"rope_base": 1000, "rope_local_base_freq": 100, "rope_indices": [1, 0]}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 16}
 
-# folder: (the name in LitGPT's list, whose facts the model has, and what is smaller here)
+# folder: (the name in LitGPT's list, whose architecture the model has, and what is smaller here)
 MODELS = {
     "llama3": ("Llama-3.1-8B", GROUPED | {"rope_adjustments": LLAMA3, "rope_base": 500}),
     "llama-condensed": ("LLaMA-2-7B-32K", {"n_layer": 1}),
