@@ -74,6 +74,15 @@ def test_rows_shorter_and_longer_than_a_window_or_the_context_that_was_trained_s
         assert count_graphs(small("llama", **changes), RAGGED, 30) == 2
 
 
+@pytest.mark.slow
+def test_under_fsdp_too_ragged_rows_break_no_graph():
+    """Dynamo takes the head counts of FSDP's modules for numbers that change, as it does with the lengths."""
+    model = small("llama")
+    for part in model.modules():  # what FSDP sets, and dynamo looks for
+        part._is_fsdp_managed_module, part._fsdp_use_orig_params = True, True
+    count_graphs(model, [(24, True), (17, True)], 30)
+
+
 def test_lengths_that_change_unexpectedly_stay_below_the_recompile_limit():
     assert count_graphs(small("llama", **GEMMA2), RAGGED) == 6
 
