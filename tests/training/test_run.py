@@ -469,6 +469,10 @@ def test_nodes_that_were_started_with_other_options_are_refused(corpus, tmp_path
     agreement.require_same_everywhere(mine, identity)
     with pytest.raises(UserError, match=f"{flag}: on rank 1"):
         agreement.require_same_everywhere(replace(mine, **change), identity)
+    model = {"rope_base": 5000.0}
+    with pytest.raises(UserError, match="--model_config.rope_base 5000.0: on rank 2, and None on rank 0; start"):
+        heard[1:] = heard[:1]
+        agreement.require_same_everywhere(mine, replace(identity, model_config=model))
 
 
 @pytest.mark.parametrize(

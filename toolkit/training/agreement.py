@@ -12,7 +12,7 @@ from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.training.resolve import RunArgs
-from toolkit.training.state import Identity
+from toolkit.training.state import Identity, by_flag
 
 
 def require_same_everywhere(args: RunArgs, identity: Identity) -> None:
@@ -21,18 +21,20 @@ def require_same_everywhere(args: RunArgs, identity: Identity) -> None:
     Raises:
         UserError: a node was started with other options, or sees other data.
     """
-    facts = asdict(identity)
+    facts = {}
     for group in ("train", "eval", "optimizer", "fsdp", "ddp"):
         facts |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
     names = ("strategy", "compiler", "deterministic", "timeout", "resume")
     facts |= {f"--{name}": getattr(args, name) for name in names}
-    everywhere = ranks.gather(facts)
-    for rank, theirs in enumerate(everywhere):
-        if name := next((name for name in facts if theirs[name] != everywhere[0][name]), None):
-            raise UserError(
-                f"{name} {theirs[name]}: on rank {rank}, and {everywhere[0][name]} on rank 0; start every process with "
-                "the same options, and let all nodes read the same files"
-            )
+    everywhere = ranks.gather(facts | by_flag(asdict(identity)))
+    first = everywhere[0]
+    for rank, there in enumerate(everywhere):
+        for flag in first | there:
+            if there.get(flag) != first.get(flag):
+                raise UserError(
+                    f"{flag} {there.get(flag)}: on rank {rank}, and {first.get(flag)} on rank 0; start every process "
+                    "with the same options, and let all nodes read the same files"
+                )
 
 
 def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: Path | None) -> None:
