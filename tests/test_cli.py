@@ -344,6 +344,7 @@ def end_with(monkeypatch, error: BaseException) -> None:
     ("error", "code", "line"),
     [
         (UserError("--x 1:\n  no"), 2, "toolkit pretrain: --x 1: no\n"),
+        (UserError("a file says \x1b[31mé\x07"), 2, "toolkit pretrain: a file says \\x1b[31mé\\x07\n"),
         (GuardError("the loss is nan"), 3, "toolkit pretrain: the loss is nan\n"),
         (StoppedBySignalError(15, "saved"), 143, "toolkit pretrain: saved\n"),
         (KeyboardInterrupt(), 130, "toolkit pretrain: interrupted\n"),
@@ -383,6 +384,9 @@ def test_names_of_other_tools_get_a_hint(capsys):
     cases = [
         (["convert_to_litgpt", "x"], ["convert_to_litgpt: no such command;", "convert_from_hf", "convert_to_hf"]),
         (["finetune_lora", "x", "--lora_target_modules", "[q_proj]"], ["choose the layers with --lora_query"]),
+        (["pretrain", "--gpus", "2"], ["did you mean --devices?"]),
+        (["pretrain", "--fp16", "true"], ["did you mean --precision 16-mixed?"]),
+        (["pretrain", "--wandb", "true"], ["did you mean --logger_name wandb?"]),
         (["download", "list"], ["repo_id list:", "`toolkit pretrain list`"]),
         (["finetune_lora", "org/Model-1B", "--data", "Alpaca"], ["`toolkit download org/Model-1B`"]),
     ]

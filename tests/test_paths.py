@@ -66,8 +66,9 @@ def test_url_in_a_yaml_file_and_from_python_is_an_error(tmp_path, monkeypatch, c
     (tmp_path / "run.yaml").write_text("out_dir: gs://bucket/x\n")
     assert main(["pretrain", "--config", "run.yaml"]) == 2
     assert "run.yaml: out_dir gs://bucket/x: remote storage is not supported" in capsys.readouterr().err
-    with pytest.raises(UserError, match="out_dir s3://x: remote storage is not supported"):
-        toolkit.train(out_dir="s3://x")
+    for out_dir in ("s3://x", Path("s3://x"), "hdfs:/x"):
+        with pytest.raises(UserError, match=f"out_dir {out_dir}: remote storage is not supported"):
+            toolkit.train(out_dir=out_dir, train={"max_steps": 1})
     with pytest.raises(UserError, match="cache_dir s3://x: remote storage is not supported"):
         toolkit.train(data=toolkit.data.PythonStdlib(cache_dir="s3://x"))
     with pytest.raises(UserError, match="checkpoint_dir s3://x: remote storage is not supported"):

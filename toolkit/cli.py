@@ -65,7 +65,8 @@ def run(name: str, argv: list[str]) -> int:
 
 
 def _end(program: str, message: object, code: int, is_internal: bool = False) -> int:
-    error, text = sys.exc_info()[1], " ".join(str(message).split())
+    error, line = sys.exc_info()[1], " ".join(str(message).split())
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)  # no control sequences from untrusted files
     if is_internal or (os.environ.get("TOOLKIT_TRACEBACK") == "1" and error):
         traceback.print_exc()
 

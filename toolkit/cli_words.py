@@ -36,6 +36,10 @@ _ADAPTED_LAYERS = (
 )
 _OTHER_TOOLS_OPTIONS = {
     "lr": ("train.learning_rate", "; did you mean --train.learning_rate?"),
+    "gpus": ("devices", "; did you mean --devices?"),
+    "fp16": ("precision", "; did you mean --precision 16-mixed?"),
+    "bf16": ("precision", "; did you mean --precision bf16-mixed?"),
+    "wandb": ("logger_name", "; did you mean --logger_name wandb?"),
     "target_modules": _ADAPTED_LAYERS,
     "lora_target_modules": _ADAPTED_LAYERS,
     "gradient_checkpointing": _FEWER_ACTIVATIONS,

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.errors import UserError
 
 _OPTION = re.compile(r"(.*[._ -])?(dir|path|config|resume|from_peft|chat_template)")
-_URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # Path makes one slash of two
 
 
 def is_path_option(name: str) -> bool:
@@ -23,8 +23,8 @@ def require_local(name: str, value: Any) -> None:
     Raises:
         UserError: the value is a URL.
     """
-    if is_path_option(name) and isinstance(value, str) and _URL.match(value):
-        raise UserError(f"{name} {value}: remote storage is not supported; copy it to a local folder")
+    if is_path_option(name) and isinstance(value, str | Path) and _URL.match(str(value)):
+        raise UserError(f"{name} {value}: remote storage is not supported; copy it to a local folder and give that")
 
 
 def require_inside(file: Path, folder: Path) -> None:

@@ -84,6 +84,10 @@ def sparse(path, witness):
     torch.save({"a": torch.eye(3).to_sparse()}, path)
 
 
+def without_values(path, witness):
+    torch.save({"a": torch.empty(3, device="meta")}, path)
+
+
 def folder(path, witness):
     path.mkdir()
 
@@ -110,6 +114,7 @@ def missing(path, witness):
         (no_dictionary, "holds a list, not a dictionary"),
         (not_only_tensors, "'step' is not a plain tensor"),
         (sparse, "'a' is not a plain tensor"),
+        (without_values, "'a' is not a plain tensor"),
         (folder, "holds no .metadata"),
         (missing, "no such file"),
     ],
@@ -138,6 +143,18 @@ def test_s4_trainer_state_is_read_as_safely(tmp_path):
     with pytest.raises(UserError, match="could run code"):
         load_state(tmp_path / "state.pth")
     assert not (tmp_path / "witness").exists()
+
+
+def test_trainer_state_holds_plain_tensors_only(tmp_path):
+    for tensor in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
+        torch.save({"optimizer": {"groups": [{"w": tensor}]}}, tmp_path / "state.pth")
+        with pytest.raises(UserError, match="'optimizer groups 0 w' is not a plain tensor"):
+            load_state(tmp_path / "state.pth")
+    endless = {}
+    endless["a"] = endless
+    torch.save(endless, tmp_path / "state.pth")
+    with pytest.raises(UserError, match="damaged"):
+        load_state(tmp_path / "state.pth")
 
 
 def test_round_trip_of_trainer_state(tmp_path):

@@ -89,3 +89,8 @@ def test_verify_checks_all_checkpoints_of_a_run(tmp_path, capsys):
     assert "step-3: has no checksums" in shown.out and f"{tmp_path / 'final'}: intact" in shown.out
     assert shown.err.count("\n") == 1 and "3 of 4" in shown.err
     assert main(["verify", str(tmp_path / "none")]) == 2
+    (tmp_path / "step-1" / "COMPLETE").unlink()
+    (tmp_path / "step-1" / "lit_model.pth").touch()
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "step-1")]) == 2
+    assert "has no checksums (no file COMPLETE)" in capsys.readouterr().err

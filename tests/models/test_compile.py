@@ -74,6 +74,15 @@ def test_rows_around_window_and_original_context_share_a_graph():
         assert count_graphs(small("llama", **changes), RAGGED, 30) == 2
 
 
+@pytest.mark.slow
+def test_ragged_rows_under_fsdp_break_no_graph():
+    """Dynamo takes the head counts of FSDP's modules for numbers that change, as it does with the lengths."""
+    model = small("llama")
+    for part in model.modules():  # what FSDP sets, and dynamo looks for
+        part._is_fsdp_managed_module, part._fsdp_use_orig_params = True, True
+    count_graphs(model, [(24, True), (17, True)], 30)
+
+
 def test_varying_lengths_stay_below_recompile_limit():
     assert count_graphs(small("llama", **GEMMA2), RAGGED) == 6
 

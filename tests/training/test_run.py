@@ -469,6 +469,10 @@ def test_different_options_per_node_are_an_error(corpus, tmp_path, monkeypatch, 
     agreement.require_same_everywhere(args, identity)
     with pytest.raises(UserError, match=f"{flag}: on rank 1"):
         agreement.require_same_everywhere(replace(args, **change), identity)
+    model = {"rope_base": 5000.0}
+    with pytest.raises(UserError, match="--model_config.rope_base 5000.0: on rank 2, and None on rank 0; start"):
+        gathered[1:] = gathered[:1]
+        agreement.require_same_everywhere(args, replace(identity, model_config=model))
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from toolkit.checkpoints.fingerprint import ADAPTERS
 from toolkit.checkpoints.manifest import DamagedCheckpointError
-from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import canonical_name, load_state, load_weights
+from toolkit.checkpoints.weights import canonical_name, load_state, load_weights, named_tensors
 from toolkit.errors import UserError
 
 _SHOWN = 5
@@ -58,14 +57,14 @@ def require_finite(folder: Path) -> None:
         DamagedCheckpointError: tensors contain NaN or Inf, or a file cannot be read.
     """
     try:
-        weights = load_weights(folder) if (folder / WEIGHTS).exists() else {}
+        weights = load_state(folder / ADAPTERS) if (folder / ADAPTERS).is_file() else load_weights(folder)
         found = nonfinite_tensors(weights, weights.keys())
-        state = dict(_tensors(load_state(folder / "trainer" / "state.pth"), "trainer/state.pth"))
+        state = dict(named_tensors(load_state(folder / "trainer" / "state.pth"), "trainer/state.pth"))
         if (folder / "trainer" / "optimizer").is_dir():
             from toolkit.checkpoints.sharded import read_sharded  # slow to import (1 s)
 
             state |= read_sharded(folder / "trainer" / "optimizer")
-        found += nonfinite_tensors(state)
+        found += nonfinite_tensors({name: tensor for name, tensor in state.items() if tensor.ndim})
     except UserError as error:
         raise DamagedCheckpointError(str(error)) from error
     if found:
@@ -81,15 +80,6 @@ def format_names(names: list[str]) -> str:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _tensors(value: Any, path: str) -> Iterable[tuple[str, Tensor]]:
-    """Yield (path, tensor) for tensors of at least one dimension in nested dictionaries."""
-    if isinstance(value, Tensor) and value.ndim:
-        yield path, value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _tensors(inner, f"{path} {key}")
 
 
 def nonfinite_warning(names: list[str], folder: object) -> str:

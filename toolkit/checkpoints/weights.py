@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,7 +66,7 @@ def load_weights(checkpoint_dir: Path, mmap: bool = True) -> dict[str, Tensor]:
     if isinstance(state.get("model"), dict):  # LitGPT's pretrain stores the optimizer in the same file
         state = state["model"]
     for name, value in state.items():
-        if not (isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided):
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
             raise UserError(f"{path}: {name!r} is not a plain tensor; the file must hold weights only")
     return {canonical_name(name): tensor for name, tensor in state.items()}
 
@@ -102,11 +103,27 @@ def load_state(path: Path, mmap: bool = True) -> dict[str, Any]:
     _require_zip(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        unusable = [name for name, tensor in named_tensors(state) if not _is_plain(tensor)]
     except Exception as error:  # a hostile file can make the reader raise anything
         raise UserError(f"{path}: {describe_load_error(error)}") from error
     if not isinstance(state, dict):
         raise UserError(f"{path}: holds a {type(state).__name__}, not a dictionary of tensors")
+    if unusable:
+        raise UserError(f"{path}: {unusable[0]!r:.100} is not a plain tensor: sparse or without values")
     return state
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested containers, by their path."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from named_tensors(inner, f"{name} {key}".strip())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def _require_zip(path: Path) -> None:

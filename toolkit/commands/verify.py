@@ -13,8 +13,8 @@ def setup(checkpoint_dir: str) -> None:
     """
     from pathlib import Path
 
-    from toolkit.checkpoints.manifest import read_manifest
-    from toolkit.checkpoints.store import is_complete, newest_first
+    from toolkit.checkpoints.manifest import COMPLETE, read_manifest
+    from toolkit.checkpoints.store import WEIGHTS, is_complete, newest_first
     from toolkit.checksums import find_damage
     from toolkit.errors import UserError
 
@@ -22,7 +22,9 @@ def setup(checkpoint_dir: str) -> None:
     given = given if given.is_dir() else Path("checkpoints") / given
     folders = [given] if is_complete(given) else sorted(newest_first(given))
     if not folders:
-        raise UserError(f"checkpoint_dir {checkpoint_dir}: no complete checkpoint there; give its folder or a run's")
+        is_model = (given / WEIGHTS).exists()
+        why = f"has no checksums (no file {COMPLETE})" if is_model else "no complete checkpoint there"
+        raise UserError(f"checkpoint_dir {checkpoint_dir}: {why}; give the folder of a checkpoint or of a run")
     failed = []
     for folder in folders:
         try:

@@ -96,11 +96,14 @@ def fused_attention(
     Returns:
         (B, n_head, T, width), in the dtype of q.
     """
-    repeats = q.size(1) // k.size(1)
-    if repeats > 1 and not sdpa_supports_gqa(q, mask):
-        k, v, repeats = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), 1
+    repeats, enable_gqa = q.size(1) // k.size(1), False
+    if repeats > 1:  # not "enable_gqa = repeats > 1": a compiled block's sizes can be symbolic, and so would it be
+        if sdpa_supports_gqa(q, mask):
+            enable_gqa = True
+        else:
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=repeats > 1
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 

@@ -12,7 +12,7 @@ from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.training.resolve import RunArgs
-from toolkit.training.state import RunFingerprint
+from toolkit.training.state import RunFingerprint, by_flag
 
 
 def require_same_everywhere(args: RunArgs, identity: RunFingerprint) -> None:
@@ -21,18 +21,20 @@ def require_same_everywhere(args: RunArgs, identity: RunFingerprint) -> None:
     Raises:
         UserError: a node has different options or data.
     """
-    local = asdict(identity)
+    facts = {}
     for group in ("train", "eval", "optimizer", "fsdp", "ddp"):
-        local |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
+        facts |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
     names = ("strategy", "compiler", "deterministic", "timeout", "resume")
-    local |= {f"--{name}": getattr(args, name) for name in names}
-    gathered = ranks.all_gather_object(local)
-    for rank, values in enumerate(gathered):
-        if name := next((name for name in local if values[name] != gathered[0][name]), None):
-            raise UserError(
-                f"{name} {values[name]}: on rank {rank}, but {gathered[0][name]} on rank 0; start every process with "
-                "the same options, and let all nodes read the same files"
-            )
+    facts |= {f"--{name}": getattr(args, name) for name in names}
+    everywhere = ranks.all_gather_object(facts | by_flag(asdict(identity)))
+    first = everywhere[0]
+    for rank, there in enumerate(everywhere):
+        for flag in first | there:
+            if there.get(flag) != first.get(flag):
+                raise UserError(
+                    f"{flag} {there.get(flag)}: on rank {rank}, and {first.get(flag)} on rank 0; start every process "
+                    "with the same options, and let all nodes read the same files"
+                )
 
 
 def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: Path | None) -> None:

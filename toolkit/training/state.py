@@ -64,14 +64,19 @@ class RunFingerprint:
             raise UserError(
                 f"--resume {folder}: is of a run of {command}; resume it with that, or give another --out_dir"
             )
-        for name in ("data", "global_batch_size", "seed", "precision"):
-            flag = "train.global_batch_size" if name == "global_batch_size" else name
-            _require_equal(f"--{flag}", saved.get(name), now[name], folder)
-        for group in ("optimizer", "model_config", "adapters"):
-            old, new = saved.get(group, {}), now[group]
-            for name in sorted((old.keys() | new.keys()) - ({"name"} if group == "model_config" else set())):
-                flag = f"--{name}" if group == "adapters" else f"--{group}.{name}"
-                _require_equal(flag, old.get(name), new.get(name), folder)
+        old, new = by_flag(saved), by_flag(now)
+        for flag in new | old:
+            _require_equal(flag, old.get(flag), new.get(flag), folder)
+
+
+def by_flag(identity: dict[str, Any]) -> dict[str, Any]:
+    """The values of an :class:`Identity`, by the flags that set them; of the data only its hash."""
+    values = {f"--{name}": identity.get(name) for name in ("data", "train.global_batch_size", "seed", "precision")}
+    values["--train.global_batch_size"] = identity.get("global_batch_size")
+    for group, prefix in (("optimizer", "--optimizer."), ("model_config", "--model_config."), ("adapters", "--")):
+        values |= {prefix + name: value for name, value in sorted(identity.get(group, {}).items())}
+    values.pop("--model_config.name", None)  # the same architecture may go by several
+    return values
 
 
 # Of these only a hash is kept: what may have changed is all that can be said.
@@ -100,6 +105,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "trainer" / "meta.json"
     try:
         meta = read_json(path)
+        if not isinstance(meta, dict):
+            raise ValueError("must hold names and values")
         version = meta["format_version"]
         if version == FORMAT_VERSION:
             _check_meta(meta, step_in_name(folder))
