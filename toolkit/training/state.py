@@ -70,7 +70,7 @@ class RunFingerprint:
 
 
 def by_flag(identity: dict[str, Any]) -> dict[str, Any]:
-    """The values of an :class:`Identity`, by the flags that set them; of the data only its hash."""
+    """The values of an :class:`RunFingerprint`, by the flags that set them; of the data only its hash."""
     values = {f"--{name}": identity.get(name) for name in ("data", "train.global_batch_size", "seed", "precision")}
     values["--train.global_batch_size"] = identity.get("global_batch_size")
     for group, prefix in (("optimizer", "--optimizer."), ("model_config", "--model_config."), ("adapters", "--")):
