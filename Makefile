@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 # --compile-bytecode: where Python may not write it at run time, every start of a process would compile torch anew.
 UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt --override overrides.txt
 
-.PHONY: pretrain test test-all lint format clean
+.PHONY: pretrain test test-all lint format docs clean
 
 pretrain: $(VENV)/.core
 	$(BIN)/toolkit pretrain --config config_hub/pretrain/default.yaml --resume auto
@@ -26,6 +26,10 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "build/site/index.html is ready; with search: $(BIN)/python -m http.server -d build/site"
+
 $(VENV)/bin/uv:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
@@ -38,6 +42,11 @@ $(VENV)/.core: $(VENV)/bin/uv pyproject.toml constraints.txt overrides.txt
 $(VENV)/.test: $(VENV)/.core
 	@echo "Installing what the tests need into $(VENV) (once)"
 	$(UV) -e '.[test]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	@echo "Installing what the documentation needs into $(VENV) (once)"
+	$(UV) -e '.[docs]'
 	touch $@
 
 clean:

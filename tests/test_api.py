@@ -19,6 +19,7 @@ import toolkit
 from toolkit import api
 from toolkit.args import TrainArgs
 from toolkit.checkpoints.weights import load_weights
+from toolkit.cli import main
 from toolkit.data import SyntheticTokens
 from toolkit.data.in_memory import InMemoryData
 from toolkit.data.loader import choose_padding
@@ -148,7 +149,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalon
 def test_import_is_fast_and_exports_the_api():
     code = (
         "import sys, toolkit\n"
-        "assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)\n"
+        "assert not {'torch', 'lightning', 'numpy', 'importlib.metadata'} & set(sys.modules)\n"
         "assert set(toolkit.__all__) <= set(dir(toolkit))\n"
         "assert not hasattr(toolkit, 'trian')\n"
         "assert toolkit.ModelConfig(n_layer=3).n_layer == 3 and 'torch' not in sys.modules\n"
@@ -159,17 +160,24 @@ def test_import_is_fast_and_exports_the_api():
     assert all(getattr(toolkit, name) is not None for name in toolkit.__all__)
 
 
+def test_version_comes_from_package_metadata(capsys):
+    project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert toolkit.__version__ == project and "__version__" in dir(toolkit)
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"toolkit {project}\n"
+
+
 # ---- several processes
 
 
-def readme_script() -> str:
-    (script,) = re.findall(r"## From Python\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def reference_script() -> str:
+    page = (ROOT / "tutorials" / "reference.md").read_text()
+    (script,) = re.findall(r"## From Python\n\n```python\n(.*?)```", page, re.DOTALL)
     return script
 
 
-def test_readme_script_on_two_devices_matches_one_device(tmp_path, monkeypatch):
+def test_reference_script_on_two_devices_matches_one_device(tmp_path, monkeypatch):
     script = tmp_path / "file.py"
-    script.write_text(readme_script())
+    script.write_text(reference_script())
     done = run_script(script)
     assert done.returncode == 0, done.stderr
     assert "fsdp FULL_SHARD" in done.stdout

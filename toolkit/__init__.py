@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from toolkit.models.config import ModelConfig
     from toolkit.models.gpt import GPT
 
+    __version__: str
+
 __all__ = ["GPT", "ModelConfig", "TrainResult", "barrier", "load", "memory_stats", "rank_print", "train"]
 
 # Must stand before torch starts its threads. They wait for each other by spinning, by default for so long that training
@@ -36,10 +38,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # read when asked for: importlib.metadata would make `toolkit --help` slower
+        return importlib.import_module("importlib.metadata").version("toolkit")
     if name not in __all__:
         raise AttributeError(f"module 'toolkit' has no attribute {name!r}; it offers {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOMES.get(name, "toolkit.api")), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

@@ -102,19 +102,20 @@ def test_every_config_starts_with_its_command_and_parses(path, capsys, monkeypat
     assert shown["train"] | written["train"] == shown["train"]
 
 
-def test_readme_names_only_existing_options(capsys, monkeypatch):
-    """Every `toolkit ...` line of the README parses, with its options, and every file that it links is there."""
+@pytest.mark.parametrize("page", ["README.md", "tutorials/reference.md"])
+def test_page_names_only_existing_options(page, capsys, monkeypatch):
+    """Every `toolkit ...` line of the page parses, with its options, and every file that it links is there."""
     monkeypatch.chdir(ROOT)
-    readme = (ROOT / "README.md").read_text()
-    commands = re.findall(r"^toolkit (.+?)(?:\s+#.*)?$", readme, re.M)
+    text = (ROOT / page).read_text()
+    commands = re.findall(r"^toolkit (.+?)(?:\s+#.*)?$", text.replace("\\\n", " "), re.M)
     assert len(commands) >= 4
     for command in commands:
         words = shlex.split(command)
         assert words[0] in COMMANDS
         assert main([*words, "--print_config"]) == 0, command
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", readme):
-        assert (ROOT / link).exists(), link
-    for command in re.findall(r"`make ([\w-]+)`|^make ([\w-]+)", readme, re.M):
+    for link in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", text):
+        assert (ROOT / page).parent.joinpath(link).exists(), link
+    for command in re.findall(r"`make ([\w-]+)`|^make ([\w-]+)", text, re.M):
         assert f"\n{''.join(command)}:" in (ROOT / "Makefile").read_text()
 
 
