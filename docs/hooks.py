@@ -49,8 +49,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def _public_names() -> list[str]:
     """Functions before classes, the ones used most first."""
-    first = ["train", "finetune", "load", "generate"]
-    return sorted(toolkit.__all__, key=lambda name: (name[0].isupper(), first.index(name) if name in first else 9, name))
+    first = [name for name in ("train", "finetune", "load", "generate") if name in toolkit.__all__]
+    rest = sorted(set(toolkit.__all__) - set(first), key=lambda name: (name[0].isupper(), name))
+    return first + rest
 
 
 def _rewrite_links(text: str, source: Path) -> str:

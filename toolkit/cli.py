@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 
-import toolkit
 from toolkit.commands import COMMANDS, HINTS
 from toolkit.distributed.rendezvous import report_failure
 from toolkit.errors import CommandError, did_you_mean
@@ -33,7 +32,7 @@ def dispatch(argv: list[str]) -> int:
     if name in ("-h", "--help"):
         print(overview())
     elif name == "--version":
-        print(f"toolkit {toolkit.__version__}")
+        print(f"toolkit {importlib.import_module('toolkit').__version__}")
     else:
         return _end("toolkit", f"{name}: no such command{HINTS.get(name) or did_you_mean(name, COMMANDS)}", 2)
     return 0
