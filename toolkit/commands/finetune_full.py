@@ -72,6 +72,7 @@ def setup(
         seed: Random seed of the data order.
     """
     given = dict(locals())
-    from toolkit.training.finetune import finetune
+    from toolkit.training.finetune import finetune_args
+    from toolkit.training.run import run_training
 
-    finetune(FINETUNE_FULL, given)
+    run_training(finetune_args(FINETUNE_FULL, given))

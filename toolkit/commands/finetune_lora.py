@@ -98,6 +98,7 @@ def setup(
         seed: Random seed of initial adapters and data order.
     """
     given = dict(locals())
-    from toolkit.training.finetune import finetune
+    from toolkit.training.finetune import finetune_args
+    from toolkit.training.run import run_training
 
-    finetune(FINETUNE_LORA, given)
+    run_training(finetune_args(FINETUNE_LORA, given))
