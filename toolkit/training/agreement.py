@@ -24,7 +24,7 @@ def require_same_options(args: RunArgs, identity: RunFingerprint) -> None:
     facts = {}
     for group in ("train", "eval", "optimizer", "fsdp", "ddp"):
         facts |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
-    names = ("strategy", "compiler", "deterministic", "timeout", "resume")
+    names = ("strategy", "compiler", "deterministic", "timeout", "resume", "callbacks")
     facts |= {f"--{name}": getattr(args, name) for name in names}
     everywhere = ranks.all_gather_object(facts | by_flag(asdict(identity)))
     first = everywhere[0]

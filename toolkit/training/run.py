@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from toolkit.distributed.device import count_devices, pick_accelerator, pick_precision
 from toolkit.distributed.world import detect_world
 from toolkit.training.callbacks import Callback
+from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.decide import resolve_config
 from toolkit.training.resolve import RunArgs
 from toolkit.training.trainer import Trainer
@@ -18,7 +19,7 @@ def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:
 
     Args:
         args: What the user asked for.
-        callbacks: Called after the run's own.
+        callbacks: Called after those of ``--callbacks``.
 
     Raises:
         UserError: a mistake in the arguments; nothing has been written. For others see :meth:`Trainer.fit`.
@@ -28,4 +29,4 @@ def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:
     precision = pick_precision(args.precision, device, args.defaults.cuda_precision)
     config = resolve_config(args, device, world.devices, world.num_nodes, precision)
     check_loggers(config.args.logger_name, config.args.log)
-    Trainer(config, world, callbacks).fit()
+    Trainer(config, world, [*load_callbacks(config.args.callbacks), *callbacks]).fit()
