@@ -372,7 +372,7 @@ def _config_of(option: str, value: str) -> ModelConfig:
 
 
 @contextmanager
-def oom_advice(args: RunArgs, place: Place) -> Iterator[None]:
+def oom_advice(args: RunArgs, place: DeviceSpec) -> Iterator[None]:
     """Turn running out of memory into a UserError with what the run needs and how it would fit."""
     try:
         yield

@@ -35,7 +35,7 @@ from toolkit.training.decide import ResolvedConfig
 from toolkit.training.limits import build_intervals
 from toolkit.training.model import describe_model, set_up_model, unwrapped
 from toolkit.training.optimizer import build_optimizer
-from toolkit.training.plan import Place, oom_advice, require_memory
+from toolkit.training.plan import DeviceSpec, oom_advice, require_memory
 from toolkit.training.resolve import hyperparameters, is_repeatable, prepare_data
 from toolkit.training.run_state import longest_ragged, needs_masks, prepare_run_state
 from toolkit.training.state import read_meta
@@ -88,7 +88,7 @@ class Trainer:
         with ExitStack() as stack:
             group = stack.enter_context(launch_processes(self.fabric, world, self.timeouts))
             group.ending.resume_hint = self._resume_hint
-            stack.enter_context(oom_advice(args, Place(config.device, world.devices, world.num_nodes)))
+            stack.enter_context(oom_advice(args, DeviceSpec(config.device, world.devices, world.num_nodes)))
             stack.enter_context(deterministic_algorithms(args.deterministic))
             self.display = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0))
             if world.global_rank == 0 and not is_single_launcher:
