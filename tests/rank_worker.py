@@ -26,7 +26,8 @@ from toolkit import cli
 from toolkit.checkpoints import sharded
 from toolkit.checkpoints.states import full_state
 from toolkit.distributed import fsdp
-from toolkit.training import loop, run
+from toolkit.training import trainer
+from toolkit.training.callbacks import metrics
 from toolkit.training.model import unwrapped
 
 
@@ -136,9 +137,9 @@ def broken(kind: str):
     if kind == "no permission on rank 1":
         return mock.patch.object(sharded._Writer, "write_data", forbidden(sharded._Writer.write_data))
     if kind == "inf in a moment on rank 1":
-        return mock.patch.object(loop, "train_step", with_inf(loop.train_step))
+        return mock.patch.object(trainer, "train_step", with_inf(trainer.train_step))
     if kind == "nan on rank 1":
-        return mock.patch.object(loop, "train_step", with_nan(loop.train_step))
+        return mock.patch.object(trainer, "train_step", with_nan(trainer.train_step))
     raise ValueError(kind)
 
 
@@ -196,12 +197,12 @@ def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) 
         seen: dict = {}
         layout = ["--devices", str(per_node), "--num_nodes", str(case["nodes"])]
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(run, "fit", watch(seen, loop.fit)))
-            stack.enter_context(mock.patch.object(run, "plot_loss"))  # drawing takes as long as training
+            stack.enter_context(mock.patch.object(trainer.Trainer, "_train", watch(seen, trainer.Trainer._train)))
+            stack.enter_context(mock.patch.object(metrics, "plot_loss"))  # drawing takes as long as training
             if case["look_at"] == "memory":
-                stack.enter_context(mock.patch.object(run, "set_up_model", measuring(seen, run.set_up_model)))
+                stack.enter_context(mock.patch.object(trainer, "set_up_model", measuring(seen, trainer.set_up_model)))
             if case["look_at"] == "collectives":
-                stack.enter_context(mock.patch.object(loop, "train_step", counting(seen, loop.train_step)))
+                stack.enter_context(mock.patch.object(trainer, "train_step", counting(seen, trainer.train_step)))
             if case["fault"]:
                 stack.enter_context(broken(case["fault"]))
             seen["exit"] = cli.main([case["command"], *layout, *case["flags"]])

@@ -99,7 +99,7 @@ def test_every_module_has_a_layer():
 
 
 def test_upward_imports_are_detected():
-    assert upward_imports("def f():\n    from toolkit.training.loop import fit", "toolkit.data.base", False)
+    assert upward_imports("def f():\n    from toolkit.training.trainer import Trainer", "toolkit.data.base", False)
     assert upward_imports("from toolkit import training", "toolkit.data.base", False)
     assert upward_imports("from ..models import gpt", "toolkit.ui.live", False)
     assert upward_imports("import toolkit.models.gpt", "toolkit.models.config", False)

@@ -56,7 +56,7 @@ def test_url_in_place_of_a_path_is_an_error(tmp_path, monkeypatch, capsys):
         assert main([name, *words, f"--{option}", "s3://bucket/x"]) == 2
         shown = capsys.readouterr().err
         assert shown == (
-            f"toolkit {name}: --{option} s3://bucket/x: remote storage is not supported; copy it to a local folder\n"
+            f"toolkit {name}: --{option} s3://bucket/x: remote storage is not supported; use a local folder\n"
         )
     assert not any(tmp_path.iterdir())
 

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from toolkit.distributed.ranks import barrier, rank_print
     from toolkit.models.config import ModelConfig
     from toolkit.models.gpt import GPT
+    from toolkit.training.callbacks import Callback
 
     __version__: str
 
-__all__ = ["GPT", "ModelConfig", "TrainResult", "barrier", "load", "memory_stats", "rank_print", "train"]
+__all__ = ["GPT", "Callback", "ModelConfig", "TrainResult", "barrier", "load", "memory_stats", "rank_print", "train"]
 
 # Must stand before torch starts its threads. They wait for each other by spinning, by default for so long that training
 # became eight times slower beside another busy process (two cores, one of them taken). Ten thousand turns cost nothing
@@ -30,6 +31,7 @@ if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # t
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 _HOMES = {
+    "Callback": "toolkit.training.callbacks",
     "GPT": "toolkit.models.gpt",
     "ModelConfig": "toolkit.models.config",
     "barrier": "toolkit.distributed.ranks",

@@ -31,6 +31,7 @@ from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
 from toolkit.paths import require_local
+from toolkit.training.callbacks import Callback
 from toolkit.training.options import as_mapping, read_group, read_options
 from toolkit.training.run import RunArgs, run_training
 from toolkit.training.state import read_meta
@@ -95,6 +96,7 @@ def train(
     optimizer: Any = None,
     block_classes: Iterable[type[nn.Module] | str] | None = None,
     num_workers: int = 0,
+    callbacks: Iterable[Callback] = (),
     **options: Any,
 ) -> TrainResult:
     """Train a model: the run of ``toolkit pretrain``, with ready objects where you have them.
@@ -116,6 +118,7 @@ def train(
         block_classes: Classes (or their names) of the blocks of a ready module, which are sharded and compiled one by
             one; those in its longest ``nn.ModuleList`` when not given.
         num_workers: Processes that read ``dataset``; 0 reads in the training process.
+        callbacks: Objects of classes derived from :class:`toolkit.Callback`.
         options: The options of ``toolkit pretrain`` by name; groups are dictionaries or the classes of
             :mod:`toolkit.args`: ``train={"max_steps": 100}, devices=2, strategy="fsdp", out_dir="out/mine"``.
 
@@ -124,6 +127,10 @@ def train(
         GuardError, StoppedBySignalError, PeerLostError: as on the command line, see :mod:`toolkit.errors`.
         SystemExit: on the other ranks, where rank 0 raises one of these.
     """
+    callbacks = list(callbacks)
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UserError(f"callbacks {type(callback).__name__}: must be objects of a class of toolkit.Callback")
     arguments = read_options(setup, options)
     chosen, cls = _read_optimizer(optimizer)
     arguments["optimizer"] = read_group("optimizer", OptimizerArgs, chosen)
@@ -135,7 +142,7 @@ def train(
     run = RunArgs(defaults=PRETRAIN, optimizer_class=cls, **arguments)
     try:
         with handlers_restored():
-            run_training(run)
+            run_training(run, callbacks)
         return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: _result(Path(run.out_dir))))
     except PeerShutdownError as error:
         raise SystemExit(error.exit_code) from None  # rank 0 says why; here a traceback would only hide that

@@ -63,6 +63,7 @@ class TrainArgs:
             fifth of max_time if that is less, with save_interval auto; otherwise null.
         keep_last: Number of step checkpoints to keep; 0 keeps all. Default: 3 for pretraining, 2 for finetuning.
         keep_best: Also keep the checkpoint with the lowest validation loss, as the folder "best".
+        patience: Stop after this many validations in a row without a new lowest validation loss. Default: off.
         log_interval: Optimizer steps between rows of metrics.
         tie_embeddings: Tie the weights of embedding and head. Default: as the model's config.
     """
@@ -85,13 +86,14 @@ class TrainArgs:
     save_every_minutes: float | Auto | None = AUTO
     keep_last: int | None = None
     keep_best: bool = False
+    patience: int | None = None
     log_interval: int = 1
     tie_embeddings: bool | None = None
 
     def __post_init__(self) -> None:
         _positive(
             "train", self, "global_batch_size", "micro_batch_size", "max_steps", "max_tokens", "epochs", "max_time",
-            "max_seq_length", "learning_rate", "save_every_minutes", "log_interval",
+            "max_seq_length", "learning_rate", "save_every_minutes", "log_interval", "patience",
         )  # fmt: skip
         _not_negative("train", self, "lr_warmup_steps", "min_lr", "max_norm", "save_interval", "keep_last")
         fraction = self.lr_warmup_fraction

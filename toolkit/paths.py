@@ -24,7 +24,7 @@ def require_local(name: str, value: Any) -> None:
         UserError: the value is a URL.
     """
     if is_path_option(name) and isinstance(value, str | Path) and _URL.match(str(value)):
-        raise UserError(f"{name} {value}: remote storage is not supported; copy it to a local folder and give that")
+        raise UserError(f"{name} {value}: remote storage is not supported; use a local folder")
 
 
 def require_inside(file: Path, folder: Path) -> None:

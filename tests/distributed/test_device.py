@@ -16,7 +16,7 @@ from toolkit.distributed.launch import choose_backends
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
 from toolkit.training.checkpointer import rng_state, set_rng_state
-from toolkit.training.run import needs_masks
+from toolkit.training.run_state import needs_masks
 
 CPU = torch.device("cpu")
 

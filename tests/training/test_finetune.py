@@ -27,7 +27,7 @@ from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize
 from toolkit.models.lora import is_adapter
-from toolkit.training import loop
+from toolkit.training import trainer
 from toolkit.training.finetune import finetune_args
 from toolkit.training.run import run_training
 
@@ -298,6 +298,6 @@ def test_out_of_memory_error_has_the_memory_plan_and_advice(base, questions, tmp
     def full(*args, **options):
         raise error
 
-    monkeypatch.setattr(loop, "train_step", full)
+    monkeypatch.setattr(trainer, "train_step", full)
     with pytest.raises(UserError, match="--train.micro_batch_size 2: out of memory.*GB.*--train.micro_batch_size 1"):
         run_training(arguments(finetune_full, base, questions, tmp_path / "run"))

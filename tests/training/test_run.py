@@ -26,7 +26,7 @@ from toolkit.data.loader import train_batches
 from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.models.config import ModelOverrides
-from toolkit.training import agreement, loop, run
+from toolkit.training import agreement, run, trainer
 from toolkit.training.limits import Intervals
 from toolkit.training.resolve import RunArgs
 from toolkit.training.run import run_training
@@ -214,10 +214,10 @@ def test_s3_signal_saves_and_exits_with_its_number(corpus, tmp_path, number):
 def test_s3_signal_during_the_last_save_does_not_interrupt_it(corpus, tmp_path, monkeypatch):
     def save(run, name):
         os.kill(os.getpid(), signal.SIGUSR1)
-        return loop_save(run, name)
+        return original(run, name)
 
-    loop_save = loop.save
-    monkeypatch.setattr(loop, "save", save)
+    original = trainer.Trainer.save
+    monkeypatch.setattr(trainer.Trainer, "save", save)
     run_training(arguments(corpus, tmp_path / "run", train={"save_interval": 0}))
     assert folders(tmp_path / "run") == {"final"}
 
@@ -311,7 +311,7 @@ def test_s2_extended_epochs_continue_with_the_next_sample(corpus, tmp_path, monk
             seen.extend(row for batch in batches for row in batch.ids if row >= 0)
             yield batches
 
-    monkeypatch.setattr(loop, "train_batches", watch)
+    monkeypatch.setattr(trainer, "train_batches", watch)
     n_rows = len(prepared(corpus).train)
     assert n_rows % 8
     for epochs in (1, 2):
@@ -344,10 +344,10 @@ def test_n7_grad_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, 
         return Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
 
     monkeypatch.setattr(run, "pick_precision", lambda precision, device, on_cuda: "16-mixed")
-    monkeypatch.setattr(run, "build_fabric", build)
+    monkeypatch.setattr(trainer, "build_fabric", build)
     train = {"max_steps": 60, "save_interval": 40, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train))
-    assert "the fp16 scaler left out" in capsys.readouterr().out
+    assert "GradScaler skipped" in capsys.readouterr().out
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.5
     whole = load_weights(tmp_path / "run" / "final", mmap=False)
     shutil.rmtree(tmp_path / "run" / "final")
@@ -380,7 +380,7 @@ def test_n7_diverged_run_stops_and_its_weights_are_not_saved(corpus, tmp_path):
 
 
 def test_n7_nonfinite_validation_loss_saves_no_checkpoint(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "validate", lambda *_: {"val_loss": math.nan})
+    monkeypatch.setattr(trainer, "validate", lambda *_: {"val_loss": math.nan})
     with pytest.raises(GuardError, match="the validation loss after step 12 is nan"):
         run_training(arguments(corpus, tmp_path / "run", train={"save_interval": 0}, evaluation={"interval": 0}))
     assert folders(tmp_path / "run") == set()
@@ -438,7 +438,7 @@ def test_s2_checkpoint_before_the_first_step_is_step_zero(corpus, tmp_path, monk
 
     run_training(arguments(corpus, tmp_path / "whole", evaluation={"initial_validation": True}))
     with monkeypatch.context() as patch, handlers_restored(), pytest.raises(StoppedBySignalError):
-        patch.setattr(loop, "run_validation", validate_with_signal)
+        patch.setattr(trainer.Trainer, "validate", validate_with_signal)
         run_training(arguments(corpus, tmp_path / "parts", evaluation={"initial_validation": True}))
     assert folders(tmp_path / "parts") == {"step-00000000"}
     run_training(arguments(corpus, tmp_path / "parts", resume="auto"))
@@ -466,13 +466,13 @@ def test_different_options_per_node_are_an_error(corpus, tmp_path, monkeypatch, 
         return gathered
 
     monkeypatch.setattr(agreement.ranks, "all_gather_object", gather)
-    agreement.require_same_everywhere(args, identity)
+    agreement.require_same_options(args, identity)
     with pytest.raises(UserError, match=f"{flag}: on rank 1"):
-        agreement.require_same_everywhere(replace(args, **change), identity)
+        agreement.require_same_options(replace(args, **change), identity)
     model = {"rope_base": 5000.0}
     with pytest.raises(UserError, match="--model_config.rope_base 5000.0: on rank 2, and None on rank 0; start"):
         gathered[1:] = gathered[:1]
-        agreement.require_same_everywhere(args, replace(identity, model_config=model))
+        agreement.require_same_options(args, replace(identity, model_config=model))
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def test_default_intervals_save_and_validate_during_the_run(corpus, tmp_path):
 
 
 def test_time_intervals(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "build_intervals", lambda *args: Intervals(None, 1e-9, None, 1e-9))
+    monkeypatch.setattr(trainer, "build_intervals", lambda *args: Intervals(None, 1e-9, None, 1e-9))
     train = {"max_steps": 3, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train, evaluation={"max_iters": 1}))
     assert folders(tmp_path / "run") == {"step-00000001", "step-00000002", "final"}

@@ -24,7 +24,7 @@ from toolkit.inference.generate import generate
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize
-from toolkit.training.samples import Sampler, first_prompt, make_sampler
+from toolkit.training.callbacks.samples import Sampler, first_prompt, make_sampler
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def test_new_run_starts_a_new_file(path):
 def test_file_with_other_columns_is_not_modified(path):
     path.parent.mkdir()
     path.write_text("step,loss\n1,2.0\n")
-    with pytest.raises(UserError, match=r"metrics.csv: has other columns .* move the file away"):
+    with pytest.raises(UserError, match=r"metrics.csv: lacks columns .* move the file away"):
         MetricsCSV(path, 1)
     assert path.read_text() == "step,loss\n1,2.0\n"
 

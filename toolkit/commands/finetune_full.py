@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.args import (
     FINETUNE_FULL,
@@ -41,6 +41,7 @@ def setup(
     compiler: Literal["none", "torch"] = "none",
     deterministic: bool = False,
     logger_name: str = "csv",
+    callbacks: str | list[Any] | None = None,
     timeout: float | None = None,
     seed: int = 42,
 ) -> None:
@@ -68,10 +69,13 @@ def setup(
         deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
         logger_name: Loggers besides logs/metrics.csv: tensorboard, wandb, mlflow, or several separated by commas; csv
             adds none.
+        callbacks: Class paths of callbacks, separated by commas, such as my_module.MyCallback; in YAML also a list of
+            class_path and init_args. See tutorials/extend.md.
         timeout: Minutes before an unresponsive process aborts the run. Default: 30 until the first step, then 5.
         seed: Random seed of the data order.
     """
     given = dict(locals())
-    from toolkit.training.finetune import finetune
+    from toolkit.training.finetune import finetune_args
+    from toolkit.training.run import run_training
 
-    finetune(FINETUNE_FULL, given)
+    run_training(finetune_args(FINETUNE_FULL, given))

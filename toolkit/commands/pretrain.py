@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.args import (
     PRETRAIN,
@@ -46,6 +46,7 @@ def setup(
     compiler: Literal["none", "torch"] = "none",
     deterministic: bool = False,
     logger_name: str = "csv",
+    callbacks: str | list[Any] | None = None,
     timeout: float | None = None,
     seed: int = 42,
 ) -> None:
@@ -77,6 +78,8 @@ def setup(
         deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
         logger_name: Loggers besides logs/metrics.csv: tensorboard, wandb, mlflow, or several separated by commas; csv
             adds none.
+        callbacks: Class paths of callbacks, separated by commas, such as my_module.MyCallback; in YAML also a list of
+            class_path and init_args. See tutorials/extend.md.
         timeout: Minutes before an unresponsive process aborts the run. Default: 30 until the first step, then 5.
         seed: Random seed of initial weights and data order.
     """

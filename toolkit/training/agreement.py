@@ -15,7 +15,7 @@ from toolkit.training.resolve import RunArgs
 from toolkit.training.state import RunFingerprint, by_flag
 
 
-def require_same_everywhere(args: RunArgs, identity: RunFingerprint) -> None:
+def require_same_options(args: RunArgs, identity: RunFingerprint) -> None:
     """Check that all ranks run the same options on the same data.
 
     Raises:
@@ -24,7 +24,7 @@ def require_same_everywhere(args: RunArgs, identity: RunFingerprint) -> None:
     facts = {}
     for group in ("train", "eval", "optimizer", "fsdp", "ddp"):
         facts |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
-    names = ("strategy", "compiler", "deterministic", "timeout", "resume")
+    names = ("strategy", "compiler", "deterministic", "timeout", "resume", "callbacks")
     facts |= {f"--{name}": getattr(args, name) for name in names}
     everywhere = ranks.all_gather_object(facts | by_flag(asdict(identity)))
     first = everywhere[0]
@@ -71,7 +71,7 @@ def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: P
 
 
 def require_shared_disk(out_dir: Path) -> None:
-    """Every rank writes its shards into the one folder that rank 0 has made.
+    """Check that every rank sees the folder that rank 0 made: each writes its shards there.
 
     Raises:
         UserError: a node does not see it.

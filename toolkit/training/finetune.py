@@ -16,17 +16,6 @@ from toolkit.models.lora_config import LoRAConfig
 from toolkit.training.resolve import RunArgs
 
 
-def finetune(defaults: CommandDefaults, given: dict[str, Any]) -> None:
-    """Run a finetuning command with the arguments that it was given.
-
-    Raises:
-        UserError: see :func:`toolkit.training.run.run_training`.
-    """
-    from toolkit.training.run import run_training  # here: `toolkit plan` needs no Lightning
-
-    run_training(finetune_args(defaults, given))
-
-
 def finetune_args(defaults: CommandDefaults, given: dict[str, Any]) -> RunArgs:
     """Turn the arguments of a finetuning command into those of a run.
 

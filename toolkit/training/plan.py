@@ -369,3 +369,15 @@ def _config_of(option: str, value: str) -> ModelConfig:
             f"{option} {value}: no such folder, here or below checkpoints/, and no architecture of that name"
             f"{suggest_names(value)}"
         ) from error
+
+
+@contextmanager
+def oom_advice(args: RunArgs, place: DeviceSpec) -> Iterator[None]:
+    """Turn running out of memory into a UserError with what the run needs and how it would fit."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        is_full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+        if not is_full:
+            raise
+        raise out_of_memory(args, place) from error

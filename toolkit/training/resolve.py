@@ -76,6 +76,8 @@ class RunArgs:
     """How those weights are quantised."""
     from_peft: str | None = None
     """A folder of peft's with adapters to begin with."""
+    callbacks: str | list[Any] | None = None
+    """Class paths, see :func:`toolkit.training.callbacks.loading.load_callbacks`."""
     given: dict[str, Any] | None = None
     """The command's own arguments, where their names are not these fields'."""
     verify_checkpoint: bool = True

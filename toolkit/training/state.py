@@ -30,6 +30,8 @@ class Progress:
         samples: The position in the stream of samples, over all ranks.
         seconds: Of all launches together.
         best_val_loss: Of the checkpoint in ``best/``, where there is one.
+        lowest_val_loss: Of all validations, where ``--train.patience`` counts them.
+        stale_validations: Validations since the lowest one.
     """
 
     step: int = 0
@@ -37,6 +39,8 @@ class Progress:
     samples: int = 0
     seconds: float = 0.0
     best_val_loss: float | None = None
+    lowest_val_loss: float | None = None
+    stale_validations: int = 0
 
 
 @dataclass(frozen=True)

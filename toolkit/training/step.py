@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ def train_step(
     n_tokens: int,
     learning_rate: float,
     max_norm: float | None,
+    before_update: Callable[[], None] | None = None,
 ) -> StepResult:
     """Accumulate the gradient over the micro-batches and update the weights.
 
@@ -42,6 +44,7 @@ def train_step(
         n_tokens: Supervised tokens of the global batch, over all ranks. Every strategy averages gradients over the
             ranks, so that the sum of losses times (world size / n_tokens) has the gradient of the global mean.
         max_norm: Clip the norm of the gradient to this; None or 0 does not clip.
+        before_update: Called when the gradient is complete, checked and clipped.
 
     Raises:
         GuardError: the loss or the gradient is not finite. The weights are untouched.
@@ -64,6 +67,8 @@ def train_step(
     finite = math.isfinite(grad_norm)
     if not math.isfinite(loss_sum) or (not finite and scaler is None):
         raise GuardError(describe_nonfinite(float(mine), grad_norm, micro_batches))
+    if before_update is not None:
+        before_update()
     optimizer.step()  # with a scaler, this leaves the weights alone where the gradient is not finite
     optimizer.zero_grad(set_to_none=True)
     return StepResult(loss_sum / max(1, n_tokens), grad_norm, skipped=not finite)

@@ -30,8 +30,6 @@ COLUMNS = (
     "val_bpb",  # bits per byte
     "seconds",  # wall time of training so far, over all launches
 )
-_HEADER = ",".join(COLUMNS) + "\n"
-
 LOGGERS = {"csv": "", "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 """Logger names and their required packages."""
 
@@ -45,34 +43,43 @@ class MetricsCSV:
     Args:
         path: The file; its folder is created.
         resume_step: Rows beyond this step are removed, atomically; ``None`` starts a new file.
+        more_columns: Of callbacks, after :data:`COLUMNS`. Those of earlier launches stay.
 
     Raises:
-        UserError: The file is not writable, or it has other columns.
+        UserError: The file cannot be written, it lacks a column, or the name of a column is not one.
     """
 
-    def __init__(self, path: str | Path, resume_step: int | None) -> None:
+    def __init__(self, path: str | Path, resume_step: int | None, more_columns: Iterable[str] = ()) -> None:
         self.path = Path(path)
         try:
-            kept = [] if resume_step is None else _lines_until(self.path, resume_step)
-            write_atomic(self.path, "".join([_HEADER, *kept]).encode())
+            known, rows = ([], []) if resume_step is None else _read(self.path)
+            self.columns = list(dict.fromkeys([*COLUMNS, *known, *more_columns]))
+            if wrong := next((name for name in self.columns if not name or set(name) & set(',"\r\n')), None):
+                raise UserError(f"column {wrong!r}: must be a name without commas, quotes and line ends")
+            kept = [self._line(row) for row in rows if float(row["step"]) <= resume_step]
+            write_atomic(self.path, b"".join([(",".join(self.columns) + "\n").encode(), *kept]))
             # unbuffered: a row that failed on a full disk must not be written at close
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (open for the duration of the run)
         except OSError as error:
             raise file_error(self.path, error) from error
 
     def write(self, row: Mapping[str, float | None]) -> None:
-        """Append a row; missing or ``None`` columns stay empty.
+        """Append a row; columns that are missing or ``None`` stay empty.
 
         Raises:
-            UserError: The disk is full, or the file is no longer writable.
+            UserError: The disk is full, the file can no longer be written, or a metric has no column.
         """
-        assert row.keys() <= set(COLUMNS), f"not a column of metrics.csv: {sorted(row.keys() - set(COLUMNS))}"
-        line = (",".join(_cell(row.get(name)) for name in COLUMNS) + "\n").encode()
+        if extra := sorted(row.keys() - set(self.columns)):
+            raise UserError(f"metric {extra[0]}: is not a column of metrics.csv; list it in the callback's `columns`")
+        line = self._line({name: _cell(value) for name, value in row.items()})
         try:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
             raise file_error(self.path, error) from error
+
+    def _line(self, cells: Mapping[str, str]) -> bytes:
+        return (",".join(cells.get(name, "") for name in self.columns) + "\n").encode()
 
     def close(self) -> None:
         self._file.close()
@@ -84,7 +91,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     Raises:
         UserError: The file has other columns.
     """
-    return [values for _, values in _read(Path(path))]
+    return [{name: _number(cell) for name, cell in cells.items()} for cells in _read(Path(path))[1]]
 
 
 def check_loggers(logger_name: str, log_args: LogArgs) -> list[str]:
@@ -163,29 +170,31 @@ def _cell(value: float | None) -> str:
     return str(value) if isinstance(value, int) else repr(float(value))
 
 
-def _lines_until(path: Path, last_step: int) -> list[str]:
-    return [line for line, values in _read(path) if values["step"] <= last_step]
-
-
-def _read(path: Path) -> list[tuple[str, dict[str, float]]]:
-    """Return (line, values) of each row, without rows truncated by a kill or a full disk."""
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the columns, and the cells of each row; rows truncated by a kill or a full disk are left out."""
     if not path.exists():
-        return []
+        return [], []
     with open_regular(path) as file:
         lines = file.read().decode(errors="replace").split("\n")[:-1]  # the last has no line end: truncated, or empty
-    if lines and lines[0] + "\n" != _HEADER:
-        raise UserError(f"{path}: has other columns than this version writes; move the file away, then resume")
-    rows = [(line + "\n", _values(line)) for line in lines[1:]]
-    return [(line, values) for line, values in rows if values is not None]
+    if not lines:
+        return [], []
+    columns = lines[0].split(",")
+    if not set(COLUMNS) <= set(columns):
+        raise UserError(f"{path}: lacks columns that this version writes; move the file away and resume")
+    rows = [line.split(",") for line in lines[1:]]
+    return columns, [dict(zip(columns, cells, strict=True)) for cells in rows if _is_row(cells, columns)]
 
 
-def _values(line: str) -> dict[str, float] | None:
+def _is_row(cells: list[str], columns: list[str]) -> bool:
     try:
-        numbers = [float(cell) if cell else math.nan for cell in line.split(",")]
-        values = dict(zip(COLUMNS, numbers, strict=True))
+        values = dict(zip(columns, map(_number, cells), strict=True))
     except ValueError:
-        return None
-    return values if math.isfinite(values["step"]) else None
+        return False
+    return math.isfinite(values["step"])
+
+
+def _number(cell: str) -> float:
+    return float(cell) if cell else math.nan
 
 
 def _require_package(name: str) -> None:

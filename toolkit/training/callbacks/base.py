@@ -17,8 +17,8 @@ class Callback:
 
     Every rank calls every moment at the same step, so that a callback may use collectives. Metrics are plain numbers,
     the same on every rank. The order within a step: ``on_before_optimizer_step``, ``on_step_end``, the validation if
-    one is due, ``on_log``, ``on_validation_end``, ``on_checkpoint_saved``. The callbacks of the run itself come first
-    (see :func:`toolkit.training.callbacks.default_callbacks`), then the user's in the order given.
+    one is due, ``on_log``, ``on_validation_end``, ``on_checkpoint_saved``. The user's callbacks come after
+    the run's checks and before its outputs, in the order given.
 
     ``trainer`` offers ``model``, ``optimizer``, ``fabric``, ``data``, ``progress`` (``step``, ``tokens``, ``samples``),
     ``config``, ``out_dir``, ``save(name)`` and ``request_stop(reason)``.

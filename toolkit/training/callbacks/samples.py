@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,13 +16,17 @@ from toolkit.errors import UserError
 from toolkit.inference.generate import generate
 from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
+from toolkit.training.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 PLAIN_PROMPT = 32  # tokens of plain text, which has no prompt of its own
 _SHOWN = 60  # characters of the prompt
 
 
 @dataclass(frozen=True)
-class Sampler:
+class Sampler(Callback):
     """Has a model continue a prompt.
 
     Args:
@@ -34,6 +38,9 @@ class Sampler:
     prompt: list[int]
     max_new_tokens: int
     tokenizer: Tokenizer | None
+
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        self.show(trainer.model, trainer.progress.step, trainer.display)
 
     def show(self, model: nn.Module, step: int, display: Any) -> None:
         """Print what the model says now; every rank calls it (S6). It draws nothing, so that training goes on as

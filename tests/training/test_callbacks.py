@@ -1,0 +1,158 @@
+"""Callbacks: the order of the moments, metrics of one's own, stopping, errors, and --train.patience."""
+
+import csv
+import textwrap
+
+import pytest
+
+from toolkit.cli import main
+from toolkit.training.trainer import Trainer
+
+MODULE = textwrap.dedent("""
+    import toolkit
+
+    class Recorder(toolkit.Callback):
+        columns = ("largest_gradient",)
+
+        def __init__(self, path="moments.txt"):
+            self.path = path
+
+        def write(self, *words):
+            with open(self.path, "a") as file:
+                print(*words, file=file)
+
+        def on_train_start(self, trainer):
+            self.write("on_train_start", trainer.progress.step)
+
+        def on_before_optimizer_step(self, trainer):
+            self.largest = max(float(p.grad.abs().max()) for p in trainer.model.parameters())
+
+        def on_step_end(self, trainer, metrics):
+            self.write("on_step_end", trainer.progress.step, metrics["step_tokens"])
+
+        def on_log(self, trainer, metrics):
+            metrics["largest_gradient"] = self.largest
+            self.write("on_log", metrics["step"], metrics["tokens_per_sec"] > 0)
+
+        def on_validation_end(self, trainer, metrics):
+            self.write("on_validation_end", trainer.progress.step, sorted(metrics))
+
+        def on_checkpoint_saved(self, trainer, folder):
+            self.write("on_checkpoint_saved", folder.name)
+
+        def on_exception(self, trainer, error):
+            self.write("on_exception", type(error).__name__)
+
+        def on_train_end(self, trainer):
+            self.write("on_train_end", trainer.progress.step)
+
+    class StopAfter(toolkit.Callback):
+        def __init__(self, step):
+            self.step = step
+
+        def on_step_end(self, trainer, metrics):
+            if trainer.progress.step == self.step and trainer.fabric.global_rank == trainer.fabric.world_size - 1:
+                trainer.request_stop("enough")
+
+    class Broken(toolkit.Callback):
+        def on_step_end(self, trainer, metrics):
+            metrics["no such metric"]
+""")
+
+
+@pytest.fixture
+def pretrain(corpus, tmp_path, monkeypatch):
+    """Run `toolkit pretrain` in a folder that has a module of callbacks; returns the exit code."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_callbacks.py").write_text(MODULE)
+    monkeypatch.delitem(__import__("sys").modules, "my_callbacks", raising=False)
+
+    def run(*flags, steps=4) -> int:
+        return main([
+            "pretrain", "pico-llama", "--accelerator", "cpu", "--data", "TextFiles",
+            "--data.train_data_path", str(corpus), "--data.vocab_size", "300", "--train.global_batch_size", "4",
+            "--train.micro_batch_size", "2", "--train.max_seq_length", "32", "--train.save_interval", "0",
+            "--out_dir", "run", "--train.max_steps", str(steps), *flags,
+        ])  # fmt: skip
+
+    return run
+
+
+def rows(tmp_path) -> list[dict]:
+    with open(tmp_path / "run" / "logs" / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def test_moments_come_in_order_and_metrics_become_columns(pretrain, tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "callbacks:\n- class_path: my_callbacks.Recorder\n  init_args: {path: seen.txt}\n"
+        "train: {log_interval: 2}\neval: {interval: 2, max_iters: 1, final_validation: false}\n"
+    )
+    assert pretrain("--config", "run.yaml", "--train.save_interval", "3") == 0
+    metrics = ["val_bpb", "val_loss", "val_ppl"]
+    step = "on_step_end {} 128"
+    assert (tmp_path / "seen.txt").read_text().splitlines() == [
+        "on_train_start 0", step.format(1), step.format(2), "on_log 2 True", f"on_validation_end 2 {metrics}",
+        step.format(3), "on_checkpoint_saved step-00000003", step.format(4), "on_log 4 True",
+        "on_checkpoint_saved final", "on_train_end 4",
+    ]  # fmt: skip
+    assert [float(row["largest_gradient"]) > 0 for row in rows(tmp_path)] == [True, True]
+    # resumed without the callback: its column and its values stay
+    assert pretrain("--resume", "run/step-00000003", "--out_dir", "other", "--train.log_interval", "1", steps=5) == 0
+    before = rows(tmp_path)
+    assert pretrain("--resume", "auto", steps=5) == 0
+    after = rows(tmp_path)
+    assert after[:2] == before and after[-1]["largest_gradient"] == ""
+
+
+def test_a_callback_ends_the_run_and_final_is_saved(pretrain, tmp_path, capsys):
+    stop = '[{"class_path": "my_callbacks.StopAfter", "init_args": {"step": 2}}]'
+    assert pretrain("--callbacks", stop) == 0
+    assert "stopping after step 2: enough" in capsys.readouterr().out
+    assert (tmp_path / "run" / "final" / "COMPLETE").is_file() and rows(tmp_path)[-1]["step"] == "2"
+
+
+@pytest.mark.slow
+def test_one_rank_that_asks_stops_all(pretrain, tmp_path):
+    stop = '[{"class_path": "my_callbacks.StopAfter", "init_args": {"step": 2}}]'
+    assert pretrain("--callbacks", stop, "--devices", "2", "--train.micro_batch_size", "1") == 0
+    assert rows(tmp_path)[-1]["step"] == "2"
+
+
+def test_an_error_in_a_callback_names_it(pretrain, tmp_path, capsys):
+    assert pretrain("--callbacks", "my_callbacks.Recorder,my_callbacks.Broken") == 1
+    assert "callback Broken failed in on_step_end: KeyError: 'no such metric'" in capsys.readouterr().err
+    assert (tmp_path / "moments.txt").read_text().splitlines()[-1] == "on_exception CallbackError"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("my_callbacks.Nothing", "my_callbacks.Nothing: no such class"),
+        ("no_module.Nothing", "no_module.Nothing: no such class"),
+        ("pathlib.Path", "pathlib.Path: is not a class derived from toolkit.Callback"),
+        ("my_callbacks.StopAfter", "my_callbacks.StopAfter: missing a required argument: 'step'"),
+    ],
+)
+def test_mistakes_in_callbacks_are_one_line(pretrain, capsys, value, message):
+    assert pretrain("--callbacks", value) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error
+
+
+def test_patience_stops_early_and_survives_a_resume(pretrain, tmp_path, monkeypatch, capsys):
+    losses = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.2, 10: 2.1, 12: 1.0}
+    monkeypatch.setattr(Trainer, "validate", lambda trainer: {"val_loss": losses[trainer.progress.step]})
+    flags = ["--eval.interval", "2", "--eval.final_validation", "false", "--train.patience"]
+    assert pretrain(*flags, "2", "--train.save_interval", "7", steps=7) == 0  # one of two validations so far
+    assert pretrain(*flags, "2", "--resume", "auto", steps=12) == 0
+    assert "stopping after step 8: no lower validation loss in 2 validations" in capsys.readouterr().out
+    assert pretrain(*flags, "2", "--resume", "auto", steps=12) == 0
+    assert "the run is finished, nothing to do" in capsys.readouterr().out
+    assert pretrain(*flags, "4", "--resume", "auto", steps=12) == 0
+    assert rows(tmp_path)[-1]["step"] == "12"
+
+
+def test_patience_without_validations_is_refused(pretrain, capsys):
+    assert pretrain("--train.patience", "2", "--eval.interval", "0") == 2
+    assert "--train.patience 2: would have no effect without --eval.interval" in capsys.readouterr().err

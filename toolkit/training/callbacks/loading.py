@@ -1,0 +1,56 @@
+"""Callbacks by class path, for ``--callbacks`` and YAML files."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from typing import Any
+
+from toolkit.errors import UserError
+from toolkit.training.callbacks.base import Callback
+
+
+def load_callbacks(value: str | list[Any] | None) -> list[Callback]:
+    """Make the callbacks that ``--callbacks`` names.
+
+    Args:
+        value: Class paths with commas between them, or a list of class paths and of mappings with ``class_path`` and
+            ``init_args``. Modules are also looked for in the current folder.
+
+    Raises:
+        UserError: there is no such class, it is not a callback, or it does not take these arguments.
+    """
+    entries = [path.strip() for path in value.split(",")] if isinstance(value, str) else value or []
+    return [_load(entry) for entry in entries]
+
+
+def _load(entry: Any) -> Callback:
+    if isinstance(entry, str):
+        entry = {"class_path": entry}
+    if not isinstance(entry, dict) or not isinstance(entry.get("class_path"), str):
+        raise UserError(
+            f"--callbacks {entry}: give a class path such as my_module.MyCallback, or class_path, init_args"
+        )
+    path, arguments = entry["class_path"], entry.get("init_args") or {}
+    found = _import(path)
+    if not (inspect.isclass(found) and issubclass(found, Callback)):
+        raise UserError(f"--callbacks {path}: is not a class derived from toolkit.Callback")
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"--callbacks {path}: {error}; give them as init_args") from error
+    return found(**arguments)
+
+
+def _import(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    if os.getcwd() not in sys.path:  # a console script's path begins with its own folder
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        if isinstance(error, ImportError) and error.name not in (None, module, module.partition(".")[0]):
+            raise UserError(f"--callbacks {path}: its module does not import: {error}") from error
+        raise UserError(f"--callbacks {path}: no such class, here or among the installed packages") from error

@@ -1,0 +1,65 @@
+"""Where metrics come from and where they go: throughput, ``logs/metrics.csv`` with its plot, and other loggers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from toolkit.training.callbacks.base import Callback
+from toolkit.training.throughput import Throughput, peak_memory_gb
+from toolkit.ui.loggers import MetricsCSV, log_metrics
+from toolkit.ui.plots import plot_loss
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
+
+
+class ThroughputMonitor(Callback):
+    """Adds tokens_per_sec, mfu (where the device's peak is known) and peak_memory_gb to every row."""
+
+    def __init__(self, throughput: Throughput) -> None:
+        self.throughput = throughput
+
+    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        self.throughput.add(int(metrics["step_tokens"]), metrics["step_seconds"])
+
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        if "loss" in metrics:  # not for a validation before the first step
+            metrics |= self.throughput.read() | {"peak_memory_gb": peak_memory_gb(trainer.fabric.device)}
+
+
+class MetricsFile(Callback):
+    """Writes metrics.csv, and loss.png at the end. On rank 0."""
+
+    def __init__(self, csv: MetricsCSV) -> None:
+        self.csv = csv
+
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        self.csv.write(metrics)
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self.on_train_end(trainer)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        self.csv.close()
+        plot_loss(self.csv.path, trainer.out_dir / "loss.png")
+
+
+class ExternalLoggers(Callback):
+    """Hands metrics to the loggers of ``--logger_name``. On rank 0."""
+
+    def __init__(self, loggers: list[Any]) -> None:
+        self.loggers = loggers
+
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        axes = ("step", "tokens", "seconds")
+        log_metrics(self.loggers, {k: v for k, v in metrics.items() if k not in axes}, trainer.progress.step)
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._finalize("failed")
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        self._finalize("success")
+
+    def _finalize(self, status: str) -> None:
+        for logger in self.loggers:
+            logger.finalize(status)

@@ -1,0 +1,125 @@
+"""Where a run starts and where it will end: resolved from its options, its data and the checkpoint it resumes from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from toolkit.checkpoints.adapters import AdapterInfo
+from toolkit.checkpoints.store import FINAL
+from toolkit.data.base import PreparedData, TokenDataset, is_ragged
+from toolkit.models.config import ModelConfig
+from toolkit.training import adapters
+from toolkit.training.agreement import require_same_options, require_same_weights
+from toolkit.training.callbacks import best
+from toolkit.training.callbacks.samples import Sampler, make_sampler
+from toolkit.training.decide import ResolvedConfig
+from toolkit.training.limits import Limits, build_limits, require_ahead
+from toolkit.training.model import Plan, plan_model
+from toolkit.training.resolve import RunArgs, with_vocabulary
+from toolkit.training.schedule import Schedule, build_schedule
+from toolkit.training.state import Progress, RunFingerprint, read_meta
+from toolkit.training.throughput import flops_per_token
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run begins, and where it will end.
+
+    Args:
+        resume_from: The checkpoint that it goes on from, if any.
+        progress: How far that had come.
+        model: Not built yet.
+        base: What adapters stand on; None where all weights are trained.
+        identity: What may not change when it is resumed.
+        limits, schedule: Of the whole run.
+        mean_length: Input tokens of a row.
+        flops: Of a token, counted before layers are packed or sharded; None for somebody's own model.
+        sampler: Shows what the model says, if it is to be shown.
+        damaged: Newer checkpoints of the run that were skipped.
+    """
+
+    resume_from: Path | None
+    progress: Progress
+    model: Plan
+    base: AdapterInfo | None
+    identity: RunFingerprint
+    limits: Limits
+    schedule: Schedule
+    mean_length: float
+    flops: float | None
+    sampler: Sampler | None
+    damaged: list[Path]
+
+    def is_finished(self, args: RunArgs) -> bool:
+        """Whether there is nothing left to do, and the last checkpoint is written."""
+        patience = args.train.patience
+        reached = self.limits.reached(self.progress.step, self.progress.tokens)
+        stopped_early = patience is not None and self.progress.stale_validations >= patience
+        return (reached or stopped_early) and self.resume_from == Path(args.out_dir) / FINAL
+
+
+def prepare_run_state(
+    resolved: ResolvedConfig, data: PreparedData, resume_from: Path | None, damaged: list[Path]
+) -> RunState:
+    """Find where the run stands, and require that all ranks are about to do the same.
+
+    Raises:
+        UserError: the checkpoint belongs to another run, or the ranks differ.
+    """
+    args = resolved.args
+    config = with_vocabulary(resolved.config, data)
+    model = plan_model(config, args.module, args.block_classes, args.lora, args.quantize)
+    length = mean_length(data.train)
+    base = None if args.lora is None else adapters.describe_base(args)
+    identity = RunFingerprint(
+        model.facts, data.content_key, resolved.batch.global_batch_size, args.seed, resolved.precision,
+        resolved.optimizer, {} if base is None else adapters.facts(base),
+    )  # fmt: skip
+    require_same_weights(args, base, resume_from)
+    require_same_options(args, identity)
+    best.check_config(args.train, args.eval, data)
+    sampler = make_sampler(data, config, args.eval.max_new_tokens, usual=args.defaults.eval["max_new_tokens"])
+    progress = Progress() if resume_from is None else read_progress(resume_from, identity)
+    best.reset_if_missing(progress, Path(args.out_dir), damaged)
+    limits = build_limits(
+        args.train, progress, n_rows=len(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
+    )
+    if resume_from is not None:
+        longest = longest_ragged(data, resolved.max_seq_length) or math.ceil(length)
+        require_ahead(args.train, progress, limits, longest, resume_from)
+    schedule = build_schedule(args.train, limits.total_steps, args.defaults)
+    flops = None if config is None else flops_per_token(model.module, config, length)
+    return RunState(resume_from, progress, model, base, identity, limits, schedule, length, flops, sampler, damaged)
+
+
+def read_progress(folder: Path, identity: RunFingerprint) -> Progress:
+    """Read how far a checkpoint had come, and check that it belongs to the same run."""
+    meta = read_meta(folder)
+    identity.check_matches(meta["identity"], folder)
+    return Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
+
+
+def mean_length(rows: TokenDataset) -> float:
+    """Input tokens of a row; of all rows, where they differ. Rows of somebody's own may be shorter than the context."""
+    lengths = getattr(rows, "lengths", None)
+    return len(rows[0]["input_ids"]) if lengths is None else float(lengths.mean())
+
+
+def longest_ragged(data: PreparedData, limit: int | None) -> int:
+    """Tokens of the longest row, ``limit`` where the lengths are not known; 0 where all rows are equally long."""
+    ragged = [rows for rows in (data.train, data.val) if is_ragged(rows)]
+    known = [getattr(rows, "lengths", None) for rows in ragged]
+    return max((limit or 1 if lengths is None else int(lengths.max()) for lengths in known), default=0)
+
+
+def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
+    """Whether attention over rows of ``length`` tokens takes masks; that of a module of the user's may.
+
+    Packed rows do, too: they are ragged.
+    """
+    return config is None or any(
+        window is not None and (length is None or window < length)
+        for window in map(config.window, range(config.n_layer))
+    )

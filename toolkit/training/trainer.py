@@ -1,0 +1,408 @@
+"""One training run, from its resolved configuration to ``final/``: :meth:`Trainer.fit` reads from top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from toolkit.checkpoints.folder import find_checkpoint_dir
+from toolkit.checkpoints.lock import exclusive_lock, require_unlocked
+from toolkit.checkpoints.resume import resolve_resume
+from toolkit.checkpoints.store import FINAL, newest, rename_damaged
+from toolkit.data.base import is_ragged
+from toolkit.data.loader import Batch, choose_padding, train_batches, val_batches
+from toolkit.distributed import ranks
+from toolkit.distributed.device import choose_attention_kernels, deterministic_algorithms
+from toolkit.distributed.fabric import build_fabric
+from toolkit.distributed.launch import Timeouts, launch_processes
+from toolkit.distributed.memory import keep_freed_memory
+from toolkit.distributed.signals import SignalWatch
+from toolkit.distributed.world import WorldInfo
+from toolkit.errors import GuardError, StoppedBySignalError, UserError
+from toolkit.models.families import export_error
+from toolkit.models.gpt import Block
+from toolkit.training import adapters
+from toolkit.training.agreement import require_shared_disk
+from toolkit.training.callbacks import Callback, Console, ExternalLoggers, MetricsFile, notify, order_callbacks
+from toolkit.training.checkpointer import Checkpointer, seed_from
+from toolkit.training.decide import ResolvedConfig
+from toolkit.training.limits import build_intervals
+from toolkit.training.model import describe_model, set_up_model, unwrapped
+from toolkit.training.optimizer import build_optimizer
+from toolkit.training.plan import DeviceSpec, oom_advice, require_memory
+from toolkit.training.resolve import hyperparameters, is_repeatable, prepare_data
+from toolkit.training.run_state import longest_ragged, needs_masks, prepare_run_state
+from toolkit.training.state import read_meta
+from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
+from toolkit.training.validate import validate
+from toolkit.training.verify import find_intact, require_intact_together
+from toolkit.ui.loggers import MetricsCSV, make_loggers
+from toolkit.ui.progress import make_progress
+
+
+class Trainer:
+    """One training run; every process of the run makes one.
+
+    Args:
+        config: From :func:`toolkit.training.decide.resolve_config`.
+        world: The processes of the run.
+        user_callbacks: Called after the run's own, in this order.
+    """
+
+    def __init__(self, config: ResolvedConfig, world: WorldInfo, user_callbacks: Sequence[Callback] = ()) -> None:
+        self.launched_at = time.perf_counter()  # --train.max_time counts from here
+        self.config, self.args, self.world = config, config.args, world
+        self.out_dir = Path(config.args.out_dir)
+        self.timeouts = Timeouts.of(config.args.timeout)
+        self.user_callbacks = list(user_callbacks)
+        self.callbacks: list[Callback] = []
+        self.skipped_steps = 0  # of this launch, by the fp16 scaler
+        self._stop_reason: str | None = None
+
+    # ---- the run
+
+    def fit(self) -> None:
+        """Launch the processes, prepare data, build the model, resume, train, and write ``final/``.
+
+        Raises:
+            UserError: a mistake in the configuration; nothing has been written.
+            GuardError: the loss, the gradient or the weights are not finite, or replicas differ.
+            StoppedBySignalError: a signal came; the state has been saved.
+            PeerLostError, PeerShutdownError: see :func:`toolkit.distributed.launch.launch_processes`.
+            CallbackError: a callback failed.
+        """
+        args, config, world = self.args, self.config, self.world
+        # a launcher without peers looks before it starts processes: no other process waits for it yet
+        is_single_launcher = world.world_size == 1 or (world.starts_processes and world.num_nodes == 1)
+        resume_from = self._find_resume() if is_single_launcher else None
+        self.fabric = build_fabric(
+            config.strategy, world, accelerator=config.device, precision=config.precision, fsdp=args.fsdp,
+            ddp=args.ddp, block_classes=set(args.block_classes or (Block,)),
+        )  # fmt: skip
+        with ExitStack() as stack:
+            group = stack.enter_context(launch_processes(self.fabric, world, self.timeouts))
+            group.ending.resume_hint = self._resume_hint
+            stack.enter_context(oom_advice(args, DeviceSpec(config.device, world.devices, world.num_nodes)))
+            stack.enter_context(deterministic_algorithms(args.deterministic))
+            self.display = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0))
+            if world.global_rank == 0 and not is_single_launcher:
+                resume_from = self._find_resume()
+            self.display.phase("preparing data")
+            self.data = group.first_then_others(lambda: prepare_data(args, config.max_seq_length, self.display.message))
+            group.init_process_group()
+            resume_from, damaged = find_intact(args, resume_from, world.local_rank == 0, self.display)
+            self.state = prepare_run_state(config, self.data, resume_from, damaged)
+            self.progress = self.state.progress
+            self._seconds_before = self.progress.seconds  # of earlier launches
+            if self.state.is_finished(args):
+                self.display.message(
+                    f"{resume_from} has reached step {self.progress.step}: the run is finished, nothing to do"
+                )
+                return
+            self._describe()
+            if not self.state.model.ready and args.optimizer_class is None:
+                require_memory(config, world.devices, self.state.model.config, self.state.model.module)
+            self._build()
+            if resume_from is not None:
+                self.restore(resume_from)
+            self.optimizer = self.fabric.setup_optimizers(self.checkpointer.optimizer)
+            outputs = ranks.run_on_rank0(lambda: self._open_outputs(stack)) or []
+            if self.checkpointer.sharded:
+                require_shared_disk(self.out_dir)
+            self.callbacks = order_callbacks(self, outputs)
+            self._after_first_step = group.first_step_done
+            keep_freed_memory(config.device)  # only now: what loading has freed is returned (M3)
+            self._train()
+
+    def _train(self) -> None:
+        try:
+            notify(self.callbacks, "on_train_start", self)
+            with SignalWatch() as signals:
+                if self.args.eval.initial_validation and self.state.resume_from is None:
+                    metrics = self.validate()
+                    self._log(metrics)
+                    notify(self.callbacks, "on_validation_end", self, metrics)
+                self._loop(signals)
+                self.save(FINAL)  # still under the watch: a signal must not cut short the run's last save
+        except BaseException as error:
+            ranks.set_timeout(self.timeouts.first)  # a logger may have much to send
+            self._report_exception(error)
+            raise
+        ranks.set_timeout(self.timeouts.first)
+        notify(self.callbacks, "on_train_end", self)
+
+    def _loop(self, signals: SignalWatch) -> None:
+        """Optimizer steps until a limit is reached; validations and checkpoints where they are due."""
+        progress, limits, evaluation = self.progress, self.state.limits, self.args.eval
+        if limits.reached(progress.step, progress.tokens):
+            return
+        intervals = build_intervals(self.args.train, evaluation, limits)
+        last_saved = last_validated = time.perf_counter()
+        step_seconds, skipped_in_a_row = 0.0, 0
+        batches = self._train_batches()
+        self.model.train()
+        self.display.phase("training")
+        while True:
+            step_started = time.perf_counter()
+            micro_batches = next(batches)
+
+            # The one all-reduce of the step for what the ranks must agree on.
+            left = math.inf if limits.max_seconds is None else self.launched_at + limits.max_seconds - step_started
+            agreed = ranks.all_reduce_sum(
+                n_tokens=sum(batch.n_tokens for batch in micro_batches),
+                n_inputs=sum(batch.n_inputs for batch in micro_batches),
+                signalled=int(signals.received > 0),
+                should_stop=int(self._stop_reason is not None),
+                time_is_up=int(left <= step_seconds),
+                eval_is_due=int(step_started - last_validated >= (intervals.eval_seconds or math.inf)),
+                save_is_due=int(step_started - last_saved >= (intervals.save_seconds or math.inf)),
+            )
+            if agreed["signalled"]:
+                self._stop_for_signal(signals)
+            if agreed["should_stop"]:
+                self.display.message(f"stopping after step {progress.step}: {self._stop_reason or 'asked by a rank'}")
+                return
+
+            learning_rate = self.state.schedule.learning_rate(progress.step)
+            result = self._step(micro_batches, agreed["n_tokens"], learning_rate)
+            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+            if skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
+                raise GuardError(
+                    f"step {progress.step + 1}: no fp16 loss scale gave a finite gradient in {skipped_in_a_row} steps"
+                )
+            self._advance(agreed["n_inputs"])
+            step_seconds = time.perf_counter() - step_started
+            metrics = {"loss": result.loss, "learning_rate": learning_rate, "grad_norm": result.grad_norm}
+            sizes = {"step_tokens": agreed["n_inputs"], "step_seconds": step_seconds}
+            notify(self.callbacks, "on_step_end", self, metrics | sizes)
+            if self._after_first_step is not None:
+                self._after_first_step()
+                self._after_first_step = None
+
+            is_last = limits.reached(progress.step, progress.tokens) or agreed["time_is_up"] > 0
+            is_eval_due = is_due(intervals.eval_steps, progress.step) or agreed["eval_is_due"] > 0
+            should_validate = evaluation.final_validation if is_last else is_eval_due
+            validation = self.validate() if should_validate else {}
+            if is_due(self.args.train.log_interval, progress.step) or is_last or validation:
+                self._log(metrics | validation)
+            if should_validate:
+                notify(self.callbacks, "on_validation_end", self, validation)
+                last_validated = time.perf_counter()
+            if is_last:
+                return
+            if is_due(intervals.save_steps, progress.step) or agreed["save_is_due"]:
+                self.save(f"step-{progress.step:08d}")
+                last_saved = time.perf_counter()
+
+    def _step(self, micro_batches: list[Batch], n_tokens: int, learning_rate: float) -> StepResult:
+        try:
+            result = train_step(
+                self.fabric, self.model, self.optimizer, micro_batches, n_tokens=n_tokens,
+                learning_rate=learning_rate, max_norm=self.args.train.max_norm,
+                before_update=partial(notify, self.callbacks, "on_before_optimizer_step", self),
+            )  # fmt: skip
+        except GuardError as error:
+            raise GuardError(
+                f"step {self.progress.step + 1} is not finite: {error}. Nothing of it was saved; "
+                "lower --train.learning_rate or look at these samples"
+            ) from None
+        self.skipped_steps += result.skipped
+        return result
+
+    def _advance(self, n_inputs: int) -> None:
+        self.progress.step += 1
+        self.progress.tokens += n_inputs
+        self.progress.samples += self.config.batch.global_batch_size
+        if (total := self.state.limits.total_samples) is not None:
+            self.progress.samples = min(self.progress.samples, total)  # the last batch of an epoch may be short
+
+    # ---- what callbacks may call
+
+    def save(self, name: str) -> Path:
+        """Write the checkpoint ``out_dir/name`` (S1); every rank calls this.
+
+        Raises:
+            UserError: it cannot be written.
+            GuardError: weights or optimizer state are not finite.
+        """
+        self.display.phase("saving")
+        self._count_seconds()
+        with ranks.extended_timeout(self.timeouts.first, self.timeouts.later):
+            folder = self.checkpointer.save(name, self.progress)
+        notify(self.callbacks, "on_checkpoint_saved", self, folder)
+        self.display.phase("training")
+        return folder
+
+    def validate(self) -> dict[str, float]:
+        """Return the metrics of the held-out data (N6), nothing where there is none; every rank calls this.
+
+        Raises:
+            GuardError: the loss is not finite.
+        """
+        if self.data.val is None or not len(self.data.val):
+            return {}
+        self.display.phase("validating")
+        batch, max_iters = self.config.batch, self.args.eval.max_iters
+        batches = val_batches(
+            self.data.val, micro_batch_size=batch.micro_batch_size, rank=self.fabric.global_rank,
+            world_size=self.fabric.world_size, padding=self.padding,
+            max_rows=None if max_iters is None else max_iters * batch.global_batch_size,
+        )  # fmt: skip
+        metrics = validate(self.fabric, self.model, batches, self.token_bytes)
+        if not math.isfinite(metrics.get("val_loss", 0.0)):
+            raise GuardError(
+                f"the validation loss after step {self.progress.step} is {metrics['val_loss']}: the weights are ruined "
+                "and were not saved; lower --train.learning_rate and resume with --resume auto"
+            )
+        self.display.phase("training")
+        return metrics
+
+    def request_stop(self, reason: str) -> None:
+        """End the run before the next step, with ``final/``. One rank that asks is enough."""
+        self._stop_reason = reason
+
+    def restore(self, folder: Path) -> None:
+        """Restore optimizer, scaler and random states from a checkpoint; the model has its weights already.
+
+        Raises:
+            UserError: a file is broken.
+        """
+        self.checkpointer.restore(folder, self.progress.step)
+        self.display.message(f"going on from {folder}: step {self.progress.step}, {self.progress.tokens:,} tokens")
+        old, new = read_meta(folder)["schedule"], asdict(self.state.schedule)
+        changes = [f"{name} {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]]
+        if changes:
+            self.display.message(f"LR schedule changed on resume: {', '.join(changes)}")
+
+    # ---- building
+
+    def _find_resume(self) -> Path | None:
+        require_unlocked(self.out_dir)
+        return resolve_resume(self.args.resume, self.out_dir)
+
+    def _resume_hint(self) -> str:
+        return f"--resume auto continues from {newest(self.out_dir) or 'the newest checkpoint, if one was saved'}"
+
+    def _describe(self) -> None:
+        config, state, say = self.config, self.state, self.display.message
+        self.display.total_steps = state.limits.total_steps
+        self.display.phase("building the model")
+        say(
+            f"{describe_model(state.model, state.mean_length)}; {self.fabric.device.type}, {config.precision}; "
+            f"{config.batch}; peak learning rate {state.schedule.peak:.3g}"
+        )
+        say(f"Strategy: {config.strategy}")
+        if state.model.config is not None and (reason := export_error(state.model.config)) is not None:
+            say(f"note: {reason}")
+
+    def _build(self) -> None:
+        """Build model, optimizer and checkpointer.
+
+        Raises:
+            UserError: weights do not fit, or a file is broken.
+        """
+        args, config, state, data, fabric = self.args, self.config, self.state, self.data, self.fabric
+        plan, length = state.model, config.max_seq_length
+        source = find_checkpoint_dir(args.initial_checkpoint_dir) if args.initial_checkpoint_dir else None
+        ragged = is_ragged(data.train) or is_ragged(data.val)
+        choose_attention_kernels(fixed_shapes=not ragged, has_masks=needs_masks(plan.config, length))
+        reads_source = source is not None and (state.resume_from is None or state.base is not None)
+        if ranks.broadcast_from_rank0(reads_source and args.verify_checkpoint):
+            require_intact_together(source, fabric.local_rank == 0, self.display.message)
+        self.model = set_up_model(
+            fabric, plan, seed=args.seed, precision=config.precision, compiler=args.compiler,
+            longest_ragged=longest_ragged(data, length),
+            source=source if state.base is not None else state.resume_from or source,
+            adapters=adapters.initial_adapters(args, plan, state.resume_from, self.display.message),
+        )  # fmt: skip
+        seed_from(args.seed, ranks.global_rank())  # else dropout would draw the same on all ranks
+        module = unwrapped(self.model)
+        self.padding = choose_padding(fabric.device.type, ragged, length if plan.config is not None else None)
+        self.token_bytes = None if data.tokenizer is None else data.tokenizer.token_bytes()
+        self.checkpointer = Checkpointer(
+            out_dir=self.out_dir,
+            module=module,
+            optimizer=build_optimizer(
+                module, config.optimizer, state.schedule.peak, config.precision, plan.no_decay_params,
+                args.optimizer_class,
+            ),
+            scaler=getattr(fabric.strategy.precision, "scaler", None),
+            config=plan.config,
+            tokenizer=data.tokenizer,
+            hyperparameters=hyperparameters(args) if is_repeatable(args) else None,
+            identity=state.identity,
+            schedule=state.schedule,
+            keep_last=args.train.keep_last or 0,
+            tied=plan.tied,
+            sharded=args.fsdp.state_dict_type == "sharded",
+            seed=args.seed,
+            device=fabric.device,
+            adapters=state.base,
+        )  # fmt: skip
+
+    def _open_outputs(self, stack: ExitStack) -> list[Callback]:
+        """Take the folder for this run, set damaged checkpoints aside, and open metrics.csv and the loggers.
+
+        Raises:
+            UserError: another process runs there, or has done so a moment ago.
+        """
+        args, state = self.args, self.state
+        stack.enter_context(exclusive_lock(self.out_dir))
+        if resolve_resume(args.resume, self.out_dir) != next(iter(state.damaged), state.resume_from):
+            raise UserError(f"--out_dir {self.out_dir}: another process has just run there; start again")
+        for folder in state.damaged:  # else it would count as the run's newest, and for --train.keep_last
+            self.display.message(
+                f"renamed {folder} to {rename_damaged(folder).name}; delete it when you do not need it"
+            )
+        resume_step = None if state.resume_from is None else state.progress.step
+        columns = [name for callback in self.user_callbacks for name in callback.columns]
+        csv = MetricsCSV(self.out_dir / "logs" / "metrics.csv", resume_step, columns)
+        loggers = make_loggers(args.logger_name, self.out_dir, args.log, hyperparameters(args), resume_step)
+        return [MetricsFile(csv), ExternalLoggers(loggers), Console()]
+
+    # ---- parts of the loop
+
+    def _train_batches(self) -> Iterator[list[Batch]]:
+        batch = self.config.batch
+        return train_batches(
+            self.data.train, seed=self.args.seed, start_position=self.progress.samples,
+            total_positions=self.state.limits.total_samples, global_batch_size=batch.global_batch_size,
+            micro_batch_size=batch.micro_batch_size, rank=self.fabric.global_rank,
+            world_size=self.fabric.world_size, num_workers=self.args.data.num_workers, padding=self.padding,
+        )  # fmt: skip
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        """Hand a row of metrics to the callbacks."""
+        if metrics:
+            self._count_seconds()
+            axes = {"step": self.progress.step, "tokens": self.progress.tokens, "seconds": self.progress.seconds}
+            notify(self.callbacks, "on_log", self, axes | metrics)
+
+    def _count_seconds(self) -> None:
+        self.progress.seconds = self._seconds_before + time.perf_counter() - self.launched_at
+
+    def _stop_for_signal(self, signals: SignalWatch) -> None:
+        signal_number = max(ranks.all_gather_object(signals.received))
+        folder = self.save(f"step-{self.progress.step:08d}")
+        signals.ignore()
+        raise StoppedBySignalError(
+            signal_number, f"stopped after step {self.progress.step}; {folder} is saved, go on with --resume auto"
+        )
+
+    def _report_exception(self, error: BaseException) -> None:
+        for callback in self.callbacks:
+            try:
+                callback.on_exception(self, error)
+            except Exception as second:  # the first error is what ends the run
+                name = type(callback).__qualname__
+                warnings.warn(f"callback {name} failed in on_exception: {second}", stacklevel=2)
+
+
+def is_due(interval: int | None, step: int) -> bool:
+    return bool(interval) and step % interval == 0
