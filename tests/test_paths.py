@@ -19,7 +19,8 @@ from toolkit.errors import UserError
 from toolkit.paths import is_path_option
 
 NO_PATHS = {
-    "base_model", "columns", "family", "group", "latent_attention", "logger_name", "model_name", "name", "options",
+    "base_model", "callbacks", "columns", "family", "group", "latent_attention", "logger_name", "model_name", "name",
+    "options",
     "project", "prompt", "prompt_style", "repo_id", "revision", "rope_adjustments", "run", "split", "split_names",
     "subset", "system", "tasks", "val_split",
 }  # fmt: skip
@@ -106,9 +107,11 @@ def test_hub_cache_snapshot_is_read(tmp_path):
     (repo / "blobs").mkdir(parents=True)
     snapshot = repo / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
-    for i, file in enumerate(f for f in plain.iterdir() if f.is_file()):
-        file.rename(repo / "blobs" / str(i))
-        (snapshot / file.name).symlink_to(Path("../../blobs", str(i)))
+    for i, file in enumerate([f for f in plain.rglob("*") if f.is_file()]):
+        link, blob = snapshot / file.relative_to(plain), repo / "blobs" / str(i)
+        link.parent.mkdir(exist_ok=True)
+        file.rename(blob)
+        link.symlink_to(os.path.relpath(blob, link.parent))
     (tmp_path / "link").symlink_to(snapshot)
     assert Tokenizer.load(tmp_path / "link").vocab_size == Tokenizer.load(snapshot).vocab_size > 0
     assert main(["convert_to_hf", str(snapshot), str(tmp_path / "hf")]) == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from smollm2 import gguf_file
 
+from toolkit.cli import main
 from toolkit.cli_parser import parse
 from toolkit.commands import COMMANDS
 
@@ -126,7 +127,7 @@ def test_conversion_page_runs_from_top_to_bottom(tmp_path):
     assert first.read_bytes() == again.read_bytes()
 
 
-EXTEND = (ROOT / "tutorials" / "extend.md").read_text()
+EXTEND, CALLBACKS = (ROOT / "tutorials" / "extend.md").read_text().split("# Adding a callback\n")
 
 
 def test_extend_page_shows_the_functions_of_the_family():
@@ -150,3 +151,15 @@ def test_extend_page_shows_the_model(capsys):
 def test_extend_page_test_commands(block):
     done = run(block, ROOT)
     assert re.search(r"^\.+ +\[100%\]", done.stdout, re.M)
+
+
+def test_extend_page_callbacks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for kind, name in (("python", "my_callbacks.py"), ("yaml", "callbacks.yaml")):
+        (tmp_path / name).write_text(re.search(rf"```{kind}\n(.*?)```", CALLBACKS, re.S)[1])
+    command = re.search(r"```bash\ntoolkit (.*?)\n```", CALLBACKS, re.S)[1]
+    monkeypatch.delitem(sys.modules, "my_callbacks", raising=False)
+    assert main([*command.split(), "--accelerator", "cpu"]) == 0
+    assert "stopping after step 1: the loss is 9.0 or less" in capsys.readouterr().out
+    header, row = (tmp_path / "out" / "callbacks" / "logs" / "metrics.csv").read_text().splitlines()
+    assert float(dict(zip(header.split(","), row.split(","), strict=True))["grad_q50"]) > 0

@@ -15,7 +15,7 @@ INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run ``toolkit ARGV`` and return its exit code (see the README)."""
+    """Run ``toolkit ARGV`` and return its exit code (see tutorials/reference.md)."""
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
