@@ -105,7 +105,7 @@ def run_whole_and_killed_twice(words: list[str], folder: Path) -> None:
     last = start(folder / "killed")
     output, errors = last.communicate()
     assert last.returncode == 0, errors
-    assert "going on from" in output
+    assert "resuming from" in output
 
 
 def losses(out_dir: Path) -> list[float]:

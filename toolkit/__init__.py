@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GPT", "Callback", "ModelConfig", "TrainResult", "barrier", "load", "memory_stats", "rank_print", "train"]
 
-# Must stand before torch starts its threads. They wait for each other by spinning, by default for so long that training
+# Must be set before torch starts its threads. They wait for each other by spinning, by default for so long that training
 # became eight times slower beside another busy process (two cores, one of them taken). Ten thousand turns cost nothing
 # on a quiet machine, and then a thread sleeps. Read by GNU's OpenMP, which torch's builds for Linux use.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Before torch is loaded, too: its warnings about a process that is gone are C++ stacks; the run says it in a line.
+# Also before torch is loaded: its warnings about a lost process are C++ stacks; the run reports it in one line.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # CUDA's allocator reads it at the first tensor: segments that grow are not left in pieces by rows of changing length.
 if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same

@@ -203,7 +203,7 @@ def _read_model(
     if isinstance(model, nn.Module):
         return _read_module(model, block_classes, arguments)
     if block_classes is not None:
-        raise UserError("block_classes: is for a model that is a module; leave it out, the blocks of ours are known")
+        raise UserError("block_classes: only for a user-provided module; remove it, toolkit's models have known blocks")
     if model is None or isinstance(model, str):
         return {} if model is None else {"model_name": model}
     if not isinstance(model, ModelConfig):

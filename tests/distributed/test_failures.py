@@ -35,7 +35,7 @@ def resumes(corpus: Path, out: Path) -> None:
     newest = max(int(name.split("-")[1]) for name in folders(out))
     process = pretrain("--devices", "2", *flags_for(corpus, out, max_steps=newest + 2))
     stdout, err = finish(process)
-    assert process.returncode == 0 and f"step {newest}" in stdout and "going on from" in stdout, err
+    assert process.returncode == 0 and f"step {newest}" in stdout and "resuming from" in stdout, err
     assert "final" in folders(out)
 
 
@@ -132,7 +132,7 @@ def test_s3_signal_on_any_rank_saves_once_and_ends_all(corpus, tmp_path, number,
         os.killpg(process.pid, number)
     else:
         os.kill(process.pid if to == "rank 0" else child_of(process), number)
-    out = ended(process, 128 + number, "is saved, go on with --resume auto", within=25)
+    out = ended(process, 128 + number, "is saved; resume with --resume auto", within=25)
     assert len(folders(tmp_path)) == 1 and out.count("saved ") == 1
     if to == "all":
         resumes(corpus, tmp_path)

@@ -42,7 +42,7 @@ def test_s3_signals_after_the_checkpoint_are_ignored(corpus, tmp_path, again):
             time.sleep(0.005)
 
     threading.Thread(target=repeat).start()
-    ended(process, 128 + signal.SIGTERM, "is saved, go on with --resume auto")
+    ended(process, 128 + signal.SIGTERM, "is saved; resume with --resume auto")
 
 
 def test_out_dir_removed_during_the_run_is_an_error(corpus, tmp_path):

@@ -179,7 +179,7 @@ def test_s2_run_after_two_sigkills_around_an_epoch_end_is_bit_equal(corpus, tmp_
     last = cli(*flags_for(corpus, tmp_path / "killed", **train))
     out, err = last.communicate()
     assert last.returncode == 0, err
-    assert "going on from" in out
+    assert "resuming from" in out
     assert_same_weights(tmp_path / "whole" / "final", tmp_path / "killed" / "final")
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert json.loads((tmp_path / "killed/final/trainer/meta.json").read_text())["step"] == 160
@@ -202,7 +202,7 @@ def test_s3_signal_saves_and_exits_with_its_number(corpus, tmp_path, number):
     stdout, stderr = process.communicate()
     assert process.returncode == 128 + number, stderr
     (name,) = folders(out)
-    assert f"{name} is saved, go on with --resume auto" in stderr and "Traceback" not in stderr
+    assert f"{name} is saved; resume with --resume auto" in stderr and "Traceback" not in stderr
     rows = rows_of(out)
     assert int(rows[-1]["step"]) == int(name.split("-")[1])
     process = cli(*flags_for(corpus, out, max_steps=int(rows[-1]["step"]) + 2, save_interval=0))

@@ -69,7 +69,7 @@ def test_s7_auto_skips_a_damaged_checkpoint(finished, run, flags, capsys, name):
         code, _, err = resume(flags, run, capsys, how)
         assert code == 2 and "step-00000006" in err and name in err
     code, out, _ = resume(flags, run, capsys, "auto", "--train.keep_last", "1")
-    assert code == 0 and "warning: " in out and name in out and f"going on from {step(run, 4)}: step 4" in out
+    assert code == 0 and "warning: " in out and name in out and f"resuming from {step(run, 4)}: step 4" in out
     assert {path.name for path in run.iterdir() if path.is_dir()} == {
         "logs", "final", "step-00000006", "damaged-step-00000006"
     }  # fmt: skip
@@ -84,7 +84,7 @@ def test_s7_damaged_final_checkpoint_is_rewritten(finished, flags, tmp_path, cap
     shutil.copytree(finished, out)
     (out / "final" / "trainer" / "meta.json").write_text("{")
     code, shown, _ = resume(flags, out, capsys)
-    assert code == 0 and "final" in shown and f"going on from {step(out, 6)}" in shown
+    assert code == 0 and "final" in shown and f"resuming from {step(out, 6)}" in shown
     assert main(["verify", str(out / "final")]) == 0
 
 
@@ -109,7 +109,7 @@ def test_n7_nonfinite_weights_are_never_saved(run, flags, capsys):
     assert code == 3 and "step-00000007 was not saved: NaN, Inf or too large numbers in lm_head.weight" in err
     assert {path.name for path in run.iterdir()} == before
     code, out, _ = resume(flags, run, capsys, "auto", *one_step)
-    assert code == 0 and f"going on from {step(run, 6)}" in out
+    assert code == 0 and f"resuming from {step(run, 6)}" in out
 
 
 @pytest.mark.parametrize("where", ["weights", "moments"])
@@ -129,7 +129,7 @@ def test_n7_checkpoints_of_older_versions_are_checked(run, flags, capsys, where)
     code, _, err = resume(flags, run, capsys, "true")
     assert code == 2 and name in err
     code, out, _ = resume(flags, run, capsys)
-    assert code == 0 and name in out and f"going on from {step(run, 4)}" in out
+    assert code == 0 and name in out and f"resuming from {step(run, 4)}" in out
 
 
 def test_invalid_trainer_state_is_a_one_line_error(run, flags, capsys):

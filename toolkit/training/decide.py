@@ -23,7 +23,7 @@ class ResolvedConfig:
         device: "cpu", "cuda" or "mps".
         strategy: With its mesh.
         batch: How the global batch is cut.
-        config: The architecture; None for somebody's own. Its vocabulary may be the tokenizer's to say.
+        config: The architecture; None for a user-provided module. Its vocabulary may come from the tokenizer.
         max_seq_length: Tokens of the longest row; None where the data decides.
         optimizer: See :func:`toolkit.training.optimizer.resolve_optimizer`.
     """

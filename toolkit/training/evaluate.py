@@ -142,7 +142,7 @@ def _embedded(batches: Iterable[Batch], config: ModelConfig, source: str) -> Ite
 def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
     """Return the data of the run that wrote a checkpoint, and its tokens per sequence, from hyperparameters.yaml.
 
-    Where there is no such file of ours, or the data was no option, PythonStdlib, which is said.
+    Without such a file, or without a data option in it, PythonStdlib, with a note.
 
     Raises:
         UserError: the options are not those of the data module (any more), or one is a path and the folder, which may

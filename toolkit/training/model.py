@@ -38,9 +38,9 @@ class Plan:
     """A model before it is wrapped, and what can only be known of it then.
 
     Args:
-        module: A GPT on the meta device, or a module that is ready, with its weights: somebody's own, or a GPT.
+        module: A GPT on the meta device, or a module with its weights: user-provided, or a GPT.
         ready: Which of the two.
-        config: Its architecture; None for somebody's own.
+        config: Its architecture; None for a user-provided module.
         blocks: The classes of its blocks.
         sizes: Elements of each parameter, by name.
         tied: See :func:`toolkit.checkpoints.states.tied_names`.
@@ -202,7 +202,7 @@ def _values(
     adapters: dict[str, torch.Tensor] | None,
     device: torch.device,
 ) -> Callable[[str, torch.Size], torch.Tensor]:
-    """The function from name and shape to value; layers that are quantised get theirs at once."""
+    """The function from name and shape to value; quantized layers get their weights at once."""
     if shards:
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
     if source is None:
@@ -225,7 +225,7 @@ def _on_meta(config: ModelConfig) -> GPT:
 
 @torch.no_grad()
 def _take_weights(module: nn.Module, source: Path | None) -> None:
-    """Load a checkpoint into somebody's own module; without one, all ranks take rank 0's weights."""
+    """Load a checkpoint into a user-provided module; without one, all ranks take rank 0's weights."""
     state = module.state_dict()
     weights = {} if source is None else load_weights(source)
     for name, tensor in state.items():

@@ -65,7 +65,7 @@ class RunArgs:
     seed: int
     deterministic: bool = False
     module: nn.Module | None = None
-    """Somebody's own model, ready; then there is no ``model_name``."""
+    """A user-provided model with its weights; then there is no ``model_name``."""
     block_classes: tuple[type[nn.Module], ...] = ()
     """The blocks of that model."""
     optimizer_class: type[torch.optim.Optimizer] | None = None
@@ -114,7 +114,7 @@ def with_defaults(args: RunArgs) -> RunArgs:
 
 
 def choose_model(args: RunArgs) -> ModelConfig | None:
-    """The named architecture, or that of the initial checkpoint, with the user's changes; None for somebody's own."""
+    """The named architecture, or that of the initial checkpoint, with the user's changes; None for a user-provided module."""
     if args.module is not None:
         return args.module.config if isinstance(args.module, GPT) else None
     if args.initial_checkpoint_dir is not None:

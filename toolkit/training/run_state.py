@@ -25,18 +25,18 @@ from toolkit.training.throughput import flops_per_token
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run begins, and where it will end.
+    """Start and end of a run.
 
     Args:
-        resume_from: The checkpoint that it goes on from, if any.
+        resume_from: The checkpoint to resume from, if any.
         progress: How far that had come.
         model: Not built yet.
-        base: What adapters stand on; None where all weights are trained.
-        identity: What may not change when it is resumed.
+        base: The base of adapters; None where all weights are trained.
+        identity: What may not change on resume.
         limits, schedule: Of the whole run.
         mean_length: Input tokens of a row.
-        flops: Of a token, counted before layers are packed or sharded; None for somebody's own model.
-        sampler: Shows what the model says, if it is to be shown.
+        flops: Of a token, counted before layers are packed or sharded; None for a user-provided model.
+        sampler: Prints samples, if ``--eval.max_new_tokens`` asks for them.
         damaged: Newer checkpoints of the run that were skipped.
     """
 
@@ -63,10 +63,10 @@ class RunState:
 def prepare_run_state(
     resolved: ResolvedConfig, data: PreparedData, resume_from: Path | None, damaged: list[Path]
 ) -> RunState:
-    """Find where the run stands, and require that all ranks are about to do the same.
+    """Resolve start and end of the run, and check that all ranks agree.
 
     Raises:
-        UserError: the checkpoint belongs to another run, or the ranks differ.
+        UserError: the checkpoint is of another run, or the ranks differ.
     """
     args = resolved.args
     config = with_vocabulary(resolved.config, data)
@@ -95,14 +95,14 @@ def prepare_run_state(
 
 
 def read_progress(folder: Path, identity: RunFingerprint) -> Progress:
-    """Read how far a checkpoint had come, and check that it belongs to the same run."""
+    """Read the progress of a checkpoint, and check that it is of the same run."""
     meta = read_meta(folder)
     identity.check_matches(meta["identity"], folder)
     return Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
 
 
 def mean_length(rows: TokenDataset) -> float:
-    """Input tokens of a row; of all rows, where they differ. Rows of somebody's own may be shorter than the context."""
+    """Input tokens of a row; the mean where rows differ. User-provided rows may be shorter than the context."""
     lengths = getattr(rows, "lengths", None)
     return len(rows[0]["input_ids"]) if lengths is None else float(lengths.mean())
 

@@ -257,8 +257,8 @@ class Trainer:
         metrics = validate(self.fabric, self.model, batches, self.token_bytes)
         if not math.isfinite(metrics.get("val_loss", 0.0)):
             raise GuardError(
-                f"the validation loss after step {self.progress.step} is {metrics['val_loss']}: the weights are ruined "
-                "and were not saved; lower --train.learning_rate and resume with --resume auto"
+                f"the validation loss after step {self.progress.step} is {metrics['val_loss']}: weights contain "
+                "NaN or Inf; no checkpoint was saved; lower --train.learning_rate and resume with --resume auto"
             )
         self.display.phase("training")
         return metrics
@@ -274,7 +274,7 @@ class Trainer:
             UserError: a file is broken.
         """
         self.checkpointer.restore(folder, self.progress.step)
-        self.display.message(f"going on from {folder}: step {self.progress.step}, {self.progress.tokens:,} tokens")
+        self.display.message(f"resuming from {folder}: step {self.progress.step}, {self.progress.tokens:,} tokens")
         old, new = read_meta(folder)["schedule"], asdict(self.state.schedule)
         changes = [f"{name} {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]]
         if changes:
@@ -392,7 +392,7 @@ class Trainer:
         folder = self.save(f"step-{self.progress.step:08d}")
         signals.ignore()
         raise StoppedBySignalError(
-            signal_number, f"stopped after step {self.progress.step}; {folder} is saved, go on with --resume auto"
+            signal_number, f"stopped after step {self.progress.step}; {folder} is saved; resume with --resume auto"
         )
 
     def _report_exception(self, error: BaseException) -> None:

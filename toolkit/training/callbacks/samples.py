@@ -1,4 +1,4 @@
-"""What the model says while it is trained: the continuation of one fixed prompt, for ``--eval.max_new_tokens``."""
+"""Samples during training: the continuation of one fixed prompt, for ``--eval.max_new_tokens``."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Sampler(Callback):
         self.show(trainer.model, trainer.progress.step, trainer.display)
 
     def show(self, model: nn.Module, step: int, display: Any) -> None:
-        """Print what the model says now; every rank calls it (S6). It draws nothing, so that training goes on as
-        if it had not been.
+        """Print a greedy sample; every rank calls it (S6). It uses no random numbers, so training continues as
+        without it.
 
         Args:
             model: As Fabric has wrapped it.
@@ -90,7 +90,7 @@ def make_sampler(
 
     Args:
         data: Prepared.
-        config: None for somebody's own model.
+        config: None for a user-provided model.
         max_new_tokens: See ``EvalArgs``.
         usual: The command's default, which gives way to a short context.
 
@@ -98,14 +98,14 @@ def make_sampler(
         None where nothing is to be sampled.
 
     Raises:
-        UserError: the model is somebody's own, which has no cache of keys and values; or the model has no room for so
+        UserError: the model is user-provided and has no KV cache; or its context has no room for so
             many tokens.
     """
     if not max_new_tokens:
         return None
     if config is None:
         raise UserError(
-            f"--eval.max_new_tokens {max_new_tokens}: can only be had of a model of this package; leave it out"
+            f"--eval.max_new_tokens {max_new_tokens}: is only supported for toolkit's own models; remove it"
         )
     if max_new_tokens == usual:
         max_new_tokens = max(1, min(max_new_tokens, config.block_size // 2))
