@@ -114,7 +114,7 @@ def with_defaults(args: RunArgs) -> RunArgs:
 
 
 def choose_model(args: RunArgs) -> ModelConfig | None:
-    """The named architecture, or that of the initial checkpoint, with the user's changes; None for a user-provided module."""
+    """The named architecture or the initial checkpoint's, with the user's changes; None for a user-provided module."""
     if args.module is not None:
         return args.module.config if isinstance(args.module, GPT) else None
     if args.initial_checkpoint_dir is not None:
