@@ -12,11 +12,14 @@ UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install 
 pretrain: $(VENV)/.core
 	$(BIN)/toolkit pretrain --config config_hub/pretrain/default.yaml --resume auto
 
+# a file's tests share fixtures, so that they stay in one worker
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow"
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
