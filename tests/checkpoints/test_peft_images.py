@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.checkpoints.test_adapters import write_adapted
-from tests.models.test_config_json import save_model_with_images
+from tests.models.test_config_json import save_multimodal_model
 from tests.models.test_lora import stir
 from tests.models.test_parity import relative_error, token_ids
 from toolkit.checkpoints.export_peft import export_peft
@@ -20,7 +20,7 @@ transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("p
 @torch.no_grad()
 @pytest.mark.parametrize("parts", [{}, {"key": True, "projection": True, "mlp": True, "head": True}])
 def test_multimodal_adapters_round_trip_through_peft(parts, tmp_path, recwarn):
-    reference, ids = save_model_with_images(tmp_path / "hf"), token_ids() % 90
+    reference, ids = save_multimodal_model(tmp_path / "hf"), token_ids() % 90
     import_hf(tmp_path / "hf", tmp_path / "base")
     lora, native = LoRAConfig(r=4, **parts), load_model(tmp_path / "base").eval()
     before = native(ids)
@@ -44,7 +44,7 @@ def test_multimodal_adapters_round_trip_through_peft(parts, tmp_path, recwarn):
 
 
 def test_text_model_adapters_keep_their_names(tmp_path):
-    save_model_with_images(tmp_path / "hf")
+    save_multimodal_model(tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "base")
     (tmp_path / "base" / "config.json").unlink()
     lora, native = LoRAConfig(r=4), load_model(tmp_path / "base")
