@@ -278,7 +278,7 @@ def test_user_error_after_launch_is_printed_once(tmp_path):
 
 
 def test_peer_shutdown_exits_silently(monkeypatch, tmp_path):
-    def end(args):
+    def end(args, callbacks):
         raise PeerShutdownError(3)
 
     monkeypatch.setattr(api, "run_training", end)
@@ -541,10 +541,10 @@ def test_options_match_pretrain(tmp_path):
         ({"seed": True}, "seed True: must be int"),
         ({"train": {"max_steps": 1.5}}, "train.max_steps 1.5: must be int or None"),
         ({"fsdp": {"sharding_strategy": "FULL"}}, "fsdp.sharding_strategy 'FULL': .*did you mean"),
-        ({"eval": 3}, "eval int: is a group of options"),
+        ({"eval": 3}, "eval int: must be a group of options"),
         ({"model": 3}, "model int: must be a model's name"),
         ({"model": "pico-llama", "model_name": "mini-llama"}, "model_name mini-llama: a model is given"),
-        ({"block_classes": [nn.Linear], "model": "pico-llama"}, "block_classes: is for a model that is a module"),
+        ({"block_classes": [nn.Linear], "model": "pico-llama"}, "block_classes: only for a user-provided module"),
         ({"model_config": {"n_layer": 2}}, "model_config: has no effect on a model that is ready"),
         ({"train": {"tie_embeddings": True}}, "train.tie_embeddings: has no effect"),
         ({"compiler": "torch", "model": nn.Sequential(nn.Linear(2, 2))}, "compiler torch: .*block_classes"),
@@ -566,6 +566,7 @@ def test_user_errors(options, message, tmp_path):
 
 
 def test_fsdp_requires_block_classes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="--strategy fsdp: .*block_classes"):

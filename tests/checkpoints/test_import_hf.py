@@ -304,7 +304,7 @@ BAD = {
     "adapter": (adapter, "holds an adapter"),
     "git-lfs": (lfs, "model.safetensors: is a Git LFS pointer, not the weights; run `git lfs pull`"),
     "cut short": (cut, "model.safetensors: the file is damaged or cut short"),
-    "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json; give the folder"),
+    "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json; give a Hugging Face folder"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
     "deep JSON": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json: not JSON"),
     "no object": (lambda f: (f / "config.json").write_text("[]"), "config.json: must hold a JSON object"),
@@ -371,7 +371,7 @@ def test_nonempty_out_dir_and_wrong_hf_dir_are_rejected(tmp_path, capsys):
     shown = capsys.readouterr()
     assert shown.out == f"wrote {tmp_path / 'm'}\n" and shown.err.startswith("warning: ")
     assert {t.dtype for t in load_weights(tmp_path / "m").values()} == {torch.bfloat16}
-    for source, target, message in [("hf", "m", "m: already there"), ("none", "n", "none: no such folder")]:
+    for source, target, message in [("hf", "m", "m: already exists"), ("none", "n", "none: no such folder")]:
         assert main(["convert_from_hf", str(tmp_path / source), str(tmp_path / target)]) == 2
         assert message in capsys.readouterr().err
     (tmp_path / "m" / "config.json").unlink()

@@ -136,7 +136,7 @@ def test_invalid_arguments_are_rejected(folder, monkeypatch, capsys, options, li
 
 def test_a_full_context_ends_a_pipe(folder, monkeypatch, capsys):
     out, err = chat(folder, monkeypatch, capsys, "1\n" + "x" * 70 + "\n2\n", code=2)
-    assert out == f"{ANSWERS['1']}\n" and "begin a new chat" in err
+    assert out == f"{ANSWERS['1']}\n" and "start a new chat" in err
 
 
 def test_missing_template_is_reported(folder, tmp_path, monkeypatch, capsys):

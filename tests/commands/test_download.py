@@ -213,7 +213,7 @@ def with_index(files, file: str) -> dict[str, bytes]:
 CASES = {
     "pickle": (
         lambda one, many: {"config.json": one["config.json"], "pytorch_model.bin": b"x"},
-        "repo_id org/tiny: holds pytorch_model.bin, a kind.*--revision.*toolkit convert_from_hf",
+        "repo_id org/tiny: holds pytorch_model.bin, a format.*--revision.*toolkit convert_from_hf",
     ),
     "adapter": (
         lambda one, many: {"config.json": one["config.json"], "adapter_model.safetensors": b"x"},

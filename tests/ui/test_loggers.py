@@ -58,9 +58,9 @@ def test_numpy_numbers_are_written_as_numbers(path):
     assert "np." not in path.read_text()
 
 
-def test_unknown_column_is_an_assertion_error(path):
+def test_metric_without_a_column_is_an_error(path):
     metrics = MetricsCSV(path, None)
-    with pytest.raises(AssertionError, match="accuracy"):
+    with pytest.raises(UserError, match="metric accuracy: is not a column"):
         metrics.write({"step": 1, "accuracy": 0.5})
     metrics.close()
 
