@@ -418,3 +418,9 @@ def test_user_error_is_reported_despite_stray_launcher_variables(stray, monkeypa
         monkeypatch.setenv(name, value)
     assert cli.main(["pretrain", "nosuchmodel"]) == 2
     assert capsys.readouterr().err.startswith("toolkit pretrain: ")
+
+
+def test_mistake_in_a_command_of_one_process_reaches_out_to_no_other(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "report_failure", lambda *_: pytest.fail("no process waits for it"))
+    assert cli.main(["generate", "no/such"]) == 2
+    assert capsys.readouterr().err.startswith("toolkit generate: checkpoint_dir no/such: ")

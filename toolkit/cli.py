@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 
-from toolkit.commands import COMMANDS, HINTS
+from toolkit.commands import COMMANDS, HINTS, TRAINING
 from toolkit.distributed.rendezvous import report_failure
 from toolkit.errors import CommandError, did_you_mean
 
@@ -30,17 +30,13 @@ def dispatch(argv: list[str]) -> int:
     if name in COMMANDS:
         return run(name, rest)
     if name in ("-h", "--help"):
-        print(overview())
+        print("usage: toolkit COMMAND [--option value ...] | toolkit COMMAND --help | toolkit --version\n")
+        print("\n".join(f"  {name:16} {text}" for name, (_, _, text) in COMMANDS.items()))
     elif name == "--version":
         print(f"toolkit {importlib.import_module('toolkit').__version__}")
     else:
         return _end("toolkit", f"{name}: no such command{HINTS.get(name) or did_you_mean(name, COMMANDS)}", 2)
     return 0
-
-
-def overview() -> str:
-    usage = "usage: toolkit COMMAND [--option value ...] | toolkit COMMAND --help | toolkit --version"
-    return "\n".join([usage, "", *(f"  {name:16} {text}" for name, (_, _, text) in COMMANDS.items())])
 
 
 def run(name: str, argv: list[str]) -> int:
@@ -74,7 +70,8 @@ def _end(program: str, message: object, code: int, is_internal: bool = False) ->
         if text and not is_internal:
             print(f"{program}: {prefix}{text}", file=sys.stderr, flush=True)
 
-    report_failure(error, text, code, report)
+    is_alone = program.removeprefix("toolkit ") in COMMANDS.keys() - set(TRAINING)  # no other process waits for it
+    report("") if is_alone else report_failure(error, text, code, report)
     return code
 
 

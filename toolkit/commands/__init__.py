@@ -26,6 +26,9 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "consolidate": ("toolkit.commands.consolidate", ("checkpoint_dir", "out_dir"), "join the shards of a checkpoint"),
 }
 
+TRAINING = ("pretrain", "finetune_full", "finetune_lora")
+"""Commands of several processes."""
+
 _LITGPT = (
     "; LitGPT's checkpoint folders are read directly; convert_from_hf reads Hugging Face folders, and convert_to_hf "
     "writes Hugging Face folders that LitGPT can convert"
