@@ -158,6 +158,7 @@ def test_extend_page_callbacks(tmp_path, monkeypatch, capsys):
     for kind, name in (("python", "my_callbacks.py"), ("yaml", "callbacks.yaml")):
         (tmp_path / name).write_text(re.search(rf"```{kind}\n(.*?)```", CALLBACKS, re.S)[1])
     command = re.search(r"```bash\ntoolkit (.*?)\n```", CALLBACKS, re.S)[1]
+    monkeypatch.setattr(sys, "path", sys.path[:])  # the run adds this folder
     monkeypatch.delitem(sys.modules, "my_callbacks", raising=False)
     assert main([*command.split(), "--accelerator", "cpu"]) == 0
     assert "stopping after step 1: the loss is 9.0 or less" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Callbacks: the order of the moments, metrics of one's own, stopping, errors, and --train.patience."""
 
 import csv
+import sys
 import textwrap
 
 import pytest
@@ -65,7 +66,8 @@ def pretrain(corpus, tmp_path, monkeypatch):
     """Run `toolkit pretrain` in a folder that has a module of callbacks; returns the exit code."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_callbacks.py").write_text(MODULE)
-    monkeypatch.delitem(__import__("sys").modules, "my_callbacks", raising=False)
+    monkeypatch.setattr(sys, "path", sys.path[:])  # the run adds this folder
+    monkeypatch.delitem(sys.modules, "my_callbacks", raising=False)
 
     def run(*flags, steps=4) -> int:
         return main([

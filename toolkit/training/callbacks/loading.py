@@ -48,7 +48,6 @@ def _import(path: str) -> Any:
     module, _, name = path.rpartition(".")
     if os.getcwd() not in sys.path:  # a console script's path begins with its own folder
         sys.path.insert(0, os.getcwd())
-    importlib.invalidate_caches()  # the file may be newer than the listing of its folder that Python has cached
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
