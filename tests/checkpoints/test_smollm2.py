@@ -18,7 +18,8 @@ from toolkit.inference.text import stop_tokens
 
 transformers = pytest.importorskip("transformers")
 
-TEXT = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+# transformers' conversion of GGUF leaves out SmolLM2's Digits pre-tokenizer: not a text with spaces in front of a digit
+TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from groups import free_port
+from sealing import seal
 
 from tests.distributed.test_failures import finish, start
 from toolkit import cli
@@ -32,6 +33,7 @@ def nodes(corpus, tmp_path_factory) -> list[Path]:
     weights = {name: tensor.clone() for name, tensor in load_weights(file.parent).items()}
     weights["transformer.h.0.norm_1.weight"][3] += 1
     save_weights(weights, file)
+    seal(file.parent)  # intact, but another checkpoint
     return disks
 
 

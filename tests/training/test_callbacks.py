@@ -1,6 +1,7 @@
 """Callbacks: the order of the moments, metrics of one's own, stopping, errors, and --train.patience."""
 
 import csv
+import subprocess
 import sys
 import textwrap
 
@@ -115,9 +116,16 @@ def test_a_callback_ends_the_run_and_final_is_saved(pretrain, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_one_rank_that_asks_stops_all(pretrain, tmp_path):
+def test_one_rank_that_asks_stops_all(corpus, tmp_path):
+    (tmp_path / "my_callbacks.py").write_text(MODULE)
     stop = '[{"class_path": "my_callbacks.StopAfter", "init_args": {"step": 2}}]'
-    assert pretrain("--callbacks", stop, "--devices", "2", "--train.micro_batch_size", "1") == 0
+    command = [
+        sys.executable, "-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu", "--devices", "2",
+        "--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300",
+        "--train.global_batch_size", "4", "--train.micro_batch_size", "1", "--train.max_seq_length", "32",
+        "--train.max_steps", "4", "--out_dir", "run", "--callbacks", stop,
+    ]  # fmt: skip
+    subprocess.run(command, cwd=tmp_path, check=True)
     assert rows(tmp_path)[-1]["step"] == "2"
 
 

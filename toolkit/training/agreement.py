@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
 from toolkit.checkpoints.folder import find_checkpoint_dir
+from toolkit.checkpoints.store import COMPLETE
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.training.resolve import RunArgs
@@ -54,6 +56,26 @@ def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: P
         loaded["--resume"] = str(resume_from.resolve()), resume_fingerprint(resume_from)
     elif args.from_peft is not None:
         loaded["--from_peft"] = str(Path(args.from_peft).resolve()), peft_fingerprint(args.from_peft)
+    require_same_values(loaded)
+
+
+def require_same_manifest(folder: Path) -> None:
+    """Check that the file ``COMPLETE`` of a checkpoint to resume is the same on all nodes, or missing on all.
+
+    Raises:
+        UserError: nodes have different checkpoints under the same path.
+    """
+    path = folder / COMPLETE
+    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    require_same_values({"--resume": (str(folder.resolve()), digest)})
+
+
+def require_same_values(loaded: dict[str, tuple[str, str]]) -> None:
+    """Compare what each rank loads, by flag: the folder on this node, and a fingerprint of its content.
+
+    Raises:
+        UserError: a rank has a different fingerprint than rank 0.
+    """
     host = socket.gethostname()
     everywhere = ranks.all_gather_object(
         {flag: (f"{folder} (on {host})", value) for flag, (folder, value) in loaded.items()}

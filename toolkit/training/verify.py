@@ -18,6 +18,7 @@ from toolkit.checkpoints.store import newest_first
 from toolkit.checksums import find_damage
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
+from toolkit.training.agreement import require_same_manifest
 from toolkit.training.resolve import RunArgs
 from toolkit.training.state import read_meta
 
@@ -98,6 +99,8 @@ def choose_intact(
     candidates, damaged = ranks.broadcast_from_rank0(candidates), []
     verify = ranks.broadcast_from_rank0(verify)
     for folder in candidates:
+        if verify:
+            require_same_manifest(folder)  # else another node's checkpoint would be taken for a damaged one
         try:
             if verify and not require_intact_together(folder, is_node_leader, report):
                 _same_on_all(lambda folder=folder: require_finite(folder))
