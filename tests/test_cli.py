@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import yaml
@@ -160,7 +162,51 @@ def test_string_values_are_not_converted():
     assert given == {"checkpoint_dir": "d", "prompt": "--dashes", "temperature": -1.0}
 
 
+@dataclass
+class Shared:
+    """Shared.
+
+    Args:
+        seed: Seed of everything.
+        betas: Two numbers.
+    """
+
+    seed: int = 42
+    betas: tuple[float, float] = (0.9, 0.95)
+
+
+def forwarding_setup(out_dir: str = "out", train: TrainArgs = TrainArgs(max_steps=4), **shared: Any) -> Shared:  # noqa: B008
+    """Try.
+
+    Args:
+        out_dir: Folder.
+        train: Training options.
+        shared: Options of all commands.
+    """
+    return Shared(**shared)
+
+
+def test_forwarded_keyword_arguments_are_options(capsys):
+    found = parse("--seed", "1e3", "--out_dir", "x", setup=forwarding_setup, positionals=())
+    assert found == {"out_dir": "x", "train": TrainArgs(max_steps=4), "seed": 1000, "betas": (0.9, 0.95)}
+    assert forwarding_setup(**found) == Shared(seed=1000)
+    parse("--help", setup=forwarding_setup, positionals=())
+    assert "Seed of everything" in capsys.readouterr().out
+
+
 # ---- YAML files
+
+
+def test_null_in_a_yaml_file_means_the_default_where_the_type_does_not_take_it(tmp_path):
+    file = tmp_path / "hyperparameters.yaml"
+    file.write_text(
+        "seed: null\nout_dir: null\nlogger_name: null\nmodel_name: null\n"
+        "train: {log_interval: null, max_steps: null, lr_schedule: null, save_every_minutes: null}\n"
+        "data: {class_path: SyntheticTokens, init_args: {seed: null, num_rows: 3}}\n"
+    )
+    found = parse("--config", str(file))
+    assert found == parse() | {"train": TrainArgs(save_every_minutes=None), "data": SyntheticTokens(num_rows=3)}
+    assert parse("--config", str(file), "--out_dir", "null")["out_dir"] == "null"
 
 
 def test_yaml_file_sets_options_and_flags_override_it(tmp_path):

@@ -13,7 +13,7 @@ import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 from toolkit.cli_words import Given, Pair, expand_flag, flatten, read_words, read_yaml_file, suggest
 from toolkit.errors import UserError, did_you_mean
@@ -33,8 +33,8 @@ class Command:
     groups: dict[str, type] = field(default_factory=dict)  # parameter -> dataclass
 
     def __post_init__(self) -> None:
-        self.hints = get_type_hints(self.setup)
-        self.parameters = inspect.signature(self.setup).parameters
+        self.parameters = parameters_of(self.setup)
+        self.hints = {name: parameter.annotation for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             hint = self.hints[name]
             if inspect.isabstract(hint):
@@ -51,21 +51,30 @@ class Command:
             if group is None:
                 found[name] = self.hints[name]
             else:
-                hints = get_type_hints(group if is_dataclass(group) else group.__init__)
-                names = inspect.signature(group).parameters
-                found |= {f"{name}.{option}": hints.get(option, Any) for option in names}
+                found |= {f"{name}.{option}": p.annotation for option, p in parameters_of(group).items()}
         return found
 
     def required(self) -> list[str]:
         """Return the dotted names of the options without a default."""
-        found = [name for name, p in self.parameters.items() if p.default is p.empty]
+        found = [name for name, p in self.parameters.items() if p.default is inspect.Parameter.empty]
         optional = getattr(self.setup, "optional", ())  # parameters whose default suffices
         for name, chosen in self.chosen.items():
             if name in optional and chosen is type(self.parameters[name].default):
                 continue
-            parameters = inspect.signature(chosen).parameters
-            found += [f"{name}.{option}" for option, p in parameters.items() if p.default is p.empty]
+            parameters = parameters_of(chosen)
+            found += [f"{name}.{option}" for option, p in parameters.items() if p.default is inspect.Parameter.empty]
         return found
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the parameters of a function or class by name, with those that its ``**kwargs`` are forwarded to."""
+    # private in jsonargparse 4.53, which offers the same resolution only as arguments of a parser
+    from jsonargparse._parameter_resolvers import get_signature_parameters
+
+    found = {p.name: p for p in get_signature_parameters(function, logger=False)}
+    for name in found.keys() & (own := inspect.signature(function).parameters).keys():
+        found[name].default = own[name].default  # a data module as written; jsonargparse makes a dictionary of it
+    return found
 
 
 def parse(
@@ -93,7 +102,7 @@ def parse(
         require_local("--config", file)
     layers = [list(flatten(read_yaml_file(file), file or "", *names)) for file in files]
     layers.append([pair for key, text in words if key not in COMMON_OPTIONS for pair in expand_flag(key, text, *names)])
-    given = merge(command, layers)
+    given = without_nulls(command, merge(command, layers))
     parser = build_parser(command, positionals)
     if "help" in keys:
         print(parser.format_help(), end="")
@@ -128,6 +137,12 @@ def merge(command: Command, layers: list[list[Pair]]) -> dict[str, Given]:
                 command.chosen[key] = chosen
         merged |= {key: given for key, given in layer if key not in command.choices}
     return merged
+
+
+def without_nulls(command: Command, given: dict[str, Given]) -> dict[str, Given]:
+    """Drop each null of a YAML file whose option does not take null: it stands for the default."""
+    known = command.options()
+    return {k: v for k, v in given.items() if not v.is_null or k not in known or takes_null(known[k])}
 
 
 # ---- classes to choose from
@@ -181,7 +196,7 @@ def check_names(command: Command, given: dict[str, Given]) -> None:
 def other_class_hint(command: Command, key: str) -> str:
     """Return a hint if another class has this option, such as data.train_data_path of TextFiles."""
     group, _, name = key.partition(".")
-    classes = [c for c, cls in command.choices.get(group, {}).items() if name in inspect.signature(cls).parameters]
+    classes = [c for c, cls in command.choices.get(group, {}).items() if name in parameters_of(cls)]
     if not classes:
         return ""
     chosen = f" of --{group} {command.chosen[group].__name__}"
@@ -231,6 +246,10 @@ def strip_none(kind: Any) -> Any:
         rest = [a for a in get_args(kind) if a is not type(None)]
         return rest[0] if len(rest) == 1 else Union[tuple(rest)]  # noqa: UP007  (made at run time)
     return kind
+
+
+def takes_null(kind: Any) -> bool:
+    return kind in (None, Any, type(None)) or any(takes_null(a) for a in get_args(kind) if get_origin(kind) is not dict)
 
 
 def literals(kind: Any) -> tuple[Any, ...]:

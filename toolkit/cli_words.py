@@ -17,6 +17,7 @@ class Given(NamedTuple):
 
     source: str
     text: str | None
+    is_null: bool = False  # YAML's null
 
     def named(self, key: str) -> str:
         """Return the option as shown in messages: flag, or file and key, then the value."""
@@ -122,11 +123,11 @@ def flatten(values: dict[str, Any], source: str, groups: Container[str], choices
                 yield key, Given(source, to_text(value.pop("class_path")))
             value = {**(value.pop("init_args", None) or {}), **value}
         if (key in choices or key in groups) and isinstance(value, dict):
-            yield from ((f"{key}.{option}", Given(source, to_text(v))) for option, v in value.items())
+            yield from ((f"{key}.{option}", Given(source, to_text(v), v is None)) for option, v in value.items())
         elif key in groups and value is not None:
             raise UserError(f"{Given(source, to_text(value)).named(key)}: a group; it takes `name: value` pairs")
         elif key not in groups:
-            yield str(key), Given(source, to_text(value))
+            yield str(key), Given(source, to_text(value), value is None)
 
 
 def to_text(value: Any) -> str:
