@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from sealing import seal
+from helpers.sealing import seal
 
 from tests.checkpoints.test_adapters import make
 from tests.commands.test_consolidate import make_checkpoint, shard

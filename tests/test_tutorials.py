@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from smollm2 import gguf_file
+from helpers.smollm2 import gguf_file
 
 from toolkit.cli import main
 from toolkit.cli_parser import parse

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from peak_memory import with_path
+from helpers.peak_memory import with_path
 from safetensors import safe_open
 
 from toolkit.checkpoints.export_hf import export_hf, verify_hf
@@ -314,7 +314,7 @@ def test_s1_full_disk_during_an_export_names_out_dir(tmp_path):
 PEAK = """
 import sys, torch
 from pathlib import Path
-from peak_memory import rise
+from helpers.peak_memory import rise
 from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.weights import load_weights
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from peak_memory import with_path
+from helpers.peak_memory import with_path
 from safetensors.torch import load_file, save_file
 
 from toolkit.checkpoints.export_hf import export_hf
@@ -397,7 +397,7 @@ def test_s1_full_disk_leaves_no_files(tmp_path):
 PEAK = """
 import sys, torch
 from pathlib import Path
-from peak_memory import rise
+from helpers.peak_memory import rise
 from toolkit.checkpoints.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 

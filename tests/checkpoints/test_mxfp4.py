@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from peak_memory import with_path
+from helpers.peak_memory import with_path
 from safetensors.torch import load_file, save_file
 
 from toolkit.checkpoints.export_hf import export_hf
@@ -136,7 +136,7 @@ def test_bad_input_is_a_one_line_error_and_writes_nothing(tmp_path, capsys, case
 # Prints by how much the peak of anonymous memory rose during the second import, in largest weights.
 PEAK = """
 import sys, torch
-from peak_memory import rise
+from helpers.peak_memory import rise
 from toolkit.checkpoints.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from groups import free_port
-from peak_memory import with_path
+from helpers.groups import free_port
+from helpers.peak_memory import with_path
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -157,7 +157,7 @@ def test_s2_optimizers_resume_bit_for_bit_on_two_ranks(tmp_path):
 MEASURE = """
 import gc, sys, torch
 from pathlib import Path
-from peak_memory import rise
+from helpers.peak_memory import rise
 from torch import nn
 from toolkit.checkpoints.optimizer_state import load_optimizer
 from toolkit.checkpoints.sharded import save_sharded

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.smollm2 import gguf_file, smollm2_folder
 from safetensors.torch import load_file
-from smollm2 import gguf_file, smollm2_folder
 
 from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from peak_memory import with_path
+from helpers.peak_memory import with_path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -24,7 +24,7 @@ GB = 1e9
 # Prints GB by which anonymous memory rose, and seconds, on the way in and on the way out.
 MEASURE = """
 import sys, time, torch
-from peak_memory import rise
+from helpers.peak_memory import rise
 from toolkit.checkpoints.import_hf import import_hf
 from toolkit.checkpoints.export_hf import export_hf
 

@@ -14,8 +14,8 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
-from sealing import seal
-from talker import ANSWERS, make_talker
+from helpers.sealing import seal
+from helpers.talker import ANSWERS, make_talker
 
 from toolkit.cli import main
 from toolkit.inference.chat import Conversation

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from peak_memory import with_path
-from sealing import seal
+from helpers.peak_memory import with_path
+from helpers.sealing import seal
 
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.checkpoints.sharded import save_sharded
@@ -163,7 +163,7 @@ def test_other_commands_read_shards(checkpoint, sharded, tmp_path, capsys):
 PEAK = """
 import sys, torch
 from pathlib import Path
-from peak_memory import rise
+from helpers.peak_memory import rise
 from toolkit.checkpoints.consolidate import consolidate
 
 torch.set_num_threads(1)

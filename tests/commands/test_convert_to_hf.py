@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sealing import seal
+from helpers.sealing import seal
 
 from tests.checkpoints.test_adapters import LLAMA, make, tokens
 from toolkit.checkpoints.folder import write_model_files

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sealing import seal
+from helpers.sealing import seal
 
 from tests.checkpoints.test_adapters import make, write_adapted, write_base
 from tests.commands.test_merge_lora import add_companions

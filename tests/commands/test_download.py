@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 import yaml
-from hub_stub import Hub
+from helpers.hub_stub import Hub
 from huggingface_hub import constants
 
 from tests.checkpoints.test_adapters import write_base

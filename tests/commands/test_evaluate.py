@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import WORDS
-from talker import make_talker
+from helpers.talker import make_talker
 
 from toolkit.checkpoints.export_hf import export_hf
 from toolkit.cli import main

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from sealing import seal
+from helpers.sealing import seal
 
 from toolkit.checkpoints.adapters import AdapterInfo, base_fingerprint, write_adapter_files
 from toolkit.checkpoints.folder import load_model, write_model_files

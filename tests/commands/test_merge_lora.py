@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sealing import seal
+from helpers.sealing import seal
 
 from tests.checkpoints.test_adapters import make
 from toolkit.cli import main

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sealing import seal
+from helpers.sealing import seal
 
 from tests.checkpoints.test_adapters import make
 from toolkit.checkpoints.folder import write_model_files

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from sealing import seal
-from talker import make_talker
+from helpers.sealing import seal
+from helpers.talker import make_talker
 
 import toolkit
 from tests.checkpoints.test_adapters import make

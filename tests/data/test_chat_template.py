@@ -201,7 +201,7 @@ def test_loss_mask_ends_with_the_end_of_turn_token(templates, name, expected):
 
 def test_real_smollm2_ids_and_loss_mask():
     """Compare with the ids of transformers reading the GGUF file directly."""
-    from smollm2 import smollm2_folder
+    from helpers.smollm2 import smollm2_folder
 
     folder = smollm2_folder()
     template = ChatTemplate.from_tokenizer(Tokenizer.load(folder), None)

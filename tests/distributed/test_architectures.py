@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from groups import Case, losses, run_group
+from helpers.groups import Case, losses, run_group
 
 from toolkit.checkpoints.weights import load_weights
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from groups import Case, losses, run_group
+from helpers.groups import Case, losses, run_group
 
 from toolkit.checkpoints.weights import load_weights
 

@@ -1,7 +1,7 @@
 """N3 for a MoE model: the same losses, load-balancing loss included, and weights on one and two ranks."""
 
 import pytest
-from groups import Case, losses, run_group
+from helpers.groups import Case, losses, run_group
 
 from toolkit.checkpoints.weights import load_weights
 

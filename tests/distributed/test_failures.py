@@ -12,8 +12,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from groups import free_port, losses, read_until
-from processes import PRETRAIN, child_of, ended, failing, finish, flags_for, folders, group_members, pretrain, start
+from helpers.groups import free_port, losses, read_until
+from helpers.processes import (
+    PRETRAIN,
+    child_of,
+    ended,
+    failing,
+    finish,
+    flags_for,
+    folders,
+    group_members,
+    pretrain,
+    start,
+)
 from torch import distributed as dist
 
 from toolkit import cli

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from groups import Case, losses, run_group, run_whole_and_killed_twice
+from helpers.groups import Case, losses, run_group, run_whole_and_killed_twice
 
 from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.folder import write_model_files

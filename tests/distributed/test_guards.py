@@ -1,7 +1,7 @@
 """N4 and N7 across ranks: injected faults are detected on every rank."""
 
 import pytest
-from groups import Case, run_group
+from helpers.groups import Case, run_group
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from groups import Case, run_group
+from helpers.groups import Case, run_group
 
 FSDP = ["--strategy", "fsdp", "--train.max_steps", "2"]
 DDP = ["--strategy", "ddp", "--train.max_steps", "2"]

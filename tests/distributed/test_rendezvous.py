@@ -7,8 +7,8 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from groups import free_port, read_until
-from processes import PRETRAIN, ended, failing, finish, flags_for, pretrain, start
+from helpers.groups import free_port, read_until
+from helpers.processes import PRETRAIN, ended, failing, finish, flags_for, pretrain, start
 
 WRONG_FLAG = ["--train.micro_batchsize", "4"]
 LINE = "--train.micro_batchsize 4: no such option; did you mean --train.micro_batch_size?"

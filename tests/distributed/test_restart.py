@@ -7,8 +7,8 @@ import threading
 import time
 
 import pytest
-from groups import read_until
-from processes import ended, failing, finish, flags_for, folders, group_members, pretrain
+from helpers.groups import read_until
+from helpers.processes import ended, failing, finish, flags_for, folders, group_members, pretrain
 
 
 def wait_until(condition, seconds: float = 60) -> bool:

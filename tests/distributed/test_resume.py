@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from groups import Case, losses, run_group, run_whole_and_killed_twice
+from helpers.groups import Case, losses, run_group, run_whole_and_killed_twice
 
 from toolkit.checkpoints.weights import load_weights
 

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from groups import free_port
-from sealing import seal
+from helpers.groups import free_port
+from helpers.sealing import seal
 
 from tests.distributed.test_failures import finish, start
 from toolkit import cli

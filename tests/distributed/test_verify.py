@@ -2,7 +2,7 @@
 
 import shutil
 
-from groups import Case, losses, run_group
+from helpers.groups import Case, losses, run_group
 
 from toolkit.checkpoints.manifest import read_manifest
 from toolkit.cli import main

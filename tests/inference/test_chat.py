@@ -3,7 +3,7 @@
 from contextlib import closing
 
 import pytest
-from talker import ANSWERS, make_talker
+from helpers.talker import ANSWERS, make_talker
 
 from toolkit.data.chat_template import ChatTemplate
 from toolkit.data.tokenizer import train_bpe

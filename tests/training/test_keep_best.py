@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from groups import Case, run_group
+from helpers.groups import Case, run_group
 
 from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.folder import load_model

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from groups import Case, run_group
+from helpers.groups import Case, run_group
 
 from toolkit.args import DDPArgs, FSDPArgs
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy

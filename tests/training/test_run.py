@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from groups import read_until
+from helpers.groups import read_until
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 

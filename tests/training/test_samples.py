@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from groups import Case, run_group
+from helpers.groups import Case, run_group
 from torch import nn
 
 from toolkit import api

@@ -16,12 +16,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from peak_memory import rise
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers.peak_memory import rise
 from toolkit import cli
 from toolkit.checkpoints import sharded
 from toolkit.checkpoints.states import full_state

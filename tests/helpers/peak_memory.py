@@ -36,4 +36,4 @@ def rise(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[int,
 
 def with_path() -> dict[str, str]:
     """Return the environment of a script that imports this module."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}

@@ -13,12 +13,12 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-import rank_worker
+from helpers import rank_worker
 
 # A fork server with all imports done starts real processes quickly. The test process itself must not be forked, because
 # it has used autograd and threads.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["rank_worker"])
+SERVER.set_forkserver_preload(["helpers.rank_worker"])
 
 
 @functools.cache
@@ -65,8 +65,9 @@ def run_group(
     environ |= {"OMP_NUM_THREADS": "1"} | environment
     if environment:  # variables read at process start need new processes
         words = [[str(rank), str(size), str(port), str(work / "cases.json")] for rank in range(size)]
-        script = str(Path(__file__).with_name("rank_worker.py"))
-        for process in [subprocess.Popen([sys.executable, script, *w], env=environ) for w in words]:
+        environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        command = [sys.executable, "-m", "helpers.rank_worker"]
+        for process in [subprocess.Popen([*command, *w], env=environ) for w in words]:
             process.wait()
     else:
         start_server()

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
-from sealing import seal
 
+from helpers.sealing import seal
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.data.chat_template import ChatTemplate
 from toolkit.data.tokenizer import train_bpe

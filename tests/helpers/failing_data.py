@@ -1,4 +1,4 @@
-"""A data module that fails or hangs on one rank; ``--data failing_data.Fails`` in test_failures.py."""
+"""A data module that fails or hangs on one rank; ``--data helpers.failing_data.Fails`` in test_failures.py."""
 
 import os
 import time

@@ -23,14 +23,14 @@ def common_flags(out: Path, **train) -> list[str]:
 
 
 def failing(out: Path, rank: int, how: str) -> list[str]:
-    data = ["--data", "failing_data.Fails", "--data.rank", str(rank), "--data.how", how, "--data.vocab_size", "300"]
-    return data + common_flags(out)
+    data = ["--data", "helpers.failing_data.Fails", "--data.rank", str(rank), "--data.how", how]
+    return [*data, "--data.vocab_size", "300", *common_flags(out)]
 
 
 def start(*arguments: str, **environ: str) -> subprocess.Popen:
     """Start Python in a process group of its own, as a terminal would."""
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    path = os.pathsep.join([str(Path(__file__).parent / "distributed"), *sys.path])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])  # tests/
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     environment = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environ
     return subprocess.Popen([sys.executable, *arguments], env=environment, **pipes)
