@@ -58,8 +58,11 @@ def child_of(process: subprocess.Popen) -> int:
     return child
 
 
-def finish(process: subprocess.Popen, seconds: float = 60) -> tuple[str, str]:
-    """Wait until all processes have ended; return their stdout and stderr."""
+def finish(process: subprocess.Popen, seconds: float = 300) -> tuple[str, str]:
+    """Wait until all processes have ended; return their stdout and stderr.
+
+    The limit ends a hang and nothing else: on a busy machine, two processes need more than a minute to start.
+    """
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -67,9 +70,8 @@ def finish(process: subprocess.Popen, seconds: float = 60) -> tuple[str, str]:
         os.killpg(process.pid, signal.SIGKILL)
         raise AssertionError(f"{left} did not end: {process.communicate()}") from None
     closed = time.monotonic()
-    while (
-        group_members(process) and time.monotonic() - closed < 10
-    ):  # the pipes close shortly before the last of them ends
+    # the pipes close shortly before the last of them ends
+    while group_members(process) and time.monotonic() - closed < 10:
         time.sleep(0.05)
     assert group_members(process) == []
     return out, err
