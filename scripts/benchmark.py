@@ -72,7 +72,7 @@ def write_tokens(folder: Path, work: Work, vocab_size: int) -> None:
     """Write the random tokens of all steps as LitData chunks (toolkit, LitGPT) and as tokens.npy (Trainer)."""
     import numpy as np
 
-    from toolkit.data.chunks import write_chunks
+    from toolkit.data.tokens.chunks import write_chunks
 
     rows = (work.steps + 1) * work.batch_size
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32

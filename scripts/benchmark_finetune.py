@@ -72,8 +72,8 @@ def prepare(hf_dir: Path, folder: Path, python: str) -> None:
 
 def positions(folder: Path) -> list[int]:
     """Count the positions of toolkit's batches, including padding, by reading the data again."""
-    from toolkit.data.datasets import JSON
     from toolkit.data.loader import train_batches
+    from toolkit.data.sft.datasets import JSON
     from toolkit.data.tokenizer import Tokenizer
 
     data = JSON(json_path=str(folder / "data"), prompt_style="alpaca", cache_dir=str(folder / "cache"))

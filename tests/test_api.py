@@ -21,8 +21,8 @@ from toolkit.args import TrainArgs
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
 from toolkit.data import SyntheticTokens
-from toolkit.data.in_memory import InMemoryData
 from toolkit.data.loader import choose_padding
+from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.errors import PeerShutdownError, UserError
 from toolkit.models.gpt import GPT
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks

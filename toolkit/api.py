@@ -21,7 +21,7 @@ from toolkit.checkpoints.folder import find_checkpoint_dir, load_model, require_
 from toolkit.checkpoints.store import FINAL
 from toolkit.commands.pretrain import setup
 from toolkit.data.base import DataModule
-from toolkit.data.in_memory import InMemoryData
+from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.distributed import ranks
 from toolkit.distributed.device import DTYPES, count_devices, pick_accelerator
 from toolkit.distributed.signals import handlers_restored

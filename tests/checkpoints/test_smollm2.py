@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.import_hf import import_hf
-from toolkit.data.chat_template import ChatTemplate
+from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.inference.generate import generate
 from toolkit.inference.text import stop_tokens

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.data import template_process
-from toolkit.data.chat_template import ChatTemplate, encode_text, prompt_styles
+from toolkit.data.chat import sandbox_process
+from toolkit.data.chat.template import ChatTemplate, encode_text, prompt_styles
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 
@@ -505,8 +505,8 @@ def grows(start, following, turn=""):
     ],
 )
 def test_template_time_and_memory_are_limited(make, monkeypatch, template, message):
-    monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
-    monkeypatch.setattr(template_process, "MEMORY", 1 << 29)
+    monkeypatch.setattr(sandbox_process, "CPU_SECONDS", 1)
+    monkeypatch.setattr(sandbox_process, "MEMORY", 1 << 29)
     tokenizer = Tokenizer.load(make(template))
     with pytest.raises(UserError, match=f"chat_template.jinja: .*({message})") as error:
         ChatTemplate.from_tokenizer(tokenizer, None)
@@ -517,13 +517,13 @@ def test_template_time_and_memory_are_limited(make, monkeypatch, template, messa
 def test_template_process_restarts_after_idling_and_in_a_fork(templates):
     template = templates["chatml"][0]
     expected = template.render(TWO)
-    _, process = template_process._running
+    _, process = sandbox_process._running
     process.stdin.close()  # it exits in the same way when idle
     process.wait()
-    assert template.render(TWO) == expected and template_process._running[1] is not process
-    _, process = template_process._running
-    template_process._running = (0, process)  # as in a fork
-    assert template.render(TWO) == expected and template_process._running[1] is not process
+    assert template.render(TWO) == expected and sandbox_process._running[1] is not process
+    _, process = sandbox_process._running
+    sandbox_process._running = (0, process)  # as in a fork
+    assert template.render(TWO) == expected and sandbox_process._running[1] is not process
     assert process.poll() is None
 
 
@@ -534,7 +534,7 @@ def test_interrupted_request_does_not_answer_the_next_one(templates, monkeypatch
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(template_process._running[1], "stdout", SimpleNamespace(readline=interrupt))
+    monkeypatch.setattr(sandbox_process._running[1], "stdout", SimpleNamespace(readline=interrupt))
     with pytest.raises(KeyboardInterrupt):
         template.render(TWO[:2])
     monkeypatch.undo()

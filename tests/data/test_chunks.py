@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.data import chunks
-from toolkit.data.chunks import TokenRows, write_chunks
+from toolkit.data.tokens import chunks
+from toolkit.data.tokens.chunks import TokenRows, write_chunks
 
 BLOCK = 17
 

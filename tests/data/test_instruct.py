@@ -15,7 +15,7 @@ import torch
 
 import toolkit.data
 from toolkit.data import CSV, JSON, LIMA, Alpaca, Dolly, HuggingFace, InstructionData, Parquet
-from toolkit.data.tokenize_sft import Counts
+from toolkit.data.sft.tokenize import Counts
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 
@@ -344,7 +344,7 @@ def test_s5_every_input_changes_the_key(prepare, plain, tmp_path, monkeypatch):
     assert "preparing" in log
     keys.append(data.content_key)
     assert len(set(keys)) == len(keys) == len(folders(tmp_path / "cache"))
-    monkeypatch.setattr("toolkit.data.sft_dataset.CODE_VERSION", 10**6)
+    monkeypatch.setattr("toolkit.data.sft.prepare.CODE_VERSION", 10**6)
     assert "preparing" in prepare(MANY)[1]
 
 
@@ -437,7 +437,7 @@ def test_token_ids_beyond_16_bits(prepare, tokenizer):
 def test_tokens_are_written_in_batches(prepare, monkeypatch, tmp_path):
     complete = list(documents(prepare(MANY)[0].train))
     shutil.rmtree(tmp_path / "cache")
-    monkeypatch.setattr("toolkit.data.tokenize_sft._BATCH", 100)
+    monkeypatch.setattr("toolkit.data.sft.tokenize._BATCH", 100)
     assert list(documents(prepare(MANY)[0].train)) == complete
 
 

@@ -11,7 +11,7 @@ import torch
 
 from toolkit.data.loader import NO_ROUNDING, Batch, Padding, choose_padding, train_batches, val_batches
 from toolkit.data.order import shuffled_index
-from toolkit.data.synthetic import SyntheticRows
+from toolkit.data.tokens.synthetic import SyntheticRows
 
 T = 8
 N = 29
@@ -181,7 +181,7 @@ def test_max_rows_selects_the_same_rows_on_any_layout(micro_batch_size, world_si
 LISTENING = """
 import signal, sys
 from toolkit.data.loader import val_batches
-from toolkit.data.synthetic import SyntheticRows
+from toolkit.data.tokens.synthetic import SyntheticRows
 
 if __name__ == "__main__":
     received = []

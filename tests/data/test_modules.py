@@ -6,7 +6,8 @@ from dataclasses import fields
 import pytest
 import torch
 
-from toolkit.data import LitData, PythonStdlib, SyntheticTokens, TextFiles, python_stdlib
+from toolkit.data import LitData, PythonStdlib, SyntheticTokens, TextFiles
+from toolkit.data.text import python_stdlib
 from toolkit.errors import UserError
 
 MODULES = [LitData, PythonStdlib, SyntheticTokens, TextFiles]

@@ -11,8 +11,9 @@ import textwrap
 
 import pytest
 
-from toolkit.data import LitData, PythonStdlib, TextFiles, cache, documents
+from toolkit.data import LitData, PythonStdlib, TextFiles, cache
 from toolkit.data.cache import default_cache_dir
+from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 
@@ -80,7 +81,7 @@ def test_s5_every_input_changes_the_key(prepare, text, tmp_path):
 
 def test_s5_code_version_is_part_of_the_key(prepare, monkeypatch):
     prepare()
-    monkeypatch.setattr("toolkit.data.prepare.CODE_VERSION", 10**6)
+    monkeypatch.setattr("toolkit.data.text.prepare.CODE_VERSION", 10**6)
     assert "preparing" in prepare()[1]
 
 
@@ -209,7 +210,7 @@ def run_python(code: str, *args) -> subprocess.Popen:
 PREPARE = """
     import sys
     from toolkit.data import TextFiles
-    import toolkit.data.prepare as prepare
+    import toolkit.data.text.prepare as prepare
     text, cache = sys.argv[1:3]
     def run():
         data = TextFiles(text, cache_dir=cache, vocab_size=300)
@@ -254,7 +255,7 @@ def test_s5_concurrent_preparations_agree(prepare, text, tmp_path):
 
 
 def test_s5_slower_process_uses_the_published_data(prepare, text, tmp_path, monkeypatch):
-    import toolkit.data.prepare as module
+    import toolkit.data.text.prepare as module
 
     publish, quicker = module.publish, []
 
@@ -273,7 +274,7 @@ def test_failed_preparation_leaves_no_files(prepare, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("toolkit.data.prepare.write_chunks", full)
+    monkeypatch.setattr("toolkit.data.text.prepare.write_chunks", full)
     with pytest.raises(UserError, match=r"--data.cache_dir .*: No space left on device"):
         prepare()
     assert folders(tmp_path / "cache") == []
@@ -323,8 +324,8 @@ def test_large_vocabularies_and_chunks(prepare, monkeypatch):
     tokenizer = Tokenizer(files, "big")
     complete = prepare(tokenizer=tokenizer)[0]
     assert 70_000 in all_tokens(complete.train) and complete.train.dtype.name == "int32"
-    monkeypatch.setattr("toolkit.data.chunks._TOKENS_PER_CHUNK", 1000)
-    monkeypatch.setattr("toolkit.data.prepare.CODE_VERSION", 10**6)
+    monkeypatch.setattr("toolkit.data.tokens.chunks._TOKENS_PER_CHUNK", 1000)
+    monkeypatch.setattr("toolkit.data.text.prepare.CODE_VERSION", 10**6)
     pieces = prepare(tokenizer=tokenizer)[0]
     assert len(list(pieces.train.folder.glob("*.bin"))) > 5
     assert pieces.content_key == complete.content_key and all_tokens(pieces.train) == all_tokens(complete.train)
@@ -465,7 +466,7 @@ def test_preparation_prints_nothing(prepare, capfd):
 
 def test_python_stdlib_is_prepared(tmp_path, monkeypatch):
     """Prepare some files of the default data; file selection is tested in test_modules."""
-    from toolkit.data import python_stdlib
+    from toolkit.data.text import python_stdlib
 
     some = [p for p in python_stdlib.find_sources() if p.parent.name in ("json", "email")]
     monkeypatch.setattr(python_stdlib, "find_sources", lambda: some)

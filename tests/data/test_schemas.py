@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from toolkit.data.readers import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, describe_row, find_splits
-from toolkit.data.schemas import EmptyAnswerError, require_columns, to_record
+from toolkit.data.sft.readers import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, describe_row, find_splits
+from toolkit.data.sft.schemas import EmptyAnswerError, require_columns, to_record
 from toolkit.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -357,7 +357,7 @@ def test_folder_without_training_rows_is_an_error(tmp_path):
 def test_missing_extras_are_named(tmp_path, monkeypatch):
     import sys
 
-    from toolkit.data.readers import load_hub_split
+    from toolkit.data.sft.readers import load_hub_split
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)

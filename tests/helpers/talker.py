@@ -6,7 +6,7 @@ import torch
 
 from helpers.sealing import seal
 from toolkit.checkpoints.folder import write_model_files
-from toolkit.data.chat_template import ChatTemplate
+from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import train_bpe
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT

@@ -5,7 +5,7 @@ from contextlib import closing
 import pytest
 from helpers.talker import ANSWERS, make_talker
 
-from toolkit.data.chat_template import ChatTemplate
+from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import UserError
 from toolkit.inference.chat import Conversation, find_template

@@ -10,7 +10,7 @@ from conftest import WORDS
 
 from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import write_model_files
-from toolkit.data.chat_template import ChatTemplate
+from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig

@@ -17,7 +17,7 @@ from toolkit.checkpoints.hf_reader import CONFIG, FORMAT_NAMES, read_json
 from toolkit.checkpoints.merge import MergedWeights, copy_files
 from toolkit.checkpoints.scratch import SMALL
 from toolkit.checkpoints.store import require_new_folder, write_folder
-from toolkit.data.chat_template import GENERATION_FILE, ChatTemplate
+from toolkit.data.chat.template import GENERATION_FILE, ChatTemplate
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import GuardError, UserError

@@ -4,12 +4,12 @@ The data modules import (and the command line lists them) without torch, litdata
 """
 
 from toolkit.data.base import DataModule, PreparedData, TokenDataset
-from toolkit.data.datasets import CSV, JSON, LIMA, Alpaca, Alpaca2k, AlpacaGPT4, Dolly, HuggingFace, Parquet
-from toolkit.data.instruct import InstructionData
-from toolkit.data.lit_data import LitData
-from toolkit.data.python_stdlib import PythonStdlib
-from toolkit.data.synthetic import SyntheticTokens
-from toolkit.data.text_files import TextFiles
+from toolkit.data.sft.datasets import CSV, JSON, LIMA, Alpaca, Alpaca2k, AlpacaGPT4, Dolly, HuggingFace, Parquet
+from toolkit.data.sft.instruct import InstructionData
+from toolkit.data.text.python_stdlib import PythonStdlib
+from toolkit.data.text.text_files import TextFiles
+from toolkit.data.tokens.lit_data import LitData
+from toolkit.data.tokens.synthetic import SyntheticTokens
 
 __all__ = [
     "CSV", "JSON", "LIMA", "Alpaca", "Alpaca2k", "AlpacaGPT4", "DataModule", "Dolly", "HuggingFace", "InstructionData",

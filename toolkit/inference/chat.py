@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.data.chat_template import ChatTemplate
+from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.inference.generate import generate

@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import nn
 from tqdm import tqdm
 
-from toolkit.data.chat_template import ChatTemplate
+from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.inference.generate import PREFILL, prefill

@@ -26,9 +26,9 @@ from toolkit.args import (
 )
 from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
 from toolkit.data.base import DataModule, PreparedData, TokenDataset
-from toolkit.data.chunks import TokenRows
-from toolkit.data.in_memory import InMemoryData
 from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokens.chunks import TokenRows
+from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data import documents
 from toolkit.data.base import PreparedData
 from toolkit.data.cache import (
     DAMAGE_ERRORS,
@@ -33,8 +32,9 @@ from toolkit.data.cache import (
     staging_folder,
     verify,
 )
-from toolkit.data.chunks import TokenRows, write_chunks
+from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.data.tokens.chunks import TokenRows, write_chunks
 from toolkit.errors import UserError
 
 Report = Callable[[str], None]

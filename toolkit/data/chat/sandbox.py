@@ -1,5 +1,5 @@
 """Render the jinja templates of checkpoints. They are untrusted code: rendered in jinja's sandbox, in a subprocess with
-limits (:mod:`toolkit.data.template_process`).
+limits (:mod:`toolkit.data.chat.sandbox_process`).
 
 Templates get the same names, filters and tags as in transformers (``apply_chat_template``).
 """

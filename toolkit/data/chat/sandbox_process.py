@@ -20,13 +20,13 @@ from toolkit.errors import UserError
 CPU_SECONDS = 10  # per request
 MEMORY = 1 << 30  # bytes
 # Passes the module search path, which may have changed since this process started.
-_CODE = "import json, sys; sys.path = json.loads(sys.argv[1]); from toolkit.data.template_sandbox import serve; serve()"
+_CODE = "import json, sys; sys.path = json.loads(sys.argv[1]); from toolkit.data.chat.sandbox import serve; serve()"
 _lock = threading.Lock()
 _running: tuple[int, subprocess.Popen] | None = None  # with the id of its parent process
 
 
 def send_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the response of :func:`toolkit.data.template_sandbox.serve`: ``{"text": ...}`` or ``{"error": ...}``.
+    """Return the response of :func:`toolkit.data.chat.sandbox.serve`: ``{"text": ...}`` or ``{"error": ...}``.
 
     Values of non-JSON types are replaced by their type name in angle brackets, as in transformers.
 

@@ -46,7 +46,7 @@ class TextFiles(DataModule):
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
     ) -> PreparedData:
         """See :meth:`DataModule.prepare`."""
-        from toolkit.data.prepare import TextSources, prepare_text
+        from toolkit.data.text.prepare import TextSources, prepare_text
 
         train_option = f"--data.train_data_path {self.train_data_path}"
         val_option = f"--data.val_data_path {self.val_data_path}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from toolkit.data.instruct import InstructionData
+from toolkit.data.sft.instruct import InstructionData
 
 if TYPE_CHECKING:
-    from toolkit.data.readers import Splits
+    from toolkit.data.sft.readers import Splits
 
 
 @dataclass
@@ -23,7 +23,7 @@ class JSON(InstructionData):
     json_path: str
 
     def find_rows(self) -> tuple[str, Splits]:
-        from toolkit.data.readers import JSON_KINDS, find_splits
+        from toolkit.data.sft.readers import JSON_KINDS, find_splits
 
         return f"--data.json_path {self.json_path}", find_splits(self.json_path, "json_path", JSON_KINDS)
 
@@ -39,7 +39,7 @@ class CSV(InstructionData):
     csv_path: str
 
     def find_rows(self) -> tuple[str, Splits]:
-        from toolkit.data.readers import CSV_KINDS, find_splits
+        from toolkit.data.sft.readers import CSV_KINDS, find_splits
 
         return f"--data.csv_path {self.csv_path}", find_splits(self.csv_path, "csv_path", CSV_KINDS)
 
@@ -56,7 +56,7 @@ class Parquet(InstructionData):
     parquet_path: str
 
     def find_rows(self) -> tuple[str, Splits]:
-        from toolkit.data.readers import PARQUET_KINDS, find_splits
+        from toolkit.data.sft.readers import PARQUET_KINDS, find_splits
 
         splits = find_splits(self.parquet_path, "parquet_path", PARQUET_KINDS)
         return f"--data.parquet_path {self.parquet_path}", splits
@@ -81,7 +81,7 @@ class HuggingFace(InstructionData):
     skips_empty_answers: ClassVar[bool] = True
 
     def find_rows(self) -> tuple[str, Splits]:
-        from toolkit.data.readers import Splits, load_hub_split
+        from toolkit.data.sft.readers import Splits, load_hub_split
 
         option = f"--data.repo_id {self.repo_id}"
         train = load_hub_split(self.repo_id, self.subset, self.split, option)
@@ -100,7 +100,7 @@ class _NamedDataset(InstructionData):
     skips_empty_answers: ClassVar[bool] = True
 
     def find_rows(self) -> tuple[str, Splits]:
-        from toolkit.data.readers import KINDS, Splits, find_splits, load_hub_split
+        from toolkit.data.sft.readers import KINDS, Splits, find_splits, load_hub_split
 
         if self.local_path is not None:
             return f"--data.local_path {self.local_path}", find_splits(self.local_path, "local_path", KINDS)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.data.cache import HEARTBEAT
-from toolkit.data.chat_template import ChatTemplate, Encoding, encode_text
-from toolkit.data.readers import RowSource, Splits, describe_row
-from toolkit.data.schemas import EmptyAnswerError, Record, to_record
+from toolkit.data.chat.template import ChatTemplate, Encoding, encode_text
+from toolkit.data.sft.readers import RowSource, Splits, describe_row
+from toolkit.data.sft.schemas import EmptyAnswerError, Record, to_record
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
-    from toolkit.data.instruct import OnLong, Packing, TrainOn
+    from toolkit.data.sft.instruct import OnLong, Packing, TrainOn
     from toolkit.data.tokenizer import Tokenizer
 
 LONGEST = 5  # longest samples to report
@@ -28,7 +28,7 @@ _BATCH = 1 << 20  # tokens buffered before a write
 
 @dataclass(frozen=True)
 class SFTConfig:
-    """Row sources and preparation options; see :class:`toolkit.data.instruct.InstructionData`.
+    """Row sources and preparation options; see :class:`toolkit.data.sft.instruct.InstructionData`.
 
     Args:
         module: Prefix of the cache folder name.

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, PreparedData, require
-from toolkit.data.schemas import require_columns
+from toolkit.data.sft.schemas import require_columns
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
-    from toolkit.data.readers import Splits
+    from toolkit.data.sft.readers import Splits
     from toolkit.data.tokenizer import Tokenizer
 
 OnLong = Literal["truncate", "drop", "split", "error"]
@@ -83,9 +83,9 @@ class InstructionData(DataModule):
             raise UserError(f"--data {name}: needs the tokenizer of the model; specify --tokenizer_dir")
         if max_seq_length <= 0:
             raise UserError(f"--train.max_seq_length {max_seq_length}: must be greater than zero for --data {name}")
-        from toolkit.data.chat_template import ChatTemplate
-        from toolkit.data.sft_dataset import prepare_sft
-        from toolkit.data.tokenize_sft import SFTConfig
+        from toolkit.data.chat.template import ChatTemplate
+        from toolkit.data.sft.prepare import prepare_sft
+        from toolkit.data.sft.tokenize import SFTConfig
 
         option, splits = self.find_rows()
         fraction = self.val_split_fraction

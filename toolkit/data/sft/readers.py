@@ -76,7 +76,7 @@ class RowFile:
         return "line" if self.kind in ("jsonl", "csv") else "row"
 
     def fingerprint(self) -> str:
-        from toolkit.data.documents import fingerprint
+        from toolkit.data.text.documents import fingerprint
 
         (document,) = fingerprint([self.path], self.option)
         return f"{self.kind} {self.split} {document.sha256}"

@@ -47,7 +47,7 @@ class PythonStdlib(DataModule):
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
     ) -> PreparedData:
         """See :meth:`DataModule.prepare`."""
-        from toolkit.data.prepare import TextSources, prepare_text
+        from toolkit.data.text.prepare import TextSources, prepare_text
 
         fraction = DEFAULT_VAL_FRACTION if self.val_fraction is None else self.val_fraction
         sources = TextSources(

@@ -23,15 +23,15 @@ import numpy as np
 from toolkit.data.base import PreparedData
 from toolkit.data.cache import DAMAGE_ERRORS, MANIFEST, choose_cache_dir, clean_up, publish, staging_folder, verify
 from toolkit.data.order import shuffled_index
-from toolkit.data.packing import best_fit
-from toolkit.data.tokenize_sft import Counts, tokenize_samples
+from toolkit.data.sft.packing import best_fit
+from toolkit.data.sft.tokenize import Counts, tokenize_samples
 from toolkit.errors import UserError
 from toolkit.models.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from toolkit.data.tokenize_sft import SFTConfig
+    from toolkit.data.sft.tokenize import SFTConfig
 
 CODE_VERSION = 5  # increment if the same rows and options produce different tokens or counts
 _VAL_SEED = 0  # of the permutation that selects held-out samples
@@ -145,7 +145,7 @@ class PackedDataset:
 
     Attributes:
         lengths: (n,) int64, the input tokens of each row.
-        statistics: Preparation counts over both splits (see :class:`toolkit.data.tokenize_sft.Counts`).
+        statistics: Preparation counts over both splits (see :class:`toolkit.data.sft.tokenize.Counts`).
     """
 
     def __init__(

@@ -10,8 +10,8 @@ from datetime import datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from toolkit.data.schemas import EmptyAnswerError, answer_weights
-from toolkit.data.template_files import (
+from toolkit.data.chat.sandbox_process import send_request
+from toolkit.data.chat.sources import (
     CONFIG_FILE,
     TEMPLATE_FILE,
     has_tool_template,
@@ -20,11 +20,11 @@ from toolkit.data.template_files import (
     read_template,
     tokenizer_template,
 )  # fmt: skip
-from toolkit.data.template_process import send_request
+from toolkit.data.sft.schemas import EmptyAnswerError, answer_weights
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
-    from toolkit.data.instruct import TrainOn
+    from toolkit.data.sft.instruct import TrainOn
     from toolkit.data.tokenizer import Tokenizer
 
 Message = dict[str, Any]

@@ -25,7 +25,7 @@ _MARKUP = re.compile(r"<\|?[a-z_]+\|?>")
 
 def prompt_styles() -> list[str]:
     """Return the valid values of ``--data.prompt_style``."""
-    folder = files("toolkit.data") / "prompt_styles"
+    folder = files("toolkit.data.chat") / "prompt_styles"
     return sorted(file.name.removesuffix(".jinja") for file in folder.iterdir() if file.name.endswith(".jinja"))
 
 
@@ -34,7 +34,7 @@ def read_style(tokenizer: Tokenizer, style: str) -> tuple[str, str, list[str]]:
     known = prompt_styles()
     if style not in known:
         raise UserError(f"--data.prompt_style {style}: must be one of {', '.join(known)}{did_you_mean(style, known)}")
-    source = (files("toolkit.data") / "prompt_styles" / f"{style}.jinja").read_text(encoding="utf-8")
+    source = (files("toolkit.data.chat") / "prompt_styles" / f"{style}.jinja").read_text(encoding="utf-8")
     name, notes = f"--data.prompt_style {style}", []
     if tokenizer_template(tokenizer, strict=False) is not None:
         notes.append(name + _OVERRIDES)

@@ -12,8 +12,8 @@ from toolkit.data.base import DataModule, PreparedData, require
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
-    from toolkit.data.chunks import TokenRows
     from toolkit.data.tokenizer import Tokenizer
+    from toolkit.data.tokens.chunks import TokenRows
 
 
 @dataclass
@@ -71,7 +71,7 @@ class LitData(DataModule):
                 raise UserError(f"--data.data_path {self.data_path}: is damaged ({error}); prepare it again") from error
 
     def _open_split(self, name: str, block_size: int) -> TokenRows:
-        from toolkit.data.chunks import TokenRows
+        from toolkit.data.tokens.chunks import TokenRows
 
         folder = Path(self.data_path).expanduser() / name
         hint = "; see --data.split_names" if self.split_names else ""

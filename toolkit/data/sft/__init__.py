@@ -1,0 +1,1 @@
+"""Instruction data: rows of files and of published datasets to tokenized, packed samples."""

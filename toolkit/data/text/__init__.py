@@ -1,0 +1,1 @@
+"""Text data modules: documents to token chunks."""

@@ -1,0 +1,1 @@
+"""Pre-tokenized data: chunks on disk, synthetic tokens, datasets in memory."""
