@@ -109,7 +109,7 @@ def tiny_config(fields: dict) -> ModelConfig:
 
 def tested_configs() -> dict[str, list[ModelConfig]]:
     """Return the configurations of the parity tests by model type."""
-    from tests.models.test_parity import HF_CONFIGS, NATIVE_CONFIGS
+    from tests.helpers.tiny_configs import HF_CONFIGS, NATIVE_CONFIGS
 
     found = defaultdict(list)
     for make in HF_CONFIGS.values():
@@ -126,19 +126,20 @@ def measure() -> dict[str, float]:
     import torch
     import transformers
 
-    from tests.models import test_parity as parity
+    from tests.helpers import tiny_models as parity
+    from tests.helpers.tiny_configs import HF_CONFIGS, NATIVE_CONFIGS
     from toolkit.models.gpt import GPT
 
     errors: dict[str, float] = defaultdict(float)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        for name, make in parity.HF_CONFIGS.items():
+        for name, make in HF_CONFIGS.items():
             hf_model = transformers.AutoModelForCausalLM.from_config(make()).eval()
             parity.randomize(hf_model, seed=0)
             hf_model.save_pretrained(Path(folder) / name)
             model, ids = parity.from_folder(Path(folder) / name), parity.token_ids()
             kind = hf_model.config.model_type
             errors[kind] = max(errors[kind], parity.relative_error(model(ids), hf_model(ids).logits))
-        for name, fields in parity.NATIVE_CONFIGS.items():
+        for name, fields in NATIVE_CONFIGS.items():
             model = GPT(tiny_config(fields)).eval()
             parity.randomize(model, seed=2)
             parity.to_folder(model, Path(folder) / f"{name}-back")

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from helpers.tiny_configs import HF_CONFIGS
+from helpers.tiny_models import randomize, token_ids
 from safetensors.torch import load_file, save_file
 
-from tests.models.test_parity import HF_CONFIGS, randomize, token_ids
 from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.fp8 import dequantize
 from toolkit.checkpoints.import_hf import import_hf

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from helpers.tiny_models import relative_error, token_ids
 
 from tests.checkpoints.test_adapters import write_adapted
 from tests.models.test_config_json import save_multimodal_model
 from tests.models.test_lora import stir
-from tests.models.test_parity import relative_error, token_ids
 from toolkit.checkpoints.export_peft import export_peft
 from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.import_hf import import_hf

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from helpers.tiny_configs import HF_CONFIGS
+from helpers.tiny_models import from_folder, randomize
 
-from tests.models.test_parity import HF_CONFIGS, from_folder, randomize
 from toolkit.inference import generate as module
 from toolkit.inference.generate import generate
 

@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.tiny_configs import HF_CONFIGS
 from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.models.test_gpt import small
-from tests.models.test_parity import HF_CONFIGS
 from toolkit.models.families import config_from_hf
 from toolkit.models.gpt import GPT, Block
 from toolkit.training.model import compile_blocks

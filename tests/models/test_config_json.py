@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_configs import HF_CONFIGS, LLAMA
+from helpers.tiny_models import from_folder, randomize, relative_error, token_ids
 from safetensors.torch import save_file
 
-from tests.models.test_parity import HF_CONFIGS, LLAMA, from_folder, randomize, relative_error, token_ids
 from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.import_hf import import_hf

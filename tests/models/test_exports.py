@@ -14,8 +14,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+from helpers.tiny_configs import HF_CONFIGS, NATIVE_CONFIGS
+from helpers.tiny_models import randomize, relative_error, to_folder
 
-from tests.models.test_parity import HF_CONFIGS, NATIVE_CONFIGS, randomize, relative_error, to_folder
 from toolkit.checkpoints.export_hf import to_hf_names
 from toolkit.checkpoints.folder import model_on_meta
 from toolkit.errors import UserError

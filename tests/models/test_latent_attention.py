@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.tiny_configs import HF_CONFIGS, LATENT
+from helpers.tiny_models import randomize, relative_error, to_folder, token_ids
 from safetensors.torch import load_file, save_file
 
-from tests.models.test_parity import HF_CONFIGS, LATENT, randomize, relative_error, to_folder, token_ids
 from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.import_hf import import_hf

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny_configs import HF_CONFIGS
+from helpers.tiny_models import randomize, relative_error
 from torch.nn import functional as F
 
-from tests.models.test_parity import HF_CONFIGS, randomize, relative_error
 from toolkit.checkpoints.folder import load_model
 from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe

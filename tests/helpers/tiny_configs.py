@@ -1,0 +1,315 @@
+"""Configurations of tiny models: every family as transformers writes it, and as toolkit does."""
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+QWEN2_ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+GROUPED = {**LLAMA, "num_key_value_heads": 2}
+FOUR = {**GROUPED, "num_hidden_layers": 4}
+GEMMA = {**GROUPED, "head_dim": 24}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+OLMO3_ROPE = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+STABLELM = {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
+PHI = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
+NO_PAD = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
+PHI3 = {**GROUPED, **NO_PAD}
+FALCON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
+          "max_position_embeddings": 64}  # fmt: skip
+
+
+def longrope(original: int) -> dict:
+    """Return Phi 3's longrope for 8 pairs of dimensions and this original context."""
+    return {
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0 + i / 20 for i in range(8)],
+            "long_factor": [1.0 + i for i in range(8)], "original_max_position_embeddings": original,
+        },
+    }  # fmt: skip
+
+
+NEOX = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25}}
+MIXTRAL = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
+GPT_OSS = {
+    **GROUPED, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
+    "rope_parameters": YARN | {"truncate": False},
+}  # fmt: skip
+QWEN_MOE = {**GROUPED, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3}
+DEEPSEEK = {
+    **LLAMA, **NO_PAD, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 8, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+}  # fmt: skip
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
+
+HF_CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**LLAMA),
+    "llama-grouped-tied": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=2, tie_word_embeddings=True),
+    "llama-one-group-wide-heads": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=1, head_dim=24),
+    "llama-biases": lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
+    "llama3-rope": lambda: transformers.LlamaConfig(**LLAMA, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE),
+    "llama-linear-rope": lambda: transformers.LlamaConfig(
+        **LLAMA, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+    ),
+    "llama-yarn": lambda: transformers.LlamaConfig(**LLAMA, rope_parameters=YARN),
+    "smollm3": lambda: transformers.SmolLM3Config(**FOUR, **NO_PAD),
+    "smollm3-windows": lambda: transformers.SmolLM3Config(
+        **FOUR, **NO_PAD, use_sliding_window=True, sliding_window=16, tie_word_embeddings=False
+    ),
+    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=None, head_dim=24),
+    "mistral-window": lambda: transformers.MistralConfig(**GROUPED, sliding_window=16),
+    "qwen2-windows": lambda: transformers.Qwen2Config(
+        **GROUPED, use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=32),
+    "qwen3-tied": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True),
+    "mixtral": lambda: transformers.MixtralConfig(**MIXTRAL),
+    "mixtral-window-wide-heads-one-expert": lambda: transformers.MixtralConfig(
+        **{**MIXTRAL, "num_experts_per_tok": 1}, head_dim=24, sliding_window=16, tie_word_embeddings=True
+    ),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(**QWEN_MOE, shared_expert_intermediate_size=40),
+    "qwen2-moe-normed-windows-without-biases": lambda: transformers.Qwen2MoeConfig(
+        **{**QWEN_MOE, "num_hidden_layers": 4},
+        shared_expert_intermediate_size=64,
+        norm_topk_prob=True,
+        use_sliding_window=True,
+        sliding_window=16,
+        max_window_layers=3,
+        qkv_bias=False,
+    ),
+    "qwen2-moe-dense-between": lambda: transformers.Qwen2MoeConfig(
+        **{**QWEN_MOE, "num_hidden_layers": 4}, shared_expert_intermediate_size=40, decoder_sparse_step=2
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**QWEN_MOE, head_dim=16, norm_topk_prob=True),
+    "qwen3-moe-not-normed-wide-heads-dense-first": lambda: transformers.Qwen3MoeConfig(
+        **QWEN_MOE,
+        head_dim=32,
+        norm_topk_prob=False,
+        mlp_only_layers=[0],
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=16,
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS),
+    "gpt-oss-one-group-low-limit-tied": lambda: transformers.GptOssConfig(
+        **{**GPT_OSS, "num_key_value_heads": 1, "head_dim": 32}, swiglu_limit=0.5, tie_word_embeddings=True
+    ),
+    "gpt-oss-without-windows-or-scaling": lambda: transformers.GptOssConfig(
+        **GPT_OSS
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "num_experts_per_tok": 1,
+            "layer_types": ["full_attention"] * 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        }
+    ),
+    "gemma": lambda: transformers.GemmaConfig(**GEMMA),
+    "gemma2": lambda: transformers.Gemma2Config(**GEMMA, sliding_window=16, query_pre_attn_scalar=40),
+    "gemma2-without-caps": lambda: transformers.Gemma2Config(
+        **GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**GEMMA, "num_hidden_layers": 7}, sliding_window=16, rope_parameters=GEMMA3_ROPE, query_pre_attn_scalar=24
+    ),
+    "phi": lambda: transformers.PhiConfig(**PHI),
+    "phi-grouped": lambda: transformers.PhiConfig(**PHI, num_key_value_heads=2),
+    "phi-norms": lambda: transformers.PhiConfig(**PHI, num_key_value_heads=2, qk_layernorm=True),
+    "phi3": lambda: transformers.Phi3Config(**PHI3),
+    "phi3-window": lambda: transformers.Phi3Config(**PHI3, sliding_window=16, tie_word_embeddings=True),
+    "phi3-long": lambda: transformers.Phi3Config(**PHI3, **longrope(16)),
+    "phi3-short": lambda: transformers.Phi3Config(**PHI3, **longrope(60)),
+    "falcon-one-group": lambda: transformers.FalconConfig(**FALCON),
+    "falcon-groups": lambda: transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-groups-one-norm": lambda: transformers.FalconConfig(
+        **FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, tie_word_embeddings=False
+    ),
+    "falcon-no-groups": lambda: transformers.FalconConfig(**FALCON, multi_query=False, ffn_hidden_size=96),
+    "olmo": lambda: transformers.OlmoConfig(**LLAMA),
+    "olmo-clipped": lambda: transformers.OlmoConfig(**GROUPED, clip_qkv=0.5, tie_word_embeddings=True),
+    "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
+    "olmo3": lambda: transformers.Olmo3Config(**FOUR, sliding_window=16, rope_parameters=OLMO3_ROPE),
+    "stablelm": lambda: transformers.StableLmConfig(**STABLELM),
+    "stablelm-parallel": lambda: transformers.StableLmConfig(
+        **STABLELM, use_qkv_bias=True, use_parallel_residual=True, tie_word_embeddings=True
+    ),
+    "stablelm-12b": lambda: transformers.StableLmConfig(**STABLELM, use_parallel_residual=True, qk_layernorm=True),
+    "granite": lambda: transformers.GraniteConfig(
+        **GROUPED, embedding_multiplier=12.0, attention_multiplier=0.15, residual_multiplier=0.22, logits_scaling=8.0
+    ),
+    "starcoder2": lambda: transformers.Starcoder2Config(**GROUPED, **NO_PAD, sliding_window=16),
+    "starcoder2-without-biases": lambda: transformers.Starcoder2Config(
+        **GROUPED, **NO_PAD, use_bias=False, tie_word_embeddings=False
+    ),
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK, q_lora_rank=None, v_head_dim=8, num_experts_per_tok=3, n_shared_experts=2
+    ),
+    "deepseek-v2-groups-yarn": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK,
+        q_lora_rank=24,
+        v_head_dim=16,
+        num_experts_per_tok=3,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=4.0,
+        first_k_dense_replace=1,
+        tie_word_embeddings=True,
+        rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK,
+        q_lora_rank=24,
+        v_head_dim=16,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "deepseek-v3-one-group-wide-values-not-normed": lambda: transformers.DeepseekV3Config(
+        **DEEPSEEK,
+        q_lora_rank=None,
+        v_head_dim=32,
+        num_experts_per_tok=2,
+        n_shared_experts=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=0,
+        norm_topk_prob=False,
+        rms_norm_eps=1e-3,
+        rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(**LLAMA, num_key_value_heads=2),
+    "qwen2-tied": lambda: transformers.Qwen2Config(
+        **LLAMA, num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=QWEN2_ROPE
+    ),
+    "neox": lambda: transformers.GPTNeoXConfig(**NEOX),
+    "neox-serial-tied": lambda: transformers.GPTNeoXConfig(
+        **NEOX, use_parallel_residual=False, tie_word_embeddings=True
+    ),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "gpt2-untied": lambda: transformers.GPT2Config(**GPT2, n_inner=96, tie_word_embeddings=False),
+}
+
+LATENT = {
+    "latent_attention": {
+        "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 20,
+    },
+    "mlp_class_name": "LLaMAMoE", "moe_intermediate_size": 24, "shared_expert_gate": False,
+}  # fmt: skip
+NATIVE_CONFIGS = {
+    "llama-tied": {"vocab_size": 90, "n_query_groups": 2, "tie_embeddings": True},
+    "llama-untied-wide-heads": {"vocab_size": 90, "head_size": 32, "norm_eps": 1e-6, "rope_base": 500.0},
+    "llama3-rope": {
+        "vocab_size": 96, "rope_base": 500.0,
+        "rope_adjustments": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 32,
+        },
+    },
+    "llama-biases": {"vocab_size": 96, "bias": True},
+    "qwen2": {"family": "qwen2", "vocab_size": 90, "n_query_groups": 2, "attn_bias": True, "tie_embeddings": True},
+    "qwen2-wide-heads": {"family": "qwen2", "vocab_size": 96, "head_size": 32, "attn_bias": True, "norm_eps": 1e-6},
+    "gemma2": {
+        "family": "gemma2", "vocab_size": 90, "norm_offset": True, "scale_embeddings": True, "post_mlp_norm": True,
+        "mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh", "post_attention_norm": True,
+        "sliding_window_size": 16, "sliding_window_indices": [0, 1], "attention_logit_softcapping": 20.0,
+        "tie_embeddings": True,
+    },
+    "gemma3": {
+        "family": "gemma3_text", "vocab_size": 90, "norm_offset": True, "scale_embeddings": True, "post_mlp_norm": True,
+        "mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh", "post_attention_norm": True,
+        "sliding_window_size": 16, "sliding_window_indices": [0, 1], "rope_indices": [0, 1],
+        "rope_local_base_freq": 50.0, "norm_qk": True,
+        "rope_adjustments": {"factor": 4.0}, "tie_embeddings": True, "head_size": 32,
+    },
+    "phi3-long": {
+        "family": "phi3", "vocab_size": 96, "rotary_percentage": 0.75,
+        "rope_adjustments": {
+            "short_factor": [1.0] * 6, "long_factor": [1.5, 2.0, 2.5, 3.0, 3.5, 4.0], "original_max_seq_len": 32,
+            "attention_factor": 1.0954451150103321,  # sqrt(1 + ln 2 / ln 32), for 64 tokens instead of 32
+        },
+    },
+    "olmo3": {
+        "family": "olmo3", "vocab_size": 90, "norm_1": False, "norm_2": False, "post_attention_norm": True,
+        "post_mlp_norm": True, "norm_qk": True, "norm_qk_type": "olmo2", "sliding_window_size": 16,
+        "sliding_window_indices": [1, 0], "rope_indices": [1, 0], "rope_local_base_freq": 10000.0,
+    },
+    "stablelm": {
+        "family": "stablelm", "vocab_size": 90, "n_query_groups": 2, "norm_class_name": "LayerNorm", "norm_qk": True,
+        "norm_qk_type": "per_head", "rotary_percentage": 0.5, "tie_embeddings": True,
+    },
+    "falcon": {
+        "family": "falcon", "vocab_size": 90, "n_query_groups": 2, "norm_class_name": "LayerNorm",
+        "mlp_class_name": "GptNeoxMLP", "parallel_residual": True, "tie_embeddings": True,
+    },
+    "starcoder2": {
+        "family": "starcoder2", "vocab_size": 90, "n_query_groups": 2, "norm_class_name": "LayerNorm", "bias": True,
+        "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh", "sliding_window_size": 16,
+    },
+    "mixtral": {
+        "family": "mixtral", "vocab_size": 90, "n_query_groups": 2, "mlp_class_name": "LLaMAMoE", "n_expert": 4,
+        "n_expert_per_token": 2, "norm_topk_prob": True, "intermediate_size": 48, "tie_embeddings": True,
+    },
+    "qwen2-moe": {
+        "family": "qwen2_moe", "vocab_size": 90, "attn_bias": True, "mlp_class_name": "LLaMAMoE", "n_expert": 6,
+        "n_expert_per_token": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "head_size": 32,
+    },
+    "qwen3-moe": {
+        "family": "qwen3_moe", "vocab_size": 90, "norm_qk": True, "mlp_class_name": "LLaMAMoE", "n_expert": 8,
+        "n_expert_per_token": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "moe_indices": [1, 0],
+        "head_size": 32, "n_query_groups": 2,
+    },
+    "deepseek-v2": {
+        "family": "deepseek_v2", "vocab_size": 90, **LATENT, "n_expert": 6, "n_expert_per_token": 3,
+        "shared_expert_intermediate_size": 48, "n_expert_groups": 3, "n_topk_groups": 2, "tie_embeddings": True,
+    },
+    "deepseek-v3": {
+        "family": "deepseek_v3", "vocab_size": 90, **LATENT, "n_expert": 8, "n_expert_per_token": 3,
+        "shared_expert_intermediate_size": 24, "n_expert_groups": 2, "n_topk_groups": 1, "router_scores": "sigmoid",
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "moe_indices": [0, 1],
+        "rope_adjustments": {
+            "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16, "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "gpt-oss": {
+        "family": "gpt_oss", "vocab_size": 90, "n_query_groups": 2, "head_size": 32, "bias": True,
+        "attention_sinks": True, "mlp_class_name": "LLaMAMoE", "n_expert": 6, "n_expert_per_token": 3,
+        "norm_topk_prob": True, "intermediate_size": 48, "swiglu_limit": 1.5, "sliding_window_size": 16,
+        "sliding_window_indices": [0, 1], "rope_base": 500.0,
+        "rope_adjustments": {
+            "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 16, "truncate": False,
+        },
+    },
+    "gpt-oss-without-scaling": {
+        "family": "gpt_oss", "vocab_size": 96, "bias": True, "attention_sinks": True, "mlp_class_name": "LLaMAMoE",
+        "n_expert": 4, "n_expert_per_token": 2, "norm_topk_prob": True, "swiglu_limit": 7.0,
+        "moe_intermediate_size": 24, "tie_embeddings": True, "rope_base": 500.0,
+    },
+    "granite": {"family": "granite", "vocab_size": 90, "attention_multiplier": 0.3, "logits_scaling": 3.0},
+    "neox": {
+        "family": "gpt_neox", "vocab_size": 90, "rotary_percentage": 0.5, "rope_base": 100.0, "bias": True,
+        "parallel_residual": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",
+        "gelu_approximate": "tanh",
+    },
+    "gpt2": {
+        "family": "gpt2", "vocab_size": 90, "position_embedding": "learned", "bias": True, "tie_embeddings": True,
+        "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh",
+    },
+}  # fmt: skip
