@@ -50,11 +50,6 @@ KNOWN_CIRCLES = [
         "toolkit.training.callbacks.samples", "toolkit.training.run_state", "toolkit.training.trainer",
     },
     {"toolkit.models.config", "toolkit.models.config_checks"},
-    {"toolkit.models.gpt", "toolkit.models.lora"},
-    {
-        "toolkit.data.chat.template", "toolkit.data.sft.instruct", "toolkit.data.sft.tokenize",
-        "toolkit.data.sft.prepare",
-    },
 ]  # fmt: skip
 HEAVY = {"torch", "lightning", "litdata", "transformers", "tokenizers", "numpy", "rich"}
 

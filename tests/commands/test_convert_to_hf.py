@@ -21,7 +21,7 @@ from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import GuardError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.models.lora import LoRAMixin
+from toolkit.models.lora_layers import LoRAMixin
 
 CONFIG = ModelConfig(name="small", vocab_size=280, block_size=32, tie_embeddings=True)
 

@@ -18,11 +18,10 @@ from helpers.tiny_configs import HF_CONFIGS, NATIVE_CONFIGS
 from helpers.tiny_models import randomize, relative_error, to_folder
 
 from toolkit.checkpoints.export_hf import to_hf_names
-from toolkit.checkpoints.folder import model_on_meta
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import FAMILIES, config_from_hf, family_of, llama, tables
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, model_on_meta
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,8 +12,9 @@ from toolkit.models import loss as loss_module
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize
-from toolkit.models.lora import LoRALinear, add_lora, attention_rows, draw_adapter, initial_magnitude, is_adapter
+from toolkit.models.lora import add_lora, attention_rows, draw_adapter, initial_magnitude, is_adapter
 from toolkit.models.lora_config import PARTS, LoRAConfig
+from toolkit.models.lora_layers import LoRALinear
 
 LLAMA = ModelConfig(vocab_size=160, block_size=32, n_layer=2, n_head=4, n_query_groups=2, n_embd=32)
 NEOX = dataclasses.replace(LLAMA, n_query_groups=4, bias=True, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP")

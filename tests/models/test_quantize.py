@@ -14,8 +14,9 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.init import Materializer
-from toolkit.models.lora import LoRALinear, adapter_values, add_lora, is_adapter
+from toolkit.models.lora import adapter_values, add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.lora_layers import LoRALinear
 from toolkit.models.quantize import quantize_linears
 
 pytest.importorskip("bitsandbytes")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import CONFIG, load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf_reader import read_json
@@ -22,7 +20,7 @@ from toolkit.checkpoints.store import (
 )
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
 from toolkit.errors import UserError
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import model_on_meta
 
 _STATE, _OPTIMIZER = Path("trainer", "state.pth"), Path("trainer", "optimizer")
 
@@ -68,9 +66,7 @@ def _write(tmp: Path, source: Path) -> list[str]:
 
 def _write_weights(tmp: Path, source: Path) -> list[str]:
     if (source / CONFIG).exists():
-        with torch.device("meta"):
-            model = GPT(read_model_config(source))
-        weights = load_compatible_weights(source, model)
+        weights = load_compatible_weights(source, model_on_meta(read_model_config(source)))
     else:  # a user-defined module: meta.json records which names share a tensor
         weights = load_weights(source)
         tied = read_json(source / "trainer" / "meta.json").get("tied", {})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
 from toolkit.checkpoints.finite import nonfinite_tensors
-from toolkit.checkpoints.folder import load_compatible_weights, model_on_meta, read_model_config
+from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf_reader import CONFIG, FORMAT_NAMES, read_json
 from toolkit.checkpoints.merge import MergedWeights, copy_files
 from toolkit.checkpoints.scratch import SMALL
@@ -24,6 +24,7 @@ from toolkit.errors import GuardError, UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import WeightMapping
+from toolkit.models.gpt import model_on_meta
 from toolkit.models.moe import resolve_weight_dtype
 
 MAX_SHARD_BYTES = 5_000_000_000

@@ -16,7 +16,7 @@ from torch import Tensor
 from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapter_info
 from toolkit.checkpoints.export_hf import write_safetensors
 from toolkit.checkpoints.finite import nonfinite_tensors
-from toolkit.checkpoints.folder import load_compatible_weights, model_on_meta, read_model_config
+from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf_reader import read_json
 from toolkit.checkpoints.import_hf import read_origin
 from toolkit.checkpoints.merge import copy_files
@@ -34,6 +34,7 @@ from toolkit.checkpoints.peft_layers import (
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.models.families import MULTIMODAL
+from toolkit.models.gpt import model_on_meta
 from toolkit.models.lora import add_lora, initial_magnitude
 from toolkit.models.lora_config import LoRAConfig
 

@@ -26,7 +26,7 @@ from toolkit.checkpoints.store import FINAL, WEIGHTS, newest
 from toolkit.checkpoints.weights import load_weights, require_compatible, save_weights
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.lora import add_lora
 from toolkit.models.moe import resolve_weight_dtype
 from toolkit.untrusted import read_yaml
@@ -159,12 +159,6 @@ def load_model(
     model.load_state_dict(weights, strict=not tied, assign=True)
     model.tie_weights()
     return model
-
-
-def model_on_meta(config: ModelConfig) -> GPT:
-    """Return a GPT on the meta device."""
-    with torch.device("meta"):
-        return GPT(config)
 
 
 def load_compatible_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:

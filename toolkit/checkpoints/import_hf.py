@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.checkpoints.export_hf import to_hf_names
 from toolkit.checkpoints.finite import nonfinite_tensors, nonfinite_warning
-from toolkit.checkpoints.folder import load_compatible_weights, model_on_meta, read_model_config, write_model_files
+from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_files
 from toolkit.checkpoints.hf_reader import CONFIG, Weight, close, find_weights, quantized_bits, read_json
 from toolkit.checkpoints.hf_tokenizer import convert_sentencepiece, find_sentencepiece
 from toolkit.checkpoints.merge import copy_files
@@ -25,6 +25,7 @@ from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
+from toolkit.models.gpt import model_on_meta
 from toolkit.models.moe import resolve_weight_dtype
 from toolkit.untrusted import read_yaml
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.fingerprint import base_fingerprint
-from toolkit.checkpoints.folder import model_on_meta
 from toolkit.checkpoints.import_hf import is_import_of
 from toolkit.checkpoints.peft_layers import (
     PREFIX,
@@ -26,8 +25,10 @@ from toolkit.checkpoints.peft_layers import (
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.lora import Adapter, add_lora, attention_rows
+from toolkit.models.gpt import model_on_meta
+from toolkit.models.lora import add_lora, attention_rows
 from toolkit.models.lora_config import PARTS, LoRAConfig
+from toolkit.models.lora_layers import Adapter
 from toolkit.untrusted import read_json
 
 # Unsupported settings of peft, with their neutral values.

@@ -17,7 +17,6 @@ from toolkit.checkpoints.folder import (
     HYPERPARAMETERS,
     load_compatible_weights,
     load_model,
-    model_on_meta,
     read_model_config,
     write_model_config,
 )
@@ -27,7 +26,9 @@ from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import UserError
-from toolkit.models.lora import LoRAMixin, add_lora
+from toolkit.models.gpt import model_on_meta
+from toolkit.models.lora import add_lora
+from toolkit.models.lora_layers import LoRAMixin
 from toolkit.models.moe import resolve_weight_dtype
 from toolkit.paths import require_inside
 

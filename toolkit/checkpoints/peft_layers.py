@@ -16,12 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints.folder import model_on_meta
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import WeightMapping
-from toolkit.models.gpt import GPT
-from toolkit.models.lora import Adapter, LoRALinear
+from toolkit.models.gpt import GPT, model_on_meta
+from toolkit.models.lora_layers import Adapter, LoRALinear
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

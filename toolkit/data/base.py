@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from toolkit.errors import UserError
 
@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 
 DEFAULT_VAL_FRACTION = 0.05  # share of the tokens to hold out
+
+# Options of instruction data, see toolkit.data.InstructionData.
+OnLong = Literal["truncate", "drop", "split", "error"]
+TrainOn = Literal["answers", "last_answer", "all"]
+Packing = Literal["none", "best_fit"]
 
 
 class TokenDataset(Protocol):

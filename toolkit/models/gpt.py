@@ -11,7 +11,7 @@ from toolkit.models.attention import CausalSelfAttention, LayerCache
 from toolkit.models.config import ModelConfig
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.latent_attention import LatentAttention
-from toolkit.models.lora import LoRALinear
+from toolkit.models.lora_layers import LoRALinear
 from toolkit.models.loss import head_loss
 from toolkit.models.masks import AttentionMask, AttentionMaskBuilder
 from toolkit.models.mlp import make_mlp
@@ -226,3 +226,9 @@ class GPT(nn.Module):
                 return inverse
             self._frequencies[key] = inverse
         return self._frequencies[key]
+
+
+def model_on_meta(config: ModelConfig) -> GPT:
+    """Return a GPT on the meta device: names and shapes without memory."""
+    with torch.device("meta"):
+        return GPT(config)

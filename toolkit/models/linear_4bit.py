@@ -5,7 +5,7 @@ from __future__ import annotations
 import bitsandbytes as bnb
 import torch
 
-from toolkit.models.lora import LoRAMixin
+from toolkit.models.lora_layers import LoRAMixin
 
 
 class Linear4bit(bnb.nn.Linear4bit):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.errors import UserError
-from toolkit.models.lora import LoRALinear
+from toolkit.models.lora_layers import LoRALinear
 
 if TYPE_CHECKING:
     from toolkit.models.config import ModelConfig

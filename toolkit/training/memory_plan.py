@@ -21,7 +21,7 @@ from toolkit.args import DDPArgs, FSDPArgs, Precision
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.units import unit_precision
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT, Block, model_on_meta
 from toolkit.models.lora import add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.moe import StackedLinear
@@ -158,8 +158,7 @@ class Parameters:
 
 def build_on_meta(setup: TrainingSetup) -> GPT:
     """Return the model on the meta device, with adapters and frozen parameters."""
-    with torch.device("meta"):
-        model = GPT(setup.config)
+    model = model_on_meta(setup.config)
     if setup.lora is not None:
         add_lora(model, setup.lora)
     return model

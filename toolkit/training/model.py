@@ -24,7 +24,7 @@ from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT, Block
+from toolkit.models.gpt import GPT, Block, model_on_meta
 from toolkit.models.init import Materializer, init_weight
 from toolkit.models.lora import adapter_values, add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
@@ -73,7 +73,7 @@ def plan_model(
     ready = module is not None
     if not ready:
         assert config is not None
-        module = _on_meta(config)
+        module = model_on_meta(config)
         if lora is not None:
             add_lora(module, lora)
         blocks = (Block,)
@@ -207,7 +207,7 @@ def _values(
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
     if source is None:
         return init_weight(plan.module, seed)
-    weights = load_compatible_weights(source, _on_meta(plan.config))
+    weights = load_compatible_weights(source, model_on_meta(plan.config))
     if plan.lora is None:
         return lambda name, shape: weights[name]
     if plan.quantize is not None:
@@ -216,11 +216,6 @@ def _values(
     initial = adapter_values(plan.module, seed, weights.__getitem__) if adapters is None else None
     known = weights | (adapters or {})
     return lambda name, shape: initial(name, shape) if initial and is_adapter(name) else known[name]
-
-
-def _on_meta(config: ModelConfig) -> GPT:
-    with torch.device("meta"):
-        return GPT(config)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from toolkit.data.sft.schemas import EmptyAnswerError, answer_weights
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
-    from toolkit.data.sft.instruct import TrainOn
+    from toolkit.data.base import TrainOn
     from toolkit.data.tokenizer import Tokenizer
 
 Message = dict[str, Any]

@@ -6,19 +6,15 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
-from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, PreparedData, require
+from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, OnLong, Packing, PreparedData, TrainOn, require
 from toolkit.data.sft.schemas import require_columns
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from toolkit.data.sft.readers import Splits
     from toolkit.data.tokenizer import Tokenizer
-
-OnLong = Literal["truncate", "drop", "split", "error"]
-TrainOn = Literal["answers", "last_answer", "all"]
-Packing = Literal["none", "best_fit"]
 
 
 @dataclass(kw_only=True)

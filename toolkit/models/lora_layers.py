@@ -1,0 +1,148 @@
+"""Linear layers with low-rank adapters.
+
+A layer with adapters keeps the names of its frozen ``weight`` and ``bias``. Trainable parameters are under ``lora``:
+
+| name | shape | initial value |
+|---|---|---|
+| ``transformer.h.0.attn.qkv.lora.query.A`` (``key``, ``value``) | (r, in) | uniform, +- 1 / sqrt(in) |
+| ``transformer.h.0.attn.qkv.lora.query.B`` | (rows of that part, r) | 0 |
+| ``transformer.h.0.attn.q_b.lora.query.A``, ``kv_b.lora.key.A`` ... (latent attention) | as above | as above |
+| ``transformer.h.0.mlp.proj.lora.whole.A``, ``.B`` (every other layer) | (r, in), (out, r) | as above |
+| ``....magnitude`` (DoRA) | (rows of that part,) | the norms of the rows of ``weight`` |
+
+The adapters are fp32 for any base dtype; matrix products run in the base's compute dtype. The parts of a fused layer
+are computed as one pair of matrices: A stacked, B block-diagonal, with zero rows for parts without an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from toolkit.models.lora_config import LoRAConfig
+
+
+class Adapter(nn.Module):
+    """The trainable low-rank factors for a range of rows of a weight, in fp32."""
+
+    def __init__(self, r: int, in_features: int, rows: range, dora: bool, device: torch.device) -> None:
+        super().__init__()
+        self.rows = rows
+        self.A = nn.Parameter(torch.zeros(r, in_features, dtype=torch.float32, device=device))
+        self.B = nn.Parameter(torch.zeros(len(rows), r, dtype=torch.float32, device=device))
+        if dora:
+            self.magnitude = nn.Parameter(torch.ones(len(rows), dtype=torch.float32, device=device))
+
+
+class LoRAMixin(nn.Module):
+    """Adds adapters to a linear layer class, which provides the attributes below; comes before it in the MRO."""
+
+    in_features: int
+    out_features: int
+    weight: torch.Tensor  # (out, in)
+    bias: torch.Tensor | None
+    project: Callable[[torch.Tensor], torch.Tensor]  # forward without bias and adapters: (..., in) -> (..., out)
+    base_weight: Callable[[], torch.Tensor]  # the weight in a floating-point dtype
+    lora: nn.ModuleDict
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The adapters, in the order of their rows."""
+        return cast(list[Adapter], list(self.lora.values()))
+
+    def add_adapters(self, config: LoRAConfig, parts: dict[str, range]) -> None:
+        """Create the adapters of ``parts``: names and the rows of the weight they adapt, in ascending order."""
+        self.scaling, self.dropout, self.dora = config.scaling, config.dropout, config.dora
+        device = self.weight.device
+        self.lora = nn.ModuleDict(
+            {name: Adapter(config.r, self.in_features, rows, config.dora, device) for name, rows in parts.items()}
+        )
+
+    def share_adapters(self, other: LoRAMixin) -> None:
+        """Share another layer's adapters."""
+        self.lora, self.scaling, self.dropout, self.dora = other.lora, other.scaling, other.dropout, other.dora
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)."""
+        if self.dora:
+            return self._forward_dora(x)
+        y = super().forward(x)
+        hidden, b = self.low_rank(x, y.dtype)
+        return _add_product(y, hidden, b)
+
+    def low_rank(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (..., R) and (out, R), whose product is added to the layer's output; R is the sum of the ranks."""
+        a, b = self._factors()
+        return self._hidden(self._drop(x), a, dtype), b.to(dtype)
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return ``weight`` (out, in) with the adapters merged, in fp32."""
+        a, b = (factor.detach() for factor in self._factors())
+        merged = torch.addmm(weight.float(), b, a, alpha=self.scaling)
+        if self.dora:
+            merged *= self._row_scales(merged.norm(dim=1)).detach()[:, None]
+        return merged
+
+    def _forward_dora(self, x: torch.Tensor) -> torch.Tensor:
+        dropped = self._drop(x)
+        plain = self.project(x)
+        dropped_plain = plain if dropped is x else self.project(dropped)
+        a, b = self._factors()
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            norms = torch.addmm(self.base_weight().float(), b, a, alpha=self.scaling).norm(dim=1)
+        # Section 4.3 of the paper: the norms are constants. Scales are near 1, where bf16 has steps of 1/256: use fp32.
+        y = self._row_scales(norms) * _add_product(
+            dropped_plain, self._hidden(dropped, a, plain.dtype), b.to(plain.dtype)
+        )
+        if dropped_plain is not plain:
+            y = y + (plain - dropped_plain)
+        return (y if self.bias is None else y + self.bias).to(plain.dtype)
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout) if self.training and self.dropout else x
+
+    def _hidden(self, dropped: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return F.linear(dropped.to(dtype), a.to(dtype)) * self.scaling
+
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(R, in) and (out, R), fp32."""
+        adapters = self.adapters
+        if len(adapters) == 1 and len(adapters[0].rows) == self.out_features:
+            return adapters[0].A, adapters[0].B
+        ranks = sum(adapter.A.size(0) for adapter in adapters)
+        blocks, before, row = [], 0, 0
+        for adapter in adapters:
+            r = adapter.A.size(0)
+            blocks += [adapter.B.new_zeros(adapter.rows.start - row, ranks)]
+            blocks += [F.pad(adapter.B, (before, ranks - before - r))]
+            before, row = before + r, adapter.rows.stop
+        blocks += [adapters[0].B.new_zeros(self.out_features - row, ranks)]
+        return torch.cat([adapter.A for adapter in adapters]), torch.cat(blocks)
+
+    def _row_scales(self, norms: torch.Tensor) -> torch.Tensor:
+        """DoRA's scale of each row, (out,): magnitude / norm; 1 for rows without an adapter."""
+        scales, row = [], 0
+        for adapter in self.adapters:
+            scales += [norms.new_ones(adapter.rows.start - row)]
+            scales += [adapter.magnitude / norms[adapter.rows.start : adapter.rows.stop]]
+            row = adapter.rows.stop
+        return torch.cat([*scales, norms.new_ones(self.out_features - row)])
+
+
+class LoRALinear(LoRAMixin, nn.Linear):
+    """A linear layer with adapters; shares weight and bias with the layer it replaces."""
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+    def base_weight(self) -> torch.Tensor:
+        return self.weight
+
+
+def _add_product(y: torch.Tensor, hidden: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """y + hidden @ b.T, rounded once, without a second tensor of y's size."""
+    return torch.addmm(y.flatten(0, -2), hidden.flatten(0, -2), b.t()).view_as(y)
