@@ -21,9 +21,9 @@ from tests.commands.test_consolidate import make_checkpoint, shard
 from toolkit.checkpoints.adapters import read_adapter_info
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.checkpoints.lock import exclusive_lock, require_unlocked
-from toolkit.checkpoints.resume import resolve_resume
-from toolkit.checkpoints.shard_metadata import read_metadata
-from toolkit.checkpoints.sharded import read_sharded
+from toolkit.checkpoints.run.resume import resolve_resume
+from toolkit.checkpoints.run.shard_metadata import read_metadata
+from toolkit.checkpoints.run.sharded import read_sharded
 from toolkit.checkpoints.store import newest
 from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main

@@ -21,11 +21,11 @@ from toolkit.checkpoints.adapters import (
     read_adapter,
     write_adapter_files,
 )
-from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import load_compatible_weights, load_model, read_model_config, write_model_files
+from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.checkpoints.merge import MergedWeights, merge_in_place
-from toolkit.checkpoints.sharded import save_sharded
+from toolkit.checkpoints.run.sharded import save_sharded
 from toolkit.checkpoints.store import COMPLETE, write_checkpoint
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-from toolkit.checkpoints.export_hf import export_hf, verify_hf
 from toolkit.checkpoints.folder import load_model, read_model_config
+from toolkit.checkpoints.hf.export_hf import export_hf, verify_hf
 from toolkit.checkpoints.litgpt import config_from_litgpt
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError

@@ -17,7 +17,7 @@ import torch
 
 from toolkit.checkpoints import store
 from toolkit.checkpoints.lock import exclusive_lock
-from toolkit.checkpoints.resume import resolve_resume
+from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import (
     is_complete,
     newest,

@@ -10,7 +10,7 @@ from helpers.peak_memory import with_path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toolkit.checkpoints.export_hf import to_hf_names
+from toolkit.checkpoints.hf.export_hf import to_hf_names
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.gpt import GPT
@@ -25,8 +25,8 @@ GB = 1e9
 MEASURE = """
 import sys, time, torch
 from helpers.peak_memory import rise
-from toolkit.checkpoints.import_hf import import_hf
-from toolkit.checkpoints.export_hf import export_hf
+from toolkit.checkpoints.hf.import_hf import import_hf
+from toolkit.checkpoints.hf.export_hf import export_hf
 
 torch.set_num_threads(1)
 for convert, source, target in ((import_hf, "hf", "native"), (export_hf, "native", "out")):

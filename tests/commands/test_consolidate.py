@@ -11,7 +11,7 @@ from helpers.peak_memory import with_path
 from helpers.sealing import seal
 
 from toolkit.checkpoints.folder import load_model, write_model_files
-from toolkit.checkpoints.sharded import save_sharded
+from toolkit.checkpoints.run.sharded import save_sharded
 from toolkit.checkpoints.weights import load_state, load_weights, save_state
 from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe
@@ -164,7 +164,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from helpers.peak_memory import rise
-from toolkit.checkpoints.consolidate import consolidate
+from toolkit.checkpoints.run.consolidate import consolidate
 
 torch.set_num_threads(1)
 small, large, largest = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])

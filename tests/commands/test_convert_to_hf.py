@@ -60,7 +60,7 @@ def test_missing_or_damaged_checkpoint_is_a_one_line_error(checkpoint, tmp_path,
 def test_different_logits_raise_guard_error(checkpoint, tmp_path, monkeypatch, difference):
     seen = []
     monkeypatch.setattr(
-        "toolkit.checkpoints.export_hf.verify_hf", lambda _, out, *__: seen.append(Path(out)) or difference
+        "toolkit.checkpoints.hf.export_hf.verify_hf", lambda _, out, *__: seen.append(Path(out)) or difference
     )
     with pytest.raises(
         GuardError, match=f"transformers computes different logits: .*; {tmp_path / 'hf'} was not written"
@@ -72,7 +72,7 @@ def test_different_logits_raise_guard_error(checkpoint, tmp_path, monkeypatch, d
 def test_missing_transformers_fails_before_writing(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(
-        "toolkit.checkpoints.export_hf.export_hf", lambda *_, **__: pytest.fail("too late: this takes long")
+        "toolkit.checkpoints.hf.export_hf.export_hf", lambda *_, **__: pytest.fail("too late: this takes long")
     )
     assert main(["convert_to_hf", str(checkpoint), str(tmp_path / "hf"), "--verify", "true"]) == 2
     assert "needs transformers; run: pip install 'transformers>=4.50'" in capsys.readouterr().err

@@ -18,9 +18,9 @@ from huggingface_hub import constants
 
 from tests.checkpoints.test_adapters import write_base
 from tests.models.test_lora import base
-from toolkit.checkpoints import hub as hub_module
-from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import find_checkpoint_dir, load_model
+from toolkit.checkpoints.hf import hub as hub_module
+from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe
 

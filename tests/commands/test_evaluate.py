@@ -8,7 +8,7 @@ import yaml
 from conftest import WORDS
 from helpers.talker import make_talker
 
-from toolkit.checkpoints.export_hf import export_hf
+from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.cli import main
 from toolkit.data import PythonStdlib
 from toolkit.training.evaluate import data_of_run

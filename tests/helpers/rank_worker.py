@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers.peak_memory import rise
 from toolkit import cli
-from toolkit.checkpoints import sharded
-from toolkit.checkpoints.states import full_state
+from toolkit.checkpoints.run import sharded
+from toolkit.checkpoints.run.states import full_state
 from toolkit.distributed import fsdp
 from toolkit.training import trainer
 from toolkit.training.callbacks import metrics

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model, write_model_files
-from toolkit.checkpoints.import_hf import import_hf
+from toolkit.checkpoints.hf.export_hf import export_hf
+from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.checkpoints.store import write_checkpoint
 from toolkit.models.gpt import GPT
 

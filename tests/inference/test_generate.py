@@ -48,8 +48,8 @@ def test_cached_logits_equal_uncached(model):
 def test_equal_to_transformers(model, tmp_path):
     """Greedy text of the exported model, with transformers' cache and generation loop."""
     transformers = pytest.importorskip("transformers")
-    from toolkit.checkpoints.export_hf import export_hf
     from toolkit.checkpoints.folder import write_model_files
+    from toolkit.checkpoints.hf.export_hf import export_hf
 
     (tmp_path / "native").mkdir()
     state = model.state_dict()

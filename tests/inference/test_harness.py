@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import WORDS
 
-from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import write_model_files
+from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import UserError

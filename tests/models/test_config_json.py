@@ -14,9 +14,9 @@ from helpers.tiny_configs import HF_CONFIGS, LLAMA
 from helpers.tiny_models import from_folder, randomize, relative_error, token_ids
 from safetensors.torch import save_file
 
-from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.import_hf import import_hf
+from toolkit.checkpoints.hf.export_hf import export_hf
+from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.errors import UserError
 from toolkit.models.families import FAMILIES, config_from_hf, family_of, get_config
 from toolkit.models.gpt import GPT

@@ -17,7 +17,7 @@ import torch
 from helpers.tiny_configs import HF_CONFIGS, NATIVE_CONFIGS
 from helpers.tiny_models import randomize, relative_error, to_folder
 
-from toolkit.checkpoints.export_hf import to_hf_names
+from toolkit.checkpoints.hf.export_hf import to_hf_names
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import FAMILIES, config_from_hf, family_of, llama, tables

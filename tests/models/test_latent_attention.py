@@ -8,9 +8,9 @@ from helpers.tiny_configs import HF_CONFIGS, LATENT
 from helpers.tiny_models import randomize, relative_error, to_folder, token_ids
 from safetensors.torch import load_file, save_file
 
-from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.import_hf import import_hf
+from toolkit.checkpoints.hf.export_hf import export_hf
+from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
 from toolkit.inference.kv_cache import KVCache

@@ -8,7 +8,7 @@ from helpers.tiny_configs import HF_CONFIGS, NATIVE_CONFIGS
 from helpers.tiny_models import from_folder, randomize, relative_error, to_folder, token_ids
 from safetensors.torch import load_file
 
-from toolkit.checkpoints.export_hf import export_hf
+from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from tests.checkpoints.test_optimizer_state import Growing
+from tests.checkpoints.run.test_optimizer_state import Growing
 from tests.training.test_run import arguments, losses
 from toolkit.args import FINETUNE_LORA, FSDPArgs, OptimizerArgs
 from toolkit.checkpoints.weights import load_state, save_state

@@ -94,7 +94,7 @@ def _file_lines(path: Path) -> Iterator[str]:
 
 
 def _shard_lines(path: Path) -> Iterator[str]:
-    from toolkit.checkpoints.shard_metadata import read_metadata  # slow to import (1 s)
+    from toolkit.checkpoints.run.shard_metadata import read_metadata  # slow to import (1 s)
 
     metadata = read_metadata(path)
     for name, tensor in metadata.state_dict_metadata.items():

@@ -61,7 +61,7 @@ def require_finite(folder: Path) -> None:
         found = nonfinite_tensors(weights, weights.keys())
         state = dict(named_tensors(load_state(folder / "trainer" / "state.pth"), "trainer/state.pth"))
         if (folder / "trainer" / "optimizer").is_dir():
-            from toolkit.checkpoints.sharded import read_sharded  # slow to import (1 s)
+            from toolkit.checkpoints.run.sharded import read_sharded  # slow to import (1 s)
 
             state |= read_sharded(folder / "trainer" / "optimizer")
         found += nonfinite_tensors({name: tensor for name, tensor in state.items() if tensor.ndim})

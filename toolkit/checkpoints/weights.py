@@ -59,7 +59,7 @@ def load_weights(checkpoint_dir: Path, mmap: bool = True) -> dict[str, Tensor]:
     """
     path = Path(checkpoint_dir) / WEIGHTS
     if path.is_dir():
-        from toolkit.checkpoints.sharded import read_sharded  # circular, and slow to import (1 s)
+        from toolkit.checkpoints.run.sharded import read_sharded  # circular, and slow to import (1 s)
 
         return {canonical_name(name): tensor for name, tensor in read_sharded(path).items()}
     state = load_state(path, mmap=mmap)

@@ -16,10 +16,10 @@ def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> 
     import sys
     from pathlib import Path
 
-    from toolkit.checkpoints.consolidate import consolidate
     from toolkit.checkpoints.finite import nonfinite_warning
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
-    from toolkit.checkpoints.sharded import is_sharded
+    from toolkit.checkpoints.run.consolidate import consolidate
+    from toolkit.checkpoints.run.sharded import is_sharded
     from toolkit.checkpoints.store import WEIGHTS
 
     folder = Path(checkpoint_dir)  # find_checkpoint_dir rejects user-defined modules: they have no model_config.yaml

@@ -25,7 +25,7 @@ def setup(
 
     import torch
 
-    from toolkit.checkpoints.import_hf import import_hf
+    from toolkit.checkpoints.hf.import_hf import import_hf
 
     for line in import_hf(hf_dir, out_dir, None if dtype is None else getattr(torch, dtype)):
         print(line, file=sys.stderr)

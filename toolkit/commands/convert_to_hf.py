@@ -35,9 +35,9 @@ def setup(
 
     import torch
 
-    from toolkit.checkpoints.export_hf import export_hf, require_transformers, verify_hf
     from toolkit.checkpoints.finite import nonfinite_warning
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
+    from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers, verify_hf
     from toolkit.errors import GuardError
 
     folder = find_checkpoint_dir(checkpoint_dir)

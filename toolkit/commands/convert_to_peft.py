@@ -24,9 +24,9 @@ def setup(
     import sys
     from pathlib import Path
 
-    from toolkit.checkpoints.export_peft import export_peft
     from toolkit.checkpoints.finite import nonfinite_warning
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
+    from toolkit.checkpoints.peft.export_peft import export_peft
 
     folder = find_checkpoint_dir(checkpoint_dir)
     if verify_checkpoint:

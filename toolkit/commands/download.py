@@ -36,7 +36,7 @@ def setup(
 
     import torch
 
-    from toolkit.checkpoints.hub import download
+    from toolkit.checkpoints.hf.hub import download
 
     target = Path("checkpoints") / repo_id if out_dir is None else Path(out_dir)
     for line in download(repo_id, target, revision, None if dtype is None else getattr(torch, dtype), convert):

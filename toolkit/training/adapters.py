@@ -11,7 +11,7 @@ import torch
 from toolkit.checkpoints.adapters import AdapterInfo, load_adapters
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import find_checkpoint_dir
-from toolkit.checkpoints.import_peft import check_base, import_peft
+from toolkit.checkpoints.peft.import_peft import check_base, import_peft
 from toolkit.training.model import Plan
 from toolkit.training.resolve import RunArgs
 

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.args import CommandDefaults
 from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
-from toolkit.checkpoints.import_peft import check_base, import_peft
+from toolkit.checkpoints.peft.import_peft import check_base, import_peft
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig

@@ -14,8 +14,8 @@ from torch import distributed as dist
 from torch import nn
 
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
-from toolkit.checkpoints.sharded import is_sharded
-from toolkit.checkpoints.states import load_sharded_weights, tied_names
+from toolkit.checkpoints.run.sharded import is_sharded
+from toolkit.checkpoints.run.states import load_sharded_weights, tied_names
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import canonical_name, load_weights
 from toolkit.distributed import ranks
@@ -43,7 +43,7 @@ class Plan:
         config: Its architecture; None for a user-provided module.
         blocks: The classes of its blocks.
         sizes: Elements of each parameter, by name.
-        tied: See :func:`toolkit.checkpoints.states.tied_names`.
+        tied: See :func:`toolkit.checkpoints.run.states.tied_names`.
         no_decay_params: See :func:`toolkit.training.optimizer.no_decay_params`.
         facts: What may not change on resume.
         lora: What is adapted by low rank, where the weights themselves are frozen.

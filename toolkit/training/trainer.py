@@ -13,7 +13,7 @@ from pathlib import Path
 
 from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.lock import exclusive_lock, require_unlocked
-from toolkit.checkpoints.resume import resolve_resume
+from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import FINAL, newest, rename_damaged
 from toolkit.data.base import is_ragged
 from toolkit.data.loader import Batch, choose_padding, train_batches, val_batches

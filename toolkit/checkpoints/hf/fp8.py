@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from toolkit.checkpoints.hf_reader import StoredTensor, Weight
+    from toolkit.checkpoints.hf.reader import StoredTensor, Weight
 
 METHOD = "fp8"  # quant_method in config.json
 BITS = 8  # per weight
@@ -20,7 +20,7 @@ _SCALES = "_scale_inv"
 
 
 class Scaled(NamedTuple):
-    """A weight and its scales, with the interface of :class:`toolkit.checkpoints.hf_reader.StoredTensor`."""
+    """A weight and its scales, with the interface of :class:`toolkit.checkpoints.hf.reader.StoredTensor`."""
 
     weight: StoredTensor
     scales: StoredTensor

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from toolkit.checkpoints.optimizer_state import load_optimizer
-from toolkit.checkpoints.sharded import save_sharded
-from toolkit.checkpoints.states import full_state, sharded_state
+from toolkit.checkpoints.run.optimizer_state import load_optimizer
+from toolkit.checkpoints.run.sharded import save_sharded
+from toolkit.checkpoints.run.states import full_state, sharded_state
 from toolkit.checkpoints.weights import load_state, save_state
 from toolkit.errors import UserError
 
@@ -159,9 +159,9 @@ import gc, sys, torch
 from pathlib import Path
 from helpers.peak_memory import rise
 from torch import nn
-from toolkit.checkpoints.optimizer_state import load_optimizer
-from toolkit.checkpoints.sharded import save_sharded
-from toolkit.checkpoints.states import full_state, sharded_state
+from toolkit.checkpoints.run.optimizer_state import load_optimizer
+from toolkit.checkpoints.run.sharded import save_sharded
+from toolkit.checkpoints.run.states import full_state, sharded_state
 from toolkit.checkpoints.weights import load_state, save_state
 
 torch.set_num_threads(1)

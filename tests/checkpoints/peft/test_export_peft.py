@@ -10,10 +10,10 @@ import torch
 from tests.checkpoints.test_adapters import write_adapted, write_base
 from tests.models.test_lora import NONE, stir, tokens
 from toolkit.checkpoints.adapters import load_adapters
-from toolkit.checkpoints.export_hf import export_hf
-from toolkit.checkpoints.export_peft import export_peft
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.import_peft import import_peft
+from toolkit.checkpoints.hf.export_hf import export_hf
+from toolkit.checkpoints.peft.export_peft import export_peft
+from toolkit.checkpoints.peft.import_peft import import_peft
 from toolkit.cli import main
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig

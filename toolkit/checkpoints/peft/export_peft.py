@@ -1,4 +1,4 @@
-"""Export adapters to peft's format, through the families' weight maps; see :mod:`.peft_layers`."""
+"""Export adapters to peft's format, through the families' weight maps; see :mod:`.layers`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.adapters import load_adapters, read_adapter, read_adapter_info
-from toolkit.checkpoints.export_hf import write_safetensors
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
-from toolkit.checkpoints.hf_reader import read_json
-from toolkit.checkpoints.import_hf import read_origin
+from toolkit.checkpoints.hf.export_hf import write_safetensors
+from toolkit.checkpoints.hf.import_hf import read_origin
+from toolkit.checkpoints.hf.reader import read_json
 from toolkit.checkpoints.merge import copy_files
-from toolkit.checkpoints.peft_layers import (
+from toolkit.checkpoints.peft.layers import (
     PREFIX,
     RENAMED,
     SETTINGS,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.checkpoints.hf_tokenizer import SENTENCEPIECE
-from toolkit.checkpoints.import_hf import import_hf
+from toolkit.checkpoints.hf.import_hf import import_hf
+from toolkit.checkpoints.hf.tokenizer import SENTENCEPIECE
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 
 spm, transformers = pytest.importorskip("sentencepiece"), pytest.importorskip("transformers")
@@ -65,7 +65,7 @@ def test_warns_about_more_tokens_than_embeddings(folder, tmp_path):
 
 
 def test_convert_script_keeps_the_tokenizer(folder, monkeypatch, capsys):
-    script = Path(__file__).parents[2] / "scripts" / "convert_hf_checkpoint.py"
+    script = Path(__file__).parents[3] / "scripts" / "convert_hf_checkpoint.py"
     for options, written in (["--print_config"], set()), ([], {"tokenizer.json", "lit_model.pth", "model_config.yaml"}):
         before = {path.name for path in folder.iterdir()}
         monkeypatch.setattr(sys, "argv", [str(script), "--checkpoint_dir", str(folder), *options])
@@ -85,7 +85,7 @@ def test_damaged_tokenizer_warns_and_weights_are_imported(folder, tmp_path):
 
 
 def test_tokenizer_with_different_encoding_is_rejected(folder, tmp_path, monkeypatch):
-    from toolkit.checkpoints import hf_tokenizer
+    from toolkit.checkpoints.hf import tokenizer as hf_tokenizer
 
     monkeypatch.setattr(hf_tokenizer, "_PROBES", ("<s> in a text",))  # transformers takes it for the token
     (note,) = import_hf(folder, tmp_path / "native")

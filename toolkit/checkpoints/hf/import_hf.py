@@ -11,11 +11,11 @@ import torch
 import yaml
 from torch import Tensor
 
-from toolkit.checkpoints.export_hf import to_hf_names
 from toolkit.checkpoints.finite import nonfinite_tensors, nonfinite_warning
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_files
-from toolkit.checkpoints.hf_reader import CONFIG, Weight, close, find_weights, quantized_bits, read_json
-from toolkit.checkpoints.hf_tokenizer import convert_sentencepiece, find_sentencepiece
+from toolkit.checkpoints.hf.export_hf import to_hf_names
+from toolkit.checkpoints.hf.reader import CONFIG, Weight, close, find_weights, quantized_bits, read_json
+from toolkit.checkpoints.hf.tokenizer import convert_sentencepiece, find_sentencepiece
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder

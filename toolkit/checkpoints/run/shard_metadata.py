@@ -67,7 +67,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Read and validate a folder's ``.metadata`` without running code.
 
     Raises:
-        UserError: see :func:`toolkit.checkpoints.sharded.check_sharded`.
+        UserError: see :func:`toolkit.checkpoints.run.sharded.check_sharded`.
     """
     try:
         with open_regular(folder / _METADATA) as file:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from toolkit.checkpoints.hf_reader import StoredTensor
+    from toolkit.checkpoints.hf.reader import StoredTensor
 
 METHOD = "mxfp4"  # quant_method in config.json
 BITS = 4 + 8 / 32  # per weight
@@ -23,7 +23,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class Packed(NamedTuple):
-    """Blocks and scales of a weight, with the interface of :class:`toolkit.checkpoints.hf_reader.StoredTensor`."""
+    """Blocks and scales of a weight, with the interface of :class:`toolkit.checkpoints.hf.reader.StoredTensor`."""
 
     blocks: StoredTensor
     scales: StoredTensor

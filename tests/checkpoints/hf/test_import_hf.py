@@ -11,9 +11,9 @@ import torch
 from helpers.peak_memory import with_path
 from safetensors.torch import load_file, save_file
 
-from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model, read_model_config
-from toolkit.checkpoints.import_hf import import_hf
+from toolkit.checkpoints.hf.export_hf import export_hf
+from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe
@@ -398,7 +398,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from helpers.peak_memory import rise
-from toolkit.checkpoints.import_hf import import_hf
+from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 
 torch.set_num_threads(1)

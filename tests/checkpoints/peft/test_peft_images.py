@@ -7,10 +7,10 @@ from helpers.tiny_models import relative_error, token_ids
 from tests.checkpoints.test_adapters import write_adapted
 from tests.models.test_config_json import save_multimodal_model
 from tests.models.test_lora import stir
-from toolkit.checkpoints.export_peft import export_peft
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.import_hf import import_hf
-from toolkit.checkpoints.import_peft import import_peft
+from toolkit.checkpoints.hf.import_hf import import_hf
+from toolkit.checkpoints.peft.export_peft import export_peft
+from toolkit.checkpoints.peft.import_peft import import_peft
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
 

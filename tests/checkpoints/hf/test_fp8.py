@@ -9,8 +9,8 @@ from helpers.tiny_models import randomize, token_ids
 from safetensors.torch import load_file, save_file
 
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.fp8 import dequantize
-from toolkit.checkpoints.import_hf import import_hf
+from toolkit.checkpoints.hf.fp8 import dequantize
+from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
 

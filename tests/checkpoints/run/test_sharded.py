@@ -31,8 +31,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from toolkit.checkpoints import scratch, shard_metadata
-from toolkit.checkpoints.sharded import check_sharded, is_sharded, load_sharded, read_sharded, save_sharded
+from toolkit.checkpoints import scratch
+from toolkit.checkpoints.run import shard_metadata
+from toolkit.checkpoints.run.sharded import check_sharded, is_sharded, load_sharded, read_sharded, save_sharded
 from toolkit.checkpoints.store import disk_full_reason
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError

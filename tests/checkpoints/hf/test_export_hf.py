@@ -10,8 +10,8 @@ import torch
 from helpers.peak_memory import with_path
 from safetensors import safe_open
 
-from toolkit.checkpoints.export_hf import export_hf, verify_hf
 from toolkit.checkpoints.folder import load_model, write_model_files
+from toolkit.checkpoints.hf.export_hf import export_hf, verify_hf
 from toolkit.checkpoints.store import write_checkpoint
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import GuardError, UserError
@@ -315,7 +315,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from helpers.peak_memory import rise
-from toolkit.checkpoints.export_hf import export_hf
+from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.checkpoints.weights import load_weights
 
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Import adapters from peft's format, through the families' weight maps; see :mod:`.peft_layers`."""
+"""Import adapters from peft's format, through the families' weight maps; see :mod:`.layers`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.fingerprint import base_fingerprint
-from toolkit.checkpoints.import_hf import is_import_of
-from toolkit.checkpoints.peft_layers import (
+from toolkit.checkpoints.hf.import_hf import is_import_of
+from toolkit.checkpoints.peft.layers import (
     PREFIX,
     RENAMED,
     SETTINGS,

@@ -10,10 +10,10 @@ import torch
 from helpers.peak_memory import with_path
 from safetensors.torch import load_file, save_file
 
-from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model, read_model_config
-from toolkit.checkpoints.import_hf import import_hf, is_import_of
-from toolkit.checkpoints.mxfp4 import dequantize
+from toolkit.checkpoints.hf.export_hf import export_hf
+from toolkit.checkpoints.hf.import_hf import import_hf, is_import_of
+from toolkit.checkpoints.hf.mxfp4 import dequantize
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
 
@@ -137,7 +137,7 @@ def test_bad_input_is_a_one_line_error_and_writes_nothing(tmp_path, capsys, case
 PEAK = """
 import sys, torch
 from helpers.peak_memory import rise
-from toolkit.checkpoints.import_hf import import_hf
+from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.checkpoints.weights import load_weights
 
 torch.set_num_threads(1)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from toolkit.checkpoints.hf_reader import CONFIG, INDEX, SINGLE, quantized_bits, read_json
-from toolkit.checkpoints.import_hf import import_hf, read_hf_config, write_origin
+from toolkit.checkpoints.hf.import_hf import import_hf, read_hf_config, write_origin
+from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE, quantized_bits, read_json
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.store import disk_full_reason, require_new_folder
 from toolkit.data.tokenizer import FILE_PATTERNS

@@ -8,9 +8,9 @@ import torch
 from helpers.smollm2 import gguf_file, smollm2_folder
 from safetensors.torch import load_file
 
-from toolkit.checkpoints.export_hf import export_hf
 from toolkit.checkpoints.folder import load_model
-from toolkit.checkpoints.import_hf import import_hf
+from toolkit.checkpoints.hf.export_hf import export_hf
+from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.inference.generate import generate
@@ -19,7 +19,7 @@ from toolkit.inference.text import stop_tokens
 transformers = pytest.importorskip("transformers")
 
 # transformers' conversion of GGUF leaves out SmolLM2's Digits pre-tokenizer: not a text with spaces in front of a digit
-TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 

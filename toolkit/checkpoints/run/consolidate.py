@@ -7,9 +7,9 @@ from typing import Any
 
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import CONFIG, load_compatible_weights, read_model_config
-from toolkit.checkpoints.hf_reader import read_json
+from toolkit.checkpoints.hf.reader import read_json
 from toolkit.checkpoints.merge import copy_files
-from toolkit.checkpoints.sharded import is_sharded, read_sharded
+from toolkit.checkpoints.run.sharded import is_sharded, read_sharded
 from toolkit.checkpoints.store import (
     COMPLETE,
     WEIGHTS,
@@ -29,7 +29,7 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
     """Write the checkpoint with its weights in one file and its optimizer in ``trainer/state.pth``.
 
     The new folder is created atomically. It is marked complete if the source is. Runs in one process, without a process
-    group; memory use as in :func:`~toolkit.checkpoints.sharded.read_sharded`.
+    group; memory use as in :func:`~toolkit.checkpoints.run.sharded.read_sharded`.
 
     Returns:
         The names of the weights that contain NaN or Inf.

@@ -7,12 +7,12 @@ import shutil
 import pytest
 import torch
 
+from tests.checkpoints.peft.test_export_peft import CONFIGS, make
 from tests.checkpoints.test_adapters import write_base
-from tests.checkpoints.test_export_peft import CONFIGS, make
-from toolkit.checkpoints.export_hf import export_hf
-from toolkit.checkpoints.export_peft import export_peft
-from toolkit.checkpoints.import_hf import import_hf
-from toolkit.checkpoints.import_peft import check_base
+from toolkit.checkpoints.hf.export_hf import export_hf
+from toolkit.checkpoints.hf.import_hf import import_hf
+from toolkit.checkpoints.peft.export_peft import export_peft
+from toolkit.checkpoints.peft.import_peft import check_base
 from toolkit.cli import main
 from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import UserError

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
-from toolkit.checkpoints.hf_reader import CONFIG, FORMAT_NAMES, read_json
+from toolkit.checkpoints.hf.reader import CONFIG, FORMAT_NAMES, read_json
 from toolkit.checkpoints.merge import MergedWeights, copy_files
 from toolkit.checkpoints.scratch import SMALL
 from toolkit.checkpoints.store import require_new_folder, write_folder

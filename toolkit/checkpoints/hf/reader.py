@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from toolkit import untrusted
-from toolkit.checkpoints import fp8, mxfp4
+from toolkit.checkpoints.hf import fp8, mxfp4
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_state
 from toolkit.errors import UserError

@@ -1,0 +1,1 @@
+"""Hugging Face folders: import, export and download."""

@@ -1,0 +1,1 @@
+"""LoRA adapters in the format of peft: import and export."""

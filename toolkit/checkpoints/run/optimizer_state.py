@@ -1,0 +1,306 @@
+"""Restore optimizer state from a checkpoint, one parameter at a time and in place, so that memory holds one copy.
+
+torch's ``set_optimizer_state_dict`` holds two copies: it initializes an empty optimizer with a step and replaces the
+result. That step also advances the counters that an optimizer keeps in its groups.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.checkpoints.run.sharded import ShardReader
+from toolkit.checkpoints.scratch import SMALL
+from toolkit.checkpoints.weights import canonical_name
+from toolkit.distributed import ranks
+from toolkit.distributed.fsdp import local_parts
+from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.errors import UserError
+
+SEPARATOR = "|"  # in names of sharded tensors: parameter|key
+# The schedule sets lr; the others depend on the device.
+_NEVER_RESTORED = {"params", "lr", "fused", "foreach", "capturable"}
+
+
+class _LazyTensor(NamedTuple):
+    """A saved tensor that has not been read yet."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[int, int], Tensor]
+    """Returns elements ``start`` to ``stop`` of the flattened tensor."""
+
+
+@dataclass(frozen=True)
+class _LocalParameter:
+    """This rank's part of a parameter."""
+
+    names: list[str]
+    """Canonical names; several if the parameter is tied."""
+    parameter: nn.Parameter
+    group: int
+    """Index of its optimizer group."""
+    shape: torch.Size
+    """Shape of the unsharded parameter."""
+    start: int
+    """Offset of this rank's first element in the flattened parameter."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.parameter.numel() != self.shape.numel()
+
+
+def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return ``param_groups`` with parameter names, and ``param_groups_by_rank`` without them if ranks differ.
+
+    Collective.
+    """
+    names = {id(p): canonical_name(name) for name, p in module.named_parameters()}
+    local = [{k: _on_cpu(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    groups = [
+        {"params": [names[id(p)] for p in group["params"]], **values}
+        for group, values in zip(optimizer.param_groups, local, strict=True)
+    ]
+    by_rank = ranks.all_gather_object(local)
+    differ = any(_plain(values) != _plain(by_rank[0]) for values in by_rank)
+    return {"param_groups": groups} | ({"param_groups_by_rank": by_rank} if differ else {})
+
+
+def load_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, file: Path, folder: Path, may_be_empty: bool
+) -> None:
+    """Restore the saved state of an optimizer; every rank loads its part.
+
+    Values that only the configuration determines are not restored: the learning rate, and all options of torch's own
+    optimizers.
+
+    Args:
+        module: The wrapped module.
+        optimizer: A new optimizer.
+        saved: The entry ``optimizer`` of the state file, from any function of :mod:`toolkit.checkpoints.run.states`.
+        file: The state file, for messages.
+        folder: The optimizer's shards, used if ``saved`` contains no tensors.
+        may_be_empty: Whether the checkpoint may predate the first optimizer step.
+
+    Raises:
+        UserError: an entry is missing, unknown, of a different shape or dtype, or a shard is damaged.
+    """
+    where, entries = _read_entries(saved, file, folder)
+    parts = _local_parameters(module, optimizer)
+    by_name = {name: part for part in parts for name in part.names}
+    entries = {canonical_name(name): entry for name, entry in entries.items()}
+    if unknown := sorted(entries.keys() - by_name.keys()):
+        raise UserError(f"{where}: optimizer state of {unknown[0]!r:.100}: the optimizer has no such parameter")
+    is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim")
+    _load_groups(optimizer, saved, by_name, file, is_torch_optimizer)
+    without, missing = set(_list_of_names(saved.get("without_state", []), file)), []
+    for part in parts:
+        state = _create_state(optimizer, part)
+        entry = next((entries[name] for name in part.names if name in entries), None)
+        if entry is None:
+            if state:
+                missing.append(part)
+            continue
+        try:
+            _fill(state, entry, part, is_torch_optimizer)
+        except _MismatchError as error:
+            raise UserError(f"{where}: optimizer state of {part.names[0]}: {error}") from None
+        if part.parameter.numel():  # FSDP: no state for a parameter of which this rank has no elements
+            optimizer.state[part.parameter] = state
+        if part.parameter.numel() >= SMALL:
+            give_back_freed_memory()
+    if missing and (entries or not may_be_empty):
+        unexpected = [part for part in missing if not without.intersection(part.names)]
+        if unexpected or not entries:
+            more = f", and of {len(missing) - 1} more" if len(missing) > 1 else ""
+            name = (unexpected or missing)[0].names[0]
+            raise UserError(f"{where}: optimizer state of {name}: is missing{more}; resume from another checkpoint")
+
+
+class _MismatchError(Exception):
+    """A parameter's saved state does not match."""
+
+
+def _read_entries(saved: Any, file: Path, folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """Return the path of the tensors, for messages, and {parameter: {key: lazy tensor or number}}."""
+    if not isinstance(saved, dict):
+        raise UserError(f"{file}: optimizer: is {_kind(saved)}, not a dictionary; resume from another checkpoint")
+    kinds = [name for name in ("adapters", "state", "values") if name in saved]
+    if not kinds:
+        raise UserError(f"{file}: optimizer: has no entry 'state'; resume from another checkpoint")
+    if kinds[0] == "values":
+        return folder, {} if saved["values"] is None else _shard_entries(saved["values"], file, folder)
+    entries = saved[kinds[0]]
+    for name, entry in entries.items() if isinstance(entries, dict) else [("state", entries)]:
+        if not (isinstance(name, str) and isinstance(entry, dict) and all(isinstance(key, str) for key in entry)):
+            raise UserError(f"{file}: optimizer state of {name!r:.100}: is {_kind(entry)}, not names and values")
+    # torch keeps a prefix such as "module." before the names of a user-defined module.
+    by_name = {canonical_name(name): entry for name, entry in entries.items()}
+    return file, {name: {key: _lazy(value) for key, value in entry.items()} for name, entry in by_name.items()}
+
+
+def _shard_entries(values: Any, file: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    if not (isinstance(values, dict) and all(isinstance(name, str) for name in values)):
+        raise UserError(f"{file}: optimizer: values: is {_kind(values)}, not names and numbers")
+    reader = ShardReader(folder)
+    flat: dict[str, Any] = dict(values)
+    for name, (shape, dtype) in reader.tensors.items():
+        flat[name] = _LazyTensor(shape, dtype, lambda start, stop, name=name: reader.read(name, start, stop))
+    entries: dict[str, dict[str, Any]] = {}
+    for name, value in flat.items():
+        parameter, _, key = name.rpartition(SEPARATOR)
+        entries.setdefault(canonical_name(parameter), {})[key] = value
+    return entries
+
+
+def _lazy(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return value
+    return _LazyTensor(value.shape, value.dtype, lambda start, stop: value.reshape(-1)[start:stop])
+
+
+def _local_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[_LocalParameter]:
+    """Return the optimizer's parameters, in the same order on every rank."""
+    groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(canonical_name(name))
+    sharded, parts = local_parts(module), []
+    for parameter in module.parameters():
+        if id(parameter) in groups:
+            shape, start = sharded.get(id(parameter), (parameter.shape, 0))
+            parts.append(_LocalParameter(names[id(parameter)], parameter, groups[id(parameter)], shape, start))
+    return parts
+
+
+def _load_groups(
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    parts: dict[str, _LocalParameter],
+    file: Path,
+    is_torch_optimizer: bool,
+) -> None:
+    """Restore the values that an optimizer keeps in its param_groups."""
+    groups = saved.get("param_groups", [])
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise UserError(f"{file}: optimizer: param_groups: is {_kind(groups)}, not a list of dictionaries")
+    if not groups:
+        return  # a checkpoint of an earlier version
+    if len(groups) != len(optimizer.param_groups):
+        raise UserError(f"{file}: optimizer: has {len(groups)} param_groups, this run {len(optimizer.param_groups)}")
+    for i, group in enumerate(groups):
+        names = _list_of_names(group.get("params"), file)
+        if {parts[name].group if name in parts else None for name in names} != {i}:
+            raise UserError(f"{file}: optimizer: param_groups: group {i} has other parameters than in this run")
+    if is_torch_optimizer:
+        return  # their groups hold options only, which come from the configuration
+    by_rank = saved.get("param_groups_by_rank")
+    if isinstance(by_rank, list) and len(by_rank) == ranks.world_size():
+        groups = by_rank[ranks.global_rank()]
+        if not isinstance(groups, list) or [type(group) for group in groups] != [dict] * len(optimizer.param_groups):
+            raise UserError(f"{file}: optimizer: param_groups_by_rank: is not a list of dictionaries for each rank")
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        for key in values.keys() - _NEVER_RESTORED:
+            if not isinstance(key, str) or (key in group and not _is_same_kind(values[key], group[key])):
+                kinds = f"is {_kind(values[key])}, not {_kind(group.get(key))}"
+                raise UserError(f"{file}: optimizer: param_groups: {key!r:.100}: {kinds}")
+            device = group["params"][0].device
+            is_tensor = isinstance(values[key], Tensor)
+            group[key] = values[key].to(device).clone() if is_tensor else values[key]
+
+
+def _create_state(optimizer: torch.optim.Optimizer, part: _LocalParameter) -> dict[str, Any]:
+    """Return the state that the optimizer's first step creates, from a step with lr 0 on a copy of the parameter."""
+    twin = nn.Parameter(part.parameter.detach().clone())
+    twin.grad = torch.zeros_like(twin)
+    group = {k: copy.deepcopy(v) for k, v in optimizer.param_groups[part.group].items() if k != "params"}
+    if "lr" in group:
+        group["lr"] = group["lr"] * 0.0
+    original = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = [{"params": [twin], **group}], defaultdict(dict)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+        return dict(optimizer.state.get(twin, {}))
+    finally:
+        optimizer.param_groups, optimizer.state = original
+
+
+def _fill(state: dict[str, Any], entry: dict[str, Any], part: _LocalParameter, is_torch_optimizer: bool) -> None:
+    """Copy the saved values into a new state.
+
+    torch's optimizers always create the same state; others may add entries later, or store a scalar zero for a
+    parameter of zeros (Prodigy).
+    """
+    if missing := sorted(state.keys() - entry.keys()):
+        raise _MismatchError(f"{missing[0]} is missing")
+    if is_torch_optimizer and (unknown := sorted(entry.keys() - state.keys())):
+        raise _MismatchError(f"{unknown[0]!r:.100} is unknown to this optimizer")
+    for key, value in entry.items():
+        target = state.get(key)
+        if isinstance(value, _LazyTensor) and (target is None or isinstance(target, Tensor)):
+            state[key] = _load_tensor(key, value, target, part, is_torch_optimizer)
+        elif not isinstance(value, _LazyTensor) and _is_same_kind(value, target) and not isinstance(target, Tensor):
+            state[key] = value
+        else:
+            raise _MismatchError(f"{key!r:.100} is {_kind(value)}, not {_kind(target)}")
+
+
+def _load_tensor(
+    key: str, stored: _LazyTensor, target: Tensor | None, part: _LocalParameter, is_torch_optimizer: bool
+) -> Tensor:
+    """Read this rank's part of a saved tensor into ``target``, or into a new tensor."""
+    is_scalar, has_param_shape = stored.shape == (), stored.shape in (part.shape, (part.shape.numel(),))
+    is_sharded = part.is_sharded and not is_scalar
+    shape, start = (part.parameter.shape, part.start) if is_sharded else (stored.shape, 0)
+    fits, is_same = has_param_shape or not is_sharded, target is None
+    if target is not None:
+        is_same = target.shape == shape or (has_param_shape and target.numel() == part.parameter.numel())
+        fits &= is_same or (not is_torch_optimizer and (is_scalar or has_param_shape))
+    if not fits:
+        raise _MismatchError(f"{key} has shape {tuple(stored.shape)}; the parameter has {tuple(part.shape)}")
+    if target is not None and target.dtype != stored.dtype:
+        raise _MismatchError(f"{key} has dtype {stored.dtype}, not {target.dtype}")
+    if target is None or not is_same:
+        target = torch.empty(shape, dtype=stored.dtype, device=part.parameter.device)
+    return target.copy_(stored.read(start, start + target.numel()).view(target.shape))
+
+
+def _is_same_kind(value: Any, other: Any) -> bool:
+    """Whether values are of the same kind; None matches anything."""
+    if isinstance(value, tuple | list) and isinstance(other, tuple | list):
+        return len(value) == len(other) and all(map(_is_same_kind, value, other))
+    return other is None or value is None or _kind(value) == _kind(other)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
+        return "a number"
+    if isinstance(value, _LazyTensor | Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return {str: "a string", dict: "a dictionary", list: "a list", tuple: "a list"}.get(type(value), f"{value!r:.50}")
+
+
+def _list_of_names(value: Any, file: Path) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise UserError(f"{file}: optimizer: params: is {_kind(value)}, not a list of names")
+    return [canonical_name(name) for name in value]
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _plain(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]

@@ -1,0 +1,253 @@
+"""Distributed checkpoints (torch's DCP): folders of shards that all ranks write and read collectively.
+
+Such a folder holds tensors only. torch's reader unpickles ``.metadata`` and non-tensor items without restriction; here
+it gets metadata validated by :mod:`toolkit.checkpoints.run.shard_metadata` (S4).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.futures import Future
+
+from toolkit.checkpoints.run.shard_metadata import read_metadata
+from toolkit.checkpoints.scratch import SMALL, empty_on_disk
+from toolkit.checkpoints.weights import FileSlice, describe_load_error, require_uncompressed_zip
+from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.distributed.ranks import all_gather_object
+from toolkit.errors import UserError
+from toolkit.untrusted import open_regular
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether the weights or optimizer state at ``path`` are a folder of shards (possibly damaged), not a file."""
+    return Path(path).is_dir()
+
+
+def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write tensors, one file per rank with its shards; collective if a process group is initialized.
+
+    Args:
+        tensors: The same names on every rank; DTensor, ShardedTensor or plain (then equal on all ranks, stored once).
+        folder: Created if missing.
+
+    Raises:
+        RuntimeError: on every rank if any rank failed to write; the cause is that rank's exception.
+    """
+    assert all(isinstance(value, Tensor) for value in tensors.values()), "a folder of shards holds tensors only"
+    writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected with one process
+            dcp.save(dict(tensors), storage_writer=writer)
+    except CheckpointException as error:
+        rank, cause = _first_failure(error)
+        if not isinstance(cause, Exception):
+            raise cause from None  # such as KeyboardInterrupt
+        raise RuntimeError(f"rank {rank} could not write {folder}: {cause}") from cause
+
+
+def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Fill the given tensors in place, each rank its own shards; collective if a process group is initialized.
+
+    Args:
+        tensors: The same names on every rank; DTensor, ShardedTensor or plain, of any layout and dtype.
+        folder: Written by :func:`save_sharded` on any number of ranks; may contain more tensors.
+
+    Raises:
+        UserError: on every rank; as :func:`check_sharded`, or a tensor is missing or of a different shape, or a shard
+            is damaged or holds anything but a tensor.
+    """
+    metadata = _check_on_all_ranks(lambda: _require_tensors(tensors, Path(folder)))
+    _read(tensors, Path(folder), metadata)
+
+
+def check_sharded(folder: Path) -> None:
+    """Check the folder's ``.metadata`` and the sizes of its files.
+
+    Raises:
+        UserError: ``.metadata`` is missing or damaged, holds anything but locations of tensors, or points outside the
+            folder; a shard is missing or too short.
+    """
+    read_metadata(Path(folder))
+
+
+def read_sharded(folder: Path) -> dict[str, Tensor]:
+    """Read complete tensors, one at a time, in this process only (not collective).
+
+    They are stored in unnamed files, which the system can page out, so that resident memory stays a small multiple of
+    the largest tensor (M2). Needs free disk space of the same size.
+
+    Raises:
+        UserError: as :func:`load_sharded`, or there is not enough disk space.
+    """
+    folder = Path(folder)
+    metadata = read_metadata(folder)
+    tensors = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        tensors[name] = empty_on_disk(tensor.size, tensor.properties.dtype, folder)
+        _read({name: tensors[name]}, folder, metadata, no_dist=True)
+    return tensors
+
+
+class ShardReader:
+    """Reads parts of tensors, in this process only (not collective).
+
+    ``tensors`` maps each name to shape and dtype.
+
+    Raises:
+        UserError: as :func:`check_sharded`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._metadata = Path(folder), read_metadata(Path(folder))
+        self.tensors = {
+            name: (tensor.size, tensor.properties.dtype) for name, tensor in self._metadata.state_dict_metadata.items()
+        }
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements ``start`` to ``stop`` of a flattened tensor, reading only shards that contain them.
+
+        Raises:
+            UserError: a shard is damaged or holds anything but a tensor.
+        """
+        shape, dtype = self.tensors[name]
+        size = shape or torch.Size([1])  # a scalar
+        per_row = max(1, size[1:].numel())
+        first, last = start // per_row, -(-stop // per_row)
+        rows = torch.empty((last - first, *size[1:]), dtype=dtype)
+        for chunk in self._metadata.state_dict_metadata[name].chunks:
+            (row, *offsets), (n_rows, *sizes) = chunk.offsets or (0,), chunk.sizes or (1,)
+            begin, end = max(first, row), min(last, row + n_rows)
+            if begin < end:
+                target = rows[begin - first : end - first]
+                for dim, (offset, length) in enumerate(zip(offsets, sizes, strict=True), 1):
+                    target = target.narrow(dim, offset, length)
+                target.copy_(self._load(name, chunk.offsets).view(n_rows, *sizes)[begin - row : end - row])
+        return rows.flatten()[start - first * per_row : stop - first * per_row]
+
+    def _load(self, name: str, offsets: torch.Size) -> Tensor:
+        place = self._metadata.storage_data[MetadataIndex(name, offsets)]
+        reader = _Reader(self._folder, self._metadata)
+        with (
+            _translate_errors(self._folder / place.relative_path),
+            open_regular(self._folder / place.relative_path) as file,
+        ):
+            return reader.load_chunk(file, place, name)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, with exceptions that keep their cause when sent to other ranks."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # The OSError is the context of the zip writer's error; pickling would drop it.
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, with validated metadata, errors that name the file, and one chunk in memory at a time."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._checked_metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._checked_metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with _translate_errors(self.path / name), open_regular(self.path / name) as file:
+                for item in items:
+                    self._read_chunk(file, item, planner)
+                    if item.lengths.numel() >= SMALL:
+                        give_back_freed_memory()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_chunk(self, file: IO[bytes], item: ReadItem, planner: LoadPlanner) -> None:
+        chunk = self.load_chunk(file, self.storage_data[item.storage_index], item.storage_index)
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            chunk = chunk.narrow(dim, start, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(chunk)
+        planner.commit_tensor(item, target)
+
+    def load_chunk(self, file: IO[bytes], place: Any, name: object) -> Tensor:
+        require_uncompressed_zip(FileSlice(file, place.offset, place.length), self.path / place.relative_path)
+        chunk = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
+        if type(chunk) is not Tensor or chunk.layout != torch.strided or chunk.shape != place.shape:
+            raise ValueError(f"{name} does not match the metadata")
+        return chunk
+
+
+@contextmanager
+def _translate_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except Exception as error:  # a hostile file can make the reader raise anything
+        raise UserError(f"{path}: {describe_load_error(error)}") from error
+
+
+def _read(tensors: dict[str, Tensor], folder: Path, metadata: Metadata, no_dist: bool = False) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(dict(tensors), storage_reader=_Reader(folder, metadata), no_dist=no_dist)
+    except CheckpointException as error:
+        raise _first_failure(error)[1] from None
+
+
+def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """Return the most informative (rank, exception): an OSError or UserError, else the first."""
+    failures = [(rank, failure) for rank, (failure, _) in sorted(error.failures.items())]
+    return next((found for found in failures if isinstance(found[1], (OSError, UserError))), failures[0])
+
+
+def _check_on_all_ranks(check: Callable[[], Metadata]) -> Metadata:
+    """Run the check and raise its error on all ranks if it fails on any; otherwise the other ranks would hang."""
+    result, message = None, None
+    try:
+        result = check()
+    except UserError as error:
+        message = str(error)
+    message = next(filter(None, all_gather_object(message)), None)
+    if message is not None:
+        raise UserError(message)
+    assert result is not None
+    return result
+
+
+def _require_tensors(tensors: dict[str, Tensor], folder: Path) -> Metadata:
+    metadata = read_metadata(folder)
+    saved = metadata.state_dict_metadata
+    wrong = [f"missing {name}" for name in tensors if name not in saved]
+    wrong += [
+        f"{name} is {tuple(saved[name].size)}, not {tuple(tensor.size())}"
+        for name, tensor in tensors.items()
+        if name in saved and saved[name].size != tensor.size()
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise UserError(f"{folder}: does not match the model: {', '.join(wrong[:5])}{more}")
+    return metadata

@@ -1,0 +1,143 @@
+"""State dicts of model and optimizer, keyed by parameter name, for every strategy.
+
+Fabric's sharded load corrupts the optimizer under HYBRID_SHARD, and its single-device load matches optimizer state by
+position; torch's functions match by name under all layouts. :mod:`toolkit.checkpoints.run.optimizer_state` restores the
+optimizer. ``module`` is always the wrapped module. All functions are collective.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+
+from toolkit.checkpoints.run.optimizer_state import SEPARATOR, group_values
+from toolkit.checkpoints.run.sharded import load_sharded
+from toolkit.checkpoints.weights import canonical_name
+from toolkit.models.lora import is_adapter
+
+
+def full_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the weights by canonical name, and the optimizer state by parameter name.
+
+    Tied weights are listed under all their names, as one tensor. On CUDA only rank 0 gets them, in CPU memory.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=_on_cuda(module))
+    weights = _without_warnings(get_model_state_dict, module, options=options)
+    weights |= {second: weights[first] for second, first in tied.items() if first in weights}
+    state = (
+        {}
+        if _has_no_state(optimizer)
+        else _without_warnings(get_optimizer_state_dict, module, optimizer, options=options)["state"]
+    )
+    return weights, {"state": state, **_group_state(module, optimizer, state)}
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Return {alias: name} for tied parameters, which are saved under their last name; call before wrapping."""
+    last = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    pairs = ((name, last[id(p)]) for name, p in module.named_parameters(remove_duplicate=False))
+    return {name: first for name, first in pairs if name != first}
+
+
+def sharded_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """Return this rank's shards of the weights, by name, and of the optimizer, by ``parameter|key``; and the rest.
+
+    The rest is ``{"values": {"parameter|key": number}, "param_groups": [...], ...}``; ``values`` is None before the
+    first step.
+    """
+    options = StateDictOptions(cpu_offload=_on_cuda(module))
+    weights = _untied(_without_warnings(get_model_state_dict, module, options=options), tied)
+    if _has_no_state(optimizer):
+        return weights, {}, {"values": None, **_group_state(module, optimizer, {})}
+    state = _without_warnings(get_optimizer_state_dict, module, optimizer, options=options)["state"]
+    tensors, values = _flatten(state)
+    return weights, tensors, {"values": values, **_group_state(module, optimizer, state)}
+
+
+def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) -> None:
+    """Load the module's weights from a folder of shards, written by any number of ranks.
+
+    ``tied``: see :func:`tied_names`.
+
+    Raises:
+        UserError: a shard is missing or damaged, or does not match.
+    """
+    weights = _without_warnings(get_model_state_dict, module)
+    load_sharded(_untied(weights, tied), folder)
+    weights |= {second: weights[first] for second, first in tied.items()}
+    _without_warnings(set_model_state_dict, module, weights)
+
+
+def adapter_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the adapters and their optimizer state, by canonical name, in CPU memory.
+
+    Adapters are replicated, so nothing is gathered; torch's functions would also gather the base.
+    """
+    adapters = _adapters(module)
+    weights = {name: p.detach().cpu() for name, p in adapters.items()}
+    state = {name: _on_cpu(optimizer.state[p]) for name, p in adapters.items() if optimizer.state.get(p)}
+    return weights, {"adapters": state, **_group_state(module, optimizer, state)}
+
+
+def _adapters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {canonical_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
+
+
+def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the optimizer's groups, and the names of the parameters that have no state."""
+    groups = group_values(module, optimizer)
+    names = [name for group in groups["param_groups"] for name in group["params"]]
+    with_state = {canonical_name(name) for name, values in state.items() if values}
+    return {**groups, "without_state": [name for name in names if name not in with_state]}
+
+
+def _on_cpu(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+
+
+def _has_no_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has not stepped yet; torch's functions would then create state by a step."""
+    return not any(optimizer.state.values())
+
+
+def _on_cuda(module: nn.Module) -> bool:
+    """Whether to offload; on CPU, offloading does not copy: the tensors would alias storage that FSDP frees."""
+    return any(p.device.type == "cuda" for p in module.parameters())
+
+
+def _flatten(state: dict[str, dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors and the other values, by ``parameter|key``."""
+    flat = {f"{name}{SEPARATOR}{key}": value for name, values in state.items() for key, value in values.items()}
+    tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in flat.items() if name not in tensors}
+
+
+def _untied(weights: dict[str, torch.Tensor], tied: dict[str, str]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in weights.items() if name not in tied}
+
+
+def _without_warnings(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a torch function without its warnings, which users cannot act on.
+
+    Some optimizers warn about missing gradients when torch initializes their state with a step of lr 0.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args, **options)
