@@ -39,9 +39,6 @@ LIGHT = [
 ]  # fmt: skip
 # To be removed; nothing may be added.
 KNOWN_CIRCLES = [
-    {"toolkit.checkpoints.run.sharded", "toolkit.checkpoints.weights"},
-    {"toolkit.checkpoints.hf.fp8", "toolkit.checkpoints.hf.reader", "toolkit.checkpoints.hf.mxfp4"},
-    {"toolkit.ui.live", "toolkit.ui.progress"},
     {"toolkit.training.activations", "toolkit.training.memory_plan"},
     {
         "toolkit.training.callbacks", "toolkit.training.callbacks.base", "toolkit.training.callbacks.best",

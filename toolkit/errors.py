@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class CommandError(Exception):
@@ -55,6 +55,16 @@ def settle(error: BaseException) -> None:
 
 def is_settled(error: BaseException | None) -> bool:
     return getattr(error, "is_settled", False)
+
+
+def one_line(text: object) -> str:
+    """Return a text, such as another library's error, on one line."""
+    return " ".join(str(text).split())
+
+
+def join_first(items: Sequence[str], shown: int = 5) -> str:
+    """Join the first items and the number of remaining ones: ``a, b and 3 more``."""
+    return ", ".join(items[:shown]) + (f" and {len(items) - shown} more" if len(items) > shown else "")
 
 
 def did_you_mean(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5) -> str:

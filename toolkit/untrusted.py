@@ -12,6 +12,8 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from toolkit.errors import UserError, one_line
+
 MAX_BYTES = {"JSON": 2**26, "YAML": 2**18}  # an index of weights has some MB; parsing YAML takes seconds per MB
 _MAX_DEPTH = 64
 _MAX_NODES = 200_000  # of a YAML file with its aliases expanded
@@ -42,6 +44,25 @@ def read_json(path: str | Path) -> Any:
         ValueError: as :func:`parse_json`.
     """
     return parse_json(_read(path, "JSON"))
+
+
+def read_json_object(path: Path, optional: bool = False) -> dict[str, Any]:
+    """Read a JSON object from a file of a model or run; an ``optional`` file that does not exist is empty.
+
+    Raises:
+        UserError: the file cannot be read or does not hold one.
+    """
+    if optional and not path.is_file():
+        return {}
+    try:
+        values = read_json(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {one_line(error)}; copy or download it again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: must hold a JSON object; copy or download it again")
+    return values
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -85,7 +106,7 @@ def parse_yaml(content: bytes | str) -> Any:
     except RecursionError:
         raise ValueError(f"nested more than {_MAX_DEPTH} levels deep") from None
     except (yaml.YAMLError, TypeError, KeyError, OverflowError) as error:  # all but the first: invalid values
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(one_line(error)) from error
 
 
 def _read(path: str | Path, kind: str) -> bytes:

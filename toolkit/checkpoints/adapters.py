@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from toolkit.checkpoints.fingerprint import ADAPTERS, base_fingerprint
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_state, require_compatible, save_weights
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.untrusted import read_yaml
@@ -103,7 +103,7 @@ def read_adapter_info(folder: str | Path) -> AdapterInfo:
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; copy it from the run's folder") from error
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: does not describe adapters: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path}: does not describe adapters: {one_line(error)}") from error
 
 
 def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = None) -> AdapterInfo:

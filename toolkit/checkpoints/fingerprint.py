@@ -6,10 +6,10 @@ import hashlib
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
 
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import FileSlice, load_weights
+from toolkit.checkpoints.torch_zip import BinaryFile, FileSlice
+from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
 from toolkit.untrusted import open_regular
 
@@ -105,7 +105,7 @@ def _shard_lines(path: Path) -> Iterator[str]:
             yield f"{index.fqn} {tuple(index.offset or ())} {' '.join(sums)}"
 
 
-def _checksums(file: IO[bytes], path: Path, prefix: str = "data/") -> list[str]:
+def _checksums(file: BinaryFile, path: Path, prefix: str = "data/") -> list[str]:
     """Return a line for every entry of a file in torch's zip format; ``data/`` holds the bytes of the tensors."""
     try:
         with zipfile.ZipFile(file) as archive:

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from toolkit.checkpoints.fingerprint import ADAPTERS
 from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.weights import canonical_name, load_state, load_weights, named_tensors
-from toolkit.errors import UserError
-
-_SHOWN = 5
+from toolkit.errors import UserError, join_first
 
 
 def nonfinite_tensors(tensors: Mapping[str, Tensor], weights: Collection[str] = ()) -> list[str]:
@@ -69,13 +67,8 @@ def require_finite(folder: Path) -> None:
         raise DamagedCheckpointError(str(error)) from error
     if found:
         raise DamagedCheckpointError(
-            f"{folder}: damaged: NaN or Inf in {format_names(found)}; resume from an older checkpoint"
+            f"{folder}: damaged: NaN or Inf in {join_first(found)}; resume from an older checkpoint"
         )
-
-
-def format_names(names: list[str]) -> str:
-    """Join the first names and the number of remaining ones."""
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -84,4 +77,4 @@ def _local(tensor: Tensor) -> Tensor:
 
 def nonfinite_warning(names: list[str], folder: object) -> str:
     """Return a one-line warning that names the tensors with NaN or Inf in a converted folder."""
-    return f"warning: NaN or Inf in {len(names)} tensor(s) of {folder}: {format_names(names)}"
+    return f"warning: NaN or Inf in {len(names)} tensor(s) of {folder}: {join_first(names)}"

@@ -24,7 +24,7 @@ from toolkit.checkpoints.litgpt import config_from_litgpt, to_native_layout
 from toolkit.checkpoints.manifest import EDITABLE, require_intact
 from toolkit.checkpoints.store import FINAL, WEIGHTS, newest
 from toolkit.checkpoints.weights import load_weights, require_compatible, save_weights
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.lora import add_lora
@@ -95,7 +95,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; give the folder of a model") from error
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: not a model's configuration: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path}: not a model's configuration: {one_line(error)}") from error
 
 
 def require_intact_model(

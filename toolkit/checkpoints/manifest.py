@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from toolkit.checksums import Checksum, check_entries, checksum_files, find_damage
-from toolkit.errors import UserError
+from toolkit.errors import UserError, join_first, one_line
 from toolkit.ui.files import write_atomic
 from toolkit.untrusted import read_json
 
@@ -20,7 +20,6 @@ COMPLETE = "COMPLETE"
 FORMAT_VERSION = 1
 # Files that users may edit and that do not affect results (only `evaluate` reads the first one).
 EDITABLE = ("hyperparameters.yaml", "README.md")
-_SHOWN = 5
 
 
 class DamagedCheckpointError(UserError):
@@ -55,8 +54,7 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
         if version == FORMAT_VERSION and values["crc32"] != _crc32(files):
             raise ValueError("checksum mismatch")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise DamagedCheckpointError(f"{path}: damaged: not a manifest ({reason:.200}){_FIX}") from error
+        raise DamagedCheckpointError(f"{path}: damaged: not a manifest ({one_line(error):.200}){_FIX}") from error
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format version {version!r:.20}, this version of toolkit reads {FORMAT_VERSION}")
     return files
@@ -87,9 +85,7 @@ def replace_in_manifest(folder: Path, name: str, replace: Callable[[], None]) ->
 
 def describe_damage(folder: Path, damage: Mapping[str, str]) -> str:
     """Return a one-line message: the damaged files, the reasons and the fix."""
-    shown = [f"{name} ({why})" for name, why in list(damage.items())[:_SHOWN]]
-    more = f" and {len(damage) - _SHOWN} more" if len(damage) > _SHOWN else ""
-    return f"{folder}: damaged: {', '.join(shown)}{more}{_FIX}"
+    return f"{folder}: damaged: {join_first([f'{name} ({why})' for name, why in damage.items()])}{_FIX}"
 
 
 _FIX = "; copy the folder again or use another one; --verify_checkpoint false accepts intentionally edited files"

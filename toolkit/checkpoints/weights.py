@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
-import re
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.errors import UserError
+from toolkit.checkpoints.torch_zip import ZIP_MAGIC, describe_load_error, require_uncompressed_zip
+from toolkit.errors import UserError, join_first
 from toolkit.untrusted import open_regular
 
-_ZIP = b"PK\x03\x04"
 # Name parts added by the wrappers of DDP, FSDP, torch.compile, activation checkpointing and Fabric.
 _WRAPPERS = {"module", "_forward_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
@@ -59,7 +55,7 @@ def load_weights(checkpoint_dir: Path, mmap: bool = True) -> dict[str, Tensor]:
     """
     path = Path(checkpoint_dir) / WEIGHTS
     if path.is_dir():
-        from toolkit.checkpoints.run.sharded import read_sharded  # circular, and slow to import (1 s)
+        from toolkit.checkpoints.run.sharded import read_sharded  # slow to import (1 s)
 
         return {canonical_name(name): tensor for name, tensor in read_sharded(path).items()}
     state = load_state(path, mmap=mmap)
@@ -85,8 +81,7 @@ def require_compatible(weights: dict[str, Tensor], wanted: dict[str, Tensor], pa
         if weights[name].shape != wanted[name].shape
     ]
     if wrong := sorted(missing) + sorted(extra) + sorted(mismatched):
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise UserError(f"{path}: does not fit {what}: {', '.join(wrong[:5])}{more}")
+        raise UserError(f"{path}: does not fit {what}: {join_first(wrong)}")
 
 
 def _shape(tensor: Tensor) -> str:
@@ -133,7 +128,7 @@ def _require_zip(path: Path) -> None:
     try:
         with open_regular(path) as file:
             start = file.read(4)
-            if start == _ZIP:
+            if start == ZIP_MAGIC:
                 require_uncompressed_zip(file, path)
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file; give a folder that holds one") from error
@@ -141,37 +136,8 @@ def _require_zip(path: Path) -> None:
         raise UserError(f"{path}: {error.strerror}") from error
     if not start:
         raise UserError(f"{path}: the file is empty; copy or download it again")
-    if start != _ZIP:
+    if start != ZIP_MAGIC:
         raise UserError(f"{path}: not written by torch.save of torch >= 1.6; save it again with a newer version")
-
-
-def require_uncompressed_zip(file: IO[bytes], path: Path) -> None:
-    """Reject zip bombs (torch.save does not compress) and TorchScript programs.
-
-    Raises:
-        UserError: entries are compressed or overlap, or the file is TorchScript or not a zip.
-    """
-    try:
-        size = file.seek(0, os.SEEK_END)
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise UserError(f"{path}: {describe_load_error(error)}") from error
-    if any(e.filename.endswith("/constants.pkl") for e in entries):
-        raise UserError(f"{path}: refused: it holds a TorchScript program; only files of tensors are read")
-    is_stored = all(e.compress_type == zipfile.ZIP_STORED and e.file_size == e.compress_size for e in entries)
-    if not is_stored or sum(e.file_size for e in entries) > size:
-        raise UserError(f"{path}: refused: its contents are compressed, which torch.save does not do; save it again")
-
-
-def describe_load_error(error: Exception) -> str:
-    """Return a one-line reason for a failed ``torch.load``."""
-    text = str(error)
-    named = re.search(r"GLOBAL ([\w.]+)", text)
-    if isinstance(error, pickle.UnpicklingError):
-        what = f"{named[1]}, which could run code" if named else "more than tensors and could run code"
-        return f"refused: it holds {what}; only files of tensors are read"
-    return "the file is damaged or cut short; copy or download it again"
 
 
 def _detach(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -184,24 +150,3 @@ def _detach(weights: dict[str, Tensor]) -> dict[str, Tensor]:
             tensor = copies.setdefault(key, tensor.clone(memory_format=torch.contiguous_format))
         weights[name] = tensor
     return weights
-
-
-class FileSlice(io.RawIOBase):
-    """A read-only view of a part of a file (torch's own one fails to seek from the end)."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        self._file.seek(self._start + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
-        self._at += len(data)
-        return data

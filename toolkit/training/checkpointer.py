@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 from toolkit.checkpoints.adapters import AdapterInfo, write_adapter_files
-from toolkit.checkpoints.finite import format_names, nonfinite_state
+from toolkit.checkpoints.finite import nonfinite_state
 from toolkit.checkpoints.folder import write_model_files
-from toolkit.checkpoints.optimizer_state import load_optimizer
-from toolkit.checkpoints.sharded import check_sharded, save_sharded
-from toolkit.checkpoints.states import adapter_state, full_state, sharded_state
+from toolkit.checkpoints.run.optimizer_state import load_optimizer
+from toolkit.checkpoints.run.sharded import check_sharded, save_sharded
+from toolkit.checkpoints.run.states import adapter_state, full_state, sharded_state
 from toolkit.checkpoints.store import WEIGHTS, prune, write_checkpoint
 from toolkit.checkpoints.weights import canonical_name, load_state, save_state
 from toolkit.checksums import Checksum, checksum_files
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
-from toolkit.errors import GuardError, PeerLostError, UserError
+from toolkit.errors import GuardError, PeerLostError, UserError, join_first
 from toolkit.models.config import ModelConfig
 from toolkit.training.schedule import Schedule
 from toolkit.training.state import FORMAT_VERSION, Progress, RunFingerprint
@@ -52,7 +52,7 @@ class Checkpointer:
     keep_last: int
     """Step checkpoints to keep; 0 keeps all."""
     tied: dict[str, str]
-    """Further names of parameters; see :func:`toolkit.checkpoints.states.tied_names`."""
+    """Further names of parameters; see :func:`toolkit.checkpoints.run.states.tied_names`."""
     sharded: bool
     seed: int
     device: torch.device
@@ -100,7 +100,7 @@ class Checkpointer:
         if ranks.all_reduce_sum(nonfinite=len(found))["nonfinite"]:
             names = sorted({name for names in ranks.all_gather_object(found) for name in names})
             raise GuardError(
-                f"{folder} was not saved: NaN, Inf or too large numbers in {format_names(names)}; lower "
+                f"{folder} was not saved: NaN, Inf or too large numbers in {join_first(names)}; lower "
                 "--train.learning_rate and resume with --resume auto (continues from the latest checkpoint)"
             )
 

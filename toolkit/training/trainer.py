@@ -42,8 +42,8 @@ from toolkit.training.state import read_meta
 from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
 from toolkit.training.validate import validate
 from toolkit.training.verify import find_intact, require_intact_together
+from toolkit.ui.console import make_progress
 from toolkit.ui.loggers import MetricsCSV, make_loggers
-from toolkit.ui.progress import make_progress
 
 
 class Trainer:

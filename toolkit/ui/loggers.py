@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.args import LogArgs
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.ui.files import file_error, write_atomic
 from toolkit.untrusted import open_regular
 
@@ -142,7 +142,7 @@ def make_loggers(
             # this connects: a wrong key or address fails here, before the first step
             logger.log_hyperparams(hyperparameters)
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(error) or type(error).__name__
             raise UserError(
                 f"--logger_name {name}: did not start ({reason}); fix this or use --logger_name csv"
             ) from error
@@ -160,7 +160,7 @@ def log_metrics(loggers: Iterable[Any], metrics: Mapping[str, float | None], ste
         try:
             logger.log_metrics(present, step)
         except Exception as error:
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             warnings.warn(f"{type(logger).__name__} failed ({reason}); logs/metrics.csv has the metrics", stacklevel=2)
 
 

@@ -13,19 +13,21 @@ from torch import Tensor, nn
 from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
-from toolkit.checkpoints.hf.reader import CONFIG, FORMAT_NAMES, read_json
+from toolkit.checkpoints.hf.files import FORMAT_NAMES
+from toolkit.checkpoints.hf.reader import CONFIG
 from toolkit.checkpoints.merge import MergedWeights, copy_files
 from toolkit.checkpoints.scratch import SMALL
 from toolkit.checkpoints.store import require_new_folder, write_folder
 from toolkit.data.chat.template import GENERATION_FILE, ChatTemplate
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import give_back_freed_memory
-from toolkit.errors import GuardError, UserError
+from toolkit.errors import GuardError, UserError, one_line
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import WeightMapping
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.moe import resolve_weight_dtype
+from toolkit.untrusted import read_json_object
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -125,7 +127,7 @@ def _load_with_transformers(folder: Path) -> nn.Module:
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
     except Exception as error:  # any failure to load, such as an unknown architecture
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)[:300]
         raise GuardError(f"transformers {transformers.__version__} cannot load the export: {reason}") from error
 
 
@@ -241,7 +243,7 @@ def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator
 
 def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return BOS, EOS and PAD ids: the tokenizer's, else those of the original Hugging Face config."""
-    original, generation = _original_config(folder, base), _read_json(folder / GENERATION_FILE)
+    original, generation = _original_config(folder, base), read_json_object(folder / GENERATION_FILE, optional=True)
     from_tokenizer: dict[str, Any] = {}
     if tokenizer is not None:
         pad = tokenizer.added_tokens.get(tokenizer.special_tokens.get("pad_token", ""))
@@ -254,7 +256,8 @@ def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: 
 
 def _original_config(folder: Path, base: Path | None) -> dict[str, Any]:
     """Return the config.json kept from the import of the model, or of the adapters' base; empty if there is none."""
-    values = _read_json(folder / CONFIG) or (_read_json(base / CONFIG) if base is not None else {})
+    folders = [folder] if base is None else [folder, base]
+    values = next(filter(None, (read_json_object(one / CONFIG, optional=True) for one in folders)), {})
     text = values.get("text_config")  # of a multimodal model
     return (text if isinstance(text, dict) else {}) | {k: v for k, v in values.items() if v is not None}
 
@@ -263,15 +266,11 @@ def _first(name: str, *files: dict[str, Any]) -> Any:
     return next((values[name] for values in files if values.get(name) is not None), None)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
 def _write_config_files(folder: Path, config: ModelConfig, ids: dict[str, Any], dtype: torch.dtype) -> None:
     """Write config.json, and generation_config.json unless a copied one defines eos_token_id."""
     values = family_of(config).to_hf_config(config, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"])
     _write_json(folder / CONFIG, {**values, **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
-    generation = _read_json(folder / GENERATION_FILE)
+    generation = read_json_object(folder / GENERATION_FILE, optional=True)
     if generation.get("eos_token_id") is None:
         known = {name: value for name, value in ids.items() if value is not None}
         _write_json(folder / GENERATION_FILE, generation | known)

@@ -6,13 +6,12 @@ A file holds ``X``, (out, in), in float8_e4m3fn, and ``X_scale_inv``, fp32: one 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from toolkit.checkpoints.hf.reader import StoredTensor, Weight
+from toolkit.checkpoints.hf.files import StoredTensor
 
 METHOD = "fp8"  # quant_method in config.json
 BITS = 8  # per weight
@@ -20,7 +19,7 @@ _SCALES = "_scale_inv"
 
 
 class Scaled(NamedTuple):
-    """A weight and its scales, with the interface of :class:`toolkit.checkpoints.hf.reader.StoredTensor`."""
+    """A weight and its scales, a :class:`~toolkit.checkpoints.hf.files.Weight`."""
 
     weight: StoredTensor
     scales: StoredTensor
@@ -44,29 +43,30 @@ def block_size(config_json: dict[str, Any]) -> tuple[int, int] | None:
     quantization = config_json.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         return None
-    block = quantization.get("weight_block_size")
-    is_pair = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    return tuple(block) if is_pair and quantization.get("fmt", "e4m3") == "e4m3" else None
+    match quantization.get("weight_block_size"), quantization.get("fmt", "e4m3"):
+        case [int(rows), int(columns)], "e4m3" if rows > 0 and columns > 0:
+            return rows, columns
+    return None
 
 
-def join_scales(found: dict[str, Weight], block: tuple[int, int]) -> dict[str, Weight]:
-    """Replace each pair of 8-bit weight and matching scales by one :class:`Scaled` weight."""
-    weights = dict(found)
+def join_scales(found: dict[str, StoredTensor], block: tuple[int, int]) -> dict[str, Scaled]:
+    """Move each pair of 8-bit weight and matching scales from ``found`` to one :class:`Scaled` weight."""
+    weights = {}
     for name in [name for name in found if f"{name}{_SCALES}" in found]:
         weight, scales = found[name], found[f"{name}{_SCALES}"]
         fits = _n_blocks(weight, block) == scales.shape
         if weight.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32 and len(weight.shape) == 2 and fits:
-            del weights[f"{name}{_SCALES}"]
+            del found[name], found[f"{name}{_SCALES}"]
             weights[name] = Scaled(weight, scales, block)
     return weights
 
 
-def _n_blocks(weight: Weight, block: tuple[int, int]) -> tuple[int, ...]:
+def _n_blocks(weight: StoredTensor, block: tuple[int, int]) -> tuple[int, ...]:
     """Return the number of blocks along each of the first two dimensions."""
     return tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=False))
 
 
-def describe_load_error(name: str, found: dict[str, Weight], block: tuple[int, int]) -> str:
+def describe_load_error(name: str, found: dict[str, StoredTensor], block: tuple[int, int]) -> str:
     """Describe why an 8-bit weight could not be joined with its scales."""
     scales, shape = found.get(f"{name}{_SCALES}"), _n_blocks(found[name], block)
     if scales is None:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from toolkit.checkpoints.hf.import_hf import import_hf, read_hf_config, write_origin
-from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE, quantized_bits, read_json
+from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE, quantized_bits
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.store import disk_full_reason, require_new_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
+from toolkit.untrusted import read_json_object
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +141,7 @@ def _shards(snapshot: Snapshot, folder: Path) -> list[str]:
     _fetch(snapshot, [INDEX], folder)
     where = f"repo_id {snapshot.repo_id}: {INDEX}"
     try:
-        shards = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        shards = sorted(set(read_json_object(folder / INDEX)["weight_map"].values()))
         wrong = next((name for name in shards if "/" in name or not name.endswith(".safetensors")), None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{where}: holds no weight_map of names to files; try another --revision") from error
@@ -165,7 +166,7 @@ def _missing_weights_hint(snapshot: Snapshot) -> str:
 
 def _conversion_size_ratio(folder: Path, dtype: torch.dtype | None) -> float:
     """Return the size of the converted weights relative to the hub's, from the dtype in config.json."""
-    values = read_json(folder / CONFIG)
+    values = read_json_object(folder / CONFIG)
     if (bits := quantized_bits(values)) is not None:
         return (2 if dtype is None else dtype.itemsize) * 8 / bits
     stored = _ITEMSIZE.get(str(values.get("dtype") or values.get("torch_dtype")))
@@ -291,7 +292,7 @@ def _describe_error(error: BaseException, repo_id: str, revision: str) -> str:
         return f"{where}: {reason}; free some space"
     if isinstance(error, (KeyError, TypeError, ValueError)) and status is None:
         return f"{where}: {hub} does not answer like a hub; check HF_ENDPOINT"
-    reason = f"status {status}" if status else " ".join(str(causes[-1]).split())[:200]
+    reason = f"status {status}" if status else one_line(causes[-1])[:200]
     return f"{where}: no download from {hub} ({reason}); check the network, or HF_ENDPOINT if you use a mirror"
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from toolkit.checkpoints.finite import nonfinite_tensors, nonfinite_warning
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config, write_model_files
 from toolkit.checkpoints.hf.export_hf import to_hf_names
-from toolkit.checkpoints.hf.reader import CONFIG, Weight, close, find_weights, quantized_bits, read_json
+from toolkit.checkpoints.hf.files import Weight, close
+from toolkit.checkpoints.hf.reader import CONFIG, find_weights, quantized_bits
 from toolkit.checkpoints.hf.tokenizer import convert_sentencepiece, find_sentencepiece
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
@@ -27,7 +28,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.moe import resolve_weight_dtype
-from toolkit.untrusted import read_yaml
+from toolkit.untrusted import read_json_object, read_yaml
 
 ORIGIN_FILE = "download.yaml"  # where the model came from: a hub repository at a commit, or a folder
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
@@ -147,7 +148,7 @@ def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
             f"it is already a checkpoint folder (it has {WEIGHTS})" if is_checkpoint else "give a Hugging Face folder"
         )
         raise UserError(f"hf_dir {hf_dir}: holds no {CONFIG}; {hint}")
-    values = read_json(hf_dir / CONFIG)
+    values = read_json_object(hf_dir / CONFIG)
     if (quantization := values.get("quantization_config")) and quantized_bits(values) is None:
         method = quantization.get("quant_method", quantization) if isinstance(quantization, dict) else quantization
         raise UserError(
@@ -163,7 +164,7 @@ def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
 
 
 def _custom_code_warning(hf_dir: Path) -> list[str]:
-    values = read_json(hf_dir / CONFIG)
+    values = read_json_object(hf_dir / CONFIG)
     if not values.get("auto_map"):
         return []
     standard = f"using the standard architecture of {values.get('model_type')}"

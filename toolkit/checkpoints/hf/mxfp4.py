@@ -8,13 +8,12 @@ weight is X, (experts, in, out).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from toolkit.checkpoints.hf.reader import StoredTensor
+from toolkit.checkpoints.hf.files import StoredTensor
 
 METHOD = "mxfp4"  # quant_method in config.json
 BITS = 4 + 8 / 32  # per weight
@@ -23,7 +22,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class Packed(NamedTuple):
-    """Blocks and scales of a weight, with the interface of :class:`toolkit.checkpoints.hf.reader.StoredTensor`."""
+    """Blocks and scales of a weight, a :class:`~toolkit.checkpoints.hf.files.Weight`."""
 
     blocks: StoredTensor
     scales: StoredTensor
@@ -48,15 +47,15 @@ def is_packed(config_json: dict[str, Any]) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
 
 
-def join_blocks(found: dict[str, StoredTensor]) -> dict[str, StoredTensor | Packed]:
-    """Replace each pair of matching blocks and scales by one :class:`Packed` weight."""
-    weights: dict[str, StoredTensor | Packed] = dict(found)
+def join_blocks(found: dict[str, StoredTensor]) -> dict[str, Packed]:
+    """Move each pair of matching blocks and scales from ``found`` to one :class:`Packed` weight."""
+    weights = {}
     for weight in [name.removesuffix(_BLOCKS) for name in found if name.endswith(_BLOCKS)]:
         blocks, scales = found[f"{weight}{_BLOCKS}"], found.get(f"{weight}{_SCALES}")
         if scales is None or {blocks.dtype, scales.dtype} != {torch.uint8} or weight in found:
             continue
         if len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16):
-            del weights[f"{weight}{_BLOCKS}"], weights[f"{weight}{_SCALES}"]
+            del found[f"{weight}{_BLOCKS}"], found[f"{weight}{_SCALES}"]
             weights[weight] = Packed(blocks, scales)
     return weights
 

@@ -6,6 +6,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from toolkit.errors import one_line
+
 # File names that transformers looks for; FILE_PATTERNS, which downloads fetch, must include all of them.
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 # Texts that both tokenizers must encode identically: spaces, other scripts, unknown characters, line ends, digits. No
@@ -43,7 +45,7 @@ def convert_sentencepiece(model: Path) -> bytes:
             content = (Path(folder) / "tokenizer.json").read_bytes()
         original = sentencepiece.SentencePieceProcessor(model_file=str(model))
     except Exception as error:  # a damaged file can make transformers raise anything
-        raise ValueError(" ".join(str(error).split())[:200].rstrip(".")) from error
+        raise ValueError(one_line(error)[:200].rstrip(".")) from error
     for text in _PROBES:
         if fast.encode(text, add_special_tokens=False) != original.encode(text):
             raise ValueError(f"the converted tokenizer encodes {text!r} differently")

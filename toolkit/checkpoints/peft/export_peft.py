@@ -18,7 +18,6 @@ from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf.export_hf import write_safetensors
 from toolkit.checkpoints.hf.import_hf import read_origin
-from toolkit.checkpoints.hf.reader import read_json
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.peft.layers import (
     PREFIX,
@@ -37,6 +36,7 @@ from toolkit.models.families import MULTIMODAL
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.lora import add_lora, initial_magnitude
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.untrusted import read_json_object
 
 _HEAD = "lm_head"
 
@@ -194,8 +194,7 @@ def _text_model_pattern(targets: list[str]) -> str:
 
 def _wrapper_type(base: Path) -> str | None:
     """Return the model type of the base's config.json if it is multimodal."""
-    file = base / "config.json"
-    kind = read_json(file).get("model_type") if file.is_file() else None
+    kind = read_json_object(base / "config.json", optional=True).get("model_type")
     return kind if isinstance(kind, str) and kind in MULTIMODAL else None
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import CONFIG, load_compatible_weights, read_model_config
-from toolkit.checkpoints.hf.reader import read_json
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.run.sharded import is_sharded, read_sharded
 from toolkit.checkpoints.store import (
@@ -21,6 +20,7 @@ from toolkit.checkpoints.store import (
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
 from toolkit.errors import UserError
 from toolkit.models.gpt import model_on_meta
+from toolkit.untrusted import read_json_object
 
 _STATE, _OPTIMIZER = Path("trainer", "state.pth"), Path("trainer", "optimizer")
 
@@ -69,7 +69,7 @@ def _write_weights(tmp: Path, source: Path) -> list[str]:
         weights = load_compatible_weights(source, model_on_meta(read_model_config(source)))
     else:  # a user-defined module: meta.json records which names share a tensor
         weights = load_weights(source)
-        tied = read_json(source / "trainer" / "meta.json").get("tied", {})
+        tied = read_json_object(source / "trainer" / "meta.json").get("tied", {})
         weights |= {second: weights[first] for second, first in tied.items()}
     save_weights(weights, tmp / WEIGHTS)
     return [name for name, tensor in weights.items() if nonfinite_tensors({name: tensor})]

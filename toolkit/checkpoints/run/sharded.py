@@ -22,10 +22,10 @@ from torch.futures import Future
 
 from toolkit.checkpoints.run.shard_metadata import read_metadata
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
-from toolkit.checkpoints.weights import FileSlice, describe_load_error, require_uncompressed_zip
+from toolkit.checkpoints.torch_zip import FileSlice, describe_load_error, require_uncompressed_zip
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.ranks import all_gather_object
-from toolkit.errors import UserError
+from toolkit.errors import UserError, join_first
 from toolkit.untrusted import open_regular
 
 
@@ -248,6 +248,5 @@ def _require_tensors(tensors: dict[str, Tensor], folder: Path) -> Metadata:
         if name in saved and saved[name].size != tensor.size()
     ]
     if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise UserError(f"{folder}: does not match the model: {', '.join(wrong[:5])}{more}")
+        raise UserError(f"{folder}: does not match the model: {join_first(wrong)}")
     return metadata

@@ -1,0 +1,66 @@
+"""S4 no-code-from-files: what torch's zip format may contain before :func:`torch.load` reads it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import IO
+
+from toolkit.errors import UserError
+
+ZIP_MAGIC = b"PK\x03\x04"
+BinaryFile = IO[bytes] | io.RawIOBase
+
+
+def require_uncompressed_zip(file: BinaryFile, path: Path) -> None:
+    """Reject zip bombs (torch.save does not compress) and TorchScript programs.
+
+    Raises:
+        UserError: entries are compressed or overlap, or the file is TorchScript or not a zip.
+    """
+    try:
+        size = file.seek(0, os.SEEK_END)
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise UserError(f"{path}: {describe_load_error(error)}") from error
+    if any(e.filename.endswith("/constants.pkl") for e in entries):
+        raise UserError(f"{path}: refused: it holds a TorchScript program; only files of tensors are read")
+    is_stored = all(e.compress_type == zipfile.ZIP_STORED and e.file_size == e.compress_size for e in entries)
+    if not is_stored or sum(e.file_size for e in entries) > size:
+        raise UserError(f"{path}: refused: its contents are compressed, which torch.save does not do; save it again")
+
+
+def describe_load_error(error: Exception) -> str:
+    """Return a one-line reason for a failed ``torch.load``."""
+    text = str(error)
+    named = re.search(r"GLOBAL ([\w.]+)", text)
+    if isinstance(error, pickle.UnpicklingError):
+        what = f"{named[1]}, which could run code" if named else "more than tensors and could run code"
+        return f"refused: it holds {what}; only files of tensors are read"
+    return "the file is damaged or cut short; copy or download it again"
+
+
+class FileSlice(io.RawIOBase):
+    """A read-only view of a part of a file (torch's own one fails to seek from the end)."""
+
+    def __init__(self, file: BinaryFile, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data

@@ -1,0 +1,102 @@
+"""Progress of a run on standard output: a live display on a terminal, plain lines everywhere else.
+
+The training loop calls :func:`make_progress` once and then the methods of :class:`~.progress.Progress` with plain
+numbers. Nothing here waits for a device or the terminal: on a terminal a thread draws the latest numbers four times a
+second.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import IO
+
+from toolkit.ui.formats import format_seconds
+from toolkit.ui.progress import STEP_METRICS, VALIDATION_METRICS, Pace, Progress, SafeOutput, capitalized, labeled
+
+
+def make_progress(*, total_steps: int | None, enabled: bool) -> Progress:
+    """Return the progress reporter on standard output.
+
+    Args:
+        total_steps: Optimizer steps of the run, earlier launches included; ``None`` if another limit ends it. The
+            attribute of the same name may be set later.
+        enabled: True on rank 0; other ranks print nothing.
+    """
+    if not enabled:
+        return Progress(total_steps)
+    if sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
+        from toolkit.ui.live import LiveProgress
+
+        return LiveProgress(total_steps)
+    return PlainProgress(total_steps)
+
+
+class PlainProgress(Progress):
+    """Plain lines without color, for pipes, files, and terminals without cursor control.
+
+    Steps are printed at most once per second in the first minute and every ten seconds afterwards, plus the first and
+    the last one. Everything else is printed immediately.
+    """
+
+    FIRST_SECONDS = 60.0
+
+    def __init__(
+        self, total_steps: int | None, file: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(total_steps)
+        self._file = SafeOutput(sys.stdout if file is None else file)
+        self._clock = clock
+        self._pace = Pace(clock)
+        self._printed_at = -math.inf
+        self._unprinted: tuple[int, Mapping[str, float | None]] | None = None
+        self._announced: set[str] = set()
+        self._has_steps = False
+
+    def phase(self, text: str) -> None:
+        self._pace.phase(text)
+        # after the first step, phases only alternate (training, validating, saving), with messages of their own
+        if not self._has_steps and text not in self._announced:
+            self.message(capitalized(text))
+        self._announced.add(text)
+
+    def message(self, text: str) -> None:
+        self._file.write(f"{text}\n")
+        self._file.flush()
+
+    def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self._has_steps = True
+        self._pace.step(step)
+        interval = 1.0 if self._pace.elapsed() < self.FIRST_SECONDS else 10.0
+        is_due = self._clock() - self._printed_at >= interval
+        if is_due or step == self.total_steps:
+            self._print_step(step, metrics)
+        else:
+            self._unprinted = (step, metrics)
+
+    def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self._line(step, ["validation " + ", ".join(labeled(VALIDATION_METRICS, metrics, required="val_loss"))])
+
+    def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
+        self._line(step, [f"saved {os.fspath(path)}"])
+
+    def close(self) -> None:
+        if self._unprinted is not None:
+            self._print_step(*self._unprinted)
+
+    def _print_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        parts = labeled(STEP_METRICS, metrics)
+        parts.append(f"elapsed {format_seconds(self._pace.elapsed())}")
+        left = self._pace.seconds_left(step, self.total_steps)
+        if left:
+            parts.append(f"{format_seconds(left)} left")
+        self._line(step, parts)
+        self._printed_at, self._unprinted = self._clock(), None
+
+    def _line(self, step: int, parts: list[str]) -> None:
+        total = f"/{self.total_steps}" if self.total_steps else ""
+        self.message(" | ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} step {step}{total}", *parts]))
