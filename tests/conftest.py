@@ -56,3 +56,14 @@ def corpus(tmp_path_factory) -> Path:
         text = ". ".join(" ".join(rng.choices(WORDS, k=rng.randint(4, 12))) for _ in range(100))
         (folder / f"part{i:02}.txt").write_text(text + "\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory):
+    """The random models of transformers by name; see helpers/tiny_models.py."""
+    from helpers.tiny_models import TinyModels
+
+    base = tmp_path_factory.getbasetemp()  # of pytest-xdist's workers, each has one, in a folder of the run
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny-models"
+    folder.mkdir(exist_ok=True)
+    return TinyModels(folder)

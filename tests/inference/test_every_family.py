@@ -3,33 +3,30 @@
 import pytest
 import torch
 from helpers.tiny_configs import HF_CONFIGS
-from helpers.tiny_models import from_folder, randomize
 
+from toolkit.checkpoints.folder import load_model
 from toolkit.inference import generate as module
 from toolkit.inference.generate import generate
 
 transformers = pytest.importorskip("transformers")
-COUNT = 24
+PROMPT = torch.randint(0, 96, (20,), generator=torch.Generator().manual_seed(6))
+
+
+def most_likely(logits: torch.Tensor) -> list[int]:
+    """Return the most likely token after the prompt and after each further one."""
+    return logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", HF_CONFIGS)
-def test_text_is_equal_with_cache_without_and_in_transformers(name, tmp_path, monkeypatch):
+def test_text_is_equal_with_cache_without_and_in_transformers(name, tiny_models, monkeypatch):
     """Prompts of 20 tokens, longer than the windows of 16, in chunks of 7."""
-    config = HF_CONFIGS[name]()
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-    hf = transformers.AutoModelForCausalLM.from_config(config).eval()
-    randomize(hf, seed=5)
-    hf.save_pretrained(tmp_path / "hf")
-    native = from_folder(tmp_path / "hf")
-    prompt = torch.randint(0, 96, (20,), generator=torch.Generator().manual_seed(6))
-    expected = hf.generate(
-        prompt[None], attention_mask=torch.ones(1, 20, dtype=torch.long), max_new_tokens=COUNT, do_sample=False,
-        pad_token_id=0,
-    )[0, 20:].tolist()  # fmt: skip
-    # repetitive text would not be a test; tied models tend to repeat, and their families have other shapes here
-    assert len(set(expected)) > 3 or native.config.tie_embeddings
+    tiny = tiny_models[name]
+    native, hf = load_model(tiny.native).eval(), transformers.AutoModelForCausalLM.from_pretrained(tiny.hf).eval()
     monkeypatch.setattr(module, "PREFILL", 7)
-    settings = {"max_new_tokens": COUNT, "temperature": 0}
-    assert list(generate(native, prompt, **settings)) == expected
-    assert list(generate(native, prompt, use_cache=False, **settings)) == expected
+    text = list(generate(native, PROMPT, max_new_tokens=24, temperature=0))
+    # repetitive text would not be a test; tied models tend to repeat, and their families have other shapes here
+    assert len(set(text)) > 3 or native.config.tie_embeddings
+    row = torch.cat([PROMPT, torch.tensor(text)])[None]
+    assert text == most_likely(hf(row).logits) == most_likely(native(row))
+    assert list(generate(native, PROMPT, use_cache=False, max_new_tokens=8, temperature=0)) == text[:8]

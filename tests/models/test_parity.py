@@ -8,6 +8,7 @@ from helpers.tiny_configs import HF_CONFIGS, NATIVE_CONFIGS
 from helpers.tiny_models import from_folder, randomize, relative_error, to_folder, token_ids
 from safetensors.torch import load_file
 
+from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
@@ -26,17 +27,13 @@ def typical_rms_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", HF_CONFIGS)
-def test_imported_model_has_equal_logits_in_fp32_and_bf16(name, tmp_path):
-    hf = transformers.AutoModelForCausalLM.from_config(HF_CONFIGS[name]()).eval()
-    randomize(hf, seed=0)
-    hf.save_pretrained(tmp_path / "hf")
-    native, ids = from_folder(tmp_path / "hf"), token_ids()
-    expected = hf(ids).logits
-    assert relative_error(native(ids), expected) < 1e-5
+def test_imported_model_has_equal_logits_in_fp32_and_bf16(name, tiny_models):
+    tiny, ids = tiny_models[name], token_ids()
+    native = load_model(tiny.native).eval()
+    assert relative_error(native(ids), tiny.logits) < 1e-5
 
-    native.bfloat16(), hf.bfloat16()
     error = typical_rms_error if native.config.n_expert else rms_error
-    assert error(native(ids), expected) <= 1.5 * error(hf(ids).logits, expected)
+    assert error(native.bfloat16()(ids), tiny.logits) <= 1.5 * error(tiny.bf16_logits, tiny.logits)
 
 
 @torch.no_grad()
@@ -58,13 +55,10 @@ def test_exported_model_has_equal_logits_in_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", HF_CONFIGS)
-def test_weights_round_trip_bit_for_bit(name, tmp_path):
-    hf = transformers.AutoModelForCausalLM.from_config(HF_CONFIGS[name]())
-    randomize(hf, seed=3)
-    hf.save_pretrained(tmp_path / "hf")
-    from_folder(tmp_path / "hf")
-    export_hf(tmp_path / "hf-native", tmp_path / "back")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+def test_weights_round_trip_bit_for_bit(name, tiny_models, tmp_path):
+    tiny = tiny_models[name]
+    export_hf(tiny.native, tmp_path)
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny.hf, tmp_path))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
 
