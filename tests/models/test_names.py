@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.cases import check_each
 
 from toolkit.commands import pretrain
 from toolkit.errors import UserError
@@ -140,27 +141,26 @@ def count_untied(name: str) -> int:
     return 2 * one - two + layers
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_named_configs_have_the_published_number_of_parameters(name):
-    config = get_config(name)
-    head = config.padded_vocab_size * config.n_embd if config.tie_embeddings else 0
-    assert count_untied(config.name) - head == PARAMETERS[name]
+def test_named_configs_have_the_published_number_of_parameters():
+    def check(name, parameters):
+        config = get_config(name)
+        head = config.padded_vocab_size * config.n_embd if config.tie_embeddings else 0
+        assert count_untied(config.name) - head == parameters
+
+    check_each(check, PARAMETERS.items())
 
 
-def litgpt_names() -> list[str]:
-    """Return LitGPT's names of supported architectures."""
-    return [name for name in LITGPT["models"] if name not in LEFT_OUT]
+def test_shared_names_match_litgpt():
+    def check(name):
+        config = get_config(name)
+        litgpt = dict(zip(LITGPT["fields"], LITGPT["models"][name], strict=True))
+        more_tokens = config.padded_vocab_size - litgpt["padded_vocab_size"]
+        assert count_untied(config.name) == litgpt.pop("parameters") + 2 * more_tokens * config.n_embd
+        assert (config.rope_adjustments or {}).get("factor", 1) == litgpt.pop("rope_factor")
+        differing = {field for field, value in litgpt.items() if getattr(config, field) != value}
+        assert differing == {field for field, names in CORRECTED.items() if config.name in names}
 
-
-@pytest.mark.parametrize("name", litgpt_names())
-def test_shared_names_match_litgpt(name):
-    config = get_config(name)
-    litgpt = dict(zip(LITGPT["fields"], LITGPT["models"][name], strict=True))
-    more_tokens = config.padded_vocab_size - litgpt["padded_vocab_size"]
-    assert count_untied(config.name) == litgpt.pop("parameters") + 2 * more_tokens * config.n_embd
-    assert (config.rope_adjustments or {}).get("factor", 1) == litgpt.pop("rope_factor")
-    differing = {field for field, value in litgpt.items() if getattr(config, field) != value}
-    assert differing == {field for field, names in CORRECTED.items() if config.name in names}
+    check_each(check, LITGPT["models"].keys() - LEFT_OUT)
 
 
 def test_excluded_litgpt_names_are_absent():
@@ -177,25 +177,31 @@ def count_in_transformers(config: ModelConfig) -> int:
         return sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(values).parameters())
 
 
-@pytest.mark.parametrize("name", list_names())
-def test_two_layer_configs_have_as_many_parameters_in_transformers(name):
-    config = dataclasses.replace(get_config(name).with_vocab_size(4096), n_layer=2)
-    assert count(config) == count_in_transformers(config)
+def test_two_layer_configs_have_as_many_parameters_in_transformers():
+    def check(name):
+        config = dataclasses.replace(get_config(name).with_vocab_size(4096), n_layer=2)
+        assert count(config) == count_in_transformers(config)
+
+    check_each(check, list_names())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list_names())
-def test_named_configs_have_as_many_parameters_in_transformers(name):
-    config = get_config(name).with_vocab_size(4096)
-    assert count(config) == count_in_transformers(config) == PARAMETERS.get(name, count(config))
+def test_named_configs_have_as_many_parameters_in_transformers():
+    def check(name):
+        config = get_config(name).with_vocab_size(4096)
+        assert count(config) == count_in_transformers(config) == PARAMETERS.get(name, count(config))
+
+    check_each(check, list_names())
 
 
-@pytest.mark.parametrize("name", list_names())
-def test_config_json_round_trip(name):
-    config = get_config(name).with_vocab_size(4096)
-    back = config_from_hf(family_of(config).to_hf_config(config))
-    differing = {k for k, v in config.to_dict().items() if getattr(back, k) != v}
-    assert differing <= {"name", "padding_multiple"}
+def test_config_json_round_trip():
+    def check(name):
+        config = get_config(name).with_vocab_size(4096)
+        back = config_from_hf(family_of(config).to_hf_config(config))
+        differing = {k for k, v in config.to_dict().items() if getattr(back, k) != v}
+        assert differing <= {"name", "padding_multiple"}
+
+    check_each(check, list_names())
 
 
 def test_names_are_unique_and_numerous():
@@ -224,44 +230,46 @@ def test_default_is_first_and_builds_with_a_vocabulary():
     assert 3e6 < count(get_config(DEFAULT_MODEL).with_vocab_size(4096)) < 6e6
 
 
-@pytest.mark.parametrize(
-    ("spelling", "name"),
-    [
-        ("tiny-llama-1.1b", "tiny-llama-1.1b"),
-        ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", "tiny-llama-1.1b"),
-        ("llama-2-7b", "Llama-2-7b-hf"),
-        ("Llama-2-7b-hf", "Llama-2-7b-hf"),
-        ("meta-llama/Llama-2-13b-hf", "Llama-2-13b-hf"),
-        ("LLAMA-2-70B", "Llama-2-70b-hf"),
-        ("meta-llama/Meta-Llama-3.1-8B", "Llama-3.1-8B"),
-        ("llama-3.1-405b", "Llama-3.1-405B"),
-        ("meta-llama/llama-3.2-1b", "Llama-3.2-1B"),
-        ("HuggingFaceTB/SmolLM2-135M", "SmolLM2-135M"),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M"),
-        ("meta-llama/Llama-3.2-1B-Instruct", "Llama-3.2-1B"),
-        ("meta-llama/Llama-2-7b-chat-hf", "Llama-2-7b-hf"),
-        ("Qwen/Qwen2.5-7B", "Qwen2.5-7B"),
-        ("qwen2.5-0.5b-instruct", "Qwen2.5-0.5B"),
-        ("EleutherAI/pythia-14m", "pythia-14m"),
-        ("pythia-1.4b-deduped", "pythia-1.4b"),
-        ("openai-community/gpt2", "gpt2"),
-        ("GPT2-XL", "gpt2-xl"),
-        ("gpt2-124M", "gpt2"),
-        ("gpt2-1558M", "gpt2-xl"),
-        ("Pico-Llama", "pico-llama"),
-        ("meta-llama/Meta-Llama-3-8B-Instruct", "Llama-3-8B"),
-        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "Llama-3.1-70B"),
-        ("google/gemma-3-4b-it", "gemma-3-4b"),
-        ("Gemma-2-9b", "gemma-2-9b"),
-        ("Qwen/Qwen3-8B-Base", "Qwen3-8B"),
-        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "Mixtral-8x7B-v0.1"),
-        ("Qwen/Qwen3-30B-A3B-Thinking-2507", "Qwen3-30B-A3B-Instruct-2507"),
-        ("qwen3-coder-30b-a3b", "Qwen3-Coder-30B-A3B-Instruct"),
-        ("lmsys/vicuna-7b-v1.5", "Llama-2-7b-hf"),
-    ],
-)
-def test_names_ignore_organization_and_case(spelling, name):
-    assert get_config(spelling).name == name
+SPELLINGS = {
+    "tiny-llama-1.1b": "tiny-llama-1.1b",
+    "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": "tiny-llama-1.1b",
+    "llama-2-7b": "Llama-2-7b-hf",
+    "Llama-2-7b-hf": "Llama-2-7b-hf",
+    "meta-llama/Llama-2-13b-hf": "Llama-2-13b-hf",
+    "LLAMA-2-70B": "Llama-2-70b-hf",
+    "meta-llama/Meta-Llama-3.1-8B": "Llama-3.1-8B",
+    "llama-3.1-405b": "Llama-3.1-405B",
+    "meta-llama/llama-3.2-1b": "Llama-3.2-1B",
+    "HuggingFaceTB/SmolLM2-135M": "SmolLM2-135M",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "SmolLM2-135M",
+    "meta-llama/Llama-3.2-1B-Instruct": "Llama-3.2-1B",
+    "meta-llama/Llama-2-7b-chat-hf": "Llama-2-7b-hf",
+    "Qwen/Qwen2.5-7B": "Qwen2.5-7B",
+    "qwen2.5-0.5b-instruct": "Qwen2.5-0.5B",
+    "EleutherAI/pythia-14m": "pythia-14m",
+    "pythia-1.4b-deduped": "pythia-1.4b",
+    "openai-community/gpt2": "gpt2",
+    "GPT2-XL": "gpt2-xl",
+    "gpt2-124M": "gpt2",
+    "gpt2-1558M": "gpt2-xl",
+    "Pico-Llama": "pico-llama",
+    "meta-llama/Meta-Llama-3-8B-Instruct": "Llama-3-8B",
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": "Llama-3.1-70B",
+    "google/gemma-3-4b-it": "gemma-3-4b",
+    "Gemma-2-9b": "gemma-2-9b",
+    "Qwen/Qwen3-8B-Base": "Qwen3-8B",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": "Mixtral-8x7B-v0.1",
+    "Qwen/Qwen3-30B-A3B-Thinking-2507": "Qwen3-30B-A3B-Instruct-2507",
+    "qwen3-coder-30b-a3b": "Qwen3-Coder-30B-A3B-Instruct",
+    "lmsys/vicuna-7b-v1.5": "Llama-2-7b-hf",
+}
+
+
+def test_names_ignore_organization_and_case():
+    def check(spelling, name):
+        assert get_config(spelling).name == name
+
+    check_each(check, SPELLINGS.items())
 
 
 def test_unknown_name_suggests_the_nearest():
