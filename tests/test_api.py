@@ -17,9 +17,9 @@ from torch import nn
 
 import toolkit
 from toolkit import api
-from toolkit.args import TrainArgs
 from toolkit.checkpoints.weights import load_weights
 from toolkit.cli import main
+from toolkit.config import TrainArgs
 from toolkit.data import SyntheticTokens
 from toolkit.data.loader import choose_padding
 from toolkit.data.tokens.in_memory import InMemoryData

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from toolkit import cli, cli_parser
-from toolkit.args import EvalArgs, TrainArgs
 from toolkit.commands import pretrain
+from toolkit.config import EvalArgs, TrainArgs
 from toolkit.data import LitData, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 

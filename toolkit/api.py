@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.args import PRETRAIN, OptimizerArgs
 from toolkit.checkpoints.folder import find_checkpoint_dir, load_model, require_intact_model
 from toolkit.checkpoints.store import FINAL
 from toolkit.commands.pretrain import setup
+from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.data.base import DataModule
 from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.distributed import ranks
@@ -31,9 +31,10 @@ from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
 from toolkit.paths import require_local
+from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks import Callback
 from toolkit.training.options import as_mapping, read_group, read_options
-from toolkit.training.run import RunArgs, run_training
+from toolkit.training.run import run_training
 from toolkit.training.state import read_meta
 from toolkit.training.throughput import peak_memory_gb
 from toolkit.ui.loggers import read_metrics
@@ -114,13 +115,13 @@ def train(
             follows ``input_ids[t]``, or -100 where nothing is to be learned. ``dataset[i]`` must not change.
         val_dataset: Held-out rows, of the same kind as ``dataset``.
         optimizer: A class of torch.optim or another with the same interface, its name, or the options of
-            ``--optimizer`` as a dictionary or :class:`~toolkit.args.OptimizerArgs`; ``"name"`` in it may be a class.
+            ``--optimizer`` as a dictionary or :class:`~toolkit.config.OptimizerArgs`; ``"name"`` in it may be a class.
         block_classes: Classes (or their names) of the blocks of a ready module, which are sharded and compiled one by
             one; those in its longest ``nn.ModuleList`` when not given.
         num_workers: Processes that read ``dataset``; 0 reads in the training process.
         callbacks: Objects of classes derived from :class:`toolkit.Callback`.
         options: The options of ``toolkit pretrain`` by name; groups are dictionaries or the classes of
-            :mod:`toolkit.args`: ``train={"max_steps": 100}, devices=2, strategy="fsdp", out_dir="out/mine"``.
+            :mod:`toolkit.config`: ``train={"max_steps": 100}, devices=2, strategy="fsdp", out_dir="out/mine"``.
 
     Raises:
         UserError: a mistake in the arguments; nothing has been written.

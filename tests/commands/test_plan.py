@@ -9,12 +9,13 @@ import sys
 import pytest
 import torch
 
-from toolkit.args import FINETUNE_LORA, PRETRAIN
 from toolkit.cli import main
 from toolkit.cli_parser import parse
 from toolkit.commands import finetune_lora, pretrain
+from toolkit.config import FINETUNE_LORA, PRETRAIN
 from toolkit.errors import UserError
-from toolkit.training.plan import DeviceSpec, device_spec_of, out_of_memory, run_args_of
+from toolkit.planning.advice import out_of_memory
+from toolkit.planning.plan import DeviceSpec, device_spec_of, run_args_of
 
 
 @pytest.fixture(autouse=True)
@@ -166,5 +167,5 @@ def test_help_names_the_options_of_the_run(capsys):
 
 @pytest.mark.slow
 def test_a_plan_needs_no_lightning():
-    code = "import sys; import toolkit.training.plan; sys.exit('lightning.fabric' in sys.modules)"
+    code = "import sys; import toolkit.planning.plan; sys.exit('lightning.fabric' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.args import DDPArgs, FSDPArgs
+from toolkit.config import DDPArgs, FSDPArgs
 from toolkit.distributed.fsdp import ShardedStrategy, unit_precision
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError

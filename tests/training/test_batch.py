@@ -1,7 +1,7 @@
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.training.batch import plan_batch
+from toolkit.planning.batch import plan_batch
 
 
 @pytest.mark.parametrize(

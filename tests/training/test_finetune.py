@@ -11,14 +11,15 @@ import torch
 import yaml
 from torch.nn import functional as F
 
-from toolkit.args import FINETUNE_FULL, FINETUNE_LORA, EvalArgs, FSDPArgs, TrainArgs
-from toolkit.checkpoints.adapters import ADAPTERS, read_adapter
+from toolkit.checkpoints.adapters import read_adapter
+from toolkit.checkpoints.fingerprint import ADAPTERS
 from toolkit.checkpoints.folder import load_model, read_model_config, write_model_files
 from toolkit.checkpoints.merge import merge_in_place
 from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main
 from toolkit.cli_parser import parse
 from toolkit.commands import finetune_full, finetune_lora
+from toolkit.config import FINETUNE_FULL, FINETUNE_LORA, EvalArgs, FSDPArgs, TrainArgs
 from toolkit.data import JSON
 from toolkit.data.loader import train_batches
 from toolkit.data.tokenizer import Tokenizer, train_bpe
@@ -27,8 +28,8 @@ from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize
 from toolkit.models.lora import is_adapter
+from toolkit.planning.finetune import finetune_args
 from toolkit.training import trainer
-from toolkit.training.finetune import finetune_args
 from toolkit.training.run import run_training
 
 COMPANIONS = {

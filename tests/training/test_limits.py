@@ -3,10 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.args import EvalArgs, TrainArgs
+from toolkit.config import EvalArgs, TrainArgs
 from toolkit.errors import UserError
-from toolkit.training.limits import Intervals, build_intervals, build_limits, require_ahead
-from toolkit.training.state import Progress
+from toolkit.planning.limits import Intervals, Progress, build_intervals, build_limits, require_ahead
 
 
 def limits(**options):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.groups import Case, run_group
 
-from toolkit.args import DDPArgs, FSDPArgs
+from toolkit.config import DDPArgs, FSDPArgs
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.models import attention
 from toolkit.models.config import ModelConfig
@@ -17,8 +17,9 @@ from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import quantize_linears
-from toolkit.training import activations
-from toolkit.training.memory_plan import TrainingSetup, build_on_meta, count_parameters, plan_memory, state_bytes
+from toolkit.planning import activations
+from toolkit.planning.memory import build_on_meta, count_parameters, plan_memory, state_bytes
+from toolkit.planning.setup import TrainingSetup
 from toolkit.training.optimizer import build_optimizer
 
 SINGLE = StrategyPlan("single", None, (1, 1), "")

@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.args import PRETRAIN, OptimizerArgs
+from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.errors import UserError
-from toolkit.training.optimizer import build_optimizer, no_decay_params, parameter_groups, resolve_optimizer
+from toolkit.planning.optimizer import resolve_optimizer
+from toolkit.training.optimizer import build_optimizer, no_decay_params, parameter_groups
 
 
 class Small(nn.Module):

@@ -7,8 +7,8 @@ import torch
 
 from tests.checkpoints.run.test_optimizer_state import Growing
 from tests.training.test_run import arguments, losses
-from toolkit.args import FINETUNE_LORA, FSDPArgs, OptimizerArgs
 from toolkit.checkpoints.weights import load_state, save_state
+from toolkit.config import FINETUNE_LORA, FSDPArgs, OptimizerArgs
 from toolkit.errors import UserError
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.training.checkpointer import _load_scaler

@@ -18,17 +18,17 @@ from helpers.groups import read_until
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 
-from toolkit.args import PRETRAIN, DDPArgs, EvalArgs, FSDPArgs, LogArgs, OptimizerArgs, TrainArgs
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.weights import load_weights
+from toolkit.config import PRETRAIN, DDPArgs, EvalArgs, FSDPArgs, LogArgs, OptimizerArgs, TrainArgs
 from toolkit.data import TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.models.config import ModelOverrides
+from toolkit.planning.limits import Intervals
+from toolkit.planning.run_args import RunArgs
 from toolkit.training import agreement, run, trainer
-from toolkit.training.limits import Intervals
-from toolkit.training.resolve import RunArgs
 from toolkit.training.run import run_training
 from toolkit.training.state import RunFingerprint
 

@@ -1,8 +1,8 @@
 import pytest
 
-from toolkit.args import PRETRAIN, TrainArgs, fill
+from toolkit.config import PRETRAIN, TrainArgs, fill
 from toolkit.errors import UserError
-from toolkit.training.schedule import build_schedule
+from toolkit.planning.schedule import build_schedule
 
 
 def schedule(total_steps=100, **options):

@@ -6,8 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
+from toolkit.planning.speed import flops_per_token, matmul_parameters, peak_flops
 from toolkit.training import throughput
-from toolkit.training.throughput import Throughput, flops_per_token, matmul_parameters, peak_flops, peak_memory_gb
+from toolkit.training.throughput import Throughput, peak_memory_gb
 
 
 def test_n8_only_active_experts_count():

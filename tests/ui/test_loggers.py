@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.args import LogArgs
+from toolkit.config import LogArgs
 from toolkit.errors import UserError
 from toolkit.ui import loggers
 from toolkit.ui.loggers import COLUMNS, MetricsCSV, check_loggers, log_metrics, make_loggers, read_metrics

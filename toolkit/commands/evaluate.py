@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from toolkit.args import Precision
+from toolkit.config import Precision
 from toolkit.data import DataModule, PreparedData
 
 

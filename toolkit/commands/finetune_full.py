@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from toolkit.args import (
+from toolkit.config import (
     FINETUNE_FULL,
     Accelerator,
     DDPArgs,
@@ -75,7 +75,7 @@ def setup(
         seed: Random seed of the data order.
     """
     given = dict(locals())
-    from toolkit.training.finetune import finetune_args
+    from toolkit.planning.finetune import finetune_args
     from toolkit.training.run import run_training
 
     run_training(finetune_args(FINETUNE_FULL, given))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from toolkit.args import (
+from toolkit.config import (
     FINETUNE_LORA,
     Accelerator,
     DDPArgs,
@@ -101,7 +101,7 @@ def setup(
         seed: Random seed of initial adapters and data order.
     """
     given = dict(locals())
-    from toolkit.training.finetune import finetune_args
+    from toolkit.planning.finetune import finetune_args
     from toolkit.training.run import run_training
 
     run_training(finetune_args(FINETUNE_LORA, given))

@@ -38,7 +38,8 @@ def setup(
     """
     if device_memory_gb is not None and not device_memory_gb > 0:
         raise UserError(f"--device_memory_gb {device_memory_gb}: must be greater than zero")
-    from toolkit.training.plan import advice_for, device_spec_of, plan_run, run_args_of
+    from toolkit.planning.advice import advice_for
+    from toolkit.planning.plan import device_spec_of, plan_run, run_args_of
     from toolkit.ui.plan import format_plan, plan_summary
 
     with run_args_of(command, run) as args:

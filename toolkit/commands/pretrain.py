@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from typing import Any, Literal
 
-from toolkit.args import (
+from toolkit.config import (
     PRETRAIN,
     Accelerator,
     DDPArgs,
@@ -87,7 +87,8 @@ def setup(
     if model_name == "list":
         _print_names()
         return
-    from toolkit.training.run import RunArgs, run_training
+    from toolkit.planning.run_args import RunArgs
+    from toolkit.training.run import run_training
 
     run_training(RunArgs(defaults=PRETRAIN, **arguments))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.args import Accelerator, Precision
+from toolkit.config import Accelerator, Precision
 from toolkit.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.precision import HalfPrecision
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
-from toolkit.args import Accelerator, DDPArgs, FSDPArgs, Precision
+from toolkit.config import Accelerator, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import ShardedStrategy
 from toolkit.distributed.launch import LauncherMixin

@@ -34,7 +34,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from toolkit.args import FSDPArgs, Precision
+from toolkit.config import FSDPArgs, Precision
 from toolkit.distributed.ranks import sum_over_ranks, world_size
 from toolkit.distributed.units import unit_precision
 from toolkit.errors import UserError

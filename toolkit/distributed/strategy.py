@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from toolkit.args import DDPArgs, FSDPArgs, Precision, Strategy
+from toolkit.config import DDPArgs, FSDPArgs, Precision, Strategy
 from toolkit.errors import UserError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import MixedPrecision
 
-from toolkit.args import Dtype, FSDPArgs, Precision
+from toolkit.config import Dtype, FSDPArgs, Precision
 from toolkit.distributed.device import DTYPES
 
 

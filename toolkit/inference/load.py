@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from toolkit.args import Accelerator
 from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.folder import find_checkpoint_dir, load_model, require_intact_model
+from toolkit.config import Accelerator
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import pick_accelerator
 from toolkit.models.gpt import GPT

@@ -12,8 +12,8 @@ from toolkit.checkpoints.adapters import AdapterInfo, load_adapters
 from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.peft.import_peft import check_base, import_peft
+from toolkit.planning.run_args import RunArgs
 from toolkit.training.model import Plan
-from toolkit.training.resolve import RunArgs
 
 
 def describe_base(args: RunArgs) -> AdapterInfo:

@@ -10,10 +10,10 @@ from pathlib import Path
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
 from toolkit.checkpoints.folder import find_checkpoint_dir
-from toolkit.checkpoints.store import COMPLETE
+from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
-from toolkit.training.resolve import RunArgs
+from toolkit.planning.run_args import RunArgs
 from toolkit.training.state import RunFingerprint, by_flag
 
 

@@ -29,8 +29,9 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError, PeerLostError, UserError, join_first
 from toolkit.models.config import ModelConfig
-from toolkit.training.schedule import Schedule
-from toolkit.training.state import FORMAT_VERSION, Progress, RunFingerprint
+from toolkit.planning.limits import Progress
+from toolkit.planning.schedule import Schedule
+from toolkit.training.state import FORMAT_VERSION, RunFingerprint
 
 TRAINER, STATE, OPTIMIZER = "trainer", "state.pth", "optimizer"
 

@@ -12,9 +12,9 @@ import torch
 from lightning.fabric import Fabric
 
 import toolkit.data
-from toolkit.args import Accelerator, Precision
 from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_checkpoint_dir, load_model, require_intact_model
+from toolkit.config import Accelerator, Precision
 from toolkit.data import DataModule, PythonStdlib
 from toolkit.data.base import is_ragged
 from toolkit.data.loader import Batch, choose_padding, val_batches

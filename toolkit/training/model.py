@@ -29,8 +29,8 @@ from toolkit.models.init import Materializer, init_weight
 from toolkit.models.lora import adapter_values, add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import quantize_linears
+from toolkit.planning.speed import flops_per_token
 from toolkit.training.optimizer import no_decay_params
-from toolkit.training.throughput import flops_per_token
 
 
 @dataclass

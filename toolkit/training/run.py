@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from toolkit.distributed.device import count_devices, pick_accelerator, pick_precision
 from toolkit.distributed.world import detect_world
+from toolkit.planning.resolve import resolve_config
+from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks import Callback
 from toolkit.training.callbacks.loading import load_callbacks
-from toolkit.training.decide import resolve_config
-from toolkit.training.resolve import RunArgs
 from toolkit.training.trainer import Trainer
 from toolkit.ui.loggers import check_loggers
 

@@ -10,17 +10,18 @@ from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.store import FINAL
 from toolkit.data.base import PreparedData, TokenDataset, is_ragged
 from toolkit.models.config import ModelConfig
+from toolkit.planning.limits import Limits, Progress, build_limits, require_ahead
+from toolkit.planning.resolve import ResolvedConfig
+from toolkit.planning.run_args import RunArgs
+from toolkit.planning.schedule import Schedule, build_schedule
+from toolkit.planning.speed import flops_per_token
 from toolkit.training import adapters
 from toolkit.training.agreement import require_same_options, require_same_weights
 from toolkit.training.callbacks import best
 from toolkit.training.callbacks.samples import Sampler, make_sampler
-from toolkit.training.decide import ResolvedConfig
-from toolkit.training.limits import Limits, build_limits, require_ahead
+from toolkit.training.data import with_vocabulary
 from toolkit.training.model import Plan, plan_model
-from toolkit.training.resolve import RunArgs, with_vocabulary
-from toolkit.training.schedule import Schedule, build_schedule
-from toolkit.training.state import Progress, RunFingerprint, read_meta
-from toolkit.training.throughput import flops_per_token
+from toolkit.training.state import RunFingerprint, read_meta
 
 
 @dataclass(frozen=True)

@@ -12,35 +12,13 @@ from typing import Any, get_type_hints
 from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import step_in_name
 from toolkit.errors import UserError
+from toolkit.planning.limits import Progress
+from toolkit.planning.schedule import Schedule
 from toolkit.training.options import fits
-from toolkit.training.schedule import Schedule
 from toolkit.untrusted import read_json
 
 FORMAT_VERSION = 1
 _REQUIRED = ("step", "tokens", "samples", "seconds")
-
-
-@dataclass
-class Progress:
-    """How far a run has come.
-
-    Args:
-        step: Optimizer steps done.
-        tokens: Input tokens so far, over all ranks.
-        samples: The position in the stream of samples, over all ranks.
-        seconds: Of all launches together.
-        best_val_loss: Of the checkpoint in ``best/``, where there is one.
-        lowest_val_loss: Of all validations, where ``--train.patience`` counts them.
-        stale_validations: Validations since the lowest one.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    best_val_loss: float | None = None
-    lowest_val_loss: float | None = None
-    stale_validations: int = 0
 
 
 @dataclass(frozen=True)

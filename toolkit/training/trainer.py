@@ -27,16 +27,18 @@ from toolkit.distributed.world import WorldInfo
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.models.families import export_error
 from toolkit.models.gpt import Block
+from toolkit.planning.advice import oom_advice
+from toolkit.planning.limits import build_intervals
+from toolkit.planning.plan import DeviceSpec, require_memory
+from toolkit.planning.resolve import ResolvedConfig
+from toolkit.planning.run_args import hyperparameters, is_repeatable
 from toolkit.training import adapters
 from toolkit.training.agreement import require_shared_disk
 from toolkit.training.callbacks import Callback, Console, ExternalLoggers, MetricsFile, notify, order_callbacks
 from toolkit.training.checkpointer import Checkpointer, seed_from
-from toolkit.training.decide import ResolvedConfig
-from toolkit.training.limits import build_intervals
+from toolkit.training.data import prepare_data
 from toolkit.training.model import describe_model, set_up_model, unwrapped
 from toolkit.training.optimizer import build_optimizer
-from toolkit.training.plan import DeviceSpec, oom_advice, require_memory
-from toolkit.training.resolve import hyperparameters, is_repeatable, prepare_data
 from toolkit.training.run_state import longest_ragged, needs_masks, prepare_run_state
 from toolkit.training.state import read_meta
 from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
@@ -50,7 +52,7 @@ class Trainer:
     """One training run; every process of the run makes one.
 
     Args:
-        config: From :func:`toolkit.training.decide.resolve_config`.
+        config: From :func:`toolkit.planning.resolve.resolve_config`.
         world: The processes of the run.
         user_callbacks: Called after the run's own, in this order.
     """

@@ -18,8 +18,8 @@ from toolkit.checkpoints.store import newest_first
 from toolkit.checksums import find_damage
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
+from toolkit.planning.run_args import RunArgs
 from toolkit.training.agreement import require_same_manifest
-from toolkit.training.resolve import RunArgs
 from toolkit.training.state import read_meta
 
 T = TypeVar("T")

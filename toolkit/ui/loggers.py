@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from toolkit.args import LogArgs
+from toolkit.config import LogArgs
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.ui.files import file_error, write_atomic
 from toolkit.untrusted import open_regular

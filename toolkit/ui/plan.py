@@ -20,7 +20,7 @@ _DESCRIPTIONS = {
 
 
 def plan_summary(command: str, plan: Any, device_memory_gb: float | None, advice: list[Any]) -> dict[str, Any]:
-    """Return a :class:`toolkit.training.plan.RunPlan` as plain values, ready for JSON.
+    """Return a :class:`toolkit.planning.plan.RunPlan` as plain values, ready for JSON.
 
     ``memory_gb`` has the parts and ``total``, the peak. The peak is less than the sum if gradients replace activations
     during the backward pass.

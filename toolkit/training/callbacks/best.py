@@ -10,13 +10,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.args import EvalArgs, TrainArgs
 from toolkit.checkpoints.store import BEST, has_best
+from toolkit.config import EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
+from toolkit.planning.limits import Progress
 from toolkit.training.callbacks.base import Callback
-from toolkit.training.state import Progress
 
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from toolkit.distributed import ranks
+from toolkit.planning.speed import peak_flops
 from toolkit.training.callbacks.base import Callback
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
 from toolkit.training.callbacks.metrics import ThroughputMonitor
 from toolkit.training.callbacks.replicas import ReplicaCheck
-from toolkit.training.throughput import Throughput, peak_flops
+from toolkit.training.throughput import Throughput
 
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer

@@ -6,13 +6,35 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.args import AUTO, EvalArgs, TrainArgs
+from toolkit.config import AUTO, EvalArgs, TrainArgs
 from toolkit.errors import UserError
-from toolkit.training.state import Progress
 
 VALIDATIONS, CHECKPOINTS = 10, 5  # per run, with auto intervals
 MIN_INTERVAL = 5  # steps; shorter runs are trials that save and validate at the end only
 MAX_SAVE_SECONDS = 600.0
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Args:
+        step: Optimizer steps done.
+        tokens: Input tokens so far, over all ranks.
+        samples: The position in the stream of samples, over all ranks.
+        seconds: Of all launches together.
+        best_val_loss: Of the checkpoint in ``best/``, where there is one.
+        lowest_val_loss: Of all validations, where ``--train.patience`` counts them.
+        stale_validations: Validations since the lowest one.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    best_val_loss: float | None = None
+    lowest_val_loss: float | None = None
+    stale_validations: int = 0
 
 
 @dataclass(frozen=True)

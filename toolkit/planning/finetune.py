@@ -6,14 +6,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from toolkit.args import CommandDefaults
 from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
 from toolkit.checkpoints.peft.import_peft import check_base, import_peft
+from toolkit.config import CommandDefaults
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.training.resolve import RunArgs
+from toolkit.planning.run_args import RunArgs
 
 
 def finetune_args(defaults: CommandDefaults, given: dict[str, Any]) -> RunArgs:

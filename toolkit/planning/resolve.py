@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit.args import Precision
+from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
+from toolkit.config import Precision, TrainArgs, fill
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.training.batch import BatchPlan, plan_batch
-from toolkit.training.optimizer import resolve_optimizer
-from toolkit.training.resolve import RunArgs, choose_length, choose_model, with_defaults
+from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
+from toolkit.models.gpt import GPT
+from toolkit.planning.batch import BatchPlan, plan_batch
+from toolkit.planning.optimizer import resolve_optimizer
+from toolkit.planning.run_args import RunArgs
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class ResolvedConfig:
         batch: How the global batch is cut.
         config: The architecture; None for a user-provided module. Its vocabulary may come from the tokenizer.
         max_seq_length: Tokens of the longest row; None where the data decides.
-        optimizer: See :func:`toolkit.training.optimizer.resolve_optimizer`.
+        optimizer: See :func:`toolkit.planning.optimizer.resolve_optimizer`.
     """
 
     args: RunArgs
@@ -86,3 +89,64 @@ def _require_fit_for_adapters(args: RunArgs, strategy: str) -> None:
         )
     if args.train.tie_embeddings is not None:
         raise UserError(f"--train.tie_embeddings {args.train.tie_embeddings}: the base stays as it is; leave it out")
+
+
+def with_defaults(args: RunArgs) -> RunArgs:
+    """Fill in what the command decides; the default model also has a length of its own.
+
+    Raises:
+        UserError: the run has no end, or an option is of no use.
+    """
+    if not args.out_dir:
+        raise UserError("--out_dir '': give the name of a folder")
+    if not 0 <= args.seed < 2**32:
+        raise UserError(f"--seed {args.seed}: must be from 0 to {2**32 - 1}")
+    if args.model_name is not None and args.initial_checkpoint_dir is not None:
+        raise UserError(
+            f"model_name {args.model_name}: --initial_checkpoint_dir {args.initial_checkpoint_dir} brings its own "
+            "architecture; leave one of them out"
+        )
+    if args.timeout is not None and args.timeout <= 0:
+        raise UserError(f"--timeout {args.timeout}: must be greater than zero")
+    train, evaluation = fill(args.train, args.defaults.train), fill(args.eval, args.defaults.eval)
+    if all(limit is None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time)):
+        config = None if args.initial_checkpoint_dir is not None else choose_model(args)
+        if not args.defaults.length_for_all and (config is None or config.name != DEFAULT_MODEL):
+            raise UserError(
+                "--train.max_tokens: the length of the run must be given; "
+                "set --train.max_tokens, --train.max_steps, --train.epochs or --train.max_time"
+            )
+        train = replace(train, **args.defaults.length)
+    return replace(args, train=train, eval=evaluation)
+
+
+def choose_model(args: RunArgs) -> ModelConfig | None:
+    """The named architecture or the initial checkpoint's, with the user's changes; None for a user-provided module."""
+    if args.module is not None:
+        return args.module.config if isinstance(args.module, GPT) else None
+    if args.initial_checkpoint_dir is not None:
+        config = read_model_config(find_checkpoint_dir(args.initial_checkpoint_dir))
+    else:
+        config = get_config(args.model_name or DEFAULT_MODEL)
+    config = config.override(args.model_config)
+    if args.train.tie_embeddings is not None:
+        config = replace(config, tie_embeddings=args.train.tie_embeddings)
+    family_of(config)  # an architecture that belongs to none could be trained, but never exported
+    return config
+
+
+def choose_length(train: TrainArgs, config: ModelConfig | None) -> int | None:
+    """Tokens per sequence; None where the data decides.
+
+    Raises:
+        UserError: longer than the model's context.
+    """
+    if config is None:
+        return train.max_seq_length
+    length = train.max_seq_length or config.block_size
+    if length > config.block_size:
+        raise UserError(
+            f"--train.max_seq_length {length}: {config.name or 'the model'} takes at most {config.block_size} tokens; "
+            "lower it, or pretrain a model with a larger --model_config.block_size"
+        )
+    return length

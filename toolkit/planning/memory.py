@@ -11,86 +11,27 @@ the two counts. torch.compile may need less.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from toolkit.args import DDPArgs, FSDPArgs, Precision
-from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.units import unit_precision
-from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block, model_on_meta
 from toolkit.models.lora import add_lora, is_adapter
-from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.moe import StackedLinear
 from toolkit.models.quantize import refuse_experts
-from toolkit.training.activations import FP32, activation_bytes, logits_bytes
-from toolkit.training.optimizer import optimizer_class
-from toolkit.training.throughput import matmul_parameters
+from toolkit.planning.activations import FP32, activation_bytes, logits_bytes
+from toolkit.planning.optimizer import optimizer_class
+from toolkit.planning.setup import TrainingSetup
+from toolkit.planning.speed import matmul_parameters
 
 # bitsandbytes: 4 bits, and an fp32 scale per 64 weights; with double quantization an 8-bit scale, and an fp32 scale per
 # 256 of those (Dettmers et al. 2023, QLoRA, section 3).
 QUANTIZED_BYTES = {"bnb.nf4": 0.5 + 4 / 64, "bnb.nf4-dq": 0.5 + 1 / 64 + 4 / (64 * 256)}
 # CUDA context, cuBLAS workspace and allocator fragmentation: a rule of thumb; measured contexts take 0.3 to 0.6 GB.
 CUDA_CONTEXT, ALLOCATOR_GAPS = 0.6e9, 0.03
-
-
-@dataclass(frozen=True)
-class TrainingSetup:
-    """The inputs of the memory formulas.
-
-    Args:
-        config: The architecture, with its vocabulary.
-        precision: The compute precision.
-        strategy: The distributed strategy.
-        micro_batch_size: Sequences per forward pass on one device.
-        accumulation: Micro-batches per optimizer step.
-        seq_length: Tokens per sequence.
-        optimizer: What :func:`toolkit.training.optimizer.resolve_optimizer` returns.
-        device: "cuda", "cpu" or "mps".
-        lora: Adapter configuration; None trains all weights.
-        quantize: One of :data:`QUANTIZED_BYTES`; None does not quantize.
-        packed: Several documents share a row, separated by an attention mask.
-        fsdp: Further FSDP options.
-        ddp: Further DDP options.
-        optimizer_class: A class outside torch.optim.
-    """
-
-    config: ModelConfig
-    precision: Precision
-    strategy: StrategyPlan
-    micro_batch_size: int
-    accumulation: int
-    seq_length: int
-    optimizer: dict[str, Any]
-    device: str = "cuda"
-    lora: LoRAConfig | None = None
-    quantize: str | None = None
-    packed: bool = False
-    fsdp: FSDPArgs = field(default_factory=FSDPArgs)
-    ddp: DDPArgs = field(default_factory=DDPArgs)
-    optimizer_class: type[torch.optim.Optimizer] | None = None
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether autocast computes in 16 bits with weights in fp32."""
-        return self.precision.endswith("-mixed")
-
-    @property
-    def weight_bytes(self) -> int:
-        return 2 if self.precision == "bf16-true" else FP32
-
-    @property
-    def compute_bytes(self) -> int:
-        """c above."""
-        return FP32 if self.precision == "32-true" else 2
-
-    @property
-    def tokens(self) -> int:
-        """N above."""
-        return self.micro_batch_size * self.seq_length
 
 
 @dataclass(frozen=True)
@@ -148,7 +89,7 @@ class Parameters:
     Args:
         total: All parameters, adapters included; tied ones once.
         trained: Trainable parameters.
-        matmul: Parameters in a matrix product for every token (see :mod:`toolkit.training.throughput`).
+        matmul: Parameters in a matrix product for every token (see :mod:`toolkit.planning.speed`).
     """
 
     total: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from toolkit.args import CommandDefaults, TrainArgs
+from toolkit.config import CommandDefaults, TrainArgs
 from toolkit.errors import UserError
 
 WSD_DECAY_FRACTION = 0.2

@@ -1,20 +1,15 @@
 """Bytes of a training step's activations and logits, by part of the model: closed formulas.
 
-:mod:`toolkit.training.memory_plan` defines N and c.
+:mod:`toolkit.planning.memory` defines N and c.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from toolkit.models.loss import chunk_rows
+from toolkit.planning.setup import FP32, INT64, TrainingSetup
 
-if TYPE_CHECKING:
-    from toolkit.training.memory_plan import TrainingSetup
-
-FP32, INT64 = 4, 8
 _QKV, _PROJECTION, _MLP = ("query", "key", "value"), ("projection",), ("mlp",)  # the adapters of each linear layer
 
 

@@ -1,0 +1,196 @@
+"""Changes that make a run fit its devices, before it starts or when it is out of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from toolkit.config import FINETUNE_FULL, FINETUNE_LORA, DDPArgs
+from toolkit.distributed.device import device_memory
+from toolkit.errors import UserError
+from toolkit.models.lora_config import LoRAConfig
+from toolkit.planning.plan import DeviceSpec, RunPlan, format_needs, plan_run
+from toolkit.planning.run_args import RunArgs
+
+MAX_ADVISED_DEVICES = 8  # per node
+MIN_ADVISED_LENGTH = 256  # tokens
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change in addition to the previous ones: the flags, the resulting memory, and whether it fits."""
+
+    change: str
+    memory_gb: float
+    fits: bool
+
+
+Change = tuple[str, RunArgs, DeviceSpec]
+Step = Callable[[RunPlan], Iterator[Change]]
+
+
+def advice_for(plan: RunPlan, device_memory_gb: float) -> list[Advice]:
+    """Return changes, in order, after which the run fits; empty if it already fits.
+
+    Changes without effect on the result come first, then those that reduce precision, then those that train less or
+    need more hardware. Changes that do not help or are not needed are omitted. If no combination suffices, the last one
+    does not fit.
+    """
+    limit = device_memory_gb * 1e9
+    if plan.memory.total <= limit:
+        return []
+    taken: list[Step] = []
+    current = plan
+    for step in _STEPS:
+        found = _take(step, current, limit)
+        if found is not None:
+            taken, current = [*taken, step], found[1]
+            if current.memory.total <= limit:
+                break
+    chosen = _apply(taken, plan, limit)
+    for step in taken[:-1]:
+        fewer = [other for other in taken if other is not step]
+        changes = _apply(fewer, plan, limit)
+        fits = bool(changes) and changes[-1][1].memory.total <= limit
+        # The remaining changes must not become larger: 4 bits are better than much shorter sequences.
+        if fits and {text for text, _ in changes} <= {text for text, _ in chosen}:
+            taken, chosen = fewer, changes
+    return [Advice(text, p.memory.total / 1e9, p.memory.total <= limit) for text, p in chosen]
+
+
+def _apply(steps: list[Step], plan: RunPlan, limit: float) -> list[tuple[str, RunPlan]]:
+    done = []
+    for step in steps:
+        found = _take(step, plan, limit)
+        if found is not None:
+            done.append(found)
+            plan = found[1]
+    return done
+
+
+def _take(step: Step, plan: RunPlan, limit: float) -> tuple[str, RunPlan] | None:
+    """Return the first variant of a change that fits, otherwise the smallest; None if no variant helps."""
+    best = None
+    for text, args, spec in step(plan):
+        try:
+            changed = plan_run(args, spec)
+        except UserError:  # the run would fail
+            continue
+        if changed.memory.total <= limit:
+            return text, changed
+        if changed.memory.total < (best[1] if best else plan).memory.total:
+            best = (text, changed)
+    return best
+
+
+def _train(plan: RunPlan, **changes: Any) -> tuple[RunArgs, DeviceSpec]:
+    return replace(plan.args, train=replace(plan.args.train, **changes)), plan.spec
+
+
+def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
+    per_rank = plan.batch.global_batch_size // plan.batch.world_size
+    for micro in range(plan.batch.micro_batch_size - 1, 0, -1):
+        if per_rank % micro == 0:
+            yield f"--train.micro_batch_size {micro}", *_train(plan, micro_batch_size=micro)
+
+
+def _full_shard(plan: RunPlan) -> Iterator[Change]:
+    if plan.strategy.shards < plan.batch.world_size or plan.strategy.sharding == "SHARD_GRAD_OP":
+        named = plan.args.strategy not in ("auto", "fsdp")
+        fsdp = replace(plan.args.fsdp, sharding_strategy="FULL_SHARD")
+        args = replace(plan.args, strategy="fsdp" if named else plan.args.strategy, fsdp=fsdp, ddp=DDPArgs())
+        yield "--strategy fsdp " * named + "--fsdp.sharding_strategy FULL_SHARD", args, plan.spec
+
+
+def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
+    if plan.precision != "bf16-true":
+        yield "--precision bf16-true", replace(plan.args, precision="bf16-true"), plan.spec
+
+
+def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
+    """Under accumulation FSDP keeps gradients unsharded: see distributed/fsdp.py."""
+    if plan.strategy.kind == "fsdp" and plan.batch.accumulation > 1:
+        size = plan.batch.micro_batch_size * plan.batch.world_size
+        yield f"--train.global_batch_size {size}", *_train(plan, global_batch_size=size)
+
+
+def _adapters(plan: RunPlan) -> Iterator[Change]:
+    if plan.args.defaults is FINETUNE_FULL:
+        yield "toolkit finetune_lora", replace(plan.args, defaults=FINETUNE_LORA, lora=LoRAConfig()), plan.spec
+
+
+def _quantized(plan: RunPlan) -> Iterator[Change]:
+    if plan.args.lora is not None and plan.args.quantize is None:
+        yield "--quantize bnb.nf4", replace(plan.args, quantize="bnb.nf4"), plan.spec
+        replicated = replace(plan.args, quantize="bnb.nf4", strategy="ddp")  # 4-bit weights are not sharded
+        yield "--quantize bnb.nf4 --strategy ddp", replicated, plan.spec
+
+
+def _shorter(plan: RunPlan) -> Iterator[Change]:
+    length = 2 ** math.ceil(math.log2(plan.seq_length)) // 2
+    while length >= MIN_ADVISED_LENGTH:
+        yield f"--train.max_seq_length {length}", *_train(plan, max_seq_length=length)
+        length //= 2
+
+
+def _more_devices(plan: RunPlan) -> Iterator[Change]:
+    devices = plan.spec.devices * 2
+    while plan.spec.device == "cuda" and devices <= MAX_ADVISED_DEVICES:
+        strategy = "auto" if plan.args.strategy == "single" else plan.args.strategy
+        args = replace(plan.args, strategy=strategy)
+        yield f"--devices {devices}", args, replace(plan.spec, devices=devices)
+        devices *= 2
+
+
+def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
+    layers = plan.config.n_layer // 2
+    while plan.args.initial_checkpoint_dir is None and plan.args.lora is None and layers:
+        config = replace(plan.args.model_config, n_layer=layers)
+        yield f"--model_config.n_layer {layers}", replace(plan.args, model_config=config), plan.spec
+        layers //= 2
+
+
+_STEPS: list[Step] = [
+    _smaller_micro_batch, _full_shard, _true_16_bits, _no_accumulation, _adapters, _quantized, _shorter, _more_devices,
+    _fewer_layers,
+]  # fmt: skip
+
+
+def out_of_memory(args: RunArgs, spec: DeviceSpec, device_memory_gb: float | None = None) -> UserError:
+    """Return the error for a run that is out of memory: its memory by part, and the changes to make.
+
+    Args:
+        args: The arguments of the run.
+        spec: The devices of the run.
+        device_memory_gb: Memory of one device in GB (1e9 bytes); read from CUDA by default.
+    """
+    size = args.train.micro_batch_size
+    start = f"--train.micro_batch_size {size}: out of memory on {spec.device}"
+    if args.module is not None:
+        hint = "a smaller one" if size is None or size > 1 else "shorter sequences or more devices"
+        return UserError(f"{start}; use {hint}")
+    plan = plan_run(args, spec)
+    if device_memory_gb is None:
+        device_memory_gb = device_memory(spec.device) / 1e9
+    # it did not fit, whatever the formula says: other processes may use a part of the device
+    limit = min(device_memory_gb, 0.9 * plan.memory.total / 1e9)
+    changes = ", then ".join(f"{a.change} ({a.memory_gb:.1f} GB)" for a in advice_for(plan, limit))
+    hint = f"use {changes}" if changes else "use a smaller model"
+    return UserError(f"{start}: this run needs about {format_needs(plan.memory)}; {hint}")
+
+
+@contextmanager
+def oom_advice(args: RunArgs, place: DeviceSpec) -> Iterator[None]:
+    """Turn running out of memory into a UserError with what the run needs and how it would fit."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        is_full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+        if not is_full:
+            raise
+        raise out_of_memory(args, place) from error

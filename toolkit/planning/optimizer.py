@@ -1,0 +1,73 @@
+"""Choice of the optimizer and its options."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from toolkit.config import OptimizerArgs
+from toolkit.errors import UserError, did_you_mean
+
+UNSUPPORTED = {
+    "Optimizer": "is the base class",
+    "LBFGS": "evaluates the loss several times per step",
+    "Muon": "takes matrices only; embeddings, norms and biases need another optimizer",
+    "SparseAdam": "needs sparse gradients",
+}
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return a class of ``torch.optim`` by case-insensitive name.
+
+    Raises:
+        UserError: no such class, or the training loop does not support it.
+    """
+    known = {
+        n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)
+    }  # fmt: skip
+    match = next((n for n in known if n.lower() == name.lower()), None)
+    if match is None:
+        usable = sorted(known.keys() - UNSUPPORTED.keys())
+        raise UserError(
+            f"--optimizer.name {name}: not in torch.optim{did_you_mean(name, usable)} ({', '.join(usable)})"
+        )
+    if match in UNSUPPORTED:
+        raise UserError(f"--optimizer.name {name}: {UNSUPPORTED[match]}; use AdamW, for example")
+    return known[match]
+
+
+def resolve_optimizer(
+    args: OptimizerArgs,
+    defaults: dict[str, Any],
+    precision: str,
+    given_class: type[torch.optim.Optimizer] | None = None,
+) -> dict[str, Any]:
+    """Return the resolved options of the optimizer, with its ``name``.
+
+    ``defaults`` (weight_decay, betas) apply if the class takes them; the user's options must be accepted.
+    ``given_class`` is a class outside torch.optim.
+
+    Raises:
+        UserError: no such class, or it does not take an option.
+    """
+    cls = given_class or optimizer_class(args.name)
+    takes = inspect.signature(cls).parameters
+    requested = {k: v for k in ("weight_decay", "betas", "eps") if (v := getattr(args, k)) is not None} | args.options
+    if "lr" in requested:
+        raise UserError(
+            f"--optimizer.options lr {requested['lr']}: --train.learning_rate sets the learning rate; remove this"
+        )
+    for option in requested:
+        if option not in takes or option == "params":
+            options = sorted(takes.keys() - {"params", "lr"})
+            where = f"options {option}" if option in args.options else option
+            hint = did_you_mean(option, options) or f"; it takes {', '.join(options)}"
+            raise UserError(f"--optimizer.{where} {requested[option]}: {cls.__name__} takes no such option{hint}")
+    given = {k: v for k, v in defaults.items() if k in takes} | requested
+    if given.get("fused") and precision == "16-mixed":
+        raise UserError(
+            "--optimizer.options fused: not supported with --precision 16-mixed, whose gradients are scaled"
+        )
+    return {"name": args.name if given_class else cls.__name__, **given}

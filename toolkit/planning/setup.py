@@ -1,0 +1,71 @@
+"""The inputs of the memory formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from toolkit.config import DDPArgs, FSDPArgs, Precision
+from toolkit.distributed.strategy import StrategyPlan
+from toolkit.models.config import ModelConfig
+from toolkit.models.lora_config import LoRAConfig
+
+FP32, INT64 = 4, 8
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """The inputs of the memory formulas.
+
+    Args:
+        config: The architecture, with its vocabulary.
+        precision: The compute precision.
+        strategy: The distributed strategy.
+        micro_batch_size: Sequences per forward pass on one device.
+        accumulation: Micro-batches per optimizer step.
+        seq_length: Tokens per sequence.
+        optimizer: What :func:`toolkit.planning.optimizer.resolve_optimizer` returns.
+        device: "cuda", "cpu" or "mps".
+        lora: Adapter configuration; None trains all weights.
+        quantize: One of :data:`QUANTIZED_BYTES`; None does not quantize.
+        packed: Several documents share a row, separated by an attention mask.
+        fsdp: Further FSDP options.
+        ddp: Further DDP options.
+        optimizer_class: A class outside torch.optim.
+    """
+
+    config: ModelConfig
+    precision: Precision
+    strategy: StrategyPlan
+    micro_batch_size: int
+    accumulation: int
+    seq_length: int
+    optimizer: dict[str, Any]
+    device: str = "cuda"
+    lora: LoRAConfig | None = None
+    quantize: str | None = None
+    packed: bool = False
+    fsdp: FSDPArgs = field(default_factory=FSDPArgs)
+    ddp: DDPArgs = field(default_factory=DDPArgs)
+    optimizer_class: type[torch.optim.Optimizer] | None = None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether autocast computes in 16 bits with weights in fp32."""
+        return self.precision.endswith("-mixed")
+
+    @property
+    def weight_bytes(self) -> int:
+        return 2 if self.precision == "bf16-true" else FP32
+
+    @property
+    def compute_bytes(self) -> int:
+        """c above."""
+        return FP32 if self.precision == "32-true" else 2
+
+    @property
+    def tokens(self) -> int:
+        """N above."""
+        return self.micro_batch_size * self.seq_length

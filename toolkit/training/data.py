@@ -1,0 +1,85 @@
+"""The data of a run, with the tokenizer and the vocabulary that belong to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from toolkit.checkpoints.folder import find_checkpoint_dir
+from toolkit.data.base import PreparedData, TokenDataset
+from toolkit.data.tokens.chunks import TokenRows
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
+from toolkit.planning.run_args import RunArgs
+
+
+def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], None]) -> PreparedData:
+    """Prepare the data with the tokenizer of the run: --tokenizer_dir, else the initial checkpoint's, else its own.
+
+    Raises:
+        UserError: there is less text than one global batch.
+    """
+    tokenizer = None
+    folder = args.tokenizer_dir or args.initial_checkpoint_dir
+    if folder is not None:
+        own = args.tokenizer_dir is not None
+        tokenizer = Tokenizer.load(folder if own else find_checkpoint_dir(folder), *([] if own else ["checkpoint_dir"]))
+    data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report)
+    if len(data.train) < args.train.global_batch_size:
+        raise UserError(
+            f"--train.global_batch_size {args.train.global_batch_size}: the training data has only {len(data.train)} "
+            f"{_sequences(data.train, seq_length)} or a smaller batch"
+        )
+    return data
+
+
+def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
+    """What the rows are, and what gives more of them."""
+    if not hasattr(rows, "lengths"):
+        of_length = f" of {seq_length} tokens" if seq_length else ""
+        return f"sequences{of_length}; give more text, a shorter --train.max_seq_length"
+    packed = getattr(rows, "packed", False)
+    return "rows of packed samples; give more of them, no packing" if packed else "samples; give more of them"
+
+
+def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConfig | None:
+    """The config with the vocabulary of the tokenizer, or of data that comes as tokens, where it has none of its own.
+
+    A tokenizer may have tokens that the model does not embed (Gemma 3's has one for images), if the data has none of
+    them; only then is the data read through.
+
+    Raises:
+        UserError: there is no vocabulary to take, or the data has tokens that the model does not embed.
+    """
+    if config is None:
+        return None
+    sizes = [data.tokenizer.vocab_size if data.tokenizer is not None else None, data.vocab_size]
+    known = [size for size in sizes if size is not None]
+    if config.vocab_size is None and not known:
+        raise UserError(
+            f"--tokenizer_dir: {config.name} takes its vocabulary from the tokenizer; "
+            "give one, or --model_config.vocab_size"
+        )
+    config = config.with_vocab_size(max(known)) if known else config
+    embedded = config.padded_vocab_size
+    if not known or max(known) <= embedded:
+        return config
+    if data.vocab_size is not None:  # data that came as tokens says it
+        largest = data.vocab_size - 1
+    else:
+        largest = max(_largest_token(rows) for rows in (data.train, data.val) if rows is not None)
+    if largest >= embedded:
+        raise UserError(
+            f"--tokenizer_dir: gives {max(known)} different tokens, {largest} among those of this data, and the model "
+            f"embeds 0 to {embedded - 1}; give the model's own tokenizer, or pretrain a model with "
+            f"--model_config.vocab_size {max(known)}"
+        )
+    return config
+
+
+def _largest_token(rows: TokenDataset) -> int:
+    if isinstance(rows, TokenRows):
+        return rows.survey()[1]
+    return max(int(torch.as_tensor(row[name]).max()) for row in rows for name in ("input_ids", "labels"))
