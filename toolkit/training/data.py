@@ -8,8 +8,8 @@ import torch
 
 from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.data.base import PreparedData, TokenDataset
-from toolkit.data.tokens.chunks import TokenRows
 from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokens.chunks import TokenRows
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.planning.run_args import RunArgs
