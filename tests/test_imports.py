@@ -18,7 +18,7 @@ PACKAGE = Path(toolkit.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up; a package may import itself and lower ones. Imports inside functions count too.
 LAYERS = [
-    {"errors", "checksums", "leftovers", "paths", "untrusted"},
+    {"errors", "checksums", "leftovers", "options", "paths", "untrusted"},
     {"config", "models.config"},
     {"ui"},
     {"models"},
@@ -29,11 +29,12 @@ LAYERS = [
     {"planning"},
     {"training"},
     {"api", "commands"},
-    {"cli", "cli_parser", "cli_words", "__main__"},
+    {"cli", "cli_help", "cli_parser", "__main__"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 LIGHT = [
-    "toolkit", "toolkit.cli", "toolkit.cli_parser", "toolkit.config", "toolkit.errors", "toolkit.checksums",
+    "toolkit", "toolkit.cli", "toolkit.cli_parser", "toolkit.cli_help", "toolkit.options", "toolkit.config",
+    "toolkit.errors", "toolkit.checksums",
     "toolkit.leftovers", "toolkit.paths", "toolkit.untrusted", "toolkit.models.config",
     "toolkit.models.config_checks",
     "toolkit.models.families", "toolkit.data", "toolkit.ui", *(module for module, *_ in COMMANDS.values()),

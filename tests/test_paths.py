@@ -13,9 +13,9 @@ import toolkit
 from tests.checkpoints.test_adapters import make
 from tests.commands.test_consolidate import make_checkpoint, shard
 from toolkit.cli import COMMANDS, main
-from toolkit.cli_parser import Command
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
+from toolkit.options import Command
 from toolkit.paths import is_path_option
 
 NO_PATHS = {
@@ -33,15 +33,15 @@ def path_options() -> list[tuple[str, list[str], str]]:
         setup = importlib.import_module(module).setup
         if hasattr(setup, "choose"):
             continue  # the options of another command
-        command = Command(name, setup)
-        kinds = [(group, kind) for group, choices in command.choices.items() for kind in choices.items()] or [None]
+        command = Command(setup)
+        kinds = [(group, kind) for group in command.bases for kind in command.choices(group).items()] or [None]
         for chosen in kinds:
             words = []
             if chosen is not None:
                 group, (short, cls) = chosen
                 command.chosen[group], words = cls, [f"--{group}", short]
-            for option, hint in command.options().items():
-                if re.search(r"\bstr\b", str(hint)) and option.rpartition(".")[2] not in NO_PATHS:
+            for option, (kind, *_) in command.options().items():
+                if re.search(r"\bstr\b", str(kind)) and option.rpartition(".")[2] not in NO_PATHS:
                     found.append((name, words, option))
     return found
 

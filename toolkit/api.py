@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit.config import PRETRAIN
 from toolkit.checkpoints.folder import find_checkpoint_dir, load_model, require_intact_model
 from toolkit.checkpoints.store import FINAL
 from toolkit.commands.pretrain import setup
@@ -30,10 +31,10 @@ from toolkit.errors import PeerShutdownError, UserError, did_you_mean
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
+from toolkit.options import as_mapping, parse_object
 from toolkit.paths import require_local
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks import Callback
-from toolkit.training.options import as_mapping, read_group, read_options
 from toolkit.training.run import run_training
 from toolkit.training.state import read_meta
 from toolkit.training.throughput import peak_memory_gb
@@ -132,9 +133,8 @@ def train(
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UserError(f"callbacks {type(callback).__name__}: must be objects of a class of toolkit.Callback")
-    arguments = read_options(setup, options)
     chosen, cls = _read_optimizer(optimizer)
-    arguments["optimizer"] = read_group("optimizer", OptimizerArgs, chosen)
+    arguments = parse_object(setup, options | {"optimizer": chosen})
     arguments |= _read_model(model, block_classes, arguments)
     arguments["data"] = data = _read_data(dataset, val_dataset, num_workers, options.get("data"), arguments)
     for name, value in vars(data).items() if type(data).__module__.startswith("toolkit.") else ():

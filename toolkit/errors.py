@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class CommandError(Exception):
@@ -67,13 +67,27 @@ def join_first(items: Sequence[str], shown: int = 5) -> str:
     return ", ".join(items[:shown]) + (f" and {len(items) - shown} more" if len(items) > shown else "")
 
 
-def did_you_mean(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5) -> str:
+def did_you_mean(
+    name: str,
+    known: Iterable[str],
+    count: int = 3,
+    cutoff: float = 0.5,
+    margin: float = 0.2,
+    compared: Callable[[str], str] = str.lower,
+    show: Callable[[str], str] = repr,
+) -> str:
     """Return ``"; did you mean 'a' or 'b'?"`` for the known names closest to ``name``, or an empty string.
 
-    ``cutoff`` is the minimum similarity, from 0 to 1, of :class:`difflib.SequenceMatcher`.
+    Args:
+        name: A name that is not known.
+        known: The known names.
+        count: Maximum number of names in the hint.
+        cutoff: Minimum similarity, from 0 to 1, of :class:`difflib.SequenceMatcher`.
+        margin: Names that much less similar than the closest are left out.
+        compared: Returns what of a name is compared.
+        show: Returns a name as it is written.
     """
-    by_lower = {k.lower(): k for k in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=cutoff)
-    similarity = {k: difflib.SequenceMatcher(None, k, name.lower()).ratio() for k in close}
-    near = [by_lower[k] for k in close if similarity[k] >= similarity[close[0]] - 0.2]  # drop much weaker matches
-    return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    similarity = {k: difflib.SequenceMatcher(None, compared(k), name.lower()).ratio() for k in known}
+    least = max([cutoff, *(s - margin for s in similarity.values())])
+    near = sorted((k for k, s in similarity.items() if s >= least), key=similarity.__getitem__, reverse=True)[:count]
+    return f"; did you mean {' or '.join(map(show, near))}?" if near else ""

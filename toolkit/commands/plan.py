@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 from toolkit.commands import COMMANDS
 from toolkit.errors import UserError, did_you_mean
@@ -54,49 +53,24 @@ def setup(
         print(format_plan(summary))
 
 
-def choose(argv: list[str]) -> tuple[Callable[..., None], tuple[str, ...]]:
-    """Return a function with the parameters of ``setup`` and of the command that ``argv`` begins with, and its
-    positional parameters.
+def choose(argv: list[str]) -> tuple[tuple[Callable[..., None], ...], tuple[str, ...]]:
+    """Return the functions whose options a command line takes, ``setup`` and that of the command that ``argv`` begins
+    with, and their positional parameters.
 
     Raises:
         UserError: it does not begin with a command that can be planned.
     """
     name = argv[0] if argv else "--help"
     if name in PLANNABLE:
-        return _with_options_of(name), ("command", *COMMANDS[name][1])
+        module, positionals, _ = COMMANDS[name]
+        return (setup, importlib.import_module(module).setup), ("command", *positionals)
     if argv and name not in ("--help", "-h"):
         commands = ", ".join(PLANNABLE)
         raise UserError(
             f"{name}: the command to plan must come first, one of {commands}{did_you_mean(name, PLANNABLE)}"
         )
-    return _drop_parameter(setup, "run"), ("command",)
+    return (setup,), ("command",)
 
 
-setup.choose = choose
-
-
-def _drop_parameter(function: Callable[..., None], name: str) -> Callable[..., None]:
-    parameters = inspect.signature(function).parameters
-    return _typed(function.__doc__, [p for n, p in parameters.items() if n != name], get_type_hints(function))
-
-
-def _with_options_of(name: str) -> Callable[..., None]:
-    inner = importlib.import_module(COMMANDS[name][0]).setup
-    own, planned = inspect.signature(setup).parameters, inspect.signature(inner).parameters
-    parameters = [own["command"], *planned.values(), own["device_memory_gb"], own["format"]]
-    options = (inspect.getdoc(inner) or "").partition("\nArgs:\n")[2]
-    doc = f"{inspect.getdoc(setup)}\n{options}"
-    return _typed(doc, parameters, get_type_hints(inner) | get_type_hints(setup))
-
-
-def _typed(doc: str | None, parameters: list[inspect.Parameter], hints: dict[str, Any]) -> Callable[..., None]:
-    """Return a function with this signature for the command line to parse."""
-
-    def typed() -> None: ...
-
-    keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    typed.__signature__ = inspect.Signature(keyword)
-    typed.__annotations__ = {p.name: hints[p.name] for p in parameters} | {"return": None}
-    typed.__doc__ = doc
-    typed.optional = ("data",)  # a plan reads no data
-    return typed
+setup.choose = choose  # type: ignore[attr-defined]
+setup.optional = ("data",)  # type: ignore[attr-defined]  # a plan reads no data

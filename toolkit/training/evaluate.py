@@ -26,8 +26,8 @@ from toolkit.inference.chat import find_template
 from toolkit.inference.text import require_embedded
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
+from toolkit.options import create
 from toolkit.paths import is_path_option
-from toolkit.training.options import read_group
 from toolkit.training.validate import validate
 from toolkit.untrusted import read_yaml
 
@@ -162,7 +162,7 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
         _notice(f"{path} does not say which data the model was trained on: taking PythonStdlib")
         return PythonStdlib(), None
     try:
-        data = read_group("data", cls, options)
+        data = create("data", cls, options)
     except (UserError, TypeError) as error:
         raise UserError(f"{path}: {error}; give --data") from error
     if not trust and (option := option_to_trust(data)) is not None:

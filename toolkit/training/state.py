@@ -7,14 +7,14 @@ import math
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from inspect import formatannotation
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import step_in_name
 from toolkit.errors import UserError
 from toolkit.planning.limits import Progress
 from toolkit.planning.schedule import Schedule
-from toolkit.training.options import fits
 from toolkit.untrusted import read_json
 
 FORMAT_VERSION = 1
@@ -137,7 +137,9 @@ def _check_fields(prefix: str, values: dict[str, Any], cls: type) -> None:
         if known.name not in values and has_default and known.name not in _REQUIRED:
             continue
         name, value = prefix + known.name, values[known.name]
-        if not fits(value, hints[known.name]):
-            raise ValueError(f"{name} {value!r:.50} is not of type {formatannotation(hints[known.name])}")
+        hint = hints[known.name]
+        kinds = {get_origin(part) or part for part in (get_args(hint) if isinstance(hint, UnionType) else (hint,))}
+        if type(value) not in (kinds | {int} if float in kinds else kinds):
+            raise ValueError(f"{name} {value!r:.50} is not of type {formatannotation(hint)}")
         if isinstance(value, int | float) and not (0 <= value < math.inf):
             raise ValueError(f"{name} {value} must be finite and not negative")

@@ -1,0 +1,106 @@
+"""The help of a subcommand: one screen for a command of many options, and groups of them; everything for the others."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import shutil
+import textwrap
+from functools import partial
+from typing import Any, Literal, get_origin
+
+from toolkit.errors import UserError, did_you_mean
+from toolkit.options import Command, Option, describe, is_restricted, limits, parts
+from toolkit.paths import is_path_option
+
+MANY = 40  # options of a command whose help is one screen
+ORDER = ("", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "model_config")
+FREQUENT = (
+    "command", "checkpoint_dir", "model_name", "initial_checkpoint_dir", "data", "train.learning_rate",
+    "train.global_batch_size", "train.micro_batch_size", "train.max_steps", "train.epochs", "train.max_seq_length",
+    "lora_r", "devices", "precision", "out_dir", "resume", "device_memory_gb", "config",
+)  # fmt: skip
+"""The options of the first screen, in the order of use, as are the groups."""
+
+Entries = dict[str, tuple[str, str]]  # option -> its value and its text
+
+
+def format_help(command: Command, usage: str, positionals: tuple[str, ...], topic: str | None) -> str:
+    """Return the help.
+
+    Args:
+        command: The command, with its classes chosen.
+        usage: The line of usage.
+        positionals: Options that may be given without their flag.
+        topic: "all", the name of a group, or None for the first screen.
+
+    Raises:
+        UserError: there is no such topic.
+    """
+    groups = _groups(command)
+    topics = ("all", *filter(None, groups))
+    if topic not in (None, *topics):
+        raise UserError(f"--help {topic}: must be one of {', '.join(topics)}{did_you_mean(topic or '', topics)}")
+    count, epilog = sum(map(len, groups.values())), []
+    if topic is None and count > MANY:
+        inner = [f"--{key}" for name in command.bases for key in groups[name] if key != name]
+        entries = {key: entry for group in groups.values() for key, entry in group.items()}
+        short = {key: (entries[key][0], entries[key][1].partition(". ")[0]) for key in FREQUENT if key in entries}
+        groups = {"frequent": short}
+        epilog = [f"options of the chosen data: {', '.join(inner)}"] if inner else []
+        epilog += [f"--help all shows all {count} options, --help GROUP those of a group: {', '.join(topics[1:])}."]
+    elif topic not in (None, "all"):
+        groups = {topic: groups[topic]}
+    about, _, _ = (inspect.getdoc(command.functions[0]) or "").partition("\nArgs:")
+    printer = argparse.ArgumentParser(
+        usage=usage,
+        description=_wrap(about.split("\n\n")),
+        epilog=_wrap(epilog),
+        add_help=False,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),
+    )
+    for name, group in groups.items():
+        box = printer.add_argument_group(f"{name} options".strip())
+        for key, (value, text) in group.items():
+            flag, kind = (key.upper(), "store") if key in positionals else (f"--{key} {value}".rstrip(), "store_true")
+            box.add_argument(flag, action=kind, help=text.replace("%", "%%"))
+    return printer.format_help()
+
+
+def _groups(command: Command) -> dict[str, Entries]:
+    """Return the texts of all options by group, the groups in the order of use."""
+    groups: dict[str, Entries] = {name: {} for name in ORDER}
+    for name in command.bases:
+        text = f"Class: {', '.join(command.choices(name))}. `--{name} NAME --help {name}` shows its options."
+        groups.setdefault(name, {})[name] = ("NAME", text)
+    for key, option in command.options().items():
+        groups.setdefault(key.rpartition(".")[0], {})[key] = (_value(key, option.kind), _describe(option))
+    groups[""]["config"] = ("FILE", "YAML file of options; flags override it. May be repeated.")
+    groups[""]["print_config"] = ("", "Print all options as YAML and exit.")
+    return {name: group for name, group in groups.items() if group}
+
+
+def _value(key: str, kind: Any) -> str:
+    """Return a word for the value of an option: N, PATH."""
+    bases = {getattr(part, "_type", get_origin(part) or part) for part in parts(kind)}
+    if bases & {int, float}:
+        return "N"
+    return "PATH" if is_path_option(key) else "BOOL" if bases == {bool} else "NAME" if Literal in bases else "VALUE"
+
+
+def _describe(option: Option) -> str:
+    """Return ``Sequences per forward pass. (an integer or auto; default: 4)``."""
+    notes = [] if parts(option.kind) in ((str,), (bool,)) else [describe(option.kind)]
+    notes += [limits(kind) for kind in parts(option.kind) if is_restricted(kind)]
+    if not option.is_required and option.default is not None:
+        default = option.default if isinstance(option.default, str) else json.dumps(option.default, default=str)
+        notes.append(f"default: {default}")
+    return f"{option.doc} ({'; '.join(notes)})" if notes else option.doc
+
+
+def _wrap(paragraphs: list[str]) -> str:
+    """Wrap paragraphs, except lines that are commands to copy."""
+    width = shutil.get_terminal_size().columns - 2
+    lines = [p if p.startswith("toolkit ") else textwrap.fill(" ".join(p.split()), width) for p in paragraphs]
+    return "\n\n".join(lines)

@@ -1,0 +1,372 @@
+"""The options of a command by dotted name, and their values as the arguments of its ``setup`` function.
+
+jsonargparse resolves the signature and converts the values. It cannot do the rest: its result depends on the order of
+files, classes and flags, it keeps options of a class that another class replaces, and its errors take many lines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import re
+import types
+from argparse import ArgumentError
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
+
+from toolkit.errors import UserError, did_you_mean
+from toolkit.paths import require_local
+
+COMMON_OPTIONS = ("help", "config", "print_config")  # of every command
+_LAYERS = "; choose the layers with --lora_query, --lora_key, --lora_value, --lora_projection, --lora_mlp, --lora_head"
+_ACTIVATIONS = (
+    "; toolkit has no activation checkpointing; to save memory, lower --train.micro_batch_size or "
+    "--train.max_seq_length, see `toolkit plan`"
+)
+_OTHER_TOOLS_OPTIONS = {
+    "lr": ("train.learning_rate", "; did you mean --train.learning_rate?"),
+    "gpus": ("devices", "; did you mean --devices?"),
+    "fp16": ("precision", "; did you mean --precision 16-mixed?"),
+    "bf16": ("precision", "; did you mean --precision bf16-mixed?"),
+    "wandb": ("logger_name", "; did you mean --logger_name wandb?"),
+    "target_modules": ("lora_query", _LAYERS),
+    "lora_target_modules": ("lora_query", _LAYERS),
+    "gradient_checkpointing": ("train.micro_batch_size", _ACTIVATIONS),
+    "activation_checkpointing": ("train.micro_batch_size", _ACTIVATIONS),
+}
+"""Option names of other tools, each with the option that a command must have for the hint, and the hint."""
+
+
+class Option(NamedTuple):
+    kind: Any  # the type
+    default: Any
+    doc: str
+    is_required: bool
+
+
+class Given(NamedTuple):
+    """The value that the user gave an option. ``source`` is "" for a flag, None for Python, else the YAML file."""
+
+    source: str | None
+    value: Any
+
+    def named(self, key: str) -> str:
+        """Return the option as shown in messages: flag, or file and key, then the value."""
+        if self.source is None:
+            return f"{key} {self.value!r}"
+        if self.source:
+            return f"{self.source}: {key}: {self.text}"
+        return f"--{key} {'' if self.value is None else self.text}".rstrip()
+
+    @property
+    def text(self) -> str:
+        return self.value if isinstance(self.value, str) else json.dumps(self.value, default=str)
+
+
+def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for ``setup`` from Python values by name.
+
+    Args:
+        setup: As of :class:`Command`.
+        values: Groups as dictionaries or dataclasses, paths as strings or path objects, objects for choices.
+
+    Raises:
+        UserError: an unknown name, with a suggestion, or a value of the wrong type.
+    """
+    command = Command(setup)
+    objects = {name: values.get(name, command.parameters[name].default) for name in command.bases}
+    for name, value in objects.items():
+        if not isinstance(value, base := command.bases[name]):
+            raise UserError(f"{name} {value!r}: must be an object of a class of {base.__name__}")
+    command.chosen = {}
+    command.give(command.flatten({n: v for n, v in values.items() if n not in objects}, None))
+    return command.arguments(command.resolve()) | objects
+
+
+def create(name: str, cls: type, values: Mapping[str, Any]) -> Any:
+    """Create an object of a dataclass from Python values of its fields; messages call it ``name``.
+
+    Raises:
+        UserError: an unknown name, or a value of the wrong type.
+    """
+
+    def setup() -> None: ...
+
+    parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=cls)
+    setup.__dict__["__signature__"] = inspect.Signature([parameter])
+    return parse_object(setup, {name: values})[name]
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the parameters of a function or class by name, with those that its ``**kwargs`` are forwarded to.
+
+    Uses a private function of jsonargparse (tried: 4.53), which offers the same only as arguments of a parser.
+    """
+    found = {p.name: p for p in get_signature_parameters(function, logger=False)}
+    for name in found.keys() & (own := inspect.signature(function).parameters).keys():
+        found[name].default = own[name].default  # a data module as written; jsonargparse makes a dictionary of it
+    return found
+
+
+class Command:
+    """The options of a command, the classes chosen, and the values given.
+
+    Args:
+        functions: Their parameters are scalars, dataclasses (groups of options), and abstract base classes (choices of
+            a class with its options). Where two functions have a parameter of the same name, the first counts.
+    """
+
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        self.functions = functions
+        self.parameters = {n: p for function in reversed(functions) for n, p in parameters_of(function).items()}
+        self.bases = {n: p.annotation for n, p in self.parameters.items() if inspect.isabstract(p.annotation)}
+        self.groups = {n: p.annotation for n, p in self.parameters.items() if is_dataclass(p.annotation)}
+        self.chosen = {name: type(self.parameters[name].default) for name in self.bases}
+        self.optional = getattr(functions[0], "optional", ())  # choices whose default lacks required options
+        self.given: dict[str, Given] = {}
+
+    def options(self) -> dict[str, Option]:
+        """Return every option by dotted name."""
+        found: dict[str, Option] = {}
+        for name, parameter in self.parameters.items():
+            cls = self.chosen.get(name) or self.groups.get(name)
+            is_default = cls is type(parameter.default)
+            for key, p in ({"": parameter} if cls is None else parameters_of(cls)).items():
+                is_required = p.default is inspect.Parameter.empty and not (is_default and name in self.optional)
+                default = getattr(parameter.default, key, p.default) if key and is_default else p.default
+                found[f"{name}.{key}".rstrip(".")] = Option(p.annotation, default, p.doc or "", is_required)
+        return found
+
+    def choices(self, name: str) -> dict[str, type]:
+        """Return the classes for a parameter by short name: those that the package of its base class exports."""
+        package = importlib.import_module(self.bases[name].__module__.rpartition(".")[0])
+        exported = {name: getattr(package, name) for name in package.__all__}
+        is_choice = {n: inspect.isclass(c) and issubclass(c, self.bases[name]) for n, c in exported.items()}
+        return {n: c for n, c in exported.items() if is_choice[n] and not inspect.isabstract(c)}
+
+    # ---- what the user gives
+
+    def flatten(self, values: Mapping[str, Any], source: str | None) -> Iterator[tuple[str, Given]]:
+        """Yield the values of a YAML file or of Python by dotted name.
+
+        A choice is a mapping with ``class_path`` and ``init_args``; its class name or its options alone suffice.
+        """
+        for key, value in values.items():
+            if key in self.bases and isinstance(value, dict):
+                value = dict(value)
+                if "class_path" in value:
+                    yield key, Given(source, value.pop("class_path"))
+                value = {**(value.pop("init_args", None) or {}), **value}
+            elif key in self.groups and source is None:
+                value = as_mapping(key, value)
+            is_group = key in self.groups or key in self.bases
+            if is_group and isinstance(value, Mapping):
+                yield from ((f"{key}.{option}", Given(source, inner)) for option, inner in value.items())
+            elif key not in self.groups:
+                yield str(key), Given(source, os.fspath(value) if isinstance(value, os.PathLike) else value)
+            elif value is not None:
+                raise UserError(f"{Given(source, value).named(key)}: a group; it takes `name: value` pairs")
+
+    def give(self, layer: Iterable[tuple[str, Given]]) -> None:
+        """Merge values; they override those given before.
+
+        Another class drops earlier options of the previous class, because they do not exist or have another meaning in
+        the new one.
+        """
+        layer = list(layer)
+        for key, given in layer:
+            if key in self.bases and (chosen := self._choose(key, given)) is not self.chosen[key]:
+                self.given = {k: v for k, v in self.given.items() if not k.startswith(f"{key}.")}
+                self.chosen[key] = chosen
+        self.given |= {key: given for key, given in layer if key not in self.bases}
+
+    def _choose(self, key: str, given: Given) -> type:
+        """Return the class for ``--data NAME``: one of toolkit's, or a user-provided class by its full path."""
+        known = self.choices(key)
+        if not given.value:
+            raise UserError(f"--{key}: needs a value: {', '.join(known)}")
+        module, _, name = given.text.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), name) if module else known.get(name)
+        except (ImportError, AttributeError, ValueError):
+            found = None
+        if not (inspect.isclass(found) and issubclass(found, self.bases[key])):
+            near = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+            raise UserError(f"{given.named(key)}: no such class{near}")
+        return found
+
+    # ---- checks and conversion
+
+    def resolve(self, usage: str = "") -> Namespace:
+        """Return the values of all options, checked and converted.
+
+        Args:
+            usage: For the message about a missing positional argument.
+
+        Raises:
+            UserError: an unknown name, a missing option, or a value of the wrong type.
+        """
+        known = self.options()
+        for key in list(self.given):
+            self._check(key, known)
+        for key, option in known.items():
+            if option.is_required and key not in self.given:
+                hint = f"; usage: {usage}" if key.upper() in usage.split() else ""
+                raise UserError(f"--{key}: must be given{hint}")
+        self._parser = self._build_parser()
+        try:
+            if any(given.source is None for given in self.given.values()):
+                config = self._parser.parse_object(_nested(self.given))
+            else:
+                texts = {key: _expand_integer(given.text, known.get(key)) for key, given in self.given.items()}
+                config = self._parser.parse_args([f"--{key}={text}" for key, text in texts.items()])
+        except ArgumentError as error:
+            raise UserError(self._explain(error, known)) from error
+        for key, value in config.items():
+            if is_restricted(type(value)):  # a class of its own, which YAML would not write
+                config[key] = value._type(value)
+        return config
+
+    def arguments(self, config: Namespace) -> dict[str, Any]:
+        """Return the arguments for the functions, with groups and choices as objects."""
+        ready = self._parser.instantiate(config)
+        return {name: ready[name] for name in self.parameters if name in ready}
+
+    def _build_parser(self) -> ArgumentParser:
+        parser, added = ArgumentParser(exit_on_error=False), set(self.bases)
+        for function in self.functions:
+            added |= set(parser.add_function_arguments(function, skip=set(added), as_group=False))
+        for name, cls in self.chosen.items():
+            parser.add_class_arguments(cls, name)
+            if type(default := self.parameters[name].default) is cls:
+                parser.set_defaults({f"{name}.{key}": value for key, value in vars(default).items()})
+        return parser
+
+    def _check(self, key: str, known: dict[str, Option]) -> None:
+        """Raise UserError for an option that is unknown, has no value, or has a URL in place of a path.
+
+        A flag without a value means true; null means the default where the type does not take null.
+        """
+        given, kind = self.given[key], known[key].kind if key in known else Any
+        group, inside = key.partition(".")[0], key.rpartition(".")[0]
+        if key not in known and not (inside in known and get_origin(parts(known[inside].kind)[0]) is dict):
+            name = key if given.source is None else given.named(key)
+            raise UserError(f"{name}: no such option{self._suggest(key, given.source, known)}")
+        if given == Given("", None):
+            if kind is not bool:
+                raise UserError(f"--{key}: needs a value: {describe(kind)}")
+            self.given[key] = Given("", "true")
+        elif given.value is None and not {None, type(None), Any} & {kind, *get_args(kind)}:
+            del self.given[key]
+        elif self.chosen.get(group) in (None, *(self.choices(group).values() if group in self.bases else ())):
+            prefix = f"{given.source}: " if given.source else "--" if given.source == "" else ""
+            require_local(f"{prefix}{key}", given.value)  # user-provided classes may accept URLs
+
+    def _suggest(self, key: str, source: str | None, known: dict[str, Option]) -> str:
+        """Return a hint for an unknown option, such as ``; did you mean --train.max_steps?``."""
+        group, _, last = key.rpartition(".")
+        choices = self.choices(group) if group in self.bases else {}
+        if having := [name for name, cls in choices.items() if last in inspect.signature(cls).parameters]:
+            hint = f"add --{group} {having[0]}" if len(having) == 1 else f"{', '.join(having)} have it"
+            return f" of --{group} {self.chosen[group].__name__}; {hint}"
+        needed, hint = _OTHER_TOOLS_OPTIONS.get(last, ("", ""))
+        if needed in known:
+            return hint
+
+        def show(option: str) -> str:
+            option_group, _, name = option.rpartition(".")
+            in_python = repr(name) if option_group == group else f"{option_group}={{{name!r}: ...}}"
+            return in_python if source is None else option if source else f"--{option}"
+
+        names = known if source != "" else [*known, *COMMON_OPTIONS]
+        compared = str if group else lambda option: option.rpartition(".")[2]
+        return did_you_mean(key, names, cutoff=0.6, margin=0.05, compared=compared, show=show) or "; see --help"
+
+    def _explain(self, error: ArgumentError, known: dict[str, Option]) -> str:
+        """Return jsonargparse's error as one line with option, value and what it must be."""
+        message = " ".join(str(error).split())
+        named = re.search(r'[Kk]ey "([^"]+)"', message)
+        key = named[1] if named else ""
+        if key not in self.given:
+            return message
+        given, kinds = self.given[key], parts(known[key].kind)
+        for kind in filter(is_restricted, kinds):
+            try:
+                number = kind._type(_expand_integer(given.text, known[key]))
+            except ValueError:
+                continue
+            must = "not be negative" if kind._expression == "v>=0" else f"be {limits(kind)}"
+            return f"{given._replace(value=number).named(key)}: must {must}"
+        names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
+        return f"{given.named(key)}: must be {describe(known[key].kind)}{did_you_mean(given.text, names)}"
+
+
+def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """Return a group of options from Python, a dictionary or dataclass, as a mapping."""
+    if is_dataclass(value) and not inspect.isclass(value):
+        return vars(value)
+    if not isinstance(value, Mapping):
+        kind = type(value).__name__
+        raise UserError(f"{name} {kind}: must be a group of options, as a dictionary such as {{'name': value}}")
+    return value
+
+
+def _nested(given: Mapping[str, Given]) -> Namespace:
+    nested = Namespace()
+    for key, (_, value) in given.items():
+        nested[key] = value
+    return nested
+
+
+# ---- types
+
+
+def parts(kind: Any) -> tuple[Any, ...]:
+    """Return the types of a union without None, or the type itself."""
+    union = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return tuple(part for part in union if part is not type(None))
+
+
+def is_restricted(kind: Any) -> bool:
+    """Whether it is a number with limits, such as jsonargparse's PositiveInt."""
+    return hasattr(kind, "_restrictions")
+
+
+def limits(kind: Any) -> str:
+    """Return the limits of a restricted number: ``greater than zero``."""
+    text = kind._expression
+    for sign, words in {"v>=": "at least ", "v<=": "at most ", "v>": "greater than ", "v<": "less than "}.items():
+        text = text.replace(sign, words)
+    return re.sub(r"\b0$", "zero", text)
+
+
+def describe(kind: Any) -> str:
+    """Describe the values of a type: ``an integer or auto``."""
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    names |= {dict: """a mapping such as '{"name": 1}'"""}
+    found = []
+    for part in parts(kind):
+        base, values = getattr(part, "_type", get_origin(part) or part), get_args(part)
+        if base is Literal:
+            found.append(("one of " if len(values) > 1 else "") + ", ".join(map(str, values)))
+        elif base is tuple:
+            found.append(f"a list of {len(values)} such as [0.9, 0.95]")
+        else:
+            found.append(names.get(base, f"a value of type {getattr(base, '__name__', base)}"))
+    return " or ".join(found)
+
+
+def _expand_integer(text: str, option: Option | None) -> str:
+    """Return ``1000000`` for ``1e6`` if the option is an integer."""
+    kinds = {getattr(kind, "_type", kind) for kind in parts(option.kind)} if option else set()
+    if int in kinds and float not in kinds and re.fullmatch(r"[+-]?\d[\d_]*(\.\d*)?([eE][+-]?\d+)?", text):
+        number = float(text)
+        if number.is_integer() and abs(number) < 2**53:
+            return str(int(number))
+    return text
