@@ -73,7 +73,7 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
     """Return the arguments for ``setup`` from Python values by name.
 
     Args:
-        setup: As of :class:`Command`.
+        setup: A function or class as of :class:`Command`.
         values: Groups as dictionaries or dataclasses, paths as strings or path objects, objects for choices.
 
     Raises:
@@ -87,20 +87,6 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
     command.chosen = {}
     command.give(command.flatten({n: v for n, v in values.items() if n not in objects}, None))
     return command.arguments(command.resolve()) | objects
-
-
-def create(name: str, cls: type, values: Mapping[str, Any]) -> Any:
-    """Create an object of a dataclass from Python values of its fields; messages call it ``name``.
-
-    Raises:
-        UserError: an unknown name, or a value of the wrong type.
-    """
-
-    def setup() -> None: ...
-
-    parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=cls)
-    setup.__dict__["__signature__"] = inspect.Signature([parameter])
-    return parse_object(setup, {name: values})[name]
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -222,7 +208,7 @@ class Command:
         self._parser = self._build_parser()
         try:
             if any(given.source is None for given in self.given.values()):
-                config = self._parser.parse_object(_nested(self.given))
+                config = self._parser.parse_object(Namespace({key: given.value for key, given in self.given.items()}))
             else:
                 texts = {key: _expand_integer(given.text, known.get(key)) for key, given in self.given.items()}
                 config = self._parser.parse_args([f"--{key}={text}" for key, text in texts.items()])
@@ -315,13 +301,6 @@ def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
         kind = type(value).__name__
         raise UserError(f"{name} {kind}: must be a group of options, as a dictionary such as {{'name': value}}")
     return value
-
-
-def _nested(given: Mapping[str, Given]) -> Namespace:
-    nested = Namespace()
-    for key, (_, value) in given.items():
-        nested[key] = value
-    return nested
 
 
 # ---- types

@@ -26,7 +26,7 @@ from toolkit.inference.chat import find_template
 from toolkit.inference.text import require_embedded
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.options import create
+from toolkit.options import as_mapping, parse_object
 from toolkit.paths import is_path_option
 from toolkit.training.validate import validate
 from toolkit.untrusted import read_yaml
@@ -162,9 +162,9 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
         _notice(f"{path} does not say which data the model was trained on: taking PythonStdlib")
         return PythonStdlib(), None
     try:
-        data = create("data", cls, options)
+        data = cls(**parse_object(cls, as_mapping("init_args", options)))
     except (UserError, TypeError) as error:
-        raise UserError(f"{path}: {error}; give --data") from error
+        raise UserError(f"{path}: data.{error}; give --data") from error
     if not trust and (option := option_to_trust(data)) is not None:
         raise UserError(
             f"{path}: names data.{option} {getattr(data, option)}: if the checkpoint is your own or you trust its "
