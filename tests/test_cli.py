@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
+import re
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
+from jsonargparse.typing import NonNegativeFloat, PositiveInt, restricted_number_type
 
 from toolkit import cli, cli_parser
 from toolkit.commands import pretrain
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.data import LitData, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
+from toolkit.options import Command
 
 
 def toolkit(*argv: str, **kwargs) -> subprocess.CompletedProcess:
@@ -86,6 +90,64 @@ def test_help_shows_the_options_of_the_chosen_data(capsys):
     assert "LitData, Parquet, PythonStdlib, SyntheticTokens, TextFiles" in " ".join(default.split())
     parse("--data", "TextFiles", "--help")
     assert "--data.train_data_path" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["pretrain", "finetune_full", "finetune_lora"])
+def test_help_is_one_screen_that_names_the_rest(name, capsys):
+    assert cli.main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("\n") <= 45
+    for option in ("--config", "--data", "--train.learning_rate", "--train.max_steps", "--devices", "--out_dir"):
+        assert f"  {option} " in shown
+    assert "--help all" in shown and "train, data, eval, optimizer, fsdp, ddp, log" in " ".join(shown.split())
+    assert "--optimizer.eps" not in shown and "--fsdp" not in shown
+
+
+def test_help_all_shows_every_option_in_the_order_of_use(capsys):
+    parse("--help", "all")
+    shown = capsys.readouterr().out
+    flags = re.findall(r"^  --([\w.]+)", shown, re.MULTILINE)
+    assert sorted({*flags, "model_name"}) == sorted(
+        [*Command(pretrain.setup).options(), "data", "config", "print_config"]
+    )
+    groups = [group for group, _ in itertools.groupby(flag.rpartition(".")[0] for flag in flags if flag != "data")]
+    assert groups == ["", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "model_config"]
+    text = " ".join(shown.split())
+    assert "(an integer or auto; default: auto)" in text and "one of cosine, linear, constant, wsd" in text
+    assert not re.search("Union|Literal|Optional|NoneType|type:", text)
+
+
+def test_help_of_a_group(capsys):
+    parse("--help", "train")
+    shown = capsys.readouterr().out
+    assert "--train.lr_warmup_steps N" in shown and "--eval" not in shown and "--seed" not in shown
+    assert error_of("--help", "trian").startswith("--help trian: must be one of all, train, ")
+
+
+Fraction = restricted_number_type("Fraction", float, [(">=", 0), ("<", 1)])
+
+
+def test_restricted_numbers_are_described_in_help_and_errors(capsys):
+    def setup(steps: PositiveInt | Literal["auto"] = 3, decay: NonNegativeFloat = 0.1, part: Fraction = 0.5) -> None:
+        """Try."""
+
+    parse("--help", setup=setup, positionals=())
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("an integer or auto; greater than zero; default: 3", "at least zero", "at least 0 and less than 1"):
+        assert text in shown
+    found = parse("--steps", "1e3", "--decay", "0", setup=setup, positionals=())
+    assert found == {"steps": 1000, "decay": 0.0, "part": 0.5}
+    assert [type(value) for value in found.values()] == [int, float, float]
+    for argv, message in (
+        (("--steps", "0"), "--steps 0: must be greater than zero"),
+        (("--steps", "-1e3"), "--steps -1000: must be greater than zero"),
+        (("--steps", "x"), "--steps x: must be an integer or auto"),
+        (("--decay", "-1"), "--decay -1.0: must not be negative"),
+        (("--part", "1"), "--part 1.0: must be at least 0 and less than 1"),
+    ):
+        with pytest.raises(UserError) as caught:
+            parse(*argv, setup=setup, positionals=())
+        assert str(caught.value) == message
 
 
 # ---- spellings

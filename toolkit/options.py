@@ -153,7 +153,9 @@ class Command:
                 value = as_mapping(key, value)
             is_group = key in self.groups or key in self.bases
             if is_group and isinstance(value, Mapping):
-                yield from ((f"{key}.{option}", Given(source, inner)) for option, inner in value.items())
+                # copies, because jsonargparse converts the values of a dictionary in place
+                pairs = {option: dict(inner) if isinstance(inner, dict) else inner for option, inner in value.items()}
+                yield from ((f"{key}.{option}", Given(source, inner)) for option, inner in pairs.items())
             elif key not in self.groups:
                 yield str(key), Given(source, os.fspath(value) if isinstance(value, os.PathLike) else value)
             elif value is not None:
@@ -208,20 +210,19 @@ class Command:
         self._parser = self._build_parser()
         try:
             if any(given.source is None for given in self.given.values()):
-                config = self._parser.parse_object(Namespace({key: given.value for key, given in self.given.items()}))
+                return self._parser.parse_object(Namespace({key: given.value for key, given in self.given.items()}))
             else:
                 texts = {key: _expand_integer(given.text, known.get(key)) for key, given in self.given.items()}
-                config = self._parser.parse_args([f"--{key}={text}" for key, text in texts.items()])
+                return self._parser.parse_args([f"--{key}={text}" for key, text in texts.items()])
         except ArgumentError as error:
             raise UserError(self._explain(error, known)) from error
-        for key, value in config.items():
-            if is_restricted(type(value)):  # a class of its own, which YAML would not write
-                config[key] = value._type(value)
-        return config
 
     def arguments(self, config: Namespace) -> dict[str, Any]:
         """Return the arguments for the functions, with groups and choices as objects."""
-        ready = self._parser.instantiate(config)
+        ready = vars(self._parser.instantiate(config))
+        for values in (ready, *(vars(value) for value in ready.values() if is_dataclass(value))):
+            # restricted numbers have a class of their own, which YAML does not write
+            values |= {key: value._type(value) for key, value in values.items() if is_restricted(type(value))}
         return {name: ready[name] for name in self.parameters if name in ready}
 
     def _build_parser(self) -> ArgumentParser:
