@@ -18,7 +18,7 @@ PACKAGE = Path(toolkit.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up; a package may import itself and lower ones. Imports inside functions count too.
 LAYERS = [
-    {"errors", "checksums", "leftovers", "options", "paths", "untrusted"},
+    {"errors", "checksums", "leftovers", "paths", "untrusted"},
     {"config", "models.config"},
     {"ui"},
     {"models"},
@@ -33,7 +33,7 @@ LAYERS = [
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 LIGHT = [
-    "toolkit", "toolkit.cli", "toolkit.cli_parser", "toolkit.cli_help", "toolkit.options", "toolkit.config",
+    "toolkit", "toolkit.cli", "toolkit.cli_parser", "toolkit.cli_help", "toolkit.config", "toolkit.config.command",
     "toolkit.errors", "toolkit.checksums",
     "toolkit.leftovers", "toolkit.paths", "toolkit.untrusted", "toolkit.models.config",
     "toolkit.models.config_checks",

@@ -13,9 +13,9 @@ import toolkit
 from tests.checkpoints.test_adapters import make
 from tests.commands.test_consolidate import make_checkpoint, shard
 from toolkit.cli import COMMANDS, main
+from toolkit.config.command import Command
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.options import Command
 from toolkit.paths import is_path_option
 
 NO_PATHS = {

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.config import PRETRAIN
 from toolkit.checkpoints.folder import find_checkpoint_dir, load_model, require_intact_model
 from toolkit.checkpoints.store import FINAL
 from toolkit.commands.pretrain import setup
-from toolkit.config import PRETRAIN, OptimizerArgs
+from toolkit.config import PRETRAIN
+from toolkit.config.command import as_mapping, parse_object
 from toolkit.data.base import DataModule
 from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.distributed import ranks
@@ -31,7 +31,6 @@ from toolkit.errors import PeerShutdownError, UserError, did_you_mean
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
-from toolkit.options import as_mapping, parse_object
 from toolkit.paths import require_local
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks import Callback

@@ -10,8 +10,8 @@ import textwrap
 from functools import partial
 from typing import Any, Literal, get_origin
 
+from toolkit.config.command import Command, Option, describe, is_restricted, limits, parts
 from toolkit.errors import UserError, did_you_mean
-from toolkit.options import Command, Option, describe, is_restricted, limits, parts
 from toolkit.paths import is_path_option
 
 MANY = 40  # options of a command whose help is one screen

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.command import COMMON_OPTIONS, Command, Given
 from toolkit.errors import UserError
-from toolkit.options import COMMON_OPTIONS, Command, Given
 from toolkit.paths import require_local
 from toolkit.untrusted import parse_yaml, read_yaml
 

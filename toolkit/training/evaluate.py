@@ -15,6 +15,7 @@ import toolkit.data
 from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_checkpoint_dir, load_model, require_intact_model
 from toolkit.config import Accelerator, Precision
+from toolkit.config.command import as_mapping, parse_object
 from toolkit.data import DataModule, PythonStdlib
 from toolkit.data.base import is_ragged
 from toolkit.data.loader import Batch, choose_padding, val_batches
@@ -26,7 +27,6 @@ from toolkit.inference.chat import find_template
 from toolkit.inference.text import require_embedded
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.options import as_mapping, parse_object
 from toolkit.paths import is_path_option
 from toolkit.training.validate import validate
 from toolkit.untrusted import read_yaml
