@@ -7,9 +7,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import random
+import signal
 from pathlib import Path
 
 import pytest
+
+for _number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of a script and under nohup; processes
+    if signal.getsignal(_number) is signal.SIG_IGN:  # that tests start would inherit it
+        signal.signal(_number, signal.default_int_handler)
 
 WORDS = [
     "the",
