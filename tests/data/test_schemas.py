@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from toolkit.data.sft.readers import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, describe_row, find_splits
+from toolkit.data.sft.readers import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, HubRows, describe_row, find_splits
 from toolkit.data.sft.schemas import EmptyAnswerError, require_columns, to_record
 from toolkit.errors import UserError
 
@@ -366,3 +366,14 @@ def test_missing_extras_are_named(tmp_path, monkeypatch):
         read(tmp_path / "a.parquet", PARQUET_KINDS)
     with pytest.raises(UserError, match=r"pip install 'datasets"):
         load_hub_split("x", None, "train", "--data.repo_id x")
+
+
+def test_rows_of_tables_have_no_fields_of_other_rows(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
+    calls = [{"city": "Rome"}, {"days": [1, 2]}]
+    rows = [{"messages": [{**USER, "tool_calls": [{"arguments": args}]}], "tools": [args]} for args in calls]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (file,) = find_splits(str(tmp_path / "a.parquet"), "parquet_path", PARQUET_KINDS).train
+    assert [row for _, row in file.rows()] == rows
+    assert [row for _, row in HubRows(datasets.Dataset.from_list(rows), "a").rows()] == rows

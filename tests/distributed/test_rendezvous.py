@@ -47,6 +47,16 @@ def test_user_error_on_rank_0_ends_the_others(corpus, tmp_path):
     assert finish(second) == ("", "") and second.returncode == 2
 
 
+def test_user_error_on_one_rank_of_mpirun_ends_the_others(corpus, tmp_path):
+    """With ranks from a launcher that does not tell how many of them are on this node."""
+    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    flags = ["--devices", "2", *flags_for(corpus, tmp_path)]
+    first = pretrain(*flags, RANK="0", LOCAL_RANK="0", **launcher)
+    second = pretrain(*flags, *WRONG_FLAG, RANK="1", LOCAL_RANK="1", **launcher)
+    ended(first, 2, f"toolkit pretrain: rank 1: {LINE}", within=120)
+    finish(second)
+
+
 @pytest.mark.slow
 def test_user_error_on_one_torchrun_rank_is_reported(corpus, tmp_path):
     program = tmp_path / "wrong_flag.py"

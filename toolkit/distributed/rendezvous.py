@@ -166,6 +166,10 @@ def _find_peer(environ: Environ = os.environ) -> _Peer | None:
     is_manual = {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()  # at least two nodes
     has_launcher = bool({"LOCAL_RANK", "SLURM_NTASKS"} & environ.keys())
     try:
+        if has_launcher and {"RANK", "WORLD_SIZE"} <= environ.keys() and "LOCAL_WORLD_SIZE" not in environ:
+            # mpirun and the like: --devices specifies how many of the processes are on this node
+            environ = {**environ, "LOCAL_WORLD_SIZE": environ["WORLD_SIZE"], "LOCAL_RANK": environ["RANK"]}
+            environ.pop("NODE_RANK", None)
         nodes = None if has_launcher or not is_manual else max(2, int(environ["NODE_RANK"]) + 1)
         layout = detect_world("auto", nodes, None, environ)
         if layout.world_size == 1:

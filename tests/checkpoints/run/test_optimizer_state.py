@@ -27,7 +27,7 @@ class Growing(torch.optim.Optimizer):
     """Finds its step size in the groups, as Prodigy does, from what this rank holds; ``momentum`` adds state."""
 
     def __init__(self, params, lr=0.1, momentum=0.0):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "d": 1e-3, "k": 0})
+        super().__init__(params, {"lr": lr, "momentum": momentum, "d": 1e-3, "k": 0, "history": []})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -35,6 +35,7 @@ class Growing(torch.optim.Optimizer):
             grown = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
             group["d"] = max(group["d"], 1e-2 * grown / (1 + group["k"]))
             group["k"] += 1
+            group["history"] = [*group["history"], group["d"]]  # grows during training
             group["d_max"] = max(group.get("d_max", 0.0), group["d"])  # not there before the first step
             for p in group["params"]:
                 if p.grad is None:

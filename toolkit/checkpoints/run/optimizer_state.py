@@ -276,7 +276,9 @@ def _load_tensor(
 
 
 def _is_same_kind(value: Any, other: Any) -> bool:
-    """Whether values are of the same kind; None matches anything."""
+    """Whether values are of the same kind; None matches anything, and lists may grow during training."""
+    if isinstance(value, list) and isinstance(other, list):
+        return True
     if isinstance(value, tuple | list) and isinstance(other, tuple | list):
         return len(value) == len(other) and all(map(_is_same_kind, value, other))
     return other is None or value is None or _kind(value) == _kind(other)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from toolkit.data.sft.tokenize import SFTConfig
 
-CODE_VERSION = 5  # increment if the same rows and options produce different tokens or counts
+CODE_VERSION = 6  # increment if the same rows and options produce different tokens or counts
 _VAL_SEED = 0  # of the permutation that selects held-out samples
 _INDEX = ("offsets", "sources", "numbers", "train_members", "train_starts", "val_members", "val_starts")
 _CONTENT = ("tokens", "trained", "offsets", "train_members", "train_starts", "val_members", "val_starts")
@@ -269,7 +269,8 @@ def _assign_rows(
         train, val = _hold_out(train, samples, config.val_fraction)
     for rows, purpose in ((train, "train on"), (val, "validate with")):
         if not len(rows) and (rows is train or config.splits.val is not None):
-            hint = "; increase --train.max_seq_length" if counts.too_long or counts.untrained else ""
+            is_cut = max(counts.longest, default=(0,))[0] > config.max_seq_length + 1
+            hint = "; increase --train.max_seq_length" if is_cut else ""
             raise UserError(
                 f"{config.option}: no sample is left to {purpose}: {_describe_counts(counts.to_dict())}{hint}"
             )

@@ -121,7 +121,7 @@ class HubRows:
         return digest.hexdigest()
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        yield from enumerate(self.dataset, 1)
+        yield from enumerate(map(_drop_nulls, self.dataset), 1)
 
 
 # ---- finding
@@ -331,9 +331,16 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         with parquet.ParquetFile(path) as file:
             _require_plausible(path, file.metadata)
             batches = file.iter_batches(batch_size=_PARQUET_BATCH)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+            yield from enumerate((_drop_nulls(row) for batch in batches for row in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: is not a valid Parquet file: {' '.join(str(error).split())}") from error
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Return the value without null fields: Arrow gives every row the fields of all rows, such as other tools'."""
+    if isinstance(value, dict):
+        return {name: _drop_nulls(field) for name, field in value.items() if field is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _require_plausible(path: Path, metadata: Any) -> None:
