@@ -303,21 +303,23 @@ def test_several_devices_need_a_script(monkeypatch, tmp_path):
 def test_module_is_trained_saved_and_resumed_bit_equal(tmp_path):
     model, rows = Net(), TokenDataset()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    whole = train(model, rows, out_dir=tmp_path / "whole", train={"save_interval": 2})
-    assert whole.step == 4 and whole.metrics["loss"] == losses(tmp_path / "whole")[-1]
-    assert "val_loss" not in whole.metrics
-    saved = load_weights(whole.checkpoint)
+    uninterrupted = train(model, rows, out_dir=tmp_path / "uninterrupted", train={"save_interval": 2})
+    assert uninterrupted.step == 4 and uninterrupted.metrics["loss"] == losses(tmp_path / "uninterrupted")[-1]
+    assert "val_loss" not in uninterrupted.metrics
+    saved = load_weights(uninterrupted.checkpoint)
     assert saved.keys() == before.keys() and all(torch.equal(saved[k], v) for k, v in model.state_dict().items())
     assert not torch.equal(saved["head.weight"], before["head.weight"])
-    assert {p.name for p in whole.checkpoint.iterdir()} == {"COMPLETE", "lit_model.pth", "trainer"}
+    assert {p.name for p in uninterrupted.checkpoint.iterdir()} == {"COMPLETE", "lit_model.pth", "trainer"}
     # other initial weights: those of the checkpoint count
     other = Net()
     torch.nn.init.zeros_(other.head.weight)
     steps = {"max_steps": 4, "save_interval": 2}
-    again = train(other, rows, out_dir=tmp_path / "again", train=steps, resume=tmp_path / "whole" / "step-00000002")
+    again = train(
+        other, rows, out_dir=tmp_path / "again", train=steps, resume=tmp_path / "uninterrupted" / "step-00000002"
+    )
     assert all(torch.equal(tensor, saved[name]) for name, tensor in load_weights(again.checkpoint).items())
-    finished = train(Net(), rows, out_dir=tmp_path / "whole", resume="auto")
-    assert finished == whole
+    finished = train(Net(), rows, out_dir=tmp_path / "uninterrupted", resume="auto")
+    assert finished == uninterrupted
 
 
 def test_biases_norms_and_embeddings_of_a_user_module_do_not_decay(tmp_path, monkeypatch):
@@ -468,7 +470,7 @@ def test_cuda_width_padding_is_in_no_metric(tmp_path, monkeypatch):
     config, found = toolkit.ModelConfig(vocab_size=64, block_size=40, n_layer=1, n_embd=32), []
     options = {"val_dataset": TokenDataset(), "eval": {"interval": 2}}
     plain = train(config, out_dir=tmp_path / "plain", **options)
-    monkeypatch.setattr(trainer, "choose_padding", lambda device, *facts: choose_padding("cuda", *facts))
+    monkeypatch.setattr(trainer, "choose_padding", lambda device, *given: choose_padding("cuda", *given))
     train_step = trainer.train_step
 
     def look(*args, **options):

@@ -27,9 +27,9 @@ def test_states_its_command_and_planned_memory(path, capsys, monkeypatch):
     card = re.search(r"GPUs? with (\d+) GB", text)
     options = ["--device_memory_gb", card[1]] if card else []
     assert main(["plan", *shlex.split(command), "--format", "json", *options]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert f"{facts['memory_gb']['total']:.2f}" == stated
-    assert facts["fits"] is (True if card else None)
+    planned = json.loads(capsys.readouterr().out)
+    assert f"{planned['memory_gb']['total']:.2f}" == stated
+    assert planned["fits"] is (True if card else None)
 
 
 def test_every_model_has_finetuning_configs():

@@ -115,7 +115,7 @@ def test_unsupported_litgpt_fields_are_rejected(tmp_path, values, message):
 
 
 @pytest.mark.parametrize(
-    ("facts", "family"),
+    ("changes", "family"),
     [
         ({"mlp_class_name": "GemmaMLP", "scale_embeddings": True}, "gemma"),
         ({"mlp_class_name": "GemmaMLP", "scale_embeddings": True, "post_mlp_norm": True}, "gemma2"),
@@ -131,10 +131,10 @@ def test_unsupported_litgpt_fields_are_rejected(tmp_path, values, message):
         ({"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "norm_qk": True}, "qwen3_moe"),
     ],
 )
-def test_family_is_inferred_from_architecture_not_name(facts, family):
+def test_family_is_inferred_from_architecture_not_name(changes, family):
     values = yaml.safe_load((MODELS / "llama3" / "model_config.yaml").read_text())
-    assert config_from_litgpt(values | facts).family == family
-    assert config_from_litgpt(values | facts | {"name": "my-Gemma"}).family == family
+    assert config_from_litgpt(values | changes).family == family
+    assert config_from_litgpt(values | changes | {"name": "my-Gemma"}).family == family
 
 
 def test_config_with_missing_litgpt_fields_is_rejected(tmp_path):

@@ -37,7 +37,7 @@ def code_in_the_legacy_format(path, witness):
     torch.save({"a": RunsCode(witness)}, path, _use_new_zipfile_serialization=False)
 
 
-def whole_module(path, witness):
+def pickled_module(path, witness):
     torch.save(torch.nn.Linear(2, 2), path)
 
 
@@ -103,7 +103,7 @@ def missing(path, witness):
         (code_beside_a_model, "refused: it holds posix.system, which could run code"),
         (code_in_a_pickle, "not written by torch.save"),
         (code_in_the_legacy_format, "not written by torch.save"),
-        (whole_module, "refused: it holds torch.nn.modules.linear.Linear, which could run code"),
+        (pickled_module, "refused: it holds torch.nn.modules.linear.Linear, which could run code"),
         (torchscript, "refused: it holds a TorchScript program"),
         (empty, "the file is empty"),
         (text, "not written by torch.save"),

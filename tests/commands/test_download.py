@@ -175,8 +175,8 @@ def test_interrupted_download_fetches_missing_files(hub, exported, capsys):
     shards = sorted(name for name in many if name.endswith(".safetensors"))
     assert len(shards) > 2
     hub.failing.add(shards[-1])
-    said = refusal(capsys, "org/tiny")
-    assert "status 500" in said and "kept in checkpoints/org/.download-tiny, the same command fetches" in said
+    error = refusal(capsys, "org/tiny")
+    assert "status 500" in error and "kept in checkpoints/org/.download-tiny, the same command fetches" in error
     assert not Path("checkpoints/org/tiny").exists()
     had = {name for name in shards if list(Path("checkpoints/org/.download-tiny").rglob(name))}
     assert had
@@ -240,8 +240,8 @@ CASES = {
 def test_unsupported_model_is_rejected_before_weights_are_fetched(hub, exported, capsys, name):
     make, message = CASES[name]
     hub.add("org/tiny", make(*exported[:2]))
-    said = refusal(capsys, "org/tiny")
-    assert re.search(message, said), said
+    error = refusal(capsys, "org/tiny")
+    assert re.search(message, error), error
     assert {*hub.fetched()} <= {"config.json", INDEX} and not Path("checkpoints").exists()
 
 
@@ -261,8 +261,8 @@ def test_names_revisions_and_access(hub, exported, capsys):
 
 def test_no_network(hub, capsys, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://me:password@127.0.0.1:9")
-    said = refusal(capsys, "org/tiny")
-    assert "no download from http://127.0.0.1:9 (" in said and "HF_ENDPOINT" in said and "password" not in said
+    error = refusal(capsys, "org/tiny")
+    assert "no download from http://127.0.0.1:9 (" in error and "HF_ENDPOINT" in error and "password" not in error
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
     assert "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set" in refusal(capsys, "org/tiny")
@@ -273,8 +273,8 @@ def test_too_small_a_disk(hub, exported, capsys, monkeypatch):
     hub.add("org/tiny", one)
     weights = len(one["model.safetensors"])
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": weights * 2}))
-    said = refusal(capsys, "org/tiny")
-    assert "--out_dir checkpoints/org: org/tiny needs" in said and f"and {weights * 2:,} are free" in said
+    error = refusal(capsys, "org/tiny")
+    assert "--out_dir checkpoints/org: org/tiny needs" in error and f"and {weights * 2:,} are free" in error
     assert hub.fetched() == ["config.json"] and not Path("checkpoints").exists()
     assert main(["download", "org/tiny", "--convert", "false"]) == 0
 
@@ -303,6 +303,6 @@ def test_s1_disk_full_during_download(hub, exported, capsys, monkeypatch):
 def test_failed_conversion_keeps_the_download(hub, exported, capsys):
     one = exported[0]
     hub.add("org/tiny", one | {"model.safetensors": one["model.safetensors"][:-100]})
-    said = refusal(capsys, "org/tiny")
-    assert "model.safetensors" in said and "; the downloaded files are kept in checkpoints/org/.download-tiny" in said
+    error = refusal(capsys, "org/tiny")
+    assert "model.safetensors" in error and "; the downloaded files are kept in checkpoints/org/.download-tiny" in error
     assert os.listdir("checkpoints/org") == [".download-tiny"]

@@ -108,7 +108,7 @@ def finetune(command, base, out, corpus_rows, *flags):
 
 
 def test_adapters_on_the_data_of_their_run(talker, tmp_path, capsys):
-    """Neither the data nor its options are said again; the adapters are the best that tell runs apart."""
+    """Neither the data nor its options are given again; only the adapters differ between the runs."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(json.dumps({"prompt": str(i), "completion": "zwei" * (1 + i % 3)}) + "\n" for i in range(24))

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def run(monkeypatch, capsys, *argv: str) -> tuple[int, str]:
-    """Exit code, and what is said but for statistics and notes."""
+    """Return the exit code and the output without statistics and notes."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     code = main([*argv, "--accelerator", "cpu"])
     return code, "".join(line for line in capsys.readouterr().err.splitlines() if line.startswith("toolkit "))
@@ -43,9 +43,10 @@ def run(monkeypatch, capsys, *argv: str) -> tuple[int, str]:
 def test_prompts(folder, monkeypatch, capsys, command):
     options = [command, str(folder), "--max_new_tokens", "3", "--prompt"]
     assert run(monkeypatch, capsys, *options, KNOWN) == (0, "")
-    code, said = run(monkeypatch, capsys, *options, UNKNOWN)
-    assert code == 2 and said.startswith(f"toolkit {command}: checkpoint_dir {folder}: encodes this text with token 2")
-    assert said.endswith(f"the model has embeddings only for 0 to {BYTES}; use the model's own tokenizer")
+    code, output = run(monkeypatch, capsys, *options, UNKNOWN)
+    assert code == 2
+    assert output.startswith(f"toolkit {command}: checkpoint_dir {folder}: encodes this text with token 2")
+    assert output.endswith(f"the model has embeddings only for 0 to {BYTES}; use the model's own tokenizer")
 
 
 @pytest.mark.parametrize("tokenizer_dir", [False, True])
@@ -65,10 +66,10 @@ def test_text_to_evaluate(folder, monkeypatch, capsys, tmp_path, tokenizer_dir):
     command += ["--tokenizer_dir", str(folder)] if tokenizer_dir else []
     for text, expected in ((KNOWN, 0), (UNKNOWN, 2)):
         (tmp_path / f"{text}.txt").write_text(text * 40)
-        code, said = run(monkeypatch, capsys, *command, "--data.train_data_path", str(tmp_path / f"{text}.txt"))
-        assert code == expected, said
+        code, output = run(monkeypatch, capsys, *command, "--data.train_data_path", str(tmp_path / f"{text}.txt"))
+        assert code == expected, output
     flag = "--tokenizer_dir" if tokenizer_dir else "checkpoint_dir"
-    assert said.startswith(f"toolkit evaluate: {flag} {folder}: encodes this text with token 2")
+    assert output.startswith(f"toolkit evaluate: {flag} {folder}: encodes this text with token 2")
 
 
 def test_tasks(folder):

@@ -38,23 +38,23 @@ def mistake(capsys, *argv: str) -> str:
 
 
 def test_batch_arithmetic_and_parameters(capsys):
-    facts = plan(capsys, "pretrain", "pythia-160m", "--train.micro_batch_size", "4", "--devices", "4", "--num_nodes",
+    planned = plan(capsys, "pretrain", "pythia-160m", "--train.micro_batch_size", "4", "--devices", "4", "--num_nodes",
                  "1", "--train.global_batch_size", "256", "--train.max_seq_length", "1024")  # fmt: skip
-    assert facts["gradient_accumulation_steps"] == 256 // (4 * 4)
-    assert facts["tokens_per_step"] == 262_144
-    assert facts["parameters"] == {"total": 162_322_944, "trained": 162_322_944, "matmul": 123_568_128}
-    assert facts["fits"] is None and facts["advice"] == []
+    assert planned["gradient_accumulation_steps"] == 256 // (4 * 4)
+    assert planned["tokens_per_step"] == 262_144
+    assert planned["parameters"] == {"total": 162_322_944, "trained": 162_322_944, "matmul": 123_568_128}
+    assert planned["fits"] is None and planned["advice"] == []
 
 
 def test_70b_model_takes_140_gb_in_16_bits(capsys):
-    facts = plan(capsys, "finetune_lora", "meta-llama/Llama-2-70b-hf", "--train.max_seq_length", "512")
-    assert facts["memory_gb"]["weights"] == pytest.approx(138, abs=2)
+    planned = plan(capsys, "finetune_lora", "meta-llama/Llama-2-70b-hf", "--train.max_seq_length", "512")
+    assert planned["memory_gb"]["weights"] == pytest.approx(138, abs=2)
 
 
 def test_plans_for_gpus_that_are_not_present(capsys):
-    facts = plan(capsys, "pretrain", "pythia-160m", "--devices", "8", "--num_nodes", "2")
-    assert (facts["device"], facts["precision"], facts["devices"]) == ("cuda", "bf16-mixed", 8)
-    assert facts["strategy"].startswith("fsdp HYBRID_SHARD")
+    planned = plan(capsys, "pretrain", "pythia-160m", "--devices", "8", "--num_nodes", "2")
+    assert (planned["device"], planned["precision"], planned["devices"]) == ("cuda", "bf16-mixed", 8)
+    assert planned["strategy"].startswith("fsdp HYBRID_SHARD")
     assert plan(capsys, "pretrain", "pythia-160m", "--accelerator", "cpu")["precision"] == "32-true"
     assert plan(capsys, "finetune_lora", "meta-llama/Llama-2-7b-hf")["precision"] == "bf16-true"
 
@@ -63,9 +63,9 @@ def test_flags_and_yaml_are_those_of_the_run(capsys, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("lora_mlp: true\ntrain:\n  micro_batch_size: 2\n  max_seq_length: 256\n")
     base = ["finetune_lora", "meta-llama/Llama-3.2-1B", "--config", str(file)]
-    facts = plan(capsys, *base, "--train.micro_batch_size", "4", "--lora_r", "32")
-    assert (facts["micro_batch_size"], facts["max_seq_length"]) == (4, 256)
-    assert facts["parameters"]["trained"] == 4 * plan(capsys, *base)["parameters"]["trained"]  # 32 / 8
+    planned = plan(capsys, *base, "--train.micro_batch_size", "4", "--lora_r", "32")
+    assert (planned["micro_batch_size"], planned["max_seq_length"]) == (4, 256)
+    assert planned["parameters"]["trained"] == 4 * plan(capsys, *base)["parameters"]["trained"]  # 32 / 8
 
 
 def test_errors_match_those_of_the_run(capsys):
@@ -105,9 +105,9 @@ def test_local_checkpoint_defines_the_architecture(capsys, tmp_path, monkeypatch
     ],
 )  # fmt: skip
 def test_advice_is_short_and_correct(capsys, argv, first):
-    facts = plan(capsys, *argv.split())
-    assert facts["fits"] is False
-    (advice,) = facts["advice"]
+    planned = plan(capsys, *argv.split())
+    assert planned["fits"] is False
+    (advice,) = planned["advice"]
     assert advice["change"] == first and advice["fits"]
     words = argv.split()
     if first.startswith("toolkit"):
@@ -121,12 +121,12 @@ def test_advice_is_short_and_correct(capsys, argv, first):
 
 def test_4_bits_are_advised_before_much_shorter_sequences(capsys):
     for command in ("finetune_lora", "finetune_full"):
-        facts = plan(capsys, command, "meta-llama/Llama-2-7b-hf", "--devices", "1", "--device_memory_gb", "16")
-        changes = [advice["change"] for advice in facts["advice"]]
-        assert changes[-2:] == ["--quantize bnb.nf4", "--train.max_seq_length 2048"] and facts["advice"][-1]["fits"]
+        planned = plan(capsys, command, "meta-llama/Llama-2-7b-hf", "--devices", "1", "--device_memory_gb", "16")
+        changes = [advice["change"] for advice in planned["advice"]]
+        assert changes[-2:] == ["--quantize bnb.nf4", "--train.max_seq_length 2048"] and planned["advice"][-1]["fits"]
 
 
-def test_advice_that_is_not_enough_says_so(capsys):
+def test_insufficient_advice_is_reported_as_such(capsys):
     assert main(["plan", "pretrain", "pythia-12b", "--device_memory_gb", "0.1", "--accelerator", "cpu"]) == 0
     assert "That is not enough" in capsys.readouterr().out
 

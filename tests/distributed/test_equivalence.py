@@ -97,15 +97,15 @@ SHARDED = [name for name in NAMES if "SHARD" in name and name[0] != "1" and "NO_
 def test_each_rank_holds_its_shard(runs, name):
     _, seen = runs
     shards = 2 if name.startswith("2") else 4
-    whole = seen["1-single-32-true"][0]
+    unsharded = seen["1-single-32-true"][0]
     replicated = 5 * 64 * 4 if "bf16" in name else 0  # norms, in fp32 on every rank
     for rank in seen[name]:
         for what, copies in (("parameters", 1), ("gradients", 1), ("moments", 2)):
-            share = (whole[what] - copies * replicated) / shards + copies * replicated
+            share = (unsharded[what] - copies * replicated) / shards + copies * replicated
             assert rank[what] == pytest.approx(share, rel=0.02), what
     for what in ("parameters", "gradients", "moments"):
         total = sum(rank[what] for rank in seen[name][:shards])
-        assert total >= whole[what]
+        assert total >= unsharded[what]
 
 
 COUNTED = ["2-ddp-32-true", "2-FULL_SHARD-32-true", "2-FULL_SHARD-bf16-mixed", "2x2-HYBRID_SHARD-32-true"]

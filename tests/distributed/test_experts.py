@@ -15,9 +15,9 @@ SHARDED = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD"]
 CASES = {
     1: [
         Case("single", EXPERTS),
-        Case("whole", [*EXPERTS, "--train.micro_batch_size", "8"]),
+        Case("one-micro-batch", [*EXPERTS, "--train.micro_batch_size", "8"]),
         Case("mixed", [*EXPERTS, "--precision", "bf16-mixed"]),
-        Case("whole-mixed", [*EXPERTS, "--precision", "bf16-mixed", "--train.micro_batch_size", "8"]),
+        Case("one-micro-batch-mixed", [*EXPERTS, "--precision", "bf16-mixed", "--train.micro_batch_size", "8"]),
     ],
     2: [
         Case("ddp", [*EXPERTS, "--strategy", "ddp"]),
@@ -43,7 +43,7 @@ def relative(a: list[float], b: list[float]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["whole", "ddp", "fsdp", "fsdp-sharded-state", "fsdp-compiled"])
+@pytest.mark.parametrize("name", ["one-micro-batch", "ddp", "fsdp", "fsdp-sharded-state", "fsdp-compiled"])
 def test_n3_experts_in_fp32(folder, name):
     assert relative(losses(folder / name), losses(folder / "single")) < 1e-5
     weights, reference = load_weights(folder / name / "final"), load_weights(folder / "single" / "final")
@@ -54,5 +54,5 @@ def test_n3_experts_in_fp32(folder, name):
 
 @pytest.mark.slow
 def test_n3_experts_in_bf16(folder):
-    allowed = 2 * relative(losses(folder / "whole-mixed"), losses(folder / "mixed"))
+    allowed = 2 * relative(losses(folder / "one-micro-batch-mixed"), losses(folder / "mixed"))
     assert 0 < relative(losses(folder / "fsdp-mixed"), losses(folder / "mixed")) <= allowed < 5e-3

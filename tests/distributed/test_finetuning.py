@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.groups import Case, losses, run_group, run_whole_and_killed_twice
+from helpers.groups import Case, losses, run_group, run_uninterrupted_and_killed_twice
 
 from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.folder import write_model_files
@@ -142,8 +142,8 @@ def test_base_is_sharded_and_has_no_gradients(runs, precision):
     folder, seen = runs
     adapters = load_state(folder / f"lora-{precision}-2" / "final" / ADAPTERS)
     adapter_bytes = sum(tensor.nbytes for tensor in adapters.values())
-    whole = seen[f"lora-{precision}-1"][0]
-    base_bytes = whole["parameters"] - adapter_bytes
+    unsharded = seen[f"lora-{precision}-1"][0]
+    base_bytes = unsharded["parameters"] - adapter_bytes
     norms = 5 * 64 * 4 if precision == "bf16-mixed" else 0  # replicated on every rank
     for rank in seen[f"lora-{precision}-2"]:
         assert rank["gradients"] == rank["waiting"] == adapter_bytes
@@ -166,7 +166,7 @@ def test_s2_adapters_resume_on_one_rank_and_on_two(runs):
 @pytest.mark.slow
 def test_s2_lora_run_after_two_sigkills_is_bit_equal(tmp_path, shared):
     words = ["finetune_lora", *shared, "--lora_dropout", "0.1", "--devices", "2"]
-    run_whole_and_killed_twice(words, tmp_path)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    adapters, reference = (load_state(tmp_path / run / "final" / ADAPTERS) for run in ("killed", "whole"))
+    run_uninterrupted_and_killed_twice(words, tmp_path)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "uninterrupted")
+    adapters, reference = (load_state(tmp_path / run / "final" / ADAPTERS) for run in ("killed", "uninterrupted"))
     assert all(torch.equal(adapters[name], reference[name]) for name in reference)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.groups import Case, losses, run_group, run_whole_and_killed_twice
+from helpers.groups import Case, losses, run_group, run_uninterrupted_and_killed_twice
 
 from toolkit.checkpoints.weights import load_weights
 
@@ -75,6 +75,6 @@ def test_s2_resume(resumed, source, target, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS)
 def test_s2_run_after_two_sigkills_on_two_ranks_is_bit_equal(corpus, tmp_path, kind, shared_flags):
-    run_whole_and_killed_twice(["pretrain", *shared_flags, *flags(kind), "--devices", "2"], tmp_path)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert same_weights(tmp_path / "killed" / "final", tmp_path / "whole" / "final")
+    run_uninterrupted_and_killed_twice(["pretrain", *shared_flags, *flags(kind), "--devices", "2"], tmp_path)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "uninterrupted")
+    assert same_weights(tmp_path / "killed" / "final", tmp_path / "uninterrupted" / "final")

@@ -51,7 +51,7 @@ READ = {
     "second node": (2, 2, 2, TWO, (2, 2, 1, 0, "toolkit", True)),
     "second node, one device": (1, 2, None, TWO, (1, 2, 1, 0, "toolkit", False)),
     "torchrun": ("auto", None, 2, torchrun(3), (2, 2, 1, 1, "torchrun", False)),
-    "torchrun, said again": (2, 2, None, torchrun(2), (2, 2, 1, 0, "torchrun", False)),
+    "torchrun and the same flags": (2, 2, None, torchrun(2), (2, 2, 1, 0, "torchrun", False)),
     "torchrun, one process": ("auto", None, 4, torchrun(0, 1, 1), (1, 1, 0, 0, "torchrun", False)),
     "torchrun in a SLURM task": ("auto", None, None, slurm(1, 2, 2) | torchrun(3), (2, 2, 1, 1, "torchrun", False)),
     "srun": (2, 2, 2, slurm(3), (2, 2, 1, 1, "slurm", False)),
@@ -93,7 +93,7 @@ READ = {
 
 
 @pytest.mark.parametrize("case", READ)
-def test_what_the_launcher_says_is_read(case):
+def test_variables_of_each_launcher_are_read(case):
     devices, num_nodes, available, environ, expected = READ[case]
     layout = detect_world(devices, num_nodes, available, environ)
     assert layout == WorldInfo(*expected)

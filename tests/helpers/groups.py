@@ -87,17 +87,17 @@ def run_group(
     return results
 
 
-def run_whole_and_killed_twice(words: list[str], folder: Path) -> None:
-    """Run a command for 40 steps into ``folder / "whole"``, and again into "killed" with two SIGKILLs."""
+def run_uninterrupted_and_killed_twice(words: list[str], folder: Path) -> None:
+    """Run a command for 40 steps into ``folder / "uninterrupted"``, and again into "killed" with two SIGKILLs."""
 
     def start(out: Path) -> subprocess.Popen:
         command = [sys.executable, "-m", "toolkit", *words, "--train.max_steps", "40", "--train.save_interval", "10"]
         command += ["--out_dir", str(out), "--resume", "auto"]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    whole = start(folder / "whole")
-    _, errors = whole.communicate()
-    assert whole.returncode == 0, errors
+    uninterrupted = start(folder / "uninterrupted")
+    _, errors = uninterrupted.communicate()
+    assert uninterrupted.returncode == 0, errors
     for step in (10, 30):
         process = start(folder / "killed")
         read_until(process, f"saved {folder / 'killed'}/step-{step:08d}")

@@ -1,12 +1,13 @@
 """Every family end to end: import from Hugging Face, one step of full and LoRA finetuning, and export."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.tiny_configs import HF_CONFIGS
-from helpers.tiny_models import randomize, relative_error
+from helpers.tiny_models import relative_error
 from torch.nn import functional as F
 
 from toolkit.checkpoints.folder import load_model
@@ -44,16 +45,26 @@ def rows(tmp_path_factory) -> Path:
     return file
 
 
-@pytest.fixture
-def hf_dir(request, tmp_path, tokenizer) -> Path:
+@pytest.fixture(scope="module")
+def hf_dir(family, tiny_models, tokenizer, tmp_path_factory) -> Path:
     """A random transformers model with a tokenizer, saved by transformers."""
-    config = HF_CONFIGS[OF_TYPE[request.node.callspec.params["family"]]]()
-    config.vocab_size = 320
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    randomize(model, seed=0)
-    model.save_pretrained(tmp_path / "hf")
-    tokenizer.save(tmp_path / "hf")
-    return tmp_path / "hf"
+    folder = tmp_path_factory.mktemp(family) / "hf"
+    shutil.copytree(tiny_models[OF_TYPE[family]].hf, folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(hf_dir) -> Path:
+    """Its checkpoint."""
+    folder = hf_dir.with_name("base")
+    assert main(["convert_from_hf", str(hf_dir), str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hf_base_logits(hf_dir) -> torch.Tensor:
+    return hf_logits(hf_dir)
 
 
 def ids() -> torch.Tensor:
@@ -79,27 +90,25 @@ def test_all_families_are_tested():
     assert OF_TYPE.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("family", OF_TYPE)
-def test_full_finetuning_and_export(family, hf_dir, rows, tmp_path):
-    base, final, out = tmp_path / "base", tmp_path / "run" / "final", tmp_path / "out"
-    assert main(["convert_from_hf", str(hf_dir), str(base)]) == 0
+@pytest.mark.parametrize("family", OF_TYPE, scope="module")
+def test_full_finetuning_and_export(family, base, hf_base_logits, rows, tmp_path):
+    final, out = tmp_path / "run" / "final", tmp_path / "out"
     assert main(["finetune_full", str(base), "--data.json_path", str(rows), "--out_dir", str(final.parent), *RUN]) == 0
     assert main(["convert_to_hf", str(final), str(out), "--verify", "true"]) == 0
     expected = hf_logits(out)
     assert relative_error(toolkit_logits(final), expected) < CLOSE
-    assert relative_error(hf_logits(hf_dir), expected) > 1e-2  # trained
+    assert relative_error(hf_base_logits, expected) > 1e-2  # trained
 
 
-@pytest.mark.parametrize("family", OF_TYPE)
-def test_lora_finetuning_merge_and_peft_export(family, hf_dir, rows, tmp_path, recwarn):
-    base, final, merged, out = (tmp_path / name for name in ("base", "run/final", "merged", "out"))
-    assert main(["convert_from_hf", str(hf_dir), str(base)]) == 0
+@pytest.mark.parametrize("family", OF_TYPE, scope="module")
+def test_lora_finetuning_merge_and_peft_export(family, hf_dir, base, hf_base_logits, rows, tmp_path, recwarn):
+    final, merged, out = (tmp_path / name for name in ("run/final", "merged", "out"))
     parts = [part for part in PARTS if part != "mlp" or family not in EXPERTS]
     adapted = [word for part in parts for word in (f"--lora_{part}", "true")]
     words = ["--data.json_path", str(rows), "--out_dir", str(final.parent), "--lora_r", "4", *adapted, *RUN]
     assert main(["finetune_lora", str(base), *words]) == 0
     adapted_logits = toolkit_logits(final)
-    assert relative_error(toolkit_logits(base), adapted_logits) > 1e-2  # trained
+    assert relative_error(hf_base_logits, adapted_logits) > 1e-2  # trained
     assert main(["merge_lora", str(final), "--out_dir", str(merged)]) == 0
     assert relative_error(toolkit_logits(merged), adapted_logits) < CLOSE
     assert main(["convert_to_hf", str(merged), str(out), "--verify", "true"]) == 0
@@ -109,11 +118,10 @@ def test_lora_finetuning_merge_and_peft_export(family, hf_dir, rows, tmp_path, r
     assert not [w for w in recwarn if "missing adapter keys" in str(w.message)]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mistral", "olmo3", "gpt_oss"])
-def test_n9_documents_are_isolated_with_sliding_windows(family, hf_dir, tmp_path):
+@pytest.mark.parametrize("family", ["gemma2", "mistral", "olmo3", "gpt_oss"], scope="module")
+def test_n9_documents_are_isolated_with_sliding_windows(family, base):
     """Documents of 30, 25 and 9 tokens, windows of 16: logits and gradients do not depend on earlier documents."""
-    assert main(["convert_from_hf", str(hf_dir), str(tmp_path / "base")]) == 0
-    model, row = load_model(tmp_path / "base").train(), ids()[:1].repeat(2, 1)
+    model, row = load_model(base).train(), ids()[:1].repeat(2, 1)
     assert {model.config.window(i) for i in range(model.config.n_layer)} >= {16}
     row = torch.cat([row, row[:, :16]], dim=1)
     row[1, :30] = (row[1, :30] + 7) % 300  # another first document

@@ -207,7 +207,7 @@ def test_s4_no_secret_is_an_option_or_is_saved(base, questions, tmp_path, name, 
     assert not re.search(r"(secret|password|api_key|auth|(hf|access)_token)[a-z_]*:", options)
 
 
-def test_three_epochs_and_the_commands_defaults_where_nothing_is_said(base, questions):
+def test_defaults_are_three_epochs_and_those_of_the_command(base, questions):
     args = arguments(finetune_lora, base, questions, "out")
     assert args.defaults.train["learning_rate"] == 2e-4 and args.defaults.length == {"epochs": 3.0}
     assert TrainArgs().learning_rate is None and EvalArgs().interval == "auto"

@@ -70,25 +70,25 @@ def test_no_best_checkpoint_without_the_flag(flags, fake_losses, tmp_path):
 
 
 def test_s2_resumed_run_restores_the_best_loss(flags, fake_losses, tmp_path):
-    assert pretrain(flags, tmp_path / "whole", 12) == 0
+    assert pretrain(flags, tmp_path / "uninterrupted", 12) == 0
     assert pretrain(flags, tmp_path / "run", 6) == 0
     assert pretrain(flags, tmp_path / "run", 8, "--resume", "auto") == 0
     assert step_of(tmp_path / "run" / "best") == 4  # 2.5 and 2.0 are not below
     assert pretrain(flags, tmp_path / "run", 12, "--resume", "auto") == 0
     assert step_of(tmp_path / "run" / "best") == 10
-    assert same_weights(tmp_path / "run" / "best", tmp_path / "whole" / "best")
+    assert same_weights(tmp_path / "run" / "best", tmp_path / "uninterrupted" / "best")
 
 
 def test_s2_run_resumes_from_best_if_it_is_the_latest(flags, fake_losses, tmp_path, capsys):
     """As after a kill between the best validation and the next checkpoint."""
-    assert pretrain(flags, tmp_path / "whole", 12) == 0
+    assert pretrain(flags, tmp_path / "uninterrupted", 12) == 0
     assert pretrain(flags, tmp_path / "run", 12) == 0
     shutil.rmtree(tmp_path / "run" / "final")
     assert newest(tmp_path / "run") == tmp_path / "run" / "best"
     capsys.readouterr()
     assert pretrain(flags, tmp_path / "run", 12, "--resume", "auto") == 0
     assert "best: step 10" in capsys.readouterr().out
-    assert same_weights(tmp_path / "run" / "final", tmp_path / "whole" / "final")
+    assert same_weights(tmp_path / "run" / "final", tmp_path / "uninterrupted" / "final")
 
 
 def test_run_resumes_from_later_checkpoints_than_best(flags, fake_losses, tmp_path):

@@ -21,8 +21,18 @@ def growing(momentum: float) -> dict:
     return {"optimizer_class": Growing, "optimizer": OptimizerArgs(name="Growing", options={"momentum": momentum})}
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded", "adapters"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("kind", "momentum"),
+    [
+        ("full", 0.0),
+        ("full", 0.9),
+        ("sharded", 0.9),
+        ("adapters", 0.9),
+        # test_optimizer_state.py checks optimizers without state in every format
+        pytest.param("sharded", 0.0, marks=pytest.mark.slow),
+        pytest.param("adapters", 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_s2_param_group_values_survive_a_resume(corpus, tmp_path, kind, momentum):
     options = growing(momentum) | {"fsdp": FSDPArgs(state_dict_type="sharded" if kind == "sharded" else "full")}
     train = {"learning_rate": 1.0}

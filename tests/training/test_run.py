@@ -129,26 +129,25 @@ def test_n3_repeated_run_is_bit_equal_and_other_micro_batches_agree(corpus, tmp_
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_s2_resumed_run_is_bit_equal_across_an_epoch_end(corpus, tmp_path, optimizer):
     options = {"optimizer": OptimizerArgs(name=optimizer, options={"momentum": 0.9} if optimizer == "SGD" else {})}
-    n_rows = len(
-        TextFiles(train_data_path=str(corpus), vocab_size=300).prepare(tokenizer=None, max_seq_length=32).train
-    )
+    length = {"max_seq_length": 64}  # few rows, so that an epoch is short
+    n_rows = len(TextFiles(train_data_path=str(corpus), vocab_size=300).prepare(tokenizer=None, **length).train)
     steps = n_rows // 8 + 6  # the second epoch begins in the middle of a batch
     assert n_rows % 8
-    run_training(arguments(corpus, tmp_path / "whole", train={"max_steps": steps}, **options))
+    run_training(arguments(corpus, tmp_path / "uninterrupted", train={"max_steps": steps, **length}, **options))
     # Remove everything after a checkpoint, as if the run had been killed there: right before the end of the epoch, and
     # long before.
-    part = arguments(
-        corpus, tmp_path / "parts", train={"max_steps": steps, "save_interval": 5, "keep_last": 0}, **options
-    )
+    train = {"max_steps": steps, "save_interval": 5, "keep_last": 0, **length}
+    part = arguments(corpus, tmp_path / "parts", train=train, **options)
     run_training(part)
+    assert n_rows // 8 // 5 * 5 > 5
     for kept in (n_rows // 8 // 5 * 5, 5):
         shutil.rmtree(tmp_path / "parts" / "final")
         for folder in folders(tmp_path / "parts"):
             if int(folder.split("-")[1]) > kept:
                 shutil.rmtree(tmp_path / "parts" / folder)
         run_training(replace(part, resume="auto"))
-        assert_same_weights(tmp_path / "whole" / "final", tmp_path / "parts" / "final")
-        assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+        assert_same_weights(tmp_path / "uninterrupted" / "final", tmp_path / "parts" / "final")
+        assert losses(tmp_path / "parts") == losses(tmp_path / "uninterrupted")
 
 
 def cli(*flags: str, **popen) -> subprocess.Popen:
@@ -166,9 +165,9 @@ def flags_for(corpus: Path, out: Path, **train) -> list[str]:
 @pytest.mark.slow
 def test_s2_run_after_two_sigkills_around_an_epoch_end_is_bit_equal(corpus, tmp_path):
     train = {"max_steps": 160, "save_interval": 20, "keep_last": 2}
-    whole = cli(*flags_for(corpus, tmp_path / "whole", **train))
-    _, errors = whole.communicate()
-    assert whole.returncode == 0, errors
+    uninterrupted = cli(*flags_for(corpus, tmp_path / "uninterrupted", **train))
+    _, errors = uninterrupted.communicate()
+    assert uninterrupted.returncode == 0, errors
     n_rows = len(prepared(corpus).train)
     assert 20 < n_rows / 8 < 100  # an epoch ends between the two kills
     for step in (20, 100):
@@ -180,8 +179,8 @@ def test_s2_run_after_two_sigkills_around_an_epoch_end_is_bit_equal(corpus, tmp_
     out, err = last.communicate()
     assert last.returncode == 0, err
     assert "resuming from" in out
-    assert_same_weights(tmp_path / "whole" / "final", tmp_path / "killed" / "final")
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert_same_weights(tmp_path / "uninterrupted" / "final", tmp_path / "killed" / "final")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "uninterrupted")
     assert json.loads((tmp_path / "killed/final/trainer/meta.json").read_text())["step"] == 160
 
 
@@ -349,11 +348,11 @@ def test_n7_grad_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, 
     run_training(arguments(corpus, tmp_path / "run", train=train))
     assert "GradScaler skipped" in capsys.readouterr().out
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.5
-    whole = load_weights(tmp_path / "run" / "final", mmap=False)
+    uninterrupted = load_weights(tmp_path / "run" / "final", mmap=False)
     shutil.rmtree(tmp_path / "run" / "final")
     run_training(arguments(corpus, tmp_path / "run", train=train, resume="auto"))
     again = load_weights(tmp_path / "run" / "final")
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert all(torch.equal(uninterrupted[name], again[name]) for name in uninterrupted)
 
 
 def test_empty_out_dir_is_an_error(corpus):
@@ -436,13 +435,13 @@ def test_s2_checkpoint_before_the_first_step_is_step_zero(corpus, tmp_path, monk
         os.kill(os.getpid(), signal.SIGTERM)
         return {}
 
-    run_training(arguments(corpus, tmp_path / "whole", evaluation={"initial_validation": True}))
+    run_training(arguments(corpus, tmp_path / "uninterrupted", evaluation={"initial_validation": True}))
     with monkeypatch.context() as patch, handlers_restored(), pytest.raises(StoppedBySignalError):
         patch.setattr(trainer.Trainer, "validate", validate_with_signal)
         run_training(arguments(corpus, tmp_path / "parts", evaluation={"initial_validation": True}))
     assert folders(tmp_path / "parts") == {"step-00000000"}
     run_training(arguments(corpus, tmp_path / "parts", resume="auto"))
-    assert_same_weights(tmp_path / "whole" / "final", tmp_path / "parts" / "final")
+    assert_same_weights(tmp_path / "uninterrupted" / "final", tmp_path / "parts" / "final")
 
 
 def test_optimizer_that_needs_unsharded_matrices_is_an_error_under_fsdp(corpus, tmp_path):
@@ -461,8 +460,8 @@ def test_different_options_per_node_are_an_error(corpus, tmp_path, monkeypatch, 
     identity = RunFingerprint({}, "data", 8, 42, "32-true", {})
     gathered = []
 
-    def gather(facts):
-        gathered.append(facts)
+    def gather(fingerprint):
+        gathered.append(fingerprint)
         return gathered
 
     monkeypatch.setattr(agreement.ranks, "all_gather_object", gather)

@@ -25,12 +25,12 @@ PACKED = ("gate_up_proj", "down_proj")
 def save(folder, **sizes):
     """A random gpt-oss as OpenAI published it: experts in 4 bits, everything else in bf16."""
     transformers.utils.logging.disable_progress_bar()
-    facts = {
+    options = {
         "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 24,
         "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 4096 * 32, "num_local_experts": 4,
         "num_experts_per_tok": 2, "sliding_window": 16, "router_aux_loss_coef": 0.9,
     } | sizes  # fmt: skip
-    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**facts)).bfloat16()
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**options)).bfloat16()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

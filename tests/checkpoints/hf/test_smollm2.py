@@ -107,8 +107,8 @@ def test_folder_matches_transformers():
     assert weights.keys() <= expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
     native, expected = transformers.AutoConfig.from_pretrained(folder).to_dict(), reference.config.to_dict()
-    facts = ["hidden_size", "num_hidden_layers", "num_key_value_heads", "rope_parameters", "max_position_embeddings"]
-    assert {name: native[name] for name in facts} == {name: expected[name] for name in facts}
+    keys = ["hidden_size", "num_hidden_layers", "num_key_value_heads", "rope_parameters", "max_position_embeddings"]
+    assert {name: native[name] for name in keys} == {name: expected[name] for name in keys}
     assert native["rms_norm_eps"] == pytest.approx(expected["rms_norm_eps"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     texts = [

@@ -101,7 +101,7 @@ def test_another_architecture_is_rejected_without_reading_weights(trained, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("org/on-the-hub", "was trained on org/on-the-hub; not verified against"),
         ("empty", "was trained on empty; not verified against"),
@@ -109,15 +109,14 @@ def test_another_architecture_is_rejected_without_reading_weights(trained, tmp_p
         (None, "does not name its base model"),
     ],
 )
-def test_missing_base_is_named(trained, tmp_path, monkeypatch, name, said):
+def test_missing_base_is_named(trained, tmp_path, monkeypatch, name, message):
     base, peft = trained
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     name_base(peft, name)
     note = check_base(peft, base)
-    assert (
-        note.startswith(f"--from_peft {peft}: {said}") and f"not verified against {base}" in note and "\n" not in note
-    )
+    assert note.startswith(f"--from_peft {peft}: {message}")
+    assert f"not verified against {base}" in note and "\n" not in note
 
 
 def test_finetune_lora_rejects_wrong_base_or_warns(tmp_path, capsys):

@@ -31,9 +31,9 @@ def test_multimodal_adapters_round_trip_through_peft(parts, tmp_path, recwarn):
     write_adapted(tmp_path / "run", tmp_path / "base", native, lora)
     assert export_peft(tmp_path / "run", tmp_path / "peft").wrapper_type == "gemma3"
 
-    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert type(whole) is type(reference)
-    adapted = peft.PeftModel.from_pretrained(whole, tmp_path / "peft").eval()
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(reloaded) is type(reference)
+    adapted = peft.PeftModel.from_pretrained(reloaded, tmp_path / "peft").eval()
     assert relative_error(adapted(ids).logits, expected) < 2e-5
     assert not [w for w in recwarn if "adapter keys" in str(w.message)]
     assert not any("vision" in name for name, _ in adapted.named_parameters() if "lora" in name)

@@ -73,9 +73,9 @@ def build(name: str, mesh=None) -> tuple[nn.Module, torch.optim.Optimizer]:
         nn.init.zeros_(model[2].bias)
     else:
         # a vector, as under mixed precision; not of an optimizer whose steps differ by rank
-        whole = [model[2].bias] if name in ("AdamW", "SGD") else None
+        unsharded = [model[2].bias] if name in ("AdamW", "SGD") else None
         model = FullyShardedDataParallel(
-            model, device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=True, ignored_states=whole
+            model, device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=True, ignored_states=unsharded
         )
     params = list(model.parameters())
     return model, (MAKERS | OTHERS)[name]([{"params": params[::2]}, {"params": params[1::2]}])

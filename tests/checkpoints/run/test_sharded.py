@@ -42,7 +42,7 @@ RANKS = 2
 _FULL = StateDictOptions(full_state_dict=True)
 
 
-def whole() -> dict[str, torch.Tensor]:
+def unsharded() -> dict[str, torch.Tensor]:
     """Tensors of many kinds, the same in every process."""
     draw = torch.Generator().manual_seed(0)
     shapes = {"even": (8, 3), "uneven": (5, 4), "fewer rows than ranks": (1, 6), "vector": (7,), "none": (0, 3)}
@@ -98,7 +98,7 @@ def rank_main(rank: int, folder) -> None:
 
 def save_and_load_dtensors(mesh, folder, found) -> None:
     plain = ("w|step", "flags")
-    tensors = {k: v if k in plain else distribute_tensor(v, mesh, [Shard(0)]) for k, v in whole().items()}
+    tensors = {k: v if k in plain else distribute_tensor(v, mesh, [Shard(0)]) for k, v in unsharded().items()}
     save_sharded(tensors, folder / "dtensors")
     found["types"] = {type(v) for v in tensors.values()} == {torch.Tensor, DTensor}
     for placement in (Shard(0), Shard(1), Replicate()):
@@ -106,11 +106,11 @@ def save_and_load_dtensors(mesh, folder, found) -> None:
             k: torch.zeros_like(v)
             if k in plain or isinstance(placement, Shard) and placement.dim >= v.dim()
             else distribute_tensor(torch.zeros_like(v), mesh, [placement])
-            for k, v in whole().items()
+            for k, v in unsharded().items()
         }
         load_sharded(into, folder / "dtensors")
         back = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in into.items()}
-        found[f"equal {placement}"] = all(torch.equal(back[k], v) for k, v in whole().items())
+        found[f"equal {placement}"] = all(torch.equal(back[k], v) for k, v in unsharded().items())
 
 
 def save_and_load_fsdp(mesh, folder, found) -> None:
@@ -173,11 +173,11 @@ def test_two_ranks_save_and_load_under_any_placement(group):
 def test_one_process_reads_shards_of_two_ranks(group):
     folder = group[0] / "dtensors"
     assert len(list(folder.glob("*.distcp"))) == RANKS, "one file per rank"
-    into = {name: torch.zeros_like(value) for name, value in whole().items()}
+    into = {name: torch.zeros_like(value) for name, value in unsharded().items()}
     load_sharded(into, folder)
     read = read_sharded(folder)
-    assert read.keys() == whole().keys()
-    for name, value in whole().items():
+    assert read.keys() == unsharded().keys()
+    for name, value in unsharded().items():
         assert torch.equal(into[name], value) and torch.equal(read[name], value) and read[name].dtype == value.dtype
 
 
