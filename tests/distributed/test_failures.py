@@ -199,7 +199,7 @@ def test_s1_full_disk_ends_all_ranks_with_one_line(corpus, tmp_path, state_dict_
 def two_devices(corpus, tmp_path_factory) -> list[float]:
     """Return the losses of ``--devices 2``."""
     folder = tmp_path_factory.mktemp("devices")
-    process = pretrain("--devices", "2", *flags_for(corpus, folder, max_steps=10))
+    process = start(*PRETRAIN, "--devices", "2", *flags_for(corpus, folder, max_steps=10))
     out, err = finish(process)
     assert (process.returncode, err) == (0, "")
     lines = out.splitlines()
@@ -234,7 +234,7 @@ def test_torchrun_restart_ignores_errors_of_the_failed_attempt(tmp_path):
 def test_two_nodes_match_two_devices(corpus, tmp_path, two_devices):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     flags = ["--devices", "1", "--num_nodes", "2", *flags_for(corpus, tmp_path, max_steps=10)]
-    finish_all([pretrain(*flags, NODE_RANK=rank, **where) for rank in "01"], tmp_path, two_devices)
+    finish_all([start(*PRETRAIN, *flags, NODE_RANK=rank, **where) for rank in "01"], tmp_path, two_devices)
 
 
 @pytest.mark.parametrize("per_node", [{}, slow({"SLURM_NTASKS_PER_NODE": "2"})])
@@ -247,7 +247,7 @@ def test_slurm_tasks_match_devices_flag(corpus, tmp_path, two_devices, per_node)
         "SLURM_NODEID": "0",
     } | per_node
     flags = flags_for(corpus, tmp_path, max_steps=10)
-    tasks = [pretrain("--devices", "2", *flags, **job, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
+    tasks = [start(*PRETRAIN, "--devices", "2", *flags, **job, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
     finish_all(tasks, tmp_path, two_devices)
 
 

@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from helpers import rank_worker
@@ -114,7 +115,7 @@ def losses(out_dir: Path) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
 
 
-def read_until(process: subprocess.Popen, text: str) -> None:
+def read_until(process: Any, text: str) -> None:
     """Read a process's output up to the first line that contains ``text``."""
     seen = []
     for line in process.stdout:

@@ -1,15 +1,25 @@
 """Commands as real processes, with several ranks and nodes."""
 
+import atexit
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Union
+
+from helpers.groups import SERVER, start_server
+from toolkit import cli
 
 PRETRAIN = ["-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu"]
 TRAIN = {"global_batch_size": 8, "micro_batch_size": 2, "max_seq_length": 32, "max_steps": 100_000}
 LAUNCHERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_PARENT_PID")
+
+
+Process = Union[subprocess.Popen, "Forked"]
 
 
 def flags_for(corpus: Path, out: Path, **train) -> list[str]:
@@ -27,20 +37,93 @@ def failing(out: Path, rank: int, how: str) -> list[str]:
     return [*data, "--data.vocab_size", "300", *common_flags(out)]
 
 
+def clean(environ: dict[str, str]) -> dict[str, str]:
+    """Return the environment without launchers' variables and with these."""
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])  # tests/
+    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environ
+
+
 def start(*arguments: str, **environ: str) -> subprocess.Popen:
     """Start Python in a process group of its own, as a terminal would."""
-    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])  # tests/
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    environment = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environ
-    return subprocess.Popen([sys.executable, *arguments], env=environment, **pipes)
+    return subprocess.Popen([sys.executable, *arguments], env=clean(environ), **pipes)
 
 
-def pretrain(*flags: str, **environ: str) -> subprocess.Popen:
-    return start(*PRETRAIN, *flags, **environ)
+def pretrain(*flags: str, **environ: str) -> "Forked":
+    """Start ``toolkit pretrain``, forked where torch is imported; ``start(*PRETRAIN, ...)`` is the real command."""
+    return Forked([*PRETRAIN[2:], *flags], **environ)
 
 
-def group_members(process: subprocess.Popen) -> list[int]:
+class Forked:
+    """A toolkit command in a process group of its own, with the interface of subprocess.Popen.
+
+    The process is forked from a server that has imported torch, which takes seconds. Processes that the command starts
+    import it.
+    """
+
+    def __init__(self, arguments: list[str], **environ: str) -> None:
+        start_server()
+        (out, child_out), (err, child_err) = SERVER.Pipe(duplex=False), SERVER.Pipe(duplex=False)
+        self._process = SERVER.Process(target=run_command, args=(arguments, clean(environ), child_out, child_err))
+        self._process.start()
+        for connection in (child_out, child_err):
+            connection.close()
+        self.pid = self._process.pid
+        self.stdout, self.stderr = (os.fdopen(os.dup(pipe.fileno()), encoding="utf-8") for pipe in (out, err))
+        self._readers: list[threading.Thread] = []
+        self._texts = ["", ""]
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        self._process.join()
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        if not self._readers:
+            self._readers = [threading.Thread(target=self._read, args=(i,), daemon=True) for i in (0, 1)]
+            for reader in self._readers:
+                reader.start()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for reader in self._readers:
+            reader.join(None if deadline is None else max(0, deadline - time.monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired("toolkit", timeout)
+        self.wait()
+        return self._texts[0], self._texts[1]
+
+    def _read(self, index: int) -> None:
+        self._texts[index] = (self.stdout, self.stderr)[index].read()
+
+
+def run_command(arguments: list[str], environ: dict[str, str], out: Connection, err: Connection) -> None:
+    """Run a command in a forked process as a process of its own would."""
+    os.setsid()
+    for connection, descriptor in ((out, 1), (err, 2)):
+        os.dup2(connection.fileno(), descriptor)
+        connection.close()
+    os.environ.clear()
+    os.environ |= environ
+    sys.argv = [str(Path(sys.executable).with_name("toolkit")), *arguments]  # the processes of other ranks repeat it
+    sys.modules["__main__"].__spec__ = None
+    code = cli.main(arguments)
+    atexit._run_exitfuncs()
+    sys.exit(code)
+
+
+def group_members(process: Process) -> list[int]:
     """Return the running processes of the group that a process leads."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -53,12 +136,12 @@ def group_members(process: subprocess.Popen) -> list[int]:
     return sorted(found)
 
 
-def child_of(process: subprocess.Popen) -> int:
+def child_of(process: Process) -> int:
     (child,) = set(group_members(process)) - {process.pid}
     return child
 
 
-def finish(process: subprocess.Popen, seconds: float = 300) -> tuple[str, str]:
+def finish(process: Process, seconds: float = 300) -> tuple[str, str]:
     """Wait until all processes have ended; return their stdout and stderr.
 
     The limit ends a hang and nothing else: on a busy machine, two processes need more than a minute to start.
@@ -77,7 +160,7 @@ def finish(process: subprocess.Popen, seconds: float = 300) -> tuple[str, str]:
     return out, err
 
 
-def ended(process: subprocess.Popen, code: int, *texts: str, within: float = 60) -> str:
+def ended(process: Process, code: int, *texts: str, within: float = 60) -> str:
     """Check the exit code and that stderr is one line with the texts; return stdout."""
     out, err = finish(process, within)
     assert process.returncode == code, err

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 import yaml
 from helpers.groups import read_until
+from helpers.processes import pretrain
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 
@@ -150,11 +150,6 @@ def test_s2_resumed_run_is_bit_equal_across_an_epoch_end(corpus, tmp_path, optim
         assert losses(tmp_path / "parts") == losses(tmp_path / "uninterrupted")
 
 
-def cli(*flags: str, **popen) -> subprocess.Popen:
-    command = [sys.executable, "-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu", *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen)
-
-
 def flags_for(corpus: Path, out: Path, **train) -> list[str]:
     train = {"global_batch_size": 8, "micro_batch_size": 4, "max_seq_length": 32, "max_steps": 400} | train
     flags = ["--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300"]
@@ -165,17 +160,17 @@ def flags_for(corpus: Path, out: Path, **train) -> list[str]:
 @pytest.mark.slow
 def test_s2_run_after_two_sigkills_around_an_epoch_end_is_bit_equal(corpus, tmp_path):
     train = {"max_steps": 160, "save_interval": 20, "keep_last": 2}
-    uninterrupted = cli(*flags_for(corpus, tmp_path / "uninterrupted", **train))
+    uninterrupted = pretrain(*flags_for(corpus, tmp_path / "uninterrupted", **train))
     _, errors = uninterrupted.communicate()
     assert uninterrupted.returncode == 0, errors
     n_rows = len(prepared(corpus).train)
     assert 20 < n_rows / 8 < 100  # an epoch ends between the two kills
     for step in (20, 100):
-        process = cli(*flags_for(corpus, tmp_path / "killed", **train))
+        process = pretrain(*flags_for(corpus, tmp_path / "killed", **train))
         read_until(process, f"step-{step:08d}")
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    last = cli(*flags_for(corpus, tmp_path / "killed", **train))
+    last = pretrain(*flags_for(corpus, tmp_path / "killed", **train))
     out, err = last.communicate()
     assert last.returncode == 0, err
     assert "resuming from" in out
@@ -195,7 +190,7 @@ def test_s2_run_after_two_sigkills_around_an_epoch_end_is_bit_equal(corpus, tmp_
 )
 def test_s3_signal_saves_and_exits_with_its_number(corpus, tmp_path, number):
     out = tmp_path / "run"
-    process = cli(*flags_for(corpus, out, max_steps=100_000, save_interval=0))
+    process = pretrain(*flags_for(corpus, out, max_steps=100_000, save_interval=0))
     read_until(process, "step 1")
     process.send_signal(number)
     stdout, stderr = process.communicate()
@@ -204,7 +199,7 @@ def test_s3_signal_saves_and_exits_with_its_number(corpus, tmp_path, number):
     assert f"{name} is saved; resume with --resume auto" in stderr and "Traceback" not in stderr
     rows = rows_of(out)
     assert int(rows[-1]["step"]) == int(name.split("-")[1])
-    process = cli(*flags_for(corpus, out, max_steps=int(rows[-1]["step"]) + 2, save_interval=0))
+    process = pretrain(*flags_for(corpus, out, max_steps=int(rows[-1]["step"]) + 2, save_interval=0))
     stdout, stderr = process.communicate()
     assert process.returncode == 0, stderr
     assert "final" in folders(out)
@@ -228,7 +223,7 @@ def test_s1_full_disk_is_one_line_and_the_previous_checkpoint_survives(corpus, t
     if mounted.returncode:
         pytest.skip("a small file system cannot be mounted here")
     try:
-        process = cli(*flags_for(corpus, disk / "run", max_steps=100, save_interval=5, keep_last=0))
+        process = pretrain(*flags_for(corpus, disk / "run", max_steps=100, save_interval=5, keep_last=0))
         stdout, stderr = process.communicate()
         assert process.returncode == 2, stderr
         assert len(stderr.strip().splitlines()) == 1 and ("disk" in stderr or "space" in stderr)
