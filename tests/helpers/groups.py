@@ -8,11 +8,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch
 
 from helpers import rank_worker
 
@@ -27,6 +30,12 @@ def start_server() -> None:
     """Start the server with this process's sys.path, which Python 3.11 does not pass on; it ignores missing modules."""
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path)):
         forkserver.ensure_running()
+
+
+def start_ranks(function: Callable, arguments: tuple, n_ranks: int) -> None:
+    """Call ``function(rank, *arguments)`` in a process per rank, as torch.multiprocessing.spawn does, but forked."""
+    start_server()
+    torch.multiprocessing.start_processes(function, arguments, nprocs=n_ranks, start_method="forkserver")
 
 
 @dataclass

@@ -8,8 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from helpers.groups import free_port
+from helpers.groups import free_port, start_ranks
 from helpers.peak_memory import with_path
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -149,7 +148,7 @@ def rank_main(rank, port, folder) -> None:
 
 
 def test_s2_optimizers_resume_bit_for_bit_on_two_ranks(tmp_path):
-    mp.spawn(rank_main, (free_port(), tmp_path), nprocs=2)
+    start_ranks(rank_main, (free_port(), tmp_path), 2)
     expected = {f"{name}, {kind}": True for name in MAKERS for kind in ("full", "sharded")}
     assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)] == [expected, expected]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
+from helpers.groups import start_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -159,7 +159,7 @@ def fail(rank, mesh, folder, found) -> None:
 def group(tmp_path_factory):
     """The folder in which two ranks have saved and loaded, and what each has found."""
     folder = tmp_path_factory.mktemp("group")
-    mp.spawn(rank_main, (folder,), nprocs=RANKS)
+    start_ranks(rank_main, (folder,), RANKS)
     return folder, [torch.load(folder / f"found-{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
