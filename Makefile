@@ -12,8 +12,8 @@ UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install 
 pretrain: $(VENV)/.core
 	$(BIN)/toolkit pretrain --config config_hub/pretrain/default.yaml --resume auto
 
-# a file's tests share fixtures, so that they stay in one worker
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+# A file's tests share fixtures, so that they stay in one worker; tests/conftest.py orders the files.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.test
 	$(PYTEST)

@@ -40,6 +40,18 @@ WORDS = [
 ]
 
 
+# Workers take one file after another: expensive ones first, so that cheap ones fill the end of the run.
+FIRST = ["distributed", "training", "test_api.py", "test_tutorials.py", "checkpoints", "models", "inference"]
+
+
+def pytest_collection_modifyitems(items):
+    def place(item) -> int:
+        names = [name for name in FIRST if name in item.path.relative_to(Path(__file__).parent).parts]
+        return FIRST.index(names[0]) if names else len(FIRST)
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     import torch

@@ -11,7 +11,7 @@ from helpers.groups import read_until
 from helpers.processes import ended, failing, finish, flags_for, folders, group_members, pretrain
 
 
-def wait_until(condition, seconds: float = 60) -> bool:
+def wait_until(condition, seconds: float = 300) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
