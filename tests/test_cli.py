@@ -503,6 +503,43 @@ def test_names_of_other_tools_get_a_hint(capsys):
         assert error.count("\n") == 1 and all(text in error for text in texts), error
 
 
+def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
+    """Torch and Lightning take seconds to import. All in one process, because none of them may import them."""
+    base, used = tmp_path / "base", tmp_path / "used"
+    base.mkdir()
+    (base / "model_config.yaml").write_text("")
+    (used / "logs").mkdir(parents=True)
+    (used / "logs" / "metrics.csv").write_text("")
+    sizes = "--train.global_batch_size 7 --train.micro_batch_size 1 --devices"
+    cases = {
+        "pretrain nosuchmodel": "model_name 'nosuchmodel': no such configuration",
+        "pretrain --model_config.n_layer 0": "--model_config.n_layer 0: ",
+        "pretrain --config no.yaml": "--config no.yaml: No such file or directory",
+        "pretrain --data TextFiles --data.train_data_path no": "--data.train_data_path no: no such file or folder",
+        f"pretrain --out_dir {used}": "already used (logs/metrics.csv exists)",
+        f"pretrain --accelerator cpu {sizes} 2": "--train.global_batch_size 7: ",
+        "pretrain --logger_name tensorbord": "did you mean 'tensorboard'?",
+        "pretrain --initial_checkpoint_dir no": "checkpoint_dir no: no such folder",
+        "finetune_lora no --data Alpaca": "checkpoint_dir no: no such folder",
+        f"finetune_lora {base} --data Alpaca --lora_r 0": "--lora_r 0: must be greater than zero",
+        f"finetune_full {base} --data.json_path no.json": "--data.json_path no.json: no such file or folder",
+    }
+    code = (
+        "import contextlib, io, sys; from toolkit.cli import main\n"
+        f"for argv in {list(cases)}:\n"
+        "    with contextlib.redirect_stderr(io.StringIO()) as shown:\n"
+        "        assert main(argv.split()) == 2, argv\n"
+        "    assert not {'torch', 'lightning'} & sys.modules.keys(), argv\n"
+        "    print(shown.getvalue().strip())\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "SLURM_PROCID")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    for line, (argv, message) in zip(done.stdout.splitlines(), cases.items(), strict=True):
+        assert line.startswith(f"toolkit {argv.split()[0]}: ") and message in line, line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "used"]
+
+
 @pytest.mark.parametrize("argv", [["--help"], ["pretrain", "--help"], ["pretrain", "--print_config"]], ids=" ".join)
 def test_broken_pipe_exits_cleanly(argv):
     """Output smaller and larger than Python's buffer."""

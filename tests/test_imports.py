@@ -33,7 +33,8 @@ LAYERS = [
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 LIGHT = [
-    "toolkit", "toolkit.cli", "toolkit.cli_parser", "toolkit.cli_help", "toolkit.config", "toolkit.config.command",
+    "toolkit", "toolkit.cli", "toolkit.cli_parser", "toolkit.cli_help", "toolkit.config",
+    "toolkit.config.command", "toolkit.planning.early",
     "toolkit.errors", "toolkit.checksums",
     "toolkit.leftovers", "toolkit.paths", "toolkit.untrusted", "toolkit.models.config",
     "toolkit.models.config_checks",

@@ -1,0 +1,48 @@
+"""Finding the folder that ``checkpoint_dir`` names. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from toolkit.checkpoints.store import FINAL, WEIGHTS, newest
+from toolkit.errors import UserError
+
+CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
+
+
+def find_checkpoint_dir(value: str | Path) -> Path:
+    """Return the model folder that ``value`` names: a path, else a name below ``checkpoints/``.
+
+    Raises:
+        UserError: there is no such folder, or it holds no model.
+    """
+    given = Path(value).expanduser()
+    folder = given if given.is_dir() else Path("checkpoints") / value
+    if given.is_file():
+        raise UserError(f"checkpoint_dir {value}: is a file; give the folder that holds it")
+    if not folder.is_dir():
+        is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not str(value).startswith(".")
+        name = value if is_hub_name else "ORGANIZATION/NAME"
+        raise UserError(
+            f"checkpoint_dir {value}: no such folder, here or below checkpoints/; to fetch a model from the hub, run "
+            f"`toolkit download {name}`"
+        )
+    if not (folder / CONFIG).is_file():
+        if (folder / WEIGHTS).exists():
+            raise UserError(
+                f"checkpoint_dir {value}: holds weights but no {CONFIG} (a user-defined module?); "
+                f"load its {WEIGHTS} with load_state_dict"
+            )
+        raise UserError(f"checkpoint_dir {value}: holds no {CONFIG}; {_suggest_folder(folder)}")
+    return folder
+
+
+def _suggest_folder(folder: Path) -> str:
+    """Return a hint for a folder that holds no model."""
+    converted = "checkpoints" / folder
+    if model := newest(folder) or (converted if (converted / CONFIG).is_file() else None):
+        return f"did you mean {model}?"
+    if (folder / "config.json").is_file():
+        return f"run `toolkit convert_from_hf {folder} checkpoints/{folder.resolve().name}` first"
+    return f"a run's models are in its step-* and {FINAL} folders"

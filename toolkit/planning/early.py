@@ -1,0 +1,56 @@
+"""Mistakes that show without torch, which takes seconds to import; resolving the run finds them again."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import toolkit.data
+from toolkit.checkpoints.find import find_checkpoint_dir
+from toolkit.checkpoints.run.resume import resolve_resume
+from toolkit.errors import UserError
+from toolkit.models.families import DEFAULT_MODEL, get_config
+from toolkit.models.lora_config import LoRAConfig
+from toolkit.planning.batch import plan_batch
+from toolkit.ui.loggers import check_loggers
+
+
+def check_early(arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of a training command before torch is imported.
+
+    Does nothing where a launcher started this process: others wait for its report, and rank 0 may have begun to write.
+
+    Raises:
+        UserError: an unknown model or logger, a missing folder or file, a used ``out_dir``, an impossible batch.
+    """
+    if {"LOCAL_RANK", "RANK", "SLURM_PROCID"} & os.environ.keys() or arguments.get("model_name") == "list":
+        return
+    check_loggers(arguments["logger_name"], arguments["log"])
+    if (folder := arguments.get("checkpoint_dir") or arguments.get("initial_checkpoint_dir")) is not None:
+        find_checkpoint_dir(folder)
+    else:
+        get_config(arguments["model_name"] or DEFAULT_MODEL).override(arguments["model_config"])
+    if "lora_r" in arguments:
+        LoRAConfig(**{f.name: arguments[f"lora_{f.name}"] for f in fields(LoRAConfig)})
+    _check_batch(**{name: arguments[name] for name in ("train", "devices", "num_nodes")})
+    _check_files(arguments["data"])
+    if arguments["resume"] is False and arguments["out_dir"]:
+        resolve_resume(False, Path(arguments["out_dir"]))
+
+
+def _check_batch(train: Any, devices: Any, num_nodes: Any) -> None:
+    sizes = (train.global_batch_size, train.micro_batch_size, devices, 1 if num_nodes in (None, "auto") else num_nodes)
+    if all(isinstance(size, int) and size > 0 for size in sizes):
+        plan_batch(*sizes)
+
+
+def _check_files(data: Any) -> None:
+    """Check the paths of toolkit's own data modules."""
+    is_own = getattr(toolkit.data, type(data).__name__, None) is type(data)
+    for name, value in vars(data).items() if is_own else ():
+        if name.endswith("_path") and value and not glob.has_magic(value) and not Path(value).expanduser().exists():
+            raise UserError(f"--data.{name} {value}: no such file or folder")
