@@ -522,6 +522,8 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         "pretrain --initial_checkpoint_dir no": "checkpoint_dir no: no such folder",
         "finetune_lora no --data Alpaca": "checkpoint_dir no: no such folder",
         f"finetune_lora {base} --data Alpaca --lora_r 0": "--lora_r 0: must be greater than zero",
+        "generate no": "checkpoint_dir no: no such folder",
+        "convert_to_hf no out": "checkpoint_dir no: no such folder",
         f"finetune_full {base} --data.json_path no.json": "--data.json_path no.json: no such file or folder",
     }
     code = (

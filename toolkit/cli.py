@@ -46,8 +46,7 @@ def run(name: str, argv: list[str]) -> int:
         parse = importlib.import_module("toolkit.cli_parser").parse
         setup = importlib.import_module(module).setup
         if (arguments := parse(name, setup, positionals, argv)) is not None:
-            if arguments and name in TRAINING:
-                importlib.import_module("toolkit.planning.early").check_early(arguments)
+            importlib.import_module("toolkit.planning.early").check_early(name, arguments)
             setup(**arguments)
         return 0
     except BrokenPipeError:

@@ -19,8 +19,8 @@ from toolkit.planning.batch import plan_batch
 from toolkit.ui.loggers import check_loggers
 
 
-def check_early(arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of a training command before torch is imported.
+def check_early(command: str, arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of a command before torch is imported.
 
     Does nothing where a launcher started this process: others wait for its report, and rank 0 may have begun to write.
 
@@ -29,10 +29,13 @@ def check_early(arguments: Mapping[str, Any]) -> None:
     """
     if {"LOCAL_RANK", "RANK", "SLURM_PROCID"} & os.environ.keys() or arguments.get("model_name") == "list":
         return
-    check_loggers(arguments["logger_name"], arguments["log"])
-    if (folder := arguments.get("checkpoint_dir") or arguments.get("initial_checkpoint_dir")) is not None:
+    folder = arguments.get("checkpoint_dir") or arguments.get("initial_checkpoint_dir")
+    if folder is not None and command not in ("verify", "consolidate", "plan"):  # these take other folders, too
         find_checkpoint_dir(folder)
-    else:
+    if "train" not in arguments or command == "plan":
+        return
+    check_loggers(arguments["logger_name"], arguments["log"])
+    if folder is None:
         get_config(arguments["model_name"] or DEFAULT_MODEL).override(arguments["model_config"])
     if "lora_r" in arguments:
         LoRAConfig(**{f.name: arguments[f"lora_{f.name}"] for f in fields(LoRAConfig)})
