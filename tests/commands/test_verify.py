@@ -1,6 +1,7 @@
 """S7 verified-bytes: `toolkit verify`, and every command that reads a checkpoint or writes one."""
 
 import json
+import shutil
 
 import pytest
 from helpers.sealing import seal
@@ -46,6 +47,16 @@ def test_load_names_the_damaged_file(damaged):
     with pytest.raises(UserError, match="damaged: lit_model.pth"):
         toolkit.load(damaged)
     toolkit.load(damaged, verify_checkpoint=False)
+
+
+def test_the_model_is_read_without_the_trainers_state(tmp_path, capsys):
+    base_dir, _, _ = make(tmp_path)
+    (base_dir / "trainer").mkdir()
+    (base_dir / "trainer" / "state.pth").write_bytes(b"state")
+    seal(base_dir)
+    shutil.rmtree(base_dir / "trainer")
+    toolkit.load(base_dir)
+    assert main(["verify", str(base_dir)]) == 2 and "trainer/state.pth: missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["merge_lora {} --out_dir {}", "convert_to_peft {} {}", "generate {} --prompt a"])

@@ -23,7 +23,7 @@ from toolkit.checkpoints.find import CONFIG as CONFIG
 from toolkit.checkpoints.find import HYPERPARAMETERS as HYPERPARAMETERS
 from toolkit.checkpoints.find import find_checkpoint_dir as find_checkpoint_dir
 from toolkit.checkpoints.litgpt import config_from_litgpt, to_native_layout
-from toolkit.checkpoints.manifest import EDITABLE, require_intact
+from toolkit.checkpoints.manifest import EDITABLE, TRAINER_STATE, require_intact
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_weights, require_compatible, save_weights
 from toolkit.errors import UserError, one_line
@@ -68,7 +68,7 @@ def require_intact_model(
     report: Callable[[str], None] | None = None,
     editable: tuple[str, ...] = EDITABLE,
 ) -> None:
-    """Verify the files of a model folder against its manifest, and those of its base if it holds adapters only.
+    """Verify the files of the model in a folder against its manifest, and of its base if it holds adapters only.
 
     ``base_checkpoint_dir``: see :func:`load_model`; the others: see
     :func:`toolkit.checkpoints.manifest.require_intact`; without ``report``, notes go to stderr.
@@ -77,11 +77,11 @@ def require_intact_model(
         DamagedCheckpointError: files are damaged.
     """
     report = report or partial(print, file=sys.stderr)
-    require_intact(folder, report, editable)
+    require_intact(folder, report, (*editable, TRAINER_STATE))
     if has_adapters_only(folder):
         base = read_adapter_info(folder).base if base_checkpoint_dir is None else find_base_dir(base_checkpoint_dir)
         if base.is_dir():
-            require_intact(base, report)
+            require_intact(base, report, (*EDITABLE, TRAINER_STATE))
 
 
 def load_model(

@@ -20,6 +20,7 @@ COMPLETE = "COMPLETE"
 FORMAT_VERSION = 1
 # Files that users may edit and that do not affect results (only `evaluate` reads the first one).
 EDITABLE = ("hyperparameters.yaml", "README.md")
+TRAINER_STATE = "trainer/"  # two thirds of the bytes, and no part of the model
 
 
 class DamagedCheckpointError(UserError):
@@ -97,7 +98,7 @@ def require_intact(folder: Path, report: Callable[[str], None], editable: tuple[
     Args:
         folder: A checkpoint or model folder.
         report: Receives a note if there is no manifest.
-        editable: Files that may differ.
+        editable: Files and folders that may differ or be missing, by the beginning of their path.
 
     Raises:
         DamagedCheckpointError: files are damaged, or the manifest is malformed.
@@ -105,7 +106,7 @@ def require_intact(folder: Path, report: Callable[[str], None], editable: tuple[
     files = read_manifest(folder)
     if files is None:
         report(missing_manifest_note(folder))
-    elif damage := find_damage(folder, {name: entry for name, entry in files.items() if name not in editable}):
+    elif damage := find_damage(folder, {name: entry for name, entry in files.items() if not name.startswith(editable)}):
         raise DamagedCheckpointError(describe_damage(folder, damage))
 
 

@@ -316,7 +316,7 @@ class Trainer:
         choose_attention_kernels(fixed_shapes=not ragged, has_masks=needs_masks(plan.config, length))
         reads_source = source is not None and (state.resume_from is None or state.base is not None)
         if ranks.broadcast_from_rank0(reads_source and args.verify_checkpoint):
-            require_intact_together(source, fabric.local_rank == 0, self.display.message)
+            require_intact_together(source, fabric.local_rank == 0, self.display.message, model_only=True)
         self.model = set_up_model(
             fabric, plan, seed=args.seed, precision=config.precision, compiler=args.compiler,
             longest_ragged=longest_ragged(data, length),

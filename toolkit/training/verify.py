@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from toolkit.checkpoints.finite import require_finite
 from toolkit.checkpoints.manifest import (
     EDITABLE,
+    TRAINER_STATE,
     DamagedCheckpointError,
     describe_damage,
     missing_manifest_note,
@@ -26,7 +27,7 @@ T = TypeVar("T")
 Report = Callable[[str], None]
 
 
-def require_intact_together(folder: Path, is_node_leader: bool, report: Report) -> bool:
+def require_intact_together(folder: Path, is_node_leader: bool, report: Report, model_only: bool = False) -> bool:
     """Compare a folder's files with its manifest; every rank calls this.
 
     The shards are divided among all ranks; the other files are read once per node, since nodes may have copies.
@@ -35,6 +36,7 @@ def require_intact_together(folder: Path, is_node_leader: bool, report: Report) 
         folder: The same on every rank.
         is_node_leader: Whether this rank is its node's first.
         report: Is given a note where there is no manifest.
+        model_only: Leave out the state of the trainer, which may be missing.
 
     Returns:
         Whether there is a manifest.
@@ -46,10 +48,12 @@ def require_intact_together(folder: Path, is_node_leader: bool, report: Report) 
     if manifest is None:
         report(missing_manifest_note(folder))
         return False
-    shards = sorted(name for name in manifest if name.endswith(".distcp"))
+    unchecked = (*EDITABLE, TRAINER_STATE) if model_only else EDITABLE
+    files = {name for name in manifest if not name.startswith(unchecked)}
+    shards = sorted(name for name in files if name.endswith(".distcp"))
     own = set(shards[ranks.global_rank() :: ranks.world_size()])
     if is_node_leader:
-        own |= manifest.keys() - set(shards) - set(EDITABLE)
+        own |= files - set(shards)
     everywhere = ranks.all_gather_object(find_damage(folder, {name: manifest[name] for name in sorted(own)}))
     damage = {
         name: f"{why}, seen by rank {rank}" if rank else why
