@@ -48,7 +48,6 @@ KNOWN_CIRCLES = [
         "toolkit.training.callbacks.metrics", "toolkit.training.callbacks.replicas",
         "toolkit.training.callbacks.samples", "toolkit.training.run_state", "toolkit.training.trainer",
     },
-    {"toolkit.models.config", "toolkit.models.config_checks"},
 ]  # fmt: skip
 HEAVY = {"torch", "lightning", "litdata", "transformers", "tokenizers", "numpy", "rich"}
 

@@ -1,4 +1,4 @@
-"""The configuration of an architecture: plain values, no behavior, no torch.
+"""The configuration of an architecture: plain values, checked on creation. No torch.
 
 Field names follow LitGPT's ``model_config.yaml``, so that its checkpoints load unchanged.
 """
@@ -6,11 +6,28 @@ Field names follow LitGPT's ``model_config.yaml``, so that its checkpoints load 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, make_dataclass, replace
-from typing import Any, Literal, get_type_hints
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from toolkit.errors import UserError
-from toolkit.models.config_checks import check_together, check_values, rope_kind
+from toolkit.models.config_checks import FLAG, MAX_EXPERTS, MAX_SIZE, check_values, rope_kind
+
+# Keys of latent_attention, as in Hugging Face's config.json; q_lora_rank is optional.
+LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+# Fields with one value per layer, and the valid values.
+_PER_LAYER = {"sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1)}
+# Fields that require experts, with their defaults.
+_MOE_DEFAULTS = {
+    "n_expert": 0, "n_expert_per_token": 0, "moe_intermediate_size": None, "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0, "router_scores": "softmax", "n_expert_groups": None, "n_topk_groups": None,
+    "shared_expert_intermediate_size": None, "shared_expert_gate": True, "swiglu_limit": None, "moe_indices": None,
+}  # fmt: skip
+
+
+def _derived() -> Any:
+    """Declare a field that is computed from other fields if it is None on creation."""
+    return field(default=None)
 
 
 @dataclass(frozen=True)
@@ -99,10 +116,10 @@ class ModelConfig:
     padding_multiple: int = 64
     n_layer: int = 2
     n_head: int = 4
-    n_query_groups: int | None = None
+    n_query_groups: int = _derived()
     n_embd: int = 64
-    head_size: int | None = None
-    intermediate_size: int | None = None
+    head_size: int = _derived()
+    intermediate_size: int = _derived()
     rotary_percentage: float = 1.0
     rope_base: float = 10000.0
     rope_adjustments: dict[str, Any] | None = None
@@ -118,7 +135,7 @@ class ModelConfig:
     norm_qk: bool = False
     norm_qk_type: Literal["default", "olmo2", "per_head"] = "default"
     attention_sinks: bool = False
-    latent_attention: dict[str, int | None] | None = None
+    latent_attention: dict[str, Any] | None = None
     clip_qkv: float | None = None
     scale_embeddings: bool = False
     embedding_multiplier: float = 1.0
@@ -155,27 +172,119 @@ class ModelConfig:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        check_values(self)
-        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen)
+        check_values(vars(self), _HINTS)
+        derived: dict[str, Any] = {}
         if self.latent_attention is not None:
-            set_field("latent_attention", {"q_lora_rank": None} | self.latent_attention)
-            parts = [self.latent_attention.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
-            if self.head_size is None and all(type(n) is int for n in parts):
-                set_field("head_size", sum(parts))
+            derived["latent_attention"] = {"q_lora_rank": None} | self.latent_attention
         if self.n_query_groups is None:
-            set_field("n_query_groups", self.n_head)
+            derived["n_query_groups"] = self.n_head
         if self.head_size is None:
-            if self.n_embd % self.n_head:
-                raise UserError(f"--model_config.n_embd {self.n_embd}: must be a multiple of n_head {self.n_head}")
-            set_field("head_size", self.n_embd // self.n_head)
+            derived["head_size"] = self._derive_head_size()
         if self.intermediate_size is None:
-            set_field("intermediate_size", 4 * self.n_embd)
+            derived["intermediate_size"] = 4 * self.n_embd
         if self.vocab_size is not None and self.padded_vocab_size is None:
-            set_field("padded_vocab_size", -(-self.vocab_size // self.padding_multiple) * self.padding_multiple)
-        for name in ("sliding_window_indices", "rope_indices", "moe_indices"):  # LitGPT's lists may be longer
+            derived["padded_vocab_size"] = -(-self.vocab_size // self.padding_multiple) * self.padding_multiple
+        for name in _PER_LAYER:  # LitGPT's lists may be longer
             if (values := getattr(self, name)) is not None:
-                set_field(name, list(values[: self.n_layer]))
-        check_together(self)
+                derived[name] = list(values[: self.n_layer])
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)  # frozen
+        self._check_together()
+
+    def _derive_head_size(self) -> int:
+        parts = [(self.latent_attention or {}).get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+        if all(type(n) is int for n in parts):
+            return sum(parts)
+        self._require(self.n_embd % self.n_head == 0, "n_embd", f"must be a multiple of n_head {self.n_head}")
+        return self.n_embd // self.n_head
+
+    def _require(self, ok: bool, name: str, hint: str) -> None:
+        """Raise a UserError about the field ``name`` unless ``ok``."""
+        if not ok:
+            raise UserError(f"{FLAG}{name} {getattr(self, name)}: {hint}")
+
+    def _check_together(self) -> None:
+        """Check combinations of fields, after all derived fields are set.
+
+        Raises:
+            UserError: Names a flag, its value and the valid values.
+        """
+        require, padded = self._require, self.padded_vocab_size
+        self._check_latent_attention()
+        require(self.n_head % self.n_query_groups == 0, "n_query_groups", f"must divide n_head {self.n_head}")
+        is_even = self.position_embedding != "rope" or self.rope_n_elem % 2 == 0
+        require(is_even, "head_size", "RoPE needs an even number of rotated dimensions")
+        is_covered = padded is None or padded >= (self.vocab_size or 0)
+        require(is_covered, "padded_vocab_size", f"smaller than vocab_size {self.vocab_size}")
+        has_norm = not self.shared_attention_norm or self.parallel_residual
+        require(has_norm, "shared_attention_norm", f"needs {FLAG}parallel_residual true")
+        has_weights = self.norm_class_name == "LayerNorm" and self.norm_affine
+        hint = "needs norm_class_name LayerNorm with norm_affine true"
+        require(self.norm_qk_type != "per_head" or has_weights, "norm_qk_type", hint)
+        has_softcap = self.attention_logit_softcapping is not None
+        hint = "cannot be combined with attention_logit_softcapping"
+        require(not (self.attention_sinks and has_softcap), "attention_sinks", hint)
+        self._check_layers()
+        self._check_experts()
+
+    def _check_layers(self) -> None:
+        """Check lists with one value per layer or one factor per rotated pair."""
+        for name, allowed in _PER_LAYER.items():
+            values, listed = getattr(self, name), " or ".join(map(str, allowed))
+            is_valid = values is None or (len(values) == self.n_layer and set(values) <= set(allowed))
+            self._require(is_valid, name, f"must contain {listed} for each of the {self.n_layer} layers")
+        if 1 in (self.rope_indices or ()) and self.rope_local_base_freq is None:
+            raise UserError(f"{FLAG}rope_indices: layers with index 1 need {FLAG}rope_local_base_freq")
+        for name in ("short_factor", "long_factor") if self.rope_kind == "longrope" else ():
+            if (n := len((self.rope_adjustments or {})[name])) != (pairs := self.rope_n_elem // 2):
+                raise UserError(
+                    f"{FLAG}rope_adjustments: {name} has {n} factors; heads with {self.rope_n_elem} rotated dimensions "
+                    f"need {pairs}"
+                )
+
+    def _check_latent_attention(self) -> None:
+        sizes = self.latent_attention
+        if sizes is None:
+            return
+        given = [n for name, n in sizes.items() if name != "q_lora_rank" or n is not None]
+        are_valid = all(type(n) is int and 0 < n <= MAX_SIZE for n in given)
+        hint = f"must have {', '.join(LATENT_ATTENTION)}, each between 1 and {MAX_SIZE:,}"
+        self._require(sizes.keys() == set(LATENT_ATTENTION) and are_valid, "latent_attention", hint)
+        required = {
+            "position_embedding": "rope", "norm_qk": False, "clip_qkv": None, "attention_sinks": False,
+            "attention_logit_softcapping": None, "bias": False, "attn_bias": False, "n_query_groups": self.n_head,
+            "head_size": sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"], "rotary_percentage": 1.0,
+        }  # fmt: skip
+        for name, value in required.items():
+            self._require(getattr(self, name) == value, name, f"must be {value} with latent_attention")
+
+    def _check_experts(self) -> None:
+        """Check numbers of experts, and widths that grouped matrix products support."""
+        require = self._require
+        if self.mlp_class_name != "LLaMAMoE":
+            for name, default in _MOE_DEFAULTS.items():
+                require(getattr(self, name) == default, name, f"needs {FLAG}mlp_class_name LLaMAMoE")
+            return
+        is_subset = 1 <= self.n_expert_per_token <= self.n_expert
+        require(is_subset, "n_expert_per_token", f"must be between 1 and n_expert {self.n_expert}")
+        most = MAX_EXPERTS // self.n_layer
+        require(self.n_expert <= most, "n_expert", f"must be at most {most:,} in each of the {self.n_layer} layers")
+        for name in ("n_embd", "intermediate_size" if self.moe_intermediate_size is None else "moe_intermediate_size"):
+            require(getattr(self, name) % 8 == 0, name, "must be a multiple of 8 in a model with experts")
+        require(not self.parallel_residual, "parallel_residual", "must be False in a model with experts")
+        self._check_expert_groups()
+
+    def _check_expert_groups(self) -> None:
+        groups, topk, n = self.n_expert_groups, self.n_topk_groups, self.n_expert
+        if groups is None:
+            self._require(topk is None, "n_topk_groups", f"needs {FLAG}n_expert_groups")
+            return
+        size = 2 if self.router_scores == "sigmoid" else 1  # a group is ranked by its best 2 experts or best one
+        is_valid = n % groups == 0 and n // groups >= size
+        self._require(is_valid, "n_expert_groups", f"must divide n_expert {n} into groups of {size} or more")
+        is_valid = topk is not None and topk <= groups and self.n_expert_per_token <= topk * n // groups
+        hint = f"must be between 1 and n_expert_groups {groups}, and must cover at least n_expert_per_token "
+        self._require(is_valid, "n_topk_groups", f"{hint}{self.n_expert_per_token} experts")
 
     @property
     def rope_kind(self) -> str | None:
@@ -185,7 +294,7 @@ class ModelConfig:
     @property
     def original_max_position(self) -> int | None:
         """The length beyond which longrope uses its long factors; None for other RoPE scalings."""
-        return self.rope_adjustments["original_max_seq_len"] if self.rope_kind == "longrope" else None
+        return (self.rope_adjustments or {})["original_max_seq_len"] if self.rope_kind == "longrope" else None
 
     @property
     def attention_scale(self) -> float:
@@ -196,8 +305,9 @@ class ModelConfig:
         if self.latent_attention is None or self.rope_kind != "yarn":
             return scale
         # DeepSeek applies YaRN's attention factor to queries and keys, including the dimensions without RoPE
-        mscale = self.rope_adjustments.get("mscale_all_dim") or 0.0
-        return scale * (0.1 * mscale * math.log(max(self.rope_adjustments["factor"], 1.0)) + 1.0) ** 2
+        adjustments = self.rope_adjustments or {}
+        mscale = adjustments.get("mscale_all_dim") or 0.0
+        return scale * (0.1 * mscale * math.log(max(adjustments["factor"], 1.0)) + 1.0) ** 2
 
     @property
     def value_size(self) -> int:
@@ -262,16 +372,31 @@ class ModelConfig:
             "intermediate_size": {"n_embd"},
             "padded_vocab_size": {"vocab_size", "padding_multiple"},
         }  # fmt: skip
-        recomputed = {k: None for k, sources in derived.items() if k not in given and sources & given.keys()}
-        return replace(self, **recomputed, **given)
+        changes: dict[str, Any] = {k: None for k, sources in derived.items() if sources & given.keys()} | given
+        return replace(self, **changes)
 
 
-ModelOverrides = make_dataclass(
-    "ModelOverrides",
-    [(name, hint | None, None) for name, hint in get_type_hints(ModelConfig).items()],
-    namespace={
-        "__doc__": "Fields that override the named model configuration.\n\n    Args:"
-        + ModelConfig.__doc__.partition("Args:")[2]
-    },
-)
-ModelOverrides.__module__ = __name__
+# The types of the fields, as users may give them.
+_HINTS = {
+    f.name: hint | None if f.default is None else hint
+    for f, hint in zip(fields(ModelConfig), get_type_hints(ModelConfig).values(), strict=True)
+}
+
+if TYPE_CHECKING:
+
+    @dataclass
+    class ModelOverrides:
+        """Fields that override the named model configuration: those of ModelConfig, or None."""
+
+        def __init__(self, **overrides: Any) -> None: ...
+
+else:
+    ModelOverrides = make_dataclass(
+        "ModelOverrides",
+        [(name, hint | None, None) for name, hint in _HINTS.items()],
+        namespace={
+            "__doc__": "Fields that override the named model configuration.\n\n    Args:"
+            + ModelConfig.__doc__.partition("Args:")[2]
+        },
+    )
+    ModelOverrides.__module__ = __name__

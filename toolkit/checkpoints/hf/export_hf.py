@@ -268,7 +268,7 @@ def _first(name: str, *files: dict[str, Any]) -> Any:
 
 def _write_config_files(folder: Path, config: ModelConfig, ids: dict[str, Any], dtype: torch.dtype) -> None:
     """Write config.json, and generation_config.json unless a copied one defines eos_token_id."""
-    values = family_of(config).to_hf_config(config, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"])
+    values = family_of(config).to_hf_config(config)
     _write_json(folder / CONFIG, {**values, **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
     generation = read_json_object(folder / GENERATION_FILE, optional=True)
     if generation.get("eos_token_id") is None:

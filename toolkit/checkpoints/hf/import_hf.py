@@ -216,8 +216,7 @@ def _add_prefix(found: dict[str, Weight], config: ModelConfig) -> dict[str, Weig
 
 
 def _drop_unused(found: dict[str, Weight], config: ModelConfig) -> tuple[dict[str, Weight], list[str]]:
-    is_unused = getattr(family_of(config), "is_unused", None)
-    unused = [name for name in found if is_unused is not None and is_unused(name, config)]
+    unused = [name for name in found if family_of(config).is_unused(name, config)]
     notes = [f"skipped {len(unused)} weights that the model does not use: {unused[0]} ..."] if unused else []
     return {name: stored for name, stored in found.items() if name not in set(unused)}, notes
 

@@ -1,12 +1,14 @@
 """The registry of model families: named configurations, import from and export to Hugging Face.
 
-A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf_config(config_json)``, ``to_hf_config(config,
-bos_token_id, eos_token_id)`` and ``weight_map(config)``, and ``is_unused(name, config)`` if checkpoints contain other
-weights than the model's. A new family is one new file here and one entry in :data:`FAMILIES`.
+A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf_config(config_json)``, ``to_hf_config(config)``,
+``weight_map(config)`` and ``check(config)``, which raises a UserError if the family's Hugging Face class cannot express
+the config; and ``is_unused(name, config)`` if checkpoints contain other weights than the model's. A new family is one
+new file here and one entry in :data:`FAMILIES`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +37,7 @@ from toolkit.models.families import (
     stablelm,
     starcoder2,
 )
+from toolkit.models.families.tables import WeightMapping
 
 DEFAULT_MODEL = "mini-llama"
 
@@ -93,15 +96,44 @@ def suggest_names(name: str) -> str:
     return nearest or "; `toolkit pretrain list` lists all names"
 
 
-def family_of(config: ModelConfig) -> ModuleType:
-    """Return the family module of a configuration.
+@dataclass(frozen=True)
+class Family:
+    """A family module, whose functions are called for configs that pass its check."""
+
+    module: ModuleType
+
+    def to_hf_config(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the content of ``config.json``, without the ids of the special tokens.
+
+        Raises:
+            UserError: The Hugging Face class cannot express the config.
+        """
+        self.module.check(config)
+        return self.module.to_hf_config(config)
+
+    def weight_map(self, config: ModelConfig) -> list[WeightMapping]:
+        """Return the weight map: which native tensors correspond to which of Hugging Face's.
+
+        Raises:
+            UserError: The Hugging Face class cannot express the config.
+        """
+        self.module.check(config)
+        return self.module.weight_map(config)
+
+    def is_unused(self, name: str, config: ModelConfig) -> bool:
+        """Whether the Hugging Face weight ``name`` belongs to a part that toolkit's model does not have."""
+        return hasattr(self.module, "is_unused") and self.module.is_unused(name, config)
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Return the family of a configuration.
 
     Raises:
         UserError: ``config.family`` is unknown.
     """
     if config.family not in FAMILIES:
         raise UserError(f"--model_config.family {config.family}: must be one of {', '.join(FAMILIES)}")
-    return FAMILIES[config.family]
+    return Family(FAMILIES[config.family])
 
 
 def export_error(config: ModelConfig) -> str | None:
@@ -126,11 +158,11 @@ def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
     model_type = config_json.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(_unsupported_message(config_json))
-    family = FAMILIES[model_type]
+    family = Family(FAMILIES[model_type])
     try:
         hf_keys.require_types(config_json)
         hf_config.require_hf(config_json, is_causal=(True,), per_layer_config=(None,))
-        config = family.from_hf_config(config_json)
+        config = family.module.from_hf_config(config_json)
         family.to_hf_config(config)  # raises early what weight_map would raise later
     except UserError as error:
         raise UserError(hf_keys.translate_fields(config_json, str(error))) from error

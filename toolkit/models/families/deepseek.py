@@ -10,15 +10,14 @@ import re
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.models.config import ModelConfig
-from toolkit.models.config_checks import LATENT_ATTENTION
+from toolkit.models.config import LATENT_ATTENTION, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_SHARED = {
+_SHARED: dict[str, Any] = {
     "block_size": 163840, "norm_eps": 1e-6, "mlp_class_name": "LLaMAMoE", "shared_expert_gate": False,
 }  # fmt: skip
-_YARN = {"factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_seq_len": 4096}
-_SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_YARN: dict[str, Any] = {"factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_seq_len": 4096}
+_SIZES: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 CONFIGS = [
     ModelConfig(
@@ -42,10 +41,10 @@ ALIASES = {
 }
 
 # Defaults of transformers' classes; V3's load-balancing coefficient is the paper's.
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
-_DEFAULTS = {
+_DEFAULTS: dict[str, Any] = {
     "deepseek_v2": _COMMON | {
         "intermediate_size": 11008, "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2,
         "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "topk_method": "greedy",
@@ -106,19 +105,15 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         shared_expert_gate=False,
         moe_indices=[int(i >= dense) for i in range(config_json["num_hidden_layers"])] if dense else None,
         router_aux_loss_coef=config_json["aux_loss_alpha"] / k,  # Hugging Face's loss is k times smaller
-        tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     is_v3, groups = config.family == "deepseek_v3", config.n_expert_groups
     method = "noaux_tc" if is_v3 else "greedy" if groups is None else "group_limited_greedy"
     values = {
-        **config.latent_attention,
+        **(config.latent_attention or {}),
         "aux_loss_alpha": config.router_aux_loss_coef * config.n_expert_per_token,
         "first_k_dense_replace": _dense_layers(config),
         "head_dim": config.rope_n_elem,
@@ -126,7 +121,7 @@ def to_hf_config(
         "moe_layer_freq": 1,
         "n_group": groups or 1,
         "n_routed_experts": config.n_expert,
-        "n_shared_experts": config.shared_expert_intermediate_size // config.expert_size,
+        "n_shared_experts": (config.shared_expert_intermediate_size or 0) // config.expert_size,
         "norm_topk_prob": config.norm_topk_prob,
         "num_experts_per_tok": config.n_expert_per_token,
         "routed_scaling_factor": config.routed_scaling_factor,
@@ -137,12 +132,11 @@ def to_hf_config(
     if is_v3:
         values |= {"num_nextn_predict_layers": 0, "rope_interleave": True}
     architecture = "DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"
-    return hf_config.write_decoder(config, architecture, bos_token_id, eos_token_id, **values)
+    return hf_config.write_decoder(config, architecture, **values)
 
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the weight map."""
-    _check(config)
     return tables.decoder_weights(config, moe=_experts, attention=_attention)
 
 
@@ -185,7 +179,7 @@ def _dense_layers(config: ModelConfig) -> int:
     return sum(not config.has_experts(i) for i in range(config.n_layer))
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that the family's Hugging Face class can express the config."""
     is_v3 = config.family == "deepseek_v3"
     free = (

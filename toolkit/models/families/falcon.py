@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_FIXED = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
+_FIXED: dict[str, Any] = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
           "parallel_residual": True}  # fmt: skip
 
 
@@ -46,32 +46,19 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         (config_json.get("num_kv_heads") or n_head) if new else 1 if config_json.get("multi_query", True) else n_head
     )
     norms = config_json.get("num_ln_in_parallel_attn") or (2 if new else 1)
-    width, vocab_size = config_json["hidden_size"], config_json.get("vocab_size", 65024)
-    return ModelConfig(
-        name=hf_config.model_name(config_json),
-        family="falcon",
-        block_size=config_json.get("max_position_embeddings", 2048),
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size,
-        n_layer=config_json["num_hidden_layers"],
-        n_head=n_head,
-        n_query_groups=groups,
-        n_embd=width,
-        head_size=config_json.get("head_dim"),
-        intermediate_size=config_json.get("ffn_hidden_size") or 4 * width,
-        norm_eps=config_json.get("layer_norm_epsilon", 1e-5),
-        shared_attention_norm=not (new and norms == 2),
-        tie_embeddings=config_json.get("tie_word_embeddings", True),
-        **hf_rope.read_rope(config_json),
-        **_FIXED,
-    )
+    fields = hf_config.read_decoder(
+        config_json | {
+            "num_key_value_heads": groups,
+            "intermediate_size": config_json.get("ffn_hidden_size") or 4 * config_json["hidden_size"],
+        },
+        vocab_size=65024, block_size=2048, norm_eps="layer_norm_epsilon", default_eps=1e-5, tied=True,
+    )  # fmt: skip
+    fields |= hf_rope.read_rope(config_json)
+    return ModelConfig(**fields, shared_attention_norm=not (new and norms == 2), **_FIXED)
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     shared, new = config.shared_attention_norm, _is_new(config)
     return {
         "architectures": ["FalconForCausalLM"],
@@ -79,8 +66,8 @@ def to_hf_config(
         "alibi": False,
         "attention_dropout": 0.0,
         "bias": False,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "ffn_hidden_size": config.intermediate_size,
         "hidden_dropout": 0.0,
         "hidden_size": config.n_embd,
@@ -110,7 +97,6 @@ def _is_new(config: ModelConfig) -> bool:
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the weight map."""
-    _check(config)
     by_group = tables.interleave_groups(config.n_head, config.n_query_groups, config.head_size)
     maps = tables.embedding_and_head(config, "transformer.word_embeddings.weight", "lm_head")
     for i in range(config.n_layer):
@@ -128,7 +114,7 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     return maps + tables.linear("transformer.ln_f", "transformer.ln_f", True)
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that FalconForCausalLM can express the config."""
     own = {"head_size": config.n_embd // config.n_head}
     hf_config.require_llama(config, free=("shared_attention_norm",), **own, **_FIXED)

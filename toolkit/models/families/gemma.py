@@ -17,11 +17,11 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "norm_eps": 1e-6, "norm_offset": True, "scale_embeddings": True, "mlp_class_name": "GemmaMLP",
     "gelu_approximate": "tanh", "tie_embeddings": True,
 }  # fmt: skip
-_POST_NORMS = {"post_attention_norm": True, "post_mlp_norm": True}
+_POST_NORMS: dict[str, Any] = {"post_attention_norm": True, "post_mlp_norm": True}
 
 
 def _gemma(name: str, n_layer: int, n_embd: int, n_head: int, groups: int, intermediate_size: int) -> ModelConfig:
@@ -84,7 +84,7 @@ ALIASES = {
 
 _ARCHITECTURES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
 # Defaults of transformers' classes: the published files omit some keys.
-_DEFAULTS = {
+_DEFAULTS: dict[str, Any] = {
     "gemma": {"num_key_value_heads": 16},
     "gemma2": {"num_key_value_heads": 4},
     "gemma3_text": {
@@ -104,15 +104,14 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         use_bidirectional_attention=(False, None), **({"hidden_act": allowed} if kind == "gemma" else {}),
     )  # fmt: skip
     config_json = {"head_dim": 256} | _DEFAULTS[kind] | config_json
-    fields = hf_config.read_decoder(config_json, vocab_size=256000, block_size=8192)
+    fields = hf_config.read_decoder(config_json, vocab_size=256000, block_size=8192, tied=True)
     if kind != "gemma":
         fields |= _later_fields(config_json)
     if kind != "gemma3_text":
         fields |= hf_rope.read_rope(config_json)
     return ModelConfig(
-        **fields, norm_offset=True, scale_embeddings=True, mlp_class_name="GemmaMLP", gelu_approximate="tanh",
-        tie_embeddings=config_json.get("tie_word_embeddings", True),
-    )  # fmt: skip
+        **fields, norm_offset=True, scale_embeddings=True, mlp_class_name="GemmaMLP", gelu_approximate="tanh"
+    )
 
 
 def _later_fields(config_json: dict[str, Any]) -> dict[str, Any]:
@@ -144,11 +143,8 @@ def is_unused(name: str, config: ModelConfig) -> bool:
     return config.family == "gemma3_text" and name.removeprefix("model.").startswith(parts)
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     other: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if config.family != "gemma":
         other |= {
@@ -160,16 +156,13 @@ def to_hf_config(
         }
     if config.family == "gemma3_text":
         other |= hf_config.write_rope_by_layer(config)
-    return hf_config.write_decoder(config, _ARCHITECTURES[config.family], bos_token_id, eos_token_id, **other)
+    return hf_config.write_decoder(config, _ARCHITECTURES[config.family], **other)
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    _check(config)
-    return tables.decoder_weights(config)
+weight_map = tables.decoder_weights
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that the family's Hugging Face class can express the config."""
     later, is_v3 = config.family != "gemma", config.family == "gemma3_text"
     free = (*hf_config.LAYERED_WINDOWS, "final_logit_softcapping", "attention_scores_scalar") if later else ()

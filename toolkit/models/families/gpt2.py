@@ -10,13 +10,16 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
 
+_FIXED: dict[str, Any] = {
+    "position_embedding": "learned", "bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",
+}  # fmt: skip
+
 
 def _gpt2(name: str, n_layer: int, n_embd: int, n_head: int) -> ModelConfig:
     # padding_multiple 1: the published vocabulary is not padded
     return ModelConfig(
         name=name, family="gpt2", block_size=1024, vocab_size=50257, padding_multiple=1, n_layer=n_layer,
-        n_embd=n_embd, n_head=n_head, position_embedding="learned", bias=True, norm_class_name="LayerNorm",
-        mlp_class_name="GptNeoxMLP", gelu_approximate="tanh", tie_embeddings=True,
+        n_embd=n_embd, n_head=n_head, gelu_approximate="tanh", tie_embeddings=True, **_FIXED,
     )  # fmt: skip
 
 
@@ -55,38 +58,27 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         native: config_json[name] for native, name in _ALIAS_KEYS.items() if name in config_json
     }
     vocab_size = config_json.get("vocab_size", 50257)
+    sizes = {
+        name: config_json.get(name, default) for name, default in (("n_layer", 12), ("n_head", 12), ("n_embd", 768))
+    }
+    activation: Any = _GELU[config_json.get("activation_function", "gelu_new")]
     return ModelConfig(
-        name=hf_config.model_name(config_json),
-        family="gpt2",
-        block_size=config_json.get("n_positions", 1024),
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size,
-        n_layer=config_json.get("n_layer", 12),
-        n_head=config_json.get("n_head", 12),
-        n_embd=config_json.get("n_embd", 768),
-        intermediate_size=config_json.get("n_inner"),
-        position_embedding="learned",
-        bias=True,
-        norm_class_name="LayerNorm",
-        norm_eps=config_json.get("layer_norm_epsilon", 1e-5),
-        mlp_class_name="GptNeoxMLP",
-        gelu_approximate=_GELU[config_json.get("activation_function", "gelu_new")],
-        tie_embeddings=config_json.get("tie_word_embeddings", True),
-    )
+        name=hf_config.model_name(config_json), family="gpt2", block_size=config_json.get("n_positions", 1024),
+        vocab_size=vocab_size, padded_vocab_size=vocab_size, intermediate_size=config_json.get("n_inner"), **sizes,
+        norm_eps=config_json.get("layer_norm_epsilon", 1e-5), gelu_approximate=activation,
+        tie_embeddings=config_json.get("tie_word_embeddings", True), **_FIXED,
+    )  # fmt: skip
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``; vocab_size is the padded one, as in the weights."""
-    _check(config)
     return {
         "activation_function": "gelu_new" if config.gelu_approximate == "tanh" else "gelu",
         "architectures": ["GPT2LMHeadModel"],
         "attn_pdrop": 0.0,
-        "bos_token_id": bos_token_id,
+        "bos_token_id": None,
         "embd_pdrop": 0.0,
-        "eos_token_id": eos_token_id,
+        "eos_token_id": None,
         "initializer_range": 0.02,
         "layer_norm_epsilon": config.norm_eps,
         "model_type": "gpt2",
@@ -104,7 +96,6 @@ def to_hf_config(
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the weight map."""
-    _check(config)
     transposed = tables.transpose()
     maps = tables.embedding_and_head(config, "transformer.wte.weight", "lm_head")
     maps.append(tables.one_to_one("transformer.wpe.weight", "transformer.wpe.weight"))
@@ -119,9 +110,7 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     return maps + tables.linear("transformer.ln_f", "transformer.ln_f", True)
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that GPT2LMHeadModel can express the config."""
-    hf_config.require_llama(
-        config, free=("gelu_approximate",), position_embedding="learned", norm_class_name="LayerNorm",
-        mlp_class_name="GptNeoxMLP", bias=True, n_query_groups=config.n_head, head_size=config.n_embd // config.n_head,
-    )  # fmt: skip
+    own = {"n_query_groups": config.n_head, "head_size": config.n_embd // config.n_head}
+    hf_config.require_llama(config, free=("gelu_approximate",), **own, **_FIXED)

@@ -15,11 +15,11 @@ from toolkit.models.families import hf_config, hf_rope, tables
 
 def _neox(name: str, n_layer: int, n_embd: int, n_head: int, vocab_size: int, **other: Any) -> ModelConfig:
     # padding_multiple 1: the published vocabulary is not padded
-    return ModelConfig(**{
-        "name": name, "family": "gpt_neox", "block_size": 2048, "vocab_size": vocab_size, "padding_multiple": 1,
-        "n_layer": n_layer, "n_embd": n_embd, "n_head": n_head, "rotary_percentage": 0.25, "parallel_residual": True,
-        "bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",
-    } | other)  # fmt: skip
+    fields = {"block_size": 2048, "padding_multiple": 1, "rotary_percentage": 0.25, "parallel_residual": True} | other
+    return ModelConfig(
+        name=name, family="gpt_neox", vocab_size=vocab_size, n_layer=n_layer, n_embd=n_embd, n_head=n_head, bias=True,
+        norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP", **fields,
+    )  # fmt: skip
 
 
 def _pythia(size: str, n_layer: int, n_embd: int, n_head: int, vocab_size: int = 50304) -> ModelConfig:
@@ -74,40 +74,26 @@ _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt_neox"."""
     hf_config.require_hf(config_json, hidden_act=tuple(_GELU), attention_bias=(True,))
-    vocab_size = config_json.get("vocab_size", 50432)
-    return ModelConfig(
-        name=hf_config.model_name(config_json),
-        family="gpt_neox",
-        block_size=config_json.get("max_position_embeddings", 2048),
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size,
-        n_layer=config_json["num_hidden_layers"],
-        n_head=config_json["num_attention_heads"],
-        n_embd=config_json["hidden_size"],
-        head_size=config_json.get("head_dim"),
-        intermediate_size=config_json["intermediate_size"],
-        parallel_residual=config_json.get("use_parallel_residual", True),
-        bias=True,
-        norm_class_name="LayerNorm",
-        norm_eps=config_json.get("layer_norm_eps", 1e-5),
-        mlp_class_name="GptNeoxMLP",
-        gelu_approximate=_GELU[config_json.get("hidden_act", "gelu")],
-        tie_embeddings=config_json.get("tie_word_embeddings", False),
-        **hf_rope.read_rope(config_json, theta="rotary_emb_base", partial="rotary_pct", default_partial=0.25),
+    fields = hf_config.read_decoder(
+        config_json, vocab_size=50432, block_size=2048, norm_eps="layer_norm_eps", default_eps=1e-5
     )
+    fields |= hf_rope.read_rope(config_json, theta="rotary_emb_base", partial="rotary_pct", default_partial=0.25)
+    fields |= {
+        "n_query_groups": None,
+        "parallel_residual": config_json.get("use_parallel_residual", True),
+        "gelu_approximate": _GELU[config_json.get("hidden_act", "gelu")],
+    }
+    return ModelConfig(**fields, bias=True, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP")
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``; vocab_size is the padded one, as in the weights."""
-    _check(config)
     return {
         "architectures": ["GPTNeoXForCausalLM"],
         "attention_bias": True,
         "attention_dropout": 0.0,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "hidden_act": "gelu" if config.gelu_approximate == "none" else "gelu_new",
         "hidden_dropout": 0.0,
         "hidden_size": config.n_embd,
@@ -130,7 +116,6 @@ def to_hf_config(
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the weight map."""
-    _check(config)
     per_head = tables.interleave_groups(config.n_head, config.n_head, config.head_size)
     maps = tables.embedding_and_head(config, "gpt_neox.embed_in.weight", "embed_out")
     for i in range(config.n_layer):
@@ -147,7 +132,7 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     return maps + tables.linear("transformer.ln_f", "gpt_neox.final_layer_norm", True)
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that GPTNeoXForCausalLM can express the config."""
     hf_config.require_llama(
         config, free=("parallel_residual", "rotary_percentage", "gelu_approximate"), norm_class_name="LayerNorm",

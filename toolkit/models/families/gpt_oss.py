@@ -13,16 +13,16 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
 # Defaults of transformers' class.
-_DEFAULTS = {
+_DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 36, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64,
     "num_key_value_heads": 8, "num_local_experts": 128, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5,
     "swiglu_limit": 7.0, "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-_ROPE = {
+_ROPE: dict[str, Any] = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-_FIXED = {
+_FIXED: dict[str, Any] = {
     "bias": True, "attention_sinks": True, "mlp_class_name": "LLaMAMoE", "norm_topk_prob": True,
     "shared_expert_intermediate_size": None, "moe_indices": None,
 }  # fmt: skip
@@ -30,7 +30,13 @@ _FIXED = {
 # loss of at least 0.9 x 4 would dominate the training loss.
 _UNUSED_COEF = 0.9
 
-_YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 4096, "truncate": False}
+_YARN: dict[str, Any] = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_seq_len": 4096,
+    "truncate": False,
+}
 
 
 def _gpt_oss(name: str, n_layer: int, n_expert: int) -> ModelConfig:
@@ -63,16 +69,12 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         n_expert_per_token=config_json["num_experts_per_tok"],
         swiglu_limit=config_json["swiglu_limit"],
         router_aux_loss_coef=_DEFAULTS["router_aux_loss_coef"] if is_unused else coef,
-        tie_embeddings=config_json.get("tie_word_embeddings", False),
         **_FIXED,
     )
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     scaling = hf_config.write_rope_scaling(config) or {"rope_type": "default"}
     values = {
         "intermediate_size": config.expert_size,
@@ -85,12 +87,11 @@ def to_hf_config(
         "sliding_window": config.sliding_window_size or config.block_size,  # required by the class, used or not
         "swiglu_limit": config.swiglu_limit,
     }
-    return hf_config.write_decoder(config, "GptOssForCausalLM", bos_token_id, eos_token_id, **values)
+    return hf_config.write_decoder(config, "GptOssForCausalLM", **values)
 
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the weight map."""
-    _check(config)
     sinks = [
         tables.one_to_one(f"transformer.h.{i}.attn.sinks", f"model.layers.{i}.self_attn.sinks")
         for i in range(config.n_layer)
@@ -112,7 +113,7 @@ def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMap
     return maps
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that GptOssForCausalLM can express the config."""
     hf_config.require_llama(config, free=(*hf_config.LAYERED_WINDOWS, "swiglu_limit"), **_FIXED)
     if config.swiglu_limit is None:

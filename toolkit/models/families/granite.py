@@ -27,35 +27,23 @@ _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multip
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "granite"."""
     hf_config.require_hf(config_json, hidden_act=("silu",))
-    return ModelConfig(
-        **hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048),
-        **hf_rope.read_rope(config_json),
-        **{name: float(config_json.get(name, 1.0)) for name in _MULTIPLIERS},
-        bias=hf_config.read_bias(config_json),
-        tie_embeddings=config_json.get("tie_word_embeddings", False),
-    )
+    fields = hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048)
+    fields |= {name: float(config_json.get(name, 1.0)) for name in _MULTIPLIERS}
+    return ModelConfig(**fields, **hf_rope.read_rope(config_json), bias=hf_config.read_bias(config_json))
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     multipliers = {name: getattr(config, name) for name in _MULTIPLIERS} | {
         "attention_multiplier": config.attention_scale
     }
-    return hf_config.write_decoder(
-        config, "GraniteForCausalLM", bos_token_id, eos_token_id, mlp_bias=config.bias, **multipliers
-    )
+    return hf_config.write_decoder(config, "GraniteForCausalLM", mlp_bias=config.bias, **multipliers)
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    _check(config)
-    return tables.decoder_weights(config)
+weight_map = tables.decoder_weights
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that GraniteForCausalLM can express the config."""
     own = {"head_size": config.n_embd // config.n_head}
     hf_config.require_llama(config, free=(*_MULTIPLIERS, "bias", "attention_scores_scalar"), **own)

@@ -114,8 +114,14 @@ def read_bias(config_json: dict[str, Any]) -> bool:
 
 
 def read_decoder(
-    config_json: dict[str, Any], *, vocab_size: int, block_size: int, norm_eps: str = "rms_norm_eps"
-) -> dict:
+    config_json: dict[str, Any],
+    *,
+    vocab_size: int,
+    block_size: int,
+    norm_eps: str = "rms_norm_eps",
+    default_eps: float = 1e-6,
+    tied: bool = False,
+) -> dict[str, Any]:
     """Return the ModelConfig fields whose keys most families share.
 
     Args:
@@ -123,6 +129,8 @@ def read_decoder(
         vocab_size: The family's default.
         block_size: The family's default.
         norm_eps: The family's key of it.
+        default_eps: The family's default.
+        tied: The family's default of tied embeddings.
     """
     vocab_size = config_json.get("vocab_size", vocab_size)
     return {
@@ -137,21 +145,22 @@ def read_decoder(
         "n_embd": config_json["hidden_size"],
         "head_size": config_json.get("head_dim"),
         "intermediate_size": config_json["intermediate_size"],
-        "norm_eps": config_json.get(norm_eps, 1e-6),
+        "norm_eps": config_json.get(norm_eps, default_eps),
+        "tie_embeddings": config_json.get("tie_word_embeddings", tied),
     }
 
 
-def write_decoder(config: ModelConfig, architecture: str, bos: Any, eos: Any, **other: Any) -> dict[str, Any]:
+def write_decoder(config: ModelConfig, architecture: str, **other: Any) -> dict[str, Any]:
     """Return the content of ``config.json``: the keys that most families share, and ``other``.
 
-    vocab_size is the padded one, as in the weights.
+    vocab_size is the padded one, as in the weights. The caller sets the ids of the special tokens.
     """
     values = {
         "architectures": [architecture],
         "attention_bias": config.bias or config.attn_bias,
         "attention_dropout": 0.0,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "head_dim": config.head_size,
         "hidden_act": "silu",
         "hidden_size": config.n_embd,

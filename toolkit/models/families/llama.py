@@ -22,9 +22,10 @@ def _llama1(name: str, size: tuple[int, int, int, int], **other: Any) -> ModelCo
 
 def _llama2(name: str, size: tuple[int, int, int, int], groups: int | None = None, **other: Any) -> ModelConfig:
     n_layer, n_embd, n_head, intermediate_size = size
+    fields = {"block_size": 4096, "vocab_size": 32000} | other
     return ModelConfig(
-        name=name, n_layer=n_layer, n_embd=n_embd, n_head=n_head, n_query_groups=groups,
-        intermediate_size=intermediate_size, **{"block_size": 4096, "vocab_size": 32000} | other,
+        name=name, n_layer=n_layer, n_embd=n_embd, n_head=n_head, n_query_groups=groups or n_head,
+        intermediate_size=intermediate_size, **fields,
     )  # fmt: skip
 
 
@@ -36,10 +37,8 @@ def _code_llama(
 
 
 def _llama3(name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int, **other: Any) -> ModelConfig:
-    return ModelConfig(**{
-        "name": name, "block_size": 131072, "vocab_size": 128256, "n_layer": n_layer, "n_embd": n_embd,
-        "n_head": n_head, "n_query_groups": 8, "intermediate_size": intermediate_size, "rope_base": 500000.0,
-    } | other)  # fmt: skip
+    size = (n_layer, n_embd, n_head, intermediate_size)
+    return _llama2(name, size, 8, vocab_size=128256, rope_base=500000.0, **{"block_size": 131072} | other)
 
 
 def _smollm(
@@ -168,26 +167,19 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         **hf_config.read_decoder(config_json, vocab_size=32000, block_size=2048),
         **hf_rope.read_rope(config_json),
         bias=hf_config.read_bias(config_json),
-        tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     biases = {"attention_bias": config.bias, "mlp_bias": config.bias}
-    return hf_config.write_decoder(config, "LlamaForCausalLM", bos_token_id, eos_token_id, **biases)
+    return hf_config.write_decoder(config, "LlamaForCausalLM", **biases)
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    _check(config)
-    return tables.decoder_weights(config)
+weight_map = tables.decoder_weights
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that LlamaForCausalLM can express the config."""
     hf_config.require_llama(config, free=("bias",))
     hf_config.require_divisible_heads(config)

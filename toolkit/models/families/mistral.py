@@ -47,25 +47,18 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         **hf_config.read_decoder({"num_key_value_heads": 8} | config_json, vocab_size=32000, block_size=131072),
         **hf_config.read_windows(config_json, default=4096),
         **hf_rope.read_rope(config_json),
-        tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     window = {"sliding_window": config.sliding_window_size}
-    return hf_config.write_decoder(config, "MistralForCausalLM", bos_token_id, eos_token_id, **window)
+    return hf_config.write_decoder(config, "MistralForCausalLM", **window)
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    _check(config)
-    return tables.decoder_weights(config)
+weight_map = tables.decoder_weights
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that MistralForCausalLM can express the config."""
     hf_config.require_llama(config, free=hf_config.WINDOWS)

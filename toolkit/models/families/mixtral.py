@@ -47,15 +47,11 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         n_expert_per_token=config_json.get("num_experts_per_tok", 2),
         norm_topk_prob=True,
         router_aux_loss_coef=config_json.get("router_aux_loss_coef", 0.001),
-        tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     experts = {
         "intermediate_size": config.expert_size,
         "num_experts_per_tok": config.n_expert_per_token,
@@ -64,12 +60,11 @@ def to_hf_config(
         "router_aux_loss_coef": config.router_aux_loss_coef,
         "sliding_window": config.sliding_window_size,
     }
-    return hf_config.write_decoder(config, "MixtralForCausalLM", bos_token_id, eos_token_id, **experts)
+    return hf_config.write_decoder(config, "MixtralForCausalLM", **experts)
 
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the weight map."""
-    _check(config)
     return tables.decoder_weights(config, moe=_experts)
 
 
@@ -79,6 +74,6 @@ def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMap
     return maps + tables.experts(config, f"{native}.mlp.experts", f"{hf}.block_sparse_moe.experts", names)
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that MixtralForCausalLM can express the config."""
     hf_config.require_llama(config, free=hf_config.WINDOWS, mlp_class_name="LLaMAMoE", norm_topk_prob=True)

@@ -14,8 +14,8 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
-_OLMO1 = {"norm_class_name": "LayerNorm", "norm_affine": False, "norm_eps": 1e-5}
-_OLMO2 = {
+_OLMO1: dict[str, Any] = {"norm_class_name": "LayerNorm", "norm_affine": False, "norm_eps": 1e-5}
+_OLMO2: dict[str, Any] = {
     "norm_1": False, "norm_2": False, "post_attention_norm": True, "post_mlp_norm": True, "norm_qk": True,
     "norm_qk_type": "olmo2",
 }  # fmt: skip
@@ -66,14 +66,11 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         fields |= hf_config.read_windows(config_json, types, default=4096)
         fields |= hf_rope.read_rope_by_layer(config_json, local=None, default_theta=5e5, default_local=5e5)
         fields["rope_indices"] = [int(t == hf_config.SLIDING) for t in types]
-    return ModelConfig(**fields, tie_embeddings=config_json.get("tie_word_embeddings", False))
+    return ModelConfig(**fields)
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     other: dict[str, Any] = {}
     if config.family == "olmo":
         other = {"clip_qkv": config.clip_qkv}
@@ -83,16 +80,13 @@ def to_hf_config(
             "layer_types": hf_config.write_layer_types(config),
             "sliding_window": config.sliding_window_size or config.block_size,  # required by the class, used or not
         }
-    return hf_config.write_decoder(config, _ARCHITECTURES[config.family], bos_token_id, eos_token_id, **other)
+    return hf_config.write_decoder(config, _ARCHITECTURES[config.family], **other)
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    _check(config)
-    return tables.decoder_weights(config)
+weight_map = tables.decoder_weights
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that the family's Hugging Face class can express the config; none has head_dim."""
     own = {"head_size": config.n_embd // config.n_head}
     if config.family == "olmo":

@@ -12,7 +12,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
 _GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # the same function
-_FIXED = {
+_FIXED: dict[str, Any] = {
     "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh", "bias": True,
     "lm_head_bias": True, "parallel_residual": True, "shared_attention_norm": True,
 }  # fmt: skip
@@ -39,20 +39,16 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**fields, **rope, norm_qk=config_json.get("qk_layernorm", False), **_FIXED)
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     return hf_config.write_decoder(
-        config, "PhiForCausalLM", bos_token_id, eos_token_id, hidden_act="gelu_new", layer_norm_eps=config.norm_eps,
+        config, "PhiForCausalLM", hidden_act="gelu_new", layer_norm_eps=config.norm_eps,
         partial_rotary_factor=config.rotary_percentage, qk_layernorm=config.norm_qk, embd_pdrop=0.0, resid_pdrop=0.0,
     )  # fmt: skip
 
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the weight map."""
-    _check(config)
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     maps = [
         tables.one_to_one("transformer.wte.weight", "model.embed_tokens.weight"),
@@ -74,7 +70,7 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     return maps + tables.linear("transformer.ln_f", "model.final_layernorm", True)
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that PhiForCausalLM can express the config."""
     own = {"head_size": config.n_embd // config.n_head, "tie_embeddings": False}
     hf_config.require_llama(config, free=("rotary_percentage", "norm_qk"), **own, **_FIXED)

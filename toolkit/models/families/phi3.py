@@ -40,10 +40,10 @@ def _longrope(short_factor: list[float], long_factor: list[float]) -> dict[str, 
 
 
 def _phi3_mini(name: str, block_size: int, **other: Any) -> ModelConfig:
-    return ModelConfig(**{
-        "name": name, "family": "phi3", "block_size": block_size, "vocab_size": 32064, "n_layer": 32, "n_embd": 3072,
-        "n_head": 32, "intermediate_size": 8192,
-    } | other)  # fmt: skip
+    fields = {"vocab_size": 32064, "n_head": 32} | other
+    return ModelConfig(
+        name=name, family="phi3", block_size=block_size, n_layer=32, n_embd=3072, intermediate_size=8192, **fields
+    )
 
 
 def _phi4(name: str, block_size: int, rope_base: float) -> ModelConfig:
@@ -77,21 +77,17 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         **hf_config.read_decoder({"rms_norm_eps": 1e-5} | config_json, vocab_size=32064, block_size=4096),
         **hf_config.read_windows(config_json),
         **hf_rope.read_rope(config_json, partial="partial_rotary_factor", aliases=_OLD_NAMES),
-        tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     values = hf_config.write_decoder(
-        config, "Phi3ForCausalLM", bos_token_id, eos_token_id, sliding_window=config.sliding_window_size,
+        config, "Phi3ForCausalLM", sliding_window=config.sliding_window_size,
         partial_rotary_factor=config.rotary_percentage, embd_pdrop=0.0, resid_pdrop=0.0,
         original_max_position_embeddings=(config.rope_adjustments or {}).get("original_max_seq_len", config.block_size),
     )  # fmt: skip
-    if config.rope_kind == "longrope":
+    if config.rope_adjustments is not None and config.rope_kind == "longrope":
         values["rope_scaling"] = _write_longrope(config, config.rope_adjustments)
     return values
 
@@ -108,11 +104,10 @@ def _write_longrope(config: ModelConfig, adjustments: dict[str, Any]) -> dict[st
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the weight map."""
-    _check(config)
     return tables.decoder_weights(config, fused=True)
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that Phi3ForCausalLM can express the config."""
     own = {"head_size": config.n_embd // config.n_head}
     hf_config.require_llama(config, free=("rotary_percentage", *hf_config.WINDOWS), **own)

@@ -76,7 +76,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         **read_windows(config_json),
         **hf_rope.read_rope(config_json),
         attn_bias=True,
-        tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 
 
@@ -105,12 +104,9 @@ def uses_windows(config_json: dict[str, Any]) -> bool:
     return use
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
-    values = hf_config.write_decoder(config, "Qwen2ForCausalLM", bos_token_id, eos_token_id, **write_windows(config))
+    values = hf_config.write_decoder(config, "Qwen2ForCausalLM", **write_windows(config))
     if config.head_size == config.n_embd // config.n_head:
         del values["head_dim"]
     return values
@@ -126,12 +122,9 @@ def write_windows(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    _check(config)
-    return tables.decoder_weights(config)
+weight_map = tables.decoder_weights
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that Qwen2ForCausalLM can express the config."""
     hf_config.require_llama(config, free=hf_config.LAYERED_WINDOWS, attn_bias=True)

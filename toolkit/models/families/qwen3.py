@@ -47,25 +47,18 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         **qwen2.read_windows(config_json),
         **hf_rope.read_rope(config_json),
         norm_qk=True,
-        tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     windows = qwen2.write_windows(config)
-    return hf_config.write_decoder(config, "Qwen3ForCausalLM", bos_token_id, eos_token_id, **windows)
+    return hf_config.write_decoder(config, "Qwen3ForCausalLM", **windows)
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    _check(config)
-    return tables.decoder_weights(config)
+weight_map = tables.decoder_weights
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that Qwen3ForCausalLM can express the config."""
     hf_config.require_llama(config, free=hf_config.LAYERED_WINDOWS, norm_qk=True)

@@ -40,11 +40,23 @@ def _qwen3_moe(
     )  # fmt: skip
 
 
-_A2_7B = {"size": (24, 2048, 16, 16, 5632), "n_expert": 60, "per_token": 4, "expert": 1408, "shared": 5632}
-_A14B = {"size": (28, 3584, 28, 4, 18944), "n_expert": 64, "per_token": 8, "expert": 2560, "shared": 20480}
+_A2_7B: dict[str, Any] = {
+    "size": (24, 2048, 16, 16, 5632),
+    "n_expert": 60,
+    "per_token": 4,
+    "expert": 1408,
+    "shared": 5632,
+}
+_A14B: dict[str, Any] = {
+    "size": (28, 3584, 28, 4, 18944),
+    "n_expert": 64,
+    "per_token": 8,
+    "expert": 2560,
+    "shared": 20480,
+}
 _30B = (48, 2048, 32, 4, 6144, 768)
 _235B = (94, 4096, 64, 4, 12288, 1536)
-_CODER = {"block_size": 262144, "rope_base": 10000000.0}
+_CODER: dict[str, Any] = {"block_size": 262144, "rope_base": 10000000.0}
 
 CONFIGS = [
     _qwen2_moe("Qwen1.5-MoE-A2.7B", 8192, **_A2_7B),
@@ -67,7 +79,7 @@ ALIASES = {
 }
 
 # Defaults of transformers' classes.
-_DEFAULTS = {
+_DEFAULTS: dict[str, Any] = {
     "qwen2_moe": {
         "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "intermediate_size": 5632,
         "shared_expert_intermediate_size": 5632, "num_key_value_heads": 16,
@@ -100,7 +112,6 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         shared_expert_intermediate_size=config_json["shared_expert_intermediate_size"] if is_qwen2 else None,
         moe_indices=_read_layers(config_json),
         router_aux_loss_coef=config_json.get("router_aux_loss_coef", 0.001),
-        tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 
 
@@ -123,11 +134,8 @@ def _read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
     return hf_config.read_windows(config_json, types, default=4096)
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     values = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i in range(config.n_layer) if not config.has_experts(i)],
@@ -140,21 +148,18 @@ def to_hf_config(
         **qwen2.write_windows(config),
     }
     if config.family == "qwen3_moe":
-        return hf_config.write_decoder(config, "Qwen3MoeForCausalLM", bos_token_id, eos_token_id, **values)
+        return hf_config.write_decoder(config, "Qwen3MoeForCausalLM", **values)
     values["shared_expert_intermediate_size"] = config.shared_expert_intermediate_size
     values["qkv_bias"] = config.attn_bias
-    values = hf_config.write_decoder(config, "Qwen2MoeForCausalLM", bos_token_id, eos_token_id, **values)
+    values = hf_config.write_decoder(config, "Qwen2MoeForCausalLM", **values)
     del values["attention_bias"]
     return values
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    _check(config)
-    return tables.decoder_weights(config)
+weight_map = tables.decoder_weights
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that the family's Hugging Face class can express the config."""
     is_qwen2 = config.family == "qwen2_moe"
     own = (

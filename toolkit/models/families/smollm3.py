@@ -38,33 +38,27 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     has_windows = config_json.get("use_sliding_window", False) and config_json.get("sliding_window") is not None
     types = [hf_config.SLIDING if has_windows and not rotates else hf_config.FULL for rotates in rotated[:n_layer]]
     return ModelConfig(
-        **hf_config.read_decoder({"num_key_value_heads": 4} | config_json, vocab_size=128256, block_size=32768),
+        **hf_config.read_decoder(
+            {"num_key_value_heads": 4} | config_json, vocab_size=128256, block_size=32768, tied=True
+        ),
         **hf_config.read_windows(config_json, types),
         **hf_rope.read_rope(config_json, default_theta=2000000.0),
         rope_indices=None if all(rotated) else [0 if rotates else -1 for rotates in rotated],
-        tie_embeddings=config_json.get("tie_word_embeddings", True),
     )
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     return hf_config.write_decoder(
-        config, "SmolLM3ForCausalLM", bos_token_id, eos_token_id,
-        layer_types=hf_config.write_layer_types(config), mlp_bias=False,
+        config, "SmolLM3ForCausalLM", layer_types=hf_config.write_layer_types(config), mlp_bias=False,
         no_rope_layers=[int(config.rope_index(i) == 0) for i in range(config.n_layer)],
         sliding_window=config.sliding_window_size, use_sliding_window=config.sliding_window_size is not None,
     )  # fmt: skip
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    _check(config)
-    return tables.decoder_weights(config)
+weight_map = tables.decoder_weights
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that SmolLM3ForCausalLM can express the config."""
     hf_config.require_llama(config, free=("rope_indices", *hf_config.LAYERED_WINDOWS))

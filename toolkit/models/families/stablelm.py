@@ -24,7 +24,12 @@ def _stablelm(
     )  # fmt: skip
 
 
-_12B = {"parallel_residual": True, "shared_attention_norm": True, "norm_qk": True, "norm_qk_type": "per_head"}
+_12B: dict[str, Any] = {
+    "parallel_residual": True,
+    "shared_attention_norm": True,
+    "norm_qk": True,
+    "norm_qk_type": "per_head",
+}
 
 CONFIGS = [
     _stablelm("stablelm-3b-4e1t", 32, 2560, 6912, vocab_size=50304),
@@ -52,29 +57,22 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         norm_qk_type="per_head" if norm_qk else "default",
         parallel_residual=parallel,
         shared_attention_norm=parallel,
-        tie_embeddings=config_json.get("tie_word_embeddings", False),
     )
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     return hf_config.write_decoder(
-        config, "StableLmForCausalLM", bos_token_id, eos_token_id, hidden_dropout=0.0, layer_norm_eps=config.norm_eps,
+        config, "StableLmForCausalLM", hidden_dropout=0.0, layer_norm_eps=config.norm_eps,
         partial_rotary_factor=config.rotary_percentage, qk_layernorm=config.norm_qk,
         use_parallel_residual=config.parallel_residual, use_qkv_bias=config.attn_bias,
     )  # fmt: skip
 
 
-def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
-    """Return the weight map."""
-    _check(config)
-    return tables.decoder_weights(config)
+weight_map = tables.decoder_weights
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that StableLmForCausalLM can express the config."""
     hf_config.require_llama(
         config, free=("rotary_percentage", "attn_bias", "parallel_residual", "norm_qk"), norm_class_name="LayerNorm",

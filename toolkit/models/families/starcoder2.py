@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 
-_FIXED = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh"}
+_FIXED: dict[str, Any] = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "tanh"}
 
 CONFIGS = [
     ModelConfig(
@@ -29,25 +29,21 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     hf_config.require_hf(config_json, hidden_act=("gelu_pytorch_tanh", "gelu_new"), layer_types=(None,))
     fields = hf_config.read_decoder(
         {"norm_epsilon": 1e-5, "num_key_value_heads": 2} | config_json, vocab_size=49152, block_size=4096,
-        norm_eps="norm_epsilon",
+        norm_eps="norm_epsilon", tied=True,
     )  # fmt: skip
     return ModelConfig(
         **fields,
         **hf_rope.read_rope(config_json),
         **hf_config.read_windows(config_json),
         bias=config_json.get("use_bias", True),
-        tie_embeddings=config_json.get("tie_word_embeddings", True),
         **_FIXED,
     )
 
 
-def to_hf_config(
-    config: ModelConfig, bos_token_id: int | None = None, eos_token_id: int | None = None
-) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    _check(config)
     return hf_config.write_decoder(
-        config, "Starcoder2ForCausalLM", bos_token_id, eos_token_id, hidden_act="gelu_pytorch_tanh",
+        config, "Starcoder2ForCausalLM", hidden_act="gelu_pytorch_tanh",
         norm_epsilon=config.norm_eps, sliding_window=config.sliding_window_size, use_bias=config.bias,
         embedding_dropout=0.0, residual_dropout=0.0,
     )  # fmt: skip
@@ -55,7 +51,6 @@ def to_hf_config(
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the weight map."""
-    _check(config)
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     maps = tables.embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
     for i in range(config.n_layer):
@@ -73,7 +68,7 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     return maps + tables.linear("transformer.ln_f", "model.norm", True)
 
 
-def _check(config: ModelConfig) -> None:
+def check(config: ModelConfig) -> None:
     """Check that Starcoder2ForCausalLM can express the config."""
     hf_config.require_llama(
         config, free=("bias", *hf_config.WINDOWS), head_size=config.n_embd // config.n_head, **_FIXED,
