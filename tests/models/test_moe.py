@@ -22,7 +22,7 @@ from toolkit.training.optimizer import no_decay_params
 
 transformers = pytest.importorskip("transformers")
 
-FACTS = {
+BASE = {
     "vocab_size": 90, "block_size": 64, "n_layer": 2, "n_head": 4, "n_embd": 32, "mlp_class_name": "LLaMAMoE",
     "n_expert": 6, "n_expert_per_token": 2, "moe_intermediate_size": 24, "intermediate_size": 40,
 }  # fmt: skip
@@ -46,7 +46,7 @@ DEEPSEEK = {
 
 
 def make(style: str = "mixtral", **changes) -> GPT:
-    model = GPT(ModelConfig(**FACTS | (STYLES | {"deepseek_v3": DEEPSEEK})[style] | changes))
+    model = GPT(ModelConfig(**BASE | (STYLES | {"deepseek_v3": DEEPSEEK})[style] | changes))
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2, generator=generator)
@@ -266,7 +266,7 @@ def test_autocast_runs_experts_in_16_bits_with_fp32_gradients(dtype):
 def test_training_step_has_no_host_device_sync():
     """The meta device has no data to copy."""
     with torch.device("meta"):
-        model = GPT(ModelConfig(**FACTS | STYLES["qwen2_moe"]))
+        model = GPT(ModelConfig(**BASE | STYLES["qwen2_moe"]))
         moe, x = model.transformer.h[0].mlp, torch.empty(2, 8, 32, requires_grad=True)
         y, uneven = moe(x, torch.empty(2, 8, dtype=torch.bool))
     (y.sum() + uneven.sum()).backward()
@@ -274,7 +274,7 @@ def test_training_step_has_no_host_device_sync():
 
 
 def test_n3_experts_are_initialized_like_dense_layers():
-    model = GPT(ModelConfig(**FACTS | STYLES["qwen2_moe"] | {"n_expert": 16}))
+    model = GPT(ModelConfig(**BASE | STYLES["qwen2_moe"] | {"n_expert": 16}))
     initialize(model, seed=7)
     mlp = model.transformer.h[0].mlp
     for name, std in {

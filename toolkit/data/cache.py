@@ -15,10 +15,12 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from toolkit.checksums import check_entries, checksum_files, find_damage
 from toolkit.leftovers import sweep, temporary_prefix
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"
@@ -74,6 +76,29 @@ def publish(temporary: Path, folder: Path, is_intact: Callable[[], bool]) -> Non
         os.rename(folder, damaged)
         os.rename(temporary, folder)
         shutil.rmtree(damaged, ignore_errors=True)
+
+
+def find_prepared(folder: Path, read: Callable[[], T], report: Callable[[str], None]) -> tuple[T | None, str]:
+    """Verify a prepared folder and return ``read()``, or None and the reason for the cache miss."""
+    if not folder.exists():
+        return None, "not prepared yet"
+    try:
+        verify(folder, report)
+        return read(), ""
+    except DAMAGE_ERRORS as error:
+        return None, f"the cached data is damaged ({error!s})"
+
+
+def read_manifest(folder: Path, key: str) -> dict[str, Any]:
+    """Return the manifest of a prepared folder.
+
+    Raises:
+        ValueError: It is damaged, or belongs to data with another key.
+    """
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    if not isinstance(manifest, dict) or manifest.get("key") != key:
+        raise ValueError(f"{MANIFEST} belongs to other data")
+    return manifest
 
 
 def verify(folder: Path, report: Callable[[str], None]) -> None:

@@ -135,8 +135,9 @@ def _start_worker(_worker: int) -> None:
 def _exit_with_parent() -> None:
     """Exit this worker when the training process has ended or was killed. Torch's watchdog takes seconds, and does not
     run while a row is read."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _load(

@@ -6,6 +6,8 @@ A permutation of n rows is a Feistel network over the smallest even-bit domain o
 
 from __future__ import annotations
 
+from typing import overload
+
 import numpy as np
 
 _ROUNDS = 8
@@ -27,6 +29,14 @@ def _feistel(x: np.ndarray, key: np.ndarray, half_bits: int) -> np.ndarray:
         key = key + _GOLDEN
         left, right = right, left ^ (_mix(key ^ _mix(right + _GOLDEN)) & mask)
     return (left << bits) | right
+
+
+@overload
+def shuffled_index(position: int, n: int, seed: int) -> int: ...
+
+
+@overload
+def shuffled_index(position: np.ndarray, n: int, seed: int) -> np.ndarray: ...
 
 
 def shuffled_index(position: np.ndarray | int, n: int, seed: int) -> np.ndarray | int:

@@ -129,8 +129,8 @@ class Tokenizer:
         """Text of the named special tokens: ``bos_token``, ``eos_token`` and others in the configuration."""
         found = {}
         for id_, name in ((self.bos_id, "bos_token"), (self.eos_id, "eos_token")):
-            if id_ is not None:
-                found[name] = self._tokenizer.id_to_token(id_)
+            if id_ is not None and (text := self._tokenizer.id_to_token(id_)) is not None:
+                found[name] = text
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             for name, token in self._settings.get(file, {}).items():
                 token = token.get("content") if isinstance(token, dict) else token
@@ -160,8 +160,8 @@ class Tokenizer:
         if (bos and self.bos_id is None) or (eos and self.eos_id is None):
             missing = "bos" if bos and self.bos_id is None else "eos"
             raise UserError(f"{self.name}: the tokenizer has no {missing} token; set it in tokenizer_config.json")
-        before = [self.bos_id] if (self.adds_bos if bos is None else bos) else []
-        after = [self.eos_id] if eos else []
+        before = [self.bos_id] if self.bos_id is not None and (self.adds_bos if bos is None else bos) else []
+        after = [self.eos_id] if self.eos_id is not None and eos else []
         with _translate_panic(self.name):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [before + encoding.ids + after for encoding in encodings]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.masks import AttentionMask
-from toolkit.models.norm import make_qk_norm
+from toolkit.models.norm import Norm, make_qk_norm
 from toolkit.models.rope import RotaryEmbedding
 
 
@@ -37,7 +37,8 @@ class CausalSelfAttention(nn.Module):
         width = (self.n_head + 2 * self.n_groups) * self.head_size
         self.qkv = nn.Linear(config.n_embd, width, bias=config.bias or config.attn_bias)
         self.proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
-        self.norm_q = self.norm_k = None
+        self.norm_q: Norm | None = None
+        self.norm_k: Norm | None = None
         if config.norm_qk:
             self.norm_q, self.norm_k = make_qk_norm(config, self.n_head), make_qk_norm(config, self.n_groups)
         self.sinks = nn.Parameter(torch.zeros(self.n_head)) if config.attention_sinks else None
@@ -56,8 +57,8 @@ class CausalSelfAttention(nn.Module):
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         qkv = qkv.view(B, T, self.n_head + 2 * self.n_groups, self.head_size)
         qk, v = qkv.split((self.n_head + self.n_groups, self.n_groups), dim=2)
-        if self.norm_q is not None:
-            qk = self._apply_qk_norm(qk)
+        if self.norm_q is not None and self.norm_k is not None:
+            qk = self._apply_qk_norm(qk, (self.norm_q, self.norm_k))
         if rope is not None:
             qk = rope.apply(qk)
         q, k = qk.split((self.n_head, self.n_groups), dim=2)
@@ -73,11 +74,10 @@ class CausalSelfAttention(nn.Module):
             y = fused_attention(q, k, v, attn_mask.mask, attn_mask.is_causal, self.scale)
         return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
 
-    def _apply_qk_norm(self, qk: torch.Tensor) -> torch.Tensor:
+    def _apply_qk_norm(self, qk: torch.Tensor, norms: tuple[Norm, Norm]) -> torch.Tensor:
         """QK-norm of (B, T, heads + groups, head_size), per head or over all heads of a token."""
-        width = self.norm_q.normalized_shape[0]
+        width = norms[0].normalized_shape[0]
         parts = qk.split((self.n_head, self.n_groups), dim=2)
-        norms = (self.norm_q, self.norm_k)
         if width == self.head_size:
             return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=2)
         return torch.cat([norm(part.flatten(2)).view_as(part) for norm, part in zip(norms, parts, strict=True)], dim=2)

@@ -192,8 +192,9 @@ class ModelConfig:
         self._check_together()
 
     def _derive_head_size(self) -> int:
-        parts = [(self.latent_attention or {}).get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
-        if all(type(n) is int for n in parts):
+        sizes = self.latent_attention or {}
+        parts = [n for name in ("qk_nope_head_dim", "qk_rope_head_dim") if isinstance(n := sizes.get(name), int)]
+        if len(parts) == 2:
             return sum(parts)
         self._require(self.n_embd % self.n_head == 0, "n_embd", f"must be a multiple of n_head {self.n_head}")
         return self.n_embd // self.n_head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -67,6 +68,15 @@ class Block(nn.Module):
         return x if self.residual_multiplier == 1.0 else x * self.residual_multiplier
 
 
+class Transformer(nn.ModuleDict):
+    """All of the model but its head."""
+
+    wte: nn.Embedding
+    wpe: nn.Embedding  # with learned positions only
+    h: nn.ModuleList
+    ln_f: nn.Module
+
+
 class GPT(nn.Module):
     """A decoder-only transformer.
 
@@ -93,9 +103,14 @@ class GPT(nn.Module):
             parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
         parts["h"] = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         parts["ln_f"] = make_norm(config)
-        self.transformer = nn.ModuleDict(parts)
+        self.transformer = Transformer(parts)
         self._frequencies: dict[tuple, torch.Tensor] = {}  # not buffers: see rope.py
         self.tie_weights()
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The transformer blocks, in order."""
+        return cast(list[Block], list(self.transformer.h))
 
     def tie_weights(self) -> None:
         """Tie the LM head to the embedding, if the config requests it.
@@ -139,9 +154,10 @@ class GPT(nn.Module):
         Raises:
             ValueError: The sequence is longer than ``config.block_size``.
         """
-        is_balanced = self.training and labels is not None and self.config.n_moe_layer > 0
-        token_mask = mask_until_last_label(labels) if is_balanced and self.config.router_aux_loss_coef else None
-        lengths, original_max = sequence_length, self.config.original_max_position
+        is_balanced = self.training and self.config.n_moe_layer > 0 and self.config.router_aux_loss_coef
+        token_mask = mask_until_last_label(labels) if labels is not None and is_balanced else None
+        lengths: torch.Tensor | int | None = sequence_length
+        original_max = self.config.original_max_position
         longest = max(input_ids.size(1), self.uniform_length if kv_cache is None else 0)
         if original_max is not None and longest > original_max:
             lengths = document_lengths(input_ids, documents, labels)
@@ -179,7 +195,7 @@ class GPT(nn.Module):
         masks = AttentionMaskBuilder(n_cached, T, device, documents, self.uniform_length if kv_cache is None else 0)
         ropes = self._rotary_embeddings(positions, n_cached + T if lengths is None else lengths)
         balancing_losses: list[torch.Tensor] = []
-        for i, block in enumerate(self.transformer.h):
+        for i, block in enumerate(self.blocks):
             attn_mask, rope = masks.for_window(block.window), ropes.get(block.rope_index)
             x = block(x, attn_mask, rope, None if kv_cache is None else kv_cache[i], token_mask)
             if isinstance(x, tuple):

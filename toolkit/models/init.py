@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
@@ -73,7 +74,7 @@ class Materializer:
         self._names = parameter_names(model)
         self._names |= {id(buffer): name for name, buffer in model.named_buffers()}
         self._originals = [*model.parameters(), *model.buffers()]  # keeps the ids valid
-        self._filled_parameters: dict[int, nn.Parameter] = {}
+        self._filled_parameters: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, should_fill: Callable[[nn.Parameter], bool] = lambda parameter: True) -> None:
@@ -108,5 +109,5 @@ def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") 
 
 def init_weight(model: nn.Module, seed: int) -> Callable[[str, torch.Size], torch.Tensor]:
     """Return a function that maps name and shape to the initial value."""
-    config = model.config
+    config = cast(ModelConfig, model.config)
     return lambda name, shape: draw(name, shape, seed=seed, config=config)

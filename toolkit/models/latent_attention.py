@@ -37,7 +37,8 @@ class LatentAttention(nn.Module):
         self.n_head, self.head_size, self.scale = config.n_head, config.head_size, config.attention_scale
         self.nope, self.rope, self.v_size = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], sizes["v_head_dim"]
         rank, self.kv_rank = sizes["q_lora_rank"], sizes["kv_lora_rank"]
-        self.q_a = self.q_a_norm = None
+        self.q_a: nn.Linear | None = None
+        self.q_a_norm: nn.RMSNorm | None = None
         if rank is not None:
             self.q_a = nn.Linear(config.n_embd, rank, bias=False)
             self.q_a_norm = nn.RMSNorm(rank, eps=NORM_EPS)
@@ -56,7 +57,8 @@ class LatentAttention(nn.Module):
     ) -> torch.Tensor:
         """(B, T, n_embd) -> same. The cache stores (B, 1, T, kv_lora_rank) and (B, 1, T, qk_rope_head_dim)."""
         B, T, _ = x.shape
-        q = self.q_b(x if self.q_a is None else self.q_a_norm(self.q_a(x))).view(B, T, self.n_head, self.head_size)
+        query = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
+        q = self.q_b(query).view(B, T, self.n_head, self.head_size)
         latent, shared = self.kv_a(x).split((self.kv_rank, self.rope), dim=-1)
         latent, shared = self.kv_a_norm(latent).unsqueeze(1), shared.unsqueeze(2)
         if rope is not None:

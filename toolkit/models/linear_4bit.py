@@ -15,6 +15,8 @@ class Linear4bit(bnb.nn.Linear4bit):
     the first evaluation repacks the weight for a kernel without gradient, which later training would then use.
     """
 
+    weight: bnb.nn.Params4bit
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
         y = self.project(x)
@@ -33,8 +35,11 @@ class Linear4bit(bnb.nn.Linear4bit):
 
     def quantize_weight(self, weight: torch.Tensor, nested: bool, device: torch.device | str) -> None:
         """Quantize ``weight`` (out, in) to NF4 in blocks of 64; ``nested`` also quantizes the scales of the blocks."""
-        self.weight = bnb.nn.Params4bit(weight.detach(), compress_statistics=nested, quant_type="nf4").to(device)
+        quantized = bnb.nn.Params4bit(weight.detach(), compress_statistics=nested, quant_type="nf4")
+        self.weight = quantized.to(device)  # type: ignore[misc]  # the overloads of bitsandbytes lack the class itself
 
 
 class LoRALinear4bit(LoRAMixin, Linear4bit):
     """A 4-bit layer with adapters (QLoRA, Dettmers et al. 2023)."""
+
+    weight: bnb.nn.Params4bit

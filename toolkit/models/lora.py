@@ -29,7 +29,7 @@ def add_lora(model: GPT, config: LoRAConfig, seed: int = 0) -> None:
     if config.mlp and model.config.n_moe_layer:
         raise UserError("--lora_mlp true: adapters on experts are not supported; remove it")
     model.requires_grad_(False)
-    for block in model.transformer.h:
+    for block in model.blocks:
         for name, rows_of in attention_rows(model.config).items():
             _adapt(block.attn, name, config, {part: rows for part, rows in rows_of.items() if getattr(config, part)})
         _adapt(block.attn, "proj", config, {WHOLE: config.projection})
@@ -105,11 +105,12 @@ def attention_rows(config: ModelConfig) -> dict[str, dict[str, range]]:
 def _adapt(owner: nn.Module, name: str, config: LoRAConfig, parts: dict[str, range | bool]) -> None:
     """Replace ``owner.name`` by a layer with adapters for ``parts``: ranges of rows, or True for all rows."""
     linear = getattr(owner, name)
-    parts = {part: range(linear.out_features) if rows is True else rows for part, rows in parts.items() if rows}
-    if not parts:
+    rows = range(linear.out_features)
+    adapted = {part: given if isinstance(given, range) else rows for part, given in parts.items() if given}
+    if not adapted:
         return
     layer = LoRALinear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
     layer.weight, layer.bias = linear.weight, linear.bias  # the same parameters: preserves ties
     layer.train(linear.training)
-    layer.add_adapters(config, parts)
+    layer.add_adapters(config, adapted)
     setattr(owner, name, layer)

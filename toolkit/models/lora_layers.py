@@ -44,7 +44,7 @@ class LoRAMixin(nn.Module):
     in_features: int
     out_features: int
     weight: torch.Tensor  # (out, in)
-    bias: torch.Tensor | None
+    bias: nn.Parameter  # or None, as in nn.Linear
     project: Callable[[torch.Tensor], torch.Tensor]  # forward without bias and adapters: (..., in) -> (..., out)
     base_weight: Callable[[], torch.Tensor]  # the weight in a floating-point dtype
     lora: nn.ModuleDict

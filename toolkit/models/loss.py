@@ -107,7 +107,7 @@ def _loss_and_grads(
         _Product(factors[i], factors[i + 1], factor_needs_grad[i], factor_needs_grad[i + 1], dtype, kept, ignored)
         for i in range(0, len(factors), 2)
     ]
-    grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias_needs_grad else None
+    grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and bias_needs_grad else None
     loss = torch.zeros((), dtype=torch.float32, device=device)
     step = min(chunk_rows(vocab_size, device), max(1, n))
     # one buffer for all chunks: a new allocation for each would cost a page fault per 4 KiB
@@ -120,7 +120,7 @@ def _loss_and_grads(
         grad_logits = logits.to(dtype)
         for product in products:
             product.add_gradients(chunk, grad_logits)
-        if bias_needs_grad:
+        if grad_bias is not None:
             grad_bias += is_supervised.to(torch.float32) @ logits
     return loss, [grad_bias, *(grad for product in products for grad in product.gradients())]
 

@@ -140,6 +140,8 @@ def resolve_weight_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | 
 class LLaMAMoE(nn.Module):
     """Mixture of experts: the sum of the top-k experts' outputs, weighted by the router."""
 
+    correction: torch.Tensor | None  # a buffer
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_expert_per_token, self.norm_topk_prob = config.n_expert_per_token, config.norm_topk_prob
@@ -159,8 +161,9 @@ class LLaMAMoE(nn.Module):
         """Handle changes of dtype and device: the correction bias changes device only."""
         before = self.correction
         super()._apply(fn, recurse)
-        if before is not None and self.correction.dtype != before.dtype:
-            self.correction = before.to(self.correction.device)
+        after = self.correction
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self.correction = before.to(after.device)
         return self
 
     def forward(
@@ -198,7 +201,7 @@ class LLaMAMoE(nn.Module):
 
         A group's score is that of its best expert; with sigmoid scores the sum of its best two (DeepSeek-V3).
         """
-        if self.n_groups is None:
+        if self.n_groups is None or self.n_topk_groups is None:
             return choice
         groups = choice.unflatten(-1, (self.n_groups, -1))
         group_scores = groups.topk(1 if self.correction is None else 2).values.sum(-1)

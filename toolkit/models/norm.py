@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from toolkit.models.config import ModelConfig
 
+Norm = nn.RMSNorm | nn.LayerNorm
+
 
 class OffsetRMSNorm(nn.RMSNorm):
     """RMSNorm that multiplies by 1 + weight (Gemma). Computed in fp32, rounded once at the end."""
@@ -30,7 +32,7 @@ class LayerNormPerHead(nn.LayerNorm):
         return y.flatten(-2).type_as(x)
 
 
-def make_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
+def make_norm(config: ModelConfig, size: int | None = None) -> Norm:
     """Return a norm over the last axis of this size (default n_embd).
 
     All norms are computed in fp32 for any input dtype and rounded once at the end.
@@ -42,7 +44,7 @@ def make_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
     return kind(size, eps=config.norm_eps, elementwise_affine=config.norm_affine)
 
 
-def make_qk_norm(config: ModelConfig, heads: int) -> nn.Module:
+def make_qk_norm(config: ModelConfig, heads: int) -> Norm:
     """Return the QK-norm of this many query or key heads, over one head or over all heads."""
     if config.norm_qk_type == "per_head":
         return LayerNormPerHead(heads, config.head_size, config.norm_eps)

@@ -68,15 +68,14 @@ def quantize_linears(
                 f"--quantize {kind}: {name} has {layer.in_features} input features, not a multiple of {BLOCK}, which "
                 "bitsandbytes computes incorrectly on some devices; train without --quantize"
             )
-        has_adapters = isinstance(layer, LoRALinear)
-        new = (LoRALinear4bit if has_adapters else Linear4bit)(
+        new: Linear4bit = (LoRALinear4bit if isinstance(layer, LoRALinear) else Linear4bit)(
             layer.in_features, layer.out_features, bias=False, device="meta"
         )
         new.quantize_weight(
             layer.weight if weight_of is None else weight_of(f"{name}.weight"), kind == "bnb.nf4-dq", device
         )
         new.bias = layer.bias
-        if has_adapters:
+        if isinstance(layer, LoRALinear) and isinstance(new, LoRALinear4bit):
             new.share_adapters(layer)
         new.train(layer.training)
         owner, _, own_name = name.rpartition(".")

@@ -24,9 +24,9 @@ def inverse_frequencies(config: ModelConfig, is_long: bool = False, local: bool 
         is_long: Use longrope's factors for sequences longer than the original context.
         local: Use the unscaled frequencies of layers with rope index 1.
     """
-    n, base = config.rope_n_elem, config.rope_local_base_freq if local else config.rope_base
+    n, base = config.rope_n_elem, (config.rope_local_base_freq if local else None) or config.rope_base
     inverse = 1.0 / (base ** (torch.arange(0, n, 2, dtype=torch.float32, device="cpu") / n))
-    kind, adjustments = config.rope_kind, config.rope_adjustments
+    kind, adjustments = config.rope_kind, config.rope_adjustments or {}
     if local or kind is None:
         return inverse
     if kind == "linear":
@@ -62,15 +62,15 @@ def document_lengths(
 
 def attention_factor(config: ModelConfig, local: bool = False) -> float:
     """Return the factor of cosines and sines, which sharpens attention over long contexts (YaRN and longrope)."""
-    adjustments = config.rope_adjustments
+    adjustments = config.rope_adjustments or {}
     if local or config.rope_kind not in ("yarn", "longrope"):
         return 1.0
     if (given := adjustments.get("attention_factor")) is not None:
         return given
-    factor, mscale, mscale_all_dim = (adjustments.get(name) for name in ("factor", "mscale", "mscale_all_dim"))
-    return (
-        _mscale(factor, mscale) / _mscale(factor, mscale_all_dim) if mscale and mscale_all_dim else _mscale(factor, 1.0)
-    )
+    factor, mscale, mscale_all_dim = adjustments["factor"], adjustments.get("mscale"), adjustments.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    return _mscale(factor, 1.0)
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -104,7 +104,7 @@ def save_and_load_dtensors(mesh, folder, found) -> None:
     for placement in (Shard(0), Shard(1), Replicate()):
         into = {
             k: torch.zeros_like(v)
-            if k in plain or isinstance(placement, Shard) and placement.dim >= v.dim()
+            if k in plain or (isinstance(placement, Shard) and placement.dim >= v.dim())
             else distribute_tensor(torch.zeros_like(v), mesh, [placement])
             for k, v in unsharded().items()
         }

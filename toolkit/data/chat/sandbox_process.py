@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import Any
+from typing import IO, Any, cast
 
 from toolkit.errors import UserError
 
@@ -22,7 +22,7 @@ MEMORY = 1 << 30  # bytes
 # Passes the module search path, which may have changed since this process started.
 _CODE = "import json, sys; sys.path = json.loads(sys.argv[1]); from toolkit.data.chat.sandbox import serve; serve()"
 _lock = threading.Lock()
-_running: tuple[int, subprocess.Popen] | None = None  # with the id of its parent process
+_running: tuple[int, subprocess.Popen[bytes]] | None = None  # with the id of its parent process
 
 
 def send_request(request: dict[str, Any]) -> dict[str, Any]:
@@ -39,10 +39,11 @@ def send_request(request: dict[str, Any]) -> dict[str, Any]:
     with _lock:
         for _ in range(2):
             process = _start()
+            stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)  # both are pipes
             try:
-                process.stdin.write(line)
-                process.stdin.flush()
-                response = process.stdout.readline()
+                stdin.write(line)
+                stdin.flush()
+                response = stdout.readline()
             except BrokenPipeError:
                 response = b""
             except BaseException:  # for example Ctrl-C: the next request must not read this response
@@ -58,14 +59,19 @@ def send_request(request: dict[str, Any]) -> dict[str, Any]:
     return {"error": _describe_exit(process.returncode)}
 
 
-def _start() -> subprocess.Popen:
+def _start() -> subprocess.Popen[bytes]:
     """Return the running subprocess, or start one."""
     global _running
     if _running is None or _running[0] != os.getpid() or _running[1].poll() is not None:
         command = [sys.executable, "-c", _CODE, json.dumps([str(path) for path in sys.path])]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        try:  # a new session: Ctrl-C must not reach it
-            process = subprocess.Popen(command, start_new_session=True, **pipes)
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C must not reach it
+            )
         except OSError as error:
             raise UserError(f"chat template: cannot start the rendering process: {error.strerror or error}") from error
         _running = os.getpid(), process

@@ -94,7 +94,7 @@ class ChatTemplate:
         self._should_split_prompts = self._detect_split_prompts()
         texts = {i: text for text, i in tokenizer.added_tokens.items()}
         self.end_of_turn: str = texts[self._end_id]
-        ends = {self._end_id, tokenizer.eos_id} - {None}
+        ends = {i for i in (self._end_id, tokenizer.eos_id) if i is not None}
         self._ends = {i: texts[i] for i in sorted(ends) if i in texts}
         if "strftime_now" in source:
             self.notes.append(f"{name}: renders the date: {TRAINING_DATE:%d %b %Y} in training, today in a chat")

@@ -92,7 +92,11 @@ class HuggingFace(InstructionData):
 
 @dataclass
 class _NamedDataset(InstructionData):
-    """A hub dataset under its own name."""
+    """A hub dataset under its own name.
+
+    Args:
+        local_path: Local file or folder with this dataset, instead of the hub.
+    """
 
     local_path: str | None = None
 
@@ -110,54 +114,34 @@ class _NamedDataset(InstructionData):
 
 @dataclass
 class Alpaca(_NamedDataset):
-    """Stanford's 52,002 instructions with answers from text-davinci-003 (tatsu-lab/alpaca; CC BY-NC 4.0).
-
-    Args:
-        local_path: Local file or folder with this dataset, instead of the hub.
-    """
+    """Stanford's 52,002 instructions with answers from text-davinci-003 (tatsu-lab/alpaca; CC BY-NC 4.0)."""
 
     repo_id = "tatsu-lab/alpaca"
 
 
 @dataclass
 class Alpaca2k(_NamedDataset):
-    """2,000 rows of Alpaca for quick experiments (mhenrichsen/alpaca_2k_test).
-
-    Args:
-        local_path: Local file or folder with this dataset, instead of the hub.
-    """
+    """2,000 rows of Alpaca for quick experiments (mhenrichsen/alpaca_2k_test)."""
 
     repo_id = "mhenrichsen/alpaca_2k_test"
 
 
 @dataclass
 class AlpacaGPT4(_NamedDataset):
-    """Alpaca's instructions with answers from GPT-4 (vicgalle/alpaca-gpt4; CC BY-NC 4.0).
-
-    Args:
-        local_path: Local file or folder with this dataset, instead of the hub.
-    """
+    """Alpaca's instructions with answers from GPT-4 (vicgalle/alpaca-gpt4; CC BY-NC 4.0)."""
 
     repo_id = "vicgalle/alpaca-gpt4"
 
 
 @dataclass
 class Dolly(_NamedDataset):
-    """15,011 instructions with human-written contexts and answers (databricks/databricks-dolly-15k; CC BY-SA 3.0).
-
-    Args:
-        local_path: Local file or folder with this dataset, instead of the hub.
-    """
+    """15,011 instructions with human-written contexts and answers (databricks/databricks-dolly-15k; CC BY-SA 3.0)."""
 
     repo_id = "databricks/databricks-dolly-15k"
 
 
 @dataclass
 class LIMA(_NamedDataset):
-    """1,030 curated conversations (GAIR/lima; accept its license on the hub first).
-
-    Args:
-        local_path: Local file or folder with this dataset, instead of the hub.
-    """
+    """1,030 curated conversations (GAIR/lima; accept its license on the hub first)."""
 
     repo_id = "GAIR/lima"

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.data.base import PreparedData
-from toolkit.data.cache import DAMAGE_ERRORS, MANIFEST, choose_cache_dir, clean_up, publish, staging_folder, verify
+from toolkit.data.cache import (
+    MANIFEST,
+    choose_cache_dir,
+    clean_up,
+    find_prepared,
+    publish,
+    read_manifest,
+    staging_folder,
+)
 from toolkit.data.order import shuffled_index
 from toolkit.data.sft.packing import best_fit
 from toolkit.data.sft.tokenize import Counts, tokenize_samples
@@ -49,9 +57,13 @@ def prepare_sft(config: SFTConfig, report: Callable[[str], None]) -> PreparedDat
     key = _key(config)
     cache_dir = choose_cache_dir(config.cache_dir)
     folder = cache_dir / f"{config.module}-{key[:16]}"
+
+    def read() -> tuple[PreparedData, dict[str, Any]]:
+        return _open(folder, key, config)
+
     try:
-        prepared, reason = _find(folder, key, config, report)
-        if prepared is not None:
+        found, reason = find_prepared(folder, read, report)
+        if found is not None:
             report(f"Data: using cached {folder} ({time.perf_counter() - start:.1f} s)")
         else:
             names = ", ".join(source.name for source in config.sources)
@@ -59,11 +71,11 @@ def prepare_sft(config: SFTConfig, report: Callable[[str], None]) -> PreparedDat
             clean_up(cache_dir)
             with staging_folder(folder) as temporary:
                 _make(temporary, key, config, report)
-                publish(temporary, folder, lambda: _find(folder, key, config, report)[0] is not None)
-            prepared = _open(folder, key, config)
+                publish(temporary, folder, lambda: find_prepared(folder, read, report)[0] is not None)
+        prepared, statistics = found or read()
     except OSError as error:
         raise UserError(f"--data.cache_dir {cache_dir}: cannot be used: {error.strerror or error}") from error
-    for note in _collect_notes(config, prepared.train.statistics):
+    for note in _collect_notes(config, statistics):
         report(f"Data: {note}")
     report(f"Data: {prepared.summary} ({time.perf_counter() - start:.1f} s)")
     return prepared
@@ -74,7 +86,7 @@ def _key(config: SFTConfig) -> str:
         "code": CODE_VERSION,
         "sources": {
             "train": [source.fingerprint() for source in config.splits.train],
-            "val": config.splits.val and [source.fingerprint() for source in config.splits.val],
+            "val": None if config.splits.val is None else [source.fingerprint() for source in config.splits.val],
         },
         "tokenizer": config.tokenizer.fingerprint,
         "probe": config.tokenizer.encode("a"),  # detects whether bos is added
@@ -187,22 +199,9 @@ class PackedDataset:
         return self._members[self._starts[index] : self._starts[index + 1]].tolist()
 
 
-def _find(folder: Path, key: str, config: SFTConfig, report: Callable[[str], None]) -> tuple[PreparedData | None, str]:
-    """Return the cached data, or None and the reason for the cache miss."""
-    if not folder.exists():
-        return None, "not prepared yet"
-    try:
-        verify(folder, report)
-        return _open(folder, key, config), ""
-    except DAMAGE_ERRORS as error:
-        return None, f"the cached data is damaged ({error!s})"
-
-
-def _open(folder: Path, key: str, config: SFTConfig) -> PreparedData:
-    """Read a prepared folder. Raises one of DAMAGE_ERRORS if it is damaged."""
-    manifest = json.loads((folder / MANIFEST).read_bytes())
-    if not isinstance(manifest, dict) or manifest.get("key") != key:
-        raise ValueError(f"{MANIFEST} belongs to other data")
+def _open(folder: Path, key: str, config: SFTConfig) -> tuple[PreparedData, dict[str, Any]]:
+    """Read a prepared folder; return the data and its statistics. Raises one of DAMAGE_ERRORS if it is damaged."""
+    manifest = read_manifest(folder, key)
     statistics, arrays = manifest["facts"], manifest["arrays"]
     index = {name: np.fromfile(folder / f"{name}.bin", np.int64) for name in _INDEX}
     names = tuple(f"{source.name} {source.unit}" for source in config.sources)
@@ -216,9 +215,8 @@ def _open(folder: Path, key: str, config: SFTConfig) -> PreparedData:
     if splits["train"] is None:
         raise ValueError("there are no training rows")
     tokenizer = config.tokenizer if config.template is None else config.template.export_tokenizer()
-    return PreparedData(
-        splits["train"], splits["val"], tokenizer, manifest["content_key"], summarize(statistics, config)
-    )
+    summary = summarize(statistics, config)
+    return PreparedData(splits["train"], splits["val"], tokenizer, manifest["content_key"], summary), statistics
 
 
 def _content_key(folder: Path, arrays: dict[str, Any]) -> str:
@@ -238,8 +236,9 @@ def _make(folder: Path, key: str, config: SFTConfig, report: Callable[[str], Non
     dtype = np.dtype(np.uint16 if config.tokenizer.vocab_size <= 1 << 16 else np.int32)
     counts, samples = tokenize_samples(config, folder / "tokens.bin", folder / "trained.bin", dtype, report)
     rows = _assign_rows(config, samples, counts)
-    notes = [] if config.template is None else config.template.notes  # some are added during rendering
-    statistics = counts.to_dict() | {"notes": [note.removeprefix(f"{config.template.name}: ") for note in notes]}
+    statistics = counts.to_dict() | {"notes": []}
+    if (template := config.template) is not None:  # some notes are added during rendering
+        statistics["notes"] = [note.removeprefix(f"{template.name}: ") for note in template.notes]
     statistics |= {f"{split}_rows": len(starts) - 1 for split, (_, starts) in rows.items()}
     lengths = np.diff(samples["offsets"]) - 1
     used = {split: int(lengths[members].sum()) for split, (members, _) in rows.items()}

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +27,11 @@ KINDS = JSON_KINDS | CSV_KINDS | PARQUET_KINDS
 class RowSource(Protocol):
     """Rows numbered from 1; ``name`` and ``unit`` ("line" or "row") describe a row number in messages."""
 
-    name: str
-    unit: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def unit(self) -> str: ...
 
     def fingerprint(self) -> str:
         """Return a hex SHA-256 of the row contents."""
@@ -41,8 +44,8 @@ class RowSource(Protocol):
 class Splits:
     """Training rows, and validation rows or None; ``notes`` are log lines."""
 
-    train: list[RowSource]
-    val: list[RowSource] | None = None
+    train: Sequence[RowSource]
+    val: Sequence[RowSource] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -155,13 +158,13 @@ def _find_in_folder(folder: Path, option: str, kinds: dict[str, str]) -> Splits:
     if not found["train"]:
         raise UserError(f"{option}: the folder has no {' or '.join(f'train{suffix}' for suffix in kinds)}")
 
-    def files(split: str) -> list[RowSource]:
+    def files(split: str) -> list[RowFile]:
         paths = _require_same_kind(found[split], split, option)
         return [_require_unsplit(RowFile(path, kinds[path.suffix], option)) for path in paths]
 
     held_out = next((split for split in VAL_NAMES if found[split]), None)
     train, val = files("train"), files(held_out) if held_out else None
-    read = {file.name for split in ("train", held_out) for file in found.get(split, [])}
+    read = {file.name for split in ("train", held_out) if split for file in found[split]}
     return Splits(train, val, _describe_unread(folder, read, held_out))
 
 
@@ -197,12 +200,12 @@ def _require_unsplit(file: RowFile) -> RowFile:
     """Reject a ``.json`` file that contains splits inside a folder of splits."""
     if file.kind != "json":
         return file
-    splits = _splits_of_json(file.path, file.option)
-    if splits.val is not None or splits.train[0].split is not None:
+    (content,) = _splits_of_json(file.path, file.option).train
+    if not isinstance(content, RowFile) or content.split is not None:
         raise UserError(
             f"{file.option}: {file.path} contains splits itself; pass the file directly, or make it a list of rows"
         )
-    return splits.train[0]
+    return content
 
 
 def _splits_of_json(path: Path, option: str) -> Splits:

@@ -71,10 +71,10 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
     for name, value in values.items():
         _require_unicode(value, f"{where}: {name}")
     messages, text = None, None
-    if name := _find_column(values, CONVERSATION, where):
-        messages = _parse_conversation(values[name], f"{where}: {name}")
-    elif name := _find_column(values, QUESTION, where):
-        messages = _build_turn(values, name, where)
+    if column := _find_column(values, CONVERSATION, where):
+        messages = _parse_conversation(values[column], f"{where}: {column}")
+    elif column := _find_column(values, QUESTION, where):
+        messages = _build_turn(values, column, where)
     elif "text" in values and values["text"] is not None:
         text = _require_string(values["text"], f"{where}: text")
         if not text.strip():
@@ -244,10 +244,11 @@ def _parse_json_cell(text: str, where: str, what: str) -> Any:
 
 def _join_parts(parts: list[Any], where: str) -> str:
     """Join content parts, ``[{"type": "text", "text": ...}]``."""
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) < len(parts):
         raise UserError(f"{where}: has non-text content; only text is supported")
-    return "".join(texts)
+    return "".join(strings)
 
 
 def _require_unicode(value: Any, where: str) -> None:

@@ -116,7 +116,7 @@ class SampleWriter:
 
     def __init__(self, tokens: Path, loss_mask: Path, dtype: np.dtype) -> None:
         self._files = open(tokens, "wb"), open(loss_mask, "wb")  # noqa: SIM115  (closed by finish)
-        self._buffers: tuple[list[int], list[bool]] = [], []
+        self._buffers: tuple[list[Any], list[Any]] = [], []
         self._types = dtype, np.dtype(np.bool_)
         self.offsets, self.sources, self.numbers = array("q", [0]), array("q"), array("q")
 

@@ -23,14 +23,14 @@ import numpy as np
 
 from toolkit.data.base import PreparedData
 from toolkit.data.cache import (
-    DAMAGE_ERRORS,
     HEARTBEAT,
     MANIFEST,
     choose_cache_dir,
     clean_up,
+    find_prepared,
     publish,
+    read_manifest,
     staging_folder,
-    verify,
 )
 from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, train_bpe
@@ -85,8 +85,12 @@ def prepare_text(
     key = _key(sources, train, val, tokenizer, max_seq_length)
     cache_dir = choose_cache_dir(sources.cache_dir)
     folder = cache_dir / f"{sources.module}-{key[:16]}"
+
+    def read() -> PreparedData:
+        return _open(folder, key, tokenizer, max_seq_length)
+
     try:
-        prepared, reason = _find(folder, key, tokenizer, max_seq_length, report)
+        prepared, reason = find_prepared(folder, read, report)
         if prepared is not None:
             report(f"Data: using cached {folder}: {prepared.summary} ({time.perf_counter() - start:.1f} s)")
             return prepared
@@ -94,25 +98,14 @@ def prepare_text(
         size = sum(document.size for document in texts) / 1e6
         report(f"Data: preparing {folder} ({reason}): {len(texts):,} documents, {size:.1f} MB")
         clean_up(cache_dir)
-        _make(folder, key, sources, (train, val), tokenizer, max_seq_length, report)
+        with staging_folder(folder) as temporary:
+            _make(temporary, key, sources, (train, val), tokenizer, max_seq_length, report)
+            publish(temporary, folder, lambda: find_prepared(folder, read, report)[0] is not None)
     except OSError as error:
         raise UserError(f"--data.cache_dir {cache_dir}: cannot be used: {error.strerror or error}") from error
-    prepared = _open(folder, key, tokenizer, max_seq_length)
+    prepared = read()
     report(f"Data: prepared {prepared.summary} ({time.perf_counter() - start:.1f} s)")
     return prepared
-
-
-def _find(
-    folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
-) -> tuple[PreparedData | None, str]:
-    """Return the cached data, or None and the reason for the cache miss."""
-    if not folder.exists():
-        return None, "not prepared yet"
-    try:
-        verify(folder, report)
-        return _open(folder, key, tokenizer, max_seq_length), ""
-    except DAMAGE_ERRORS as error:
-        return None, f"the cached data is damaged ({error!s})"
 
 
 def _key(
@@ -135,9 +128,7 @@ def _key(
 
 def _open(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int) -> PreparedData:
     """Read a prepared folder. Raises one of DAMAGE_ERRORS if it is damaged."""
-    manifest = json.loads((folder / MANIFEST).read_bytes())
-    if not isinstance(manifest, dict) or manifest.get("key") != key:
-        raise ValueError(f"{MANIFEST} belongs to other data")
+    manifest = read_manifest(folder, key)
     if tokenizer is None:
         tokenizer = Tokenizer.load(folder / "tokenizer", flag="the cached tokenizer")
     if tokenizer.fingerprint != manifest.get("tokenizer"):
@@ -182,14 +173,11 @@ def _make(
     max_seq_length: int,
     report: Report,
 ) -> None:
-    """Build the data in a temporary folder next to ``folder``, then rename it."""
-    with staging_folder(folder) as temporary:
-        active = tokenizer or _train_tokenizer(sources, texts[0], report)
-        active.save(temporary / "tokenizer")
-        manifest = {"version": CODE_VERSION, "key": key, "tokenizer": active.fingerprint}
-        manifest |= _write_splits(temporary, sources, texts, active, max_seq_length, report)
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        publish(temporary, folder, lambda: _find(folder, key, tokenizer, max_seq_length, report)[0] is not None)
+    active = tokenizer or _train_tokenizer(sources, texts[0], report)
+    active.save(folder / "tokenizer")
+    manifest = {"version": CODE_VERSION, "key": key, "tokenizer": active.fingerprint}
+    manifest |= _write_splits(folder, sources, texts, active, max_seq_length, report)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def _train_tokenizer(sources: TextSources, train: list[documents.Document], report: Report) -> Tokenizer:
@@ -227,7 +215,7 @@ def _write_splits(
     content = hashlib.sha256(f"{block_size} {len(tokens)} {len(val)} {tokens.dtype}".encode())
     splits: dict[str, Any] = {"train": None, "val": None}
     for split, part in (("train", tokens), ("val", val)) if has_val else (("train", tokens),):
-        content.update(part)
+        content.update(part.data)
         tail = write_chunks(part, temporary / split, block_size)
         splits[split] = {"tokens": len(part), "rows": len(part) // block_size, "tail_tokens": tail}
     total = len(tokens) + len(val)

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ class TokenRows:
         """
         digest, largest = hashlib.sha256((self.folder / INDEX).read_bytes()), 0
         for tokens in self._samples():
-            digest.update(tokens)
+            digest.update(tokens.data)
             largest = max(largest, int(tokens.max()))
         return digest.digest(), largest
 
@@ -110,6 +110,7 @@ class TokenRows:
         """Yield the non-empty chunk pieces that :meth:`survey` reads."""
         reads_all = sum(self._sizes) * self.dtype.itemsize <= _READ_ALL_BYTES
         for chunk, size in enumerate(self._sizes):
+            starts: Sequence[int]
             if reads_all or size <= _SAMPLES * _SAMPLE:
                 starts, length = range(0, size, _PIECE), _PIECE
             else:

@@ -61,10 +61,11 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     sizes = {
         name: config_json.get(name, default) for name, default in (("n_layer", 12), ("n_head", 12), ("n_embd", 768))
     }
+    sizes["intermediate_size"] = config_json.get("n_inner")
     activation: Any = _GELU[config_json.get("activation_function", "gelu_new")]
     return ModelConfig(
         name=hf_config.model_name(config_json), family="gpt2", block_size=config_json.get("n_positions", 1024),
-        vocab_size=vocab_size, padded_vocab_size=vocab_size, intermediate_size=config_json.get("n_inner"), **sizes,
+        vocab_size=vocab_size, padded_vocab_size=vocab_size, **sizes,
         norm_eps=config_json.get("layer_norm_epsilon", 1e-5), gelu_approximate=activation,
         tie_embeddings=config_json.get("tie_word_embeddings", True), **_FIXED,
     )  # fmt: skip

@@ -155,7 +155,7 @@ def write_decoder(config: ModelConfig, architecture: str, **other: Any) -> dict[
 
     vocab_size is the padded one, as in the weights. The caller sets the ids of the special tokens.
     """
-    values = {
+    values: dict[str, Any] = {
         "architectures": [architecture],
         "attention_bias": config.bias or config.attn_bias,
         "attention_dropout": 0.0,
