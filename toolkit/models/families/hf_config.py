@@ -271,13 +271,5 @@ def write_rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
     kind, adjustments = config.rope_kind, config.rope_adjustments
     if kind is None or adjustments is None:
         return None
-    names = {native: hf for native, hf in _LLAMA3_NAMES.items() if native in adjustments}
+    names = {"original_max_seq_len": "original_max_position_embeddings"}
     return {"rope_type": kind} | {names.get(name, name): value for name, value in adjustments.items()}
-
-
-_LLAMA3_NAMES = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_seq_len": "original_max_position_embeddings",
-}

@@ -49,7 +49,6 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the weight map."""
-    q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     maps = [
         tables.one_to_one("transformer.wte.weight", "model.embed_tokens.weight"),
         *tables.linear("lm_head", "lm_head", True),
@@ -57,11 +56,7 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     for i in range(config.n_layer):
         native, hf = f"transformer.h.{i}", f"model.layers.{i}"
         maps += tables.linear(f"{native}.norm_1", f"{hf}.input_layernorm", True)
-        for kind in ("weight", "bias"):
-            projections = tuple(f"{hf}.self_attn.{p}_proj.{kind}" for p in "qkv")
-            maps.append(
-                tables.WeightMapping((f"{native}.attn.qkv.{kind}",), projections, (tables.split_rows(q, kv, kv),))
-            )
+        maps += tables.queries_keys_values(config, native, hf)
         for p in "qk" if config.norm_qk else "":
             maps += tables.linear(f"{native}.attn.norm_{p}", f"{hf}.self_attn.{p}_layernorm", True)
         maps += tables.linear(f"{native}.attn.proj", f"{hf}.self_attn.dense", True)

@@ -51,16 +51,11 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
     """Return the weight map."""
-    q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
     maps = tables.embedding_and_head(config, "model.embed_tokens.weight", "lm_head")
     for i in range(config.n_layer):
         native, hf = f"transformer.h.{i}", f"model.layers.{i}"
         maps += tables.linear(f"{native}.norm_1", f"{hf}.input_layernorm", True)
-        for kind in ("weight", "bias") if config.bias else ("weight",):
-            projections = tuple(f"{hf}.self_attn.{p}_proj.{kind}" for p in "qkv")
-            maps.append(
-                tables.WeightMapping((f"{native}.attn.qkv.{kind}",), projections, (tables.split_rows(q, kv, kv),))
-            )
+        maps += tables.queries_keys_values(config, native, hf)
         maps += tables.linear(f"{native}.attn.proj", f"{hf}.self_attn.o_proj", config.bias)
         maps += tables.linear(f"{native}.norm_2", f"{hf}.post_attention_layernorm", True)
         maps += tables.linear(f"{native}.mlp.fc", f"{hf}.mlp.c_fc", config.bias)

@@ -200,15 +200,24 @@ def qwen_experts(config: ModelConfig, native: str, hf: str) -> list[WeightMappin
     return maps
 
 
-def _attention(config: ModelConfig, native: str, hf: str, norm_bias: bool, fused: bool) -> list[WeightMapping]:
+def queries_keys_values(config: ModelConfig, native: str, hf: str) -> list[WeightMapping]:
+    """Map the fused projection of a layer to separate ones of queries, keys and values, under the most common names."""
     q, kv = config.n_head * config.head_size, config.n_query_groups * config.head_size
-    maps: list[WeightMapping] = []
-    for kind in ("weight", "bias") if config.bias or config.attn_bias else ("weight",):
-        if fused:
-            maps.append(one_to_one(f"{native}.attn.qkv.{kind}", f"{hf}.self_attn.qkv_proj.{kind}"))
-        else:
-            projections = tuple(f"{hf}.self_attn.{p}_proj.{kind}" for p in "qkv")
-            maps.append(WeightMapping((f"{native}.attn.qkv.{kind}",), projections, (split_rows(q, kv, kv),)))
+    return [
+        WeightMapping(
+            (f"{native}.attn.qkv.{kind}",),
+            tuple(f"{hf}.self_attn.{p}_proj.{kind}" for p in "qkv"),
+            (split_rows(q, kv, kv),),
+        )
+        for kind in (("weight", "bias") if config.bias or config.attn_bias else ("weight",))
+    ]
+
+
+def _attention(config: ModelConfig, native: str, hf: str, norm_bias: bool, fused: bool) -> list[WeightMapping]:
+    if fused:
+        maps = linear(f"{native}.attn.qkv", f"{hf}.self_attn.qkv_proj", config.bias or config.attn_bias)
+    else:
+        maps = queries_keys_values(config, native, hf)
     if config.norm_qk:
         for p, heads in (("q", config.n_head), ("k", config.n_query_groups)):
             native_part, hf_part = f"{native}.attn.norm_{p}", f"{hf}.self_attn.{p}_norm"
