@@ -98,6 +98,7 @@ def test_help_is_one_screen_that_names_the_rest(name, capsys):
     assert shown.count("\n") <= 45
     for option in ("--config", "--data", "--train.learning_rate", "--train.max_steps", "--devices", "--out_dir"):
         assert f"  {option} " in shown
+    assert f"\ntoolkit {name} " in shown  # an example to copy
     assert "--help all" in shown and "train, data, eval, optimizer, fsdp, ddp, log" in " ".join(shown.split())
     assert "--optimizer.eps" not in shown and "--fsdp" not in shown
 

@@ -10,6 +10,7 @@ import textwrap
 from functools import partial
 from typing import Any, Literal, get_origin
 
+from toolkit.commands import EXAMPLES
 from toolkit.config.command import Command, Option, describe, is_restricted, limits, parts
 from toolkit.errors import UserError, did_you_mean
 from toolkit.paths import is_path_option
@@ -26,10 +27,11 @@ FREQUENT = (
 Entries = dict[str, tuple[str, str]]  # option -> its value and its text
 
 
-def format_help(command: Command, usage: str, positionals: tuple[str, ...], topic: str | None) -> str:
+def format_help(name: str, command: Command, usage: str, positionals: tuple[str, ...], topic: str | None) -> str:
     """Return the help.
 
     Args:
+        name: The subcommand.
         command: The command, with its classes chosen.
         usage: The line of usage.
         positionals: Options that may be given without their flag.
@@ -44,7 +46,7 @@ def format_help(command: Command, usage: str, positionals: tuple[str, ...], topi
         raise UserError(f"--help {topic}: must be one of {', '.join(topics)}{did_you_mean(topic or '', topics)}")
     count, epilog = sum(map(len, groups.values())), []
     if topic is None and count > MANY:
-        inner = [f"--{key}" for name in command.bases for key in groups[name] if key != name]
+        inner = [f"--{key}" for base in command.bases for key in groups[base] if key != base]
         entries = {key: entry for group in groups.values() for key, entry in group.items()}
         short = {key: (entries[key][0], entries[key][1].partition(". ")[0]) for key in FREQUENT if key in entries}
         groups = {"frequent": short}
@@ -55,13 +57,13 @@ def format_help(command: Command, usage: str, positionals: tuple[str, ...], topi
     about, _, _ = (inspect.getdoc(command.functions[0]) or "").partition("\nArgs:")
     printer = argparse.ArgumentParser(
         usage=usage,
-        description=_wrap(about.split("\n\n")),
+        description=_wrap([*about.split("\n\n"), *([EXAMPLES[name]] if name in EXAMPLES else [])]),
         epilog=_wrap(epilog),
         add_help=False,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),
     )
-    for name, group in groups.items():
-        box = printer.add_argument_group(f"{name} options".strip())
+    for title, group in groups.items():
+        box = printer.add_argument_group(f"{title} options".strip())
         for key, (value, text) in group.items():
             flag, kind = (key.upper(), "store") if key in positionals else (f"--{key} {value}".rstrip(), "store_true")
             box.add_argument(flag, action=kind, help=text.replace("%", "%%"))

@@ -42,7 +42,7 @@ def parse(
     if "help" in common:
         from toolkit.cli_help import format_help
 
-        print(format_help(command, usage, positionals, common["help"]))
+        print(format_help(name, command, usage, positionals, common["help"]))
         return None
     config = command.resolve(usage)
     if "print_config" in common:

@@ -29,6 +29,13 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
 TRAINING = ("pretrain", "finetune_full", "finetune_lora")
 """Commands of several processes."""
 
+EXAMPLES = {
+    "pretrain": "toolkit pretrain smollm2-135m --data TextFiles --data.train_data_path texts --train.max_tokens 1e9",
+    "finetune_full": "toolkit finetune_full Qwen/Qwen2.5-0.5B --data JSON --data.json_path chats.json",
+    "finetune_lora": "toolkit finetune_lora Qwen/Qwen2.5-7B --data JSON --data.json_path chats.json --lora_r 16",
+}
+"""Commands to copy, for the help."""
+
 _LITGPT = (
     "; LitGPT's checkpoint folders are read directly; convert_from_hf reads Hugging Face folders, and convert_to_hf "
     "writes Hugging Face folders that LitGPT can convert"

@@ -112,7 +112,8 @@ class Command:
         self.functions = functions
         self.parameters = {n: p for function in reversed(functions) for n, p in parameters_of(function).items()}
         self.bases = {n: p.annotation for n, p in self.parameters.items() if inspect.isabstract(p.annotation)}
-        self.groups = {n: p.annotation for n, p in self.parameters.items() if is_dataclass(p.annotation)}
+        groups = {n: p.annotation for n, p in self.parameters.items() if is_dataclass(p.annotation)}
+        self.groups: dict[str, Any] = groups
         self.chosen = {name: type(self.parameters[name].default) for name in self.bases}
         self.optional = getattr(functions[0], "optional", ())  # choices whose default lacks required options
         self.given: dict[str, Given] = {}
