@@ -30,7 +30,7 @@ TRAINING = ("pretrain", "finetune_full", "finetune_lora")
 """Commands of several processes."""
 
 EXAMPLES = {
-    "pretrain": "toolkit pretrain smollm2-135m --data TextFiles --data.train_data_path texts --train.max_tokens 1e9",
+    "pretrain": "toolkit pretrain smollm2-135m --devices 4 --train.max_tokens 1e9 --train.learning_rate 3e-4",
     "finetune_full": "toolkit finetune_full Qwen/Qwen2.5-0.5B --data JSON --data.json_path chats.json",
     "finetune_lora": "toolkit finetune_lora Qwen/Qwen2.5-7B --data JSON --data.json_path chats.json --lora_r 16",
 }
