@@ -183,10 +183,10 @@ def _result(out_dir: Path) -> TrainResult:
 def _require_script(arguments: dict[str, Any]) -> None:
     """Refuse to start processes from where there is no script that they could run."""
     available = count_devices(pick_accelerator(arguments["accelerator"]))
-    layout = detect_world(arguments["devices"], arguments["num_nodes"], available)
-    if layout.starts_processes and not hasattr(sys.modules["__main__"], "__file__"):
+    world = detect_world(arguments["devices"], arguments["num_nodes"], available)
+    if world.starts_processes and not hasattr(sys.modules["__main__"], "__file__"):
         raise UserError(
-            f"devices {layout.devices}: a notebook, a prompt or python -c has no script to start the other processes "
+            f"devices {world.devices}: a notebook, a prompt or python -c has no script to start the other processes "
             "with; put this into a file and run that, or take devices=1"
         )
 

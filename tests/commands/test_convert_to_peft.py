@@ -45,6 +45,18 @@ def test_another_base_is_rejected(tmp_path, capsys):
     assert "was trained on a different checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", ["./nosuch", "../nosuch", "/nosuch"])
+def test_base_model_that_is_a_missing_path_is_rejected(tmp_path, capsys, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    _, folder, _ = make(tmp_path)
+    assert main(["convert_to_peft", str(folder), "peft", "--base_model", given]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--base_model {given}: no such folder" in line and not (tmp_path / "peft").exists()
+    (tmp_path / "existing").mkdir()
+    assert main(["convert_to_peft", str(folder), "peft", "--base_model", "./existing"]) == 0
+    assert named_base(tmp_path / "peft") == "./existing"
+
+
 def test_the_result_loads_with_the_model_that_the_base_was_imported_from(tmp_path, capsys, monkeypatch):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)

@@ -28,7 +28,7 @@ from helpers.processes import (
 from torch import distributed as dist
 
 from toolkit import cli
-from toolkit.distributed import launch, shutdown
+from toolkit.distributed import launch, private_lightning, shutdown
 from toolkit.distributed.launch import RunGroup, Timeouts
 from toolkit.distributed.shutdown import ShutdownCoordinator
 from toolkit.distributed.world import WorldInfo
@@ -167,7 +167,7 @@ def test_user_error_on_one_rank_is_one_line(tmp_path, rank):
 
 
 def test_user_error_before_launch_starts_no_process(corpus, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(launch._Launcher, "launch", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(private_lightning._Launcher, "launch", lambda *_: pytest.fail("processes were started"))
     flags = flags_for(corpus, tmp_path / "run", global_batch_size=7)
     assert cli.main([*PRETRAIN[2:], "--devices", "2", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -270,7 +270,7 @@ def groups_of_two(nodes: int = 1, minutes: float | None = None) -> list[RunGroup
         place = (2, 1, 0, rank) if nodes == 1 else (1, 2, rank, 0)
         group = RunGroup(SimpleNamespace(), WorldInfo(*place, "manual", False), Timeouts.of(minutes))
         store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=10), wait_for_workers=False)
-        group._store = group.ending.store = store
+        group._store = group.shutdown.store = store
         groups.append(group)
     return groups
 
@@ -295,17 +295,17 @@ def test_s5_rank_0_prepares_first_while_others_wait_with_a_heartbeat(monkeypatch
 
 def test_s5_failed_preparation_ends_the_wait():
     first, second = groups_of_two()
-    first.ending._publish("ended")
+    first.shutdown._publish("ended")
     with pytest.raises(PeerLostError):
         second.first_then_others(lambda: pytest.fail("was called"))
 
 
 def test_watchdog_detects_through_the_store_that_another_node_ended():
     first, second = groups_of_two(nodes=2)
-    assert not second.ending._run_has_ended(None)
-    first.ending._publish("ended")
-    second.ending._listen()
-    assert second.ending._run_has_ended(None)
+    assert not second.shutdown._run_has_ended(None)
+    first.shutdown._publish("ended")
+    second.shutdown._listen()
+    assert second.shutdown._run_has_ended(None)
 
 
 def test_unresponsive_store_does_not_block_the_watchdog(monkeypatch):

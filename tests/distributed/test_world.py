@@ -95,10 +95,10 @@ READ = {
 @pytest.mark.parametrize("case", READ)
 def test_variables_of_each_launcher_are_read(case):
     devices, num_nodes, available, environ, expected = READ[case]
-    layout = detect_world(devices, num_nodes, available, environ)
-    assert layout == WorldInfo(*expected)
-    assert layout.world_size == expected[0] * expected[1]
-    assert layout.global_rank == expected[2] * expected[0] + expected[3]
+    world = detect_world(devices, num_nodes, available, environ)
+    assert world == WorldInfo(*expected)
+    assert world.world_size == expected[0] * expected[1]
+    assert world.global_rank == expected[2] * expected[0] + expected[3]
 
 
 def without(environ, *names):
@@ -227,12 +227,12 @@ WORKER = """
 import json, os, sys, torch
 from lightning.fabric import Fabric
 from toolkit.distributed.world import cluster_environment, detect_world
-layout = detect_world({devices!r}, None, None)
-fabric = Fabric(accelerator="cpu", devices=layout.devices, num_nodes=layout.num_nodes, strategy="ddp",
-                plugins=[cluster_environment(layout)])
+world = detect_world({devices!r}, None, None)
+fabric = Fabric(accelerator="cpu", devices=world.devices, num_nodes=world.num_nodes, strategy="ddp",
+                plugins=[cluster_environment(world)])
 fabric.launch()
 total = fabric.all_reduce(torch.tensor(2.0 ** fabric.global_rank), reduce_op="sum").item()
-assert (fabric.world_size, fabric.global_rank) == (layout.world_size, layout.global_rank), layout
+assert (fabric.world_size, fabric.global_rank) == (world.world_size, world.global_rank), world
 with open(f"{{sys.argv[1]}}/{{fabric.global_rank}}.json", "w") as file:
     json.dump([fabric.world_size, fabric.node_rank, fabric.local_rank, total], file)
 torch.distributed.destroy_process_group()  # otherwise gloo's threads may abort at exit

@@ -75,6 +75,6 @@ def test_stop_tokens(content, expected):
 
 def test_no_stop_tokens():
     assert stop_tokens(with_settings({}, eos_id=None)) == []
-    for broken in ("x", {}, ["x"]):
+    for broken in ("x", {}, ["x"], True, -1):
         with pytest.raises(UserError, match="it: generation_config.json: eos_token_id"):
             stop_tokens(with_settings({"eos_token_id": broken}))

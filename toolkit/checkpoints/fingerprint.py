@@ -94,10 +94,10 @@ def _file_lines(path: Path) -> Iterator[str]:
 
 
 def _shard_lines(path: Path) -> Iterator[str]:
-    from toolkit.checkpoints.run.shard_metadata import read_metadata  # slow to import (1 s)
+    from toolkit.checkpoints.run.shard_metadata import read_metadata, stored_tensors  # slow to import (1 s)
 
     metadata = read_metadata(path)
-    for name, tensor in metadata.state_dict_metadata.items():
+    for name, tensor in stored_tensors(metadata).items():
         yield f"{name} {tuple(tensor.size)} {tensor.properties.dtype}"
     for index, chunk in sorted(metadata.storage_data.items(), key=lambda item: (item[0].fqn, item[0].offset or ())):
         with open_regular(path / chunk.relative_path) as file:

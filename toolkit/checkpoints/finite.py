@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from toolkit.checkpoints.fingerprint import ADAPTERS
 from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.weights import canonical_name, load_state, load_weights, named_tensors
+from toolkit.distributed.private_torch import tensor_norms
 from toolkit.errors import UserError, join_first
 
 
@@ -22,7 +23,7 @@ def nonfinite_tensors(tensors: Mapping[str, Tensor], weights: Collection[str] = 
     floats = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
     if not floats:
         return []
-    norms = torch._foreach_norm([t.detach() for t in floats.values()])  # the fastest pass that propagates NaN and Inf
+    norms = tensor_norms([t.detach() for t in floats.values()])
     finite = torch.stack([norm.float().to(norms[0].device) for norm in norms]).isfinite().tolist()
     suspects = [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
     return [name for name in suspects if not _is_finite(floats[name], name in weights)]  # a finite norm can overflow
@@ -38,7 +39,8 @@ def nonfinite_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
     Scalars of the optimizer state are ignored: some are initialized to infinity.
     """
-    weights, moments = {}, {}
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             name = canonical_name(name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
 from toolkit.checkpoints.adapters import (
     find_base_dir,
@@ -125,7 +125,7 @@ def load_model(
     return model
 
 
-def load_compatible_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+def load_compatible_weights(folder: Path, model: GPT) -> dict[str, Tensor]:
     """Read a folder's weights under the names that ``model`` (on any device) has, and check names and shapes.
 
     Tied weights share memory; untied weights do not.
@@ -179,14 +179,14 @@ def _tie_or_untie(weights: dict[str, Tensor], config: ModelConfig, folder: Path)
         if head in weights and embedding in weights and _same_memory(weights[head], weights[embedding]):
             weights[head] = weights[head].clone()  # otherwise updating one would change the other
         return
-    weights.setdefault(head, weights.get(embedding))
-    weights.setdefault(embedding, weights[head])
-    if weights[head] is None:
-        del weights[head], weights[embedding]
-    elif not (_same_memory(weights[head], weights[embedding]) or torch.equal(weights[head], weights[embedding])):
+    for name, other in ((head, embedding), (embedding, head)):
+        if other in weights:
+            weights.setdefault(name, weights[other])
+    if head not in weights:  # both are missing
+        return
+    if not (_same_memory(weights[head], weights[embedding]) or torch.equal(weights[head], weights[embedding])):
         raise UserError(f"{folder / CONFIG}: tie_embeddings true: but {head} and {embedding} differ in {WEIGHTS}")
-    else:
-        weights[head] = weights[embedding]
+    weights[head] = weights[embedding]
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -26,6 +26,7 @@ from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_layers import LoRAMixin
@@ -151,13 +152,21 @@ def logit_difference(folder: Path, merged_dir: Path, base_checkpoint_dir: str | 
     exact = load_model(merged.info.base, dtype=torch.float32)
     add_lora(exact, merged.info.lora)
     exact.load_state_dict(load_adapters(folder, exact), strict=False)
-    config, generator = exact.config, torch.Generator().manual_seed(0)
-    shape = (2, min(config.block_size, 64))
-    tokens = torch.randint(config.vocab_size or config.padded_vocab_size, shape, generator=generator)
+    tokens = random_tokens(exact.config)
     expected = exact.eval()(tokens)
     del exact
-    rounded = load_model(merged_dir, dtype=torch.float32).eval()(tokens)
-    return float((rounded - expected).abs().max() / expected.abs().max())
+    return relative_difference(load_model(merged_dir, dtype=torch.float32).eval()(tokens), expected)
+
+
+def random_tokens(config: ModelConfig) -> Tensor:
+    """Return reproducible random ids of a model's vocabulary, (2, at most 64), to compare two models by."""
+    shape, generator = (2, min(config.block_size, 64)), torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size or config.padded_vocab_size or 1, shape, generator=generator)
+
+
+def relative_difference(logits: Tensor, expected: Tensor) -> float:
+    """Return the largest difference relative to the largest of the ``expected`` logits."""
+    return float((logits - expected).abs().max() / expected.abs().max())
 
 
 def _write_weights(merged: MergedWeights, path: Path) -> None:

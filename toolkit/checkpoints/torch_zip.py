@@ -8,7 +8,7 @@ import pickle
 import re
 import zipfile
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from toolkit.errors import UserError
 
@@ -51,6 +51,9 @@ class FileSlice(io.RawIOBase):
     def __init__(self, file: BinaryFile, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
+    def readable(self) -> bool:
+        return True
+
     def seekable(self) -> bool:
         return True
 
@@ -58,9 +61,10 @@ class FileSlice(io.RawIOBase):
         self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
         return self._at
 
-    def read(self, size: int = -1) -> bytes:
+    def readinto(self, buffer: Any) -> int:
         left = max(0, self._length - self._at)
         self._file.seek(self._start + self._at)
-        data = self._file.read(left if size < 0 else min(size, left))
+        data = self._file.read(min(len(buffer), left)) or b""
+        buffer[: len(data)] = data
         self._at += len(data)
-        return data
+        return len(data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def load_weights(checkpoint_dir: Path, mmap: bool = True) -> dict[str, Tensor]:
     return {canonical_name(name): tensor for name, tensor in state.items()}
 
 
-def require_compatible(weights: dict[str, Tensor], wanted: dict[str, Tensor], path: Path, what: str) -> None:
+def require_compatible(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path, what: str) -> None:
     """Compare names and shapes of the weights in ``path`` with those of the model that the file ``what`` describes.
 
     Raises:
@@ -98,7 +98,11 @@ def load_state(path: Path, mmap: bool = True) -> dict[str, Any]:
     _require_zip(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        unusable = [name for name, tensor in named_tensors(state) if not _is_plain(tensor)]
+        unusable = [
+            name
+            for name, tensor in named_tensors(state)
+            if tensor.layout != torch.strided or tensor.device.type != "cpu"
+        ]
     except Exception as error:  # a hostile file can make the reader raise anything
         raise UserError(f"{path}: {describe_load_error(error)}") from error
     if not isinstance(state, dict):
@@ -115,10 +119,6 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from named_tensors(inner, f"{name} {key}".strip())
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def _require_zip(path: Path) -> None:

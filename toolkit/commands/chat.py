@@ -54,16 +54,25 @@ def setup(
     if max_new_tokens <= 0:
         raise UserError(f"--max_new_tokens {max_new_tokens}: must be greater than zero")
     loaded = load_checkpoint(
-        checkpoint_dir, base_checkpoint_dir=base_checkpoint_dir, accelerator=accelerator, precision=precision,
+        checkpoint_dir,
+        base_checkpoint_dir=base_checkpoint_dir,
+        accelerator=accelerator,
+        precision=precision,
         verify=verify_checkpoint,
-    )  # fmt: skip
+    )
     template = find_template(loaded.tokenizer, prompt_style)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     notes: list[str] = []
     conversation = Conversation(
-        loaded.model, loaded.tokenizer, template,
-        system=system, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, notice=notes.append,
-    )  # fmt: skip
+        loaded.model,
+        loaded.tokenizer,
+        template,
+        system=system,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        notice=notes.append,
+    )
     if prompt is not None:
         answer(conversation, require_text(read_stdin() if prompt == "-" else prompt), notes)
         return

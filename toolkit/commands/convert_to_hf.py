@@ -56,8 +56,9 @@ def setup(
             )
         print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")
 
-    options = {"merge": merge, "base_checkpoint_dir": base_checkpoint_dir, "check": compare if verify else None}
-    if nonfinite := export_hf(folder, out_dir, wanted, **options):
+    check = compare if verify else None
+    nonfinite = export_hf(folder, out_dir, wanted, merge=merge, base_checkpoint_dir=base_checkpoint_dir, check=check)
+    if nonfinite:
         print(nonfinite_warning(nonfinite, out_dir), file=sys.stderr)
     if not (Path(out_dir) / "tokenizer.json").exists():
         print(f"warning: {folder} holds no tokenizer.json: copy one into {out_dir}", file=sys.stderr)

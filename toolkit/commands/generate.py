@@ -53,9 +53,12 @@ def setup(
     except UnicodeError as error:
         raise UserError("--prompt: is not valid UTF-8") from error
     loaded = load_checkpoint(
-        checkpoint_dir, base_checkpoint_dir=base_checkpoint_dir, accelerator=accelerator, precision=precision,
+        checkpoint_dir,
+        base_checkpoint_dir=base_checkpoint_dir,
+        accelerator=accelerator,
+        precision=precision,
         verify=verify_checkpoint,
-    )  # fmt: skip
+    )
     tokenizer = loaded.tokenizer
     ids = tokenizer.encode(text)
     if not ids:  # the beginning of a document

@@ -14,8 +14,8 @@ from torch import nn
 from toolkit.config import Accelerator, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import ShardedStrategy
-from toolkit.distributed.launch import LauncherMixin
 from toolkit.distributed.memory import keep_freed_memory
+from toolkit.distributed.private_lightning import LauncherMixin
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import WorldInfo, cluster_environment
 
@@ -60,7 +60,7 @@ def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..
 
 def build_fabric(
     plan: StrategyPlan,
-    layout: WorldInfo,
+    world: WorldInfo,
     *,
     accelerator: str,
     precision: Precision,
@@ -83,9 +83,9 @@ def build_fabric(
         return Fabric(accelerator=accelerator, devices=1, plugins=plugins, **precision_options)
     options: dict[str, Any] = {
         "accelerator": accelerator,
-        "devices": layout.devices,
-        "num_nodes": layout.num_nodes,
-        "plugins": [cluster_environment(layout)],
+        "devices": world.devices,
+        "num_nodes": world.num_nodes,
+        "plugins": [cluster_environment(world)],
     }
     if plan.kind == "ddp":
         strategy = _DDP(

@@ -18,14 +18,13 @@ as large as the frozen block.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import FSDPPrecision
 from lightning.fabric.strategies import FSDPStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,6 +34,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from toolkit.config import FSDPArgs, Precision
+from toolkit.distributed.private_lightning import AccumulateInFP32
 from toolkit.distributed.ranks import sum_over_ranks, world_size
 from toolkit.distributed.units import unit_precision
 from toolkit.errors import UserError
@@ -71,9 +71,9 @@ class ShardedStrategy(FSDPStrategy):
         # setup_module creates the mesh: Fabric would create one of CUDA devices
         super().__init__(sharding_strategy="FULL_SHARD", precision=ShardedPrecision(precision, device_type))
         self.sharding_strategy = ShardingStrategy[sharding]
-        self._blocks, self._mesh_shape, self._options = tuple(block_classes), mesh, options
+        self._blocks, self._mesh_shape, self._options, self._dtypes = tuple(block_classes), mesh, options, precision
         self._replicated: list[nn.Parameter] = []
-        self._backward_sync_control = _AccumulateInFP32()
+        self._backward_sync_control = AccumulateInFP32()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard ``module``.
@@ -85,11 +85,13 @@ class ShardedStrategy(FSDPStrategy):
             raise UserError(
                 f"--fsdp.buffer_dtype {self._options.buffer_dtype}: would have no effect, the model has no buffers"
             )
-        unit, root = unit_precision(self._options, self.precision.precision)
-        replicated = {id(p) for name, p in module.named_parameters() if is_adapter(name) or (unit and _is_vector(p))}
+        unit, root = unit_precision(self._options, self._dtypes)
+        # Norms and biases are too small to shard, and would be gathered in 16 bits.
+        replicated = {id(p) for name, p in module.named_parameters() if is_adapter(name) or (unit and p.ndim < 2)}
         names = [name for name, p in module.named_parameters() if id(p) in replicated]
-        for owner in module.modules() if self.materialize is not None else ():
-            self.materialize(owner, lambda p: id(p) in replicated)
+        if self.materialize is not None:
+            for owner in module.modules():
+                self.materialize(owner, lambda p: id(p) in replicated)
         self._replicated = [module.get_parameter(name) for name in names]
         for parameter in self._replicated:
             parameter.data = parameter.data.to(self.root_device)
@@ -129,32 +131,15 @@ class ShardedStrategy(FSDPStrategy):
         """
         parameters = [p for p in self._replicated if p.requires_grad]
         if parameters:
+            gradients: list[torch.Tensor] = []
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            flat = torch.cat([p.grad.flatten().float() for p in parameters])
+                gradients.append(parameter.grad)
+            flat = torch.cat([gradient.flatten().float() for gradient in gradients])
             averaged = sum_over_ranks(flat).div_(world_size())
-            for parameter, mean in zip(parameters, averaged.split([p.numel() for p in parameters]), strict=True):
-                parameter.grad.copy_(mean.view_as(parameter))
-
-
-def local_parts(module: nn.Module) -> dict[int, tuple[torch.Size, int]]:
-    """Return the unsharded shape and the local start index of each parameter that FSDP may shard, by ``id``.
-
-    The index counts elements of the flattened parameter; the local length is the parameter's own. Empty without FSDP.
-    """
-    units = FullyShardedDataParallel.fsdp_modules(module)
-    flat_params = [unit._handle.flat_param for unit in units if unit._handle is not None]
-    return {
-        id(parameter): (shape, info.intra_param_start_idx or 0)
-        for flat in flat_params
-        for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)
-    }
-
-
-def _is_vector(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a norm or bias: too small to shard, and kept in fp32 rather than gathered in 16 bits."""
-    return parameter.ndim < 2
+            for gradient, mean in zip(gradients, averaged.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
 
 
 class ShardedPrecision(FSDPPrecision):
@@ -175,29 +160,3 @@ class ShardedPrecision(FSDPPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module  # dtypes are already set: adapters stay fp32 beside a 16-bit base model
-
-    @property
-    def mixed_precision_config(self) -> None:
-        return None
-
-
-class _AccumulateInFP32(_BackwardSyncControl):
-    """Defers FSDP's gradient reduction to the last micro-batch and accumulates in fp32.
-
-    torch would accumulate in the unit's compute dtype; a 16-bit sum loses small gradients.
-    """
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        return _accumulate(module) if enabled else nullcontext()
-
-
-@contextmanager
-def _accumulate(module: FullyShardedDataParallel) -> Iterator[None]:
-    with module.no_sync():
-        yield
-    for unit in FullyShardedDataParallel.fsdp_modules(module):
-        handle = unit._handle
-        gradient = None if handle is None else handle.flat_param.grad
-        if gradient is not None and gradient.dtype != handle._orig_param_dtype:
-            gradient.data = gradient.to(handle._orig_param_dtype)
-            handle._use_unsharded_grad_views()  # otherwise parameters keep views of the old tensor

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,22 +17,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from torch import distributed as dist
-from torch import nn
 
 from toolkit.distributed import lifeline, ranks
 from toolkit.distributed.lifeline import Lifeline
 from toolkit.distributed.rendezvous import BOOT, name_run, open_store, within
 from toolkit.distributed.shutdown import (
-    PARENT,
     ShutdownCoordinator,
     children,
     first_line,
     name_ranks,
-    wait_for_children,
 )
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import PeerLostError, UserError
@@ -55,41 +49,8 @@ class Timeouts(NamedTuple):
         return cls(30 * 60, 5 * 60) if minutes is None else cls(minutes * 60, minutes * 60)
 
 
-class LauncherMixin:
-    """For Fabric's multi-process strategies: launches processes without creating the process group."""
-
-    def _configure_launcher(self: Any) -> None:
-        self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def setup_environment(self: Any) -> None:
-        ParallelStrategy.setup_environment(self)
-        self._set_world_ranks()
-
-    def setup_module(self: Any, module: nn.Module) -> nn.Module:
-        wrapped = super().setup_module(module)  # type: ignore[misc]
-        ranks.set_timeout(ranks.timeout())  # new groups start with torch's default timeout
-        return wrapped
-
-
-class _Launcher(_SubprocessScriptLauncher):
-    """Fabric's subprocess launcher, which starts the same command once per device, without its process monitor.
-
-    Fabric's monitor kills the run as soon as a process exits with an error, even after saving a checkpoint.
-    """
-
-    def launch(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
-            os.environ[PARENT] = str(os.getpid())
-            self.procs = children
-            atexit.register(wait_for_children)  # the command ends after all its processes
-            self._call_children_scripts()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
-
-
 @contextmanager
-def launch_processes(fabric: Fabric, layout: WorldInfo, timeouts: Timeouts) -> Iterator[RunGroup]:
+def launch_processes(fabric: Fabric, world: WorldInfo, timeouts: Timeouts) -> Iterator[RunGroup]:
     """Launch the processes of a run. They end together, with one message and the exit code of the root cause.
 
     Raises:
@@ -98,26 +59,26 @@ def launch_processes(fabric: Fabric, layout: WorldInfo, timeouts: Timeouts) -> I
         PeerShutdownError: another process reports why the run ends.
     """
     fabric.launch()
-    group = RunGroup(fabric, layout, timeouts)
-    if layout.world_size == 1:
+    group = RunGroup(fabric, world, timeouts)
+    if world.world_size == 1:
         yield group
         return
-    group.ending.watch()
+    group.shutdown.watch()
     try:
         group.rendezvous()
         yield group
         ranks.barrier()
     except BaseException as error:
-        group.ending.end(error)
-    group.ending.done()
+        group.shutdown.end(error)
+    group.shutdown.done()
 
 
 class RunGroup:
     """The processes of one run, from the rendezvous on. With one process every wait is a no-op."""
 
-    def __init__(self, fabric: Fabric, layout: WorldInfo, timeouts: Timeouts) -> None:
-        self.fabric, self.layout, self.timeouts = fabric, layout, timeouts
-        self.ending = ShutdownCoordinator(layout)
+    def __init__(self, fabric: Fabric, world: WorldInfo, timeouts: Timeouts) -> None:
+        self.fabric, self.world, self.timeouts = fabric, world, timeouts
+        self.shutdown = ShutdownCoordinator(world)
         self._store: dist.Store | None = None
 
     def rendezvous(self) -> None:
@@ -126,8 +87,9 @@ class RunGroup:
         Raises:
             UserError: a rank does not arrive within the timeout, or cannot connect.
         """
-        environment, rank = self.fabric.strategy.cluster_environment, self.layout.global_rank
-        host, port = environment.main_address, environment.main_port
+        strategy, rank = self.fabric.strategy, self.world.global_rank
+        assert isinstance(strategy, ParallelStrategy) and strategy.cluster_environment is not None
+        host, port = strategy.cluster_environment.main_address, strategy.cluster_environment.main_port
         address, limit = f"MASTER_ADDR {host}, MASTER_PORT {port}", f"within {self.timeouts.first / 60:g} minutes"
         hint = "start all processes, let every node reach this address, or raise --timeout"
         try:
@@ -138,17 +100,17 @@ class RunGroup:
             why = first_line(error)
             raise UserError(f"{address}: not usable ({why}); use a free port of the first node") from None
         name = name_run(next(_runs))
-        self._store = dist.PrefixStore(name, store)
+        self._store = own = dist.PrefixStore(name, store)
         # A separate connection: the process group blocks the other one while it waits for a key.
-        self.ending.store = dist.PrefixStore(name, open_store(host, port, self.timeouts.first, is_host=False))
-        if self._query_store(lambda: self._store.add(f"claimed/{rank}", 1)) > 1:
+        self.shutdown.store = dist.PrefixStore(name, open_store(host, port, self.timeouts.first, is_host=False))
+        if self._query_store(lambda: own.add(f"claimed/{rank}", 1)) > 1:
             raise UserError(
-                f"NODE_RANK {self.layout.node_rank}: another process is also rank {rank}; number the nodes from 0"
+                f"NODE_RANK {self.world.node_rank}: another process is also rank {rank}; number the nodes from 0"
             )
         what = "for all processes to start"
         if rank != 0:
             self._wait_for(lifeline.ADDRESS, what)
-        self.ending.lifeline = self._query_store(lambda: Lifeline(self._store, host, port, rank))
+        self.shutdown.lifeline = self._query_store(lambda: Lifeline(own, host, port, rank))
         try:
             self._roll_call("here", what)
         except TimeoutError as error:
@@ -156,16 +118,16 @@ class RunGroup:
 
     def first_then_others(self, prepare: Callable[[], T]) -> T:
         """Call ``prepare`` on rank 0, then on the first rank of each other node, then on the rest (S5)."""
-        if self._store is None:
+        if (store := self._store) is None:
             return prepare()
         what = "for the data to be prepared"
-        if self.layout.global_rank != 0:
+        if self.world.global_rank != 0:
             self._wait_for("prepared/0", what)
-        if self.layout.local_rank != 0:
-            self._wait_for(f"prepared/{self.layout.node_rank}", what)
+        if self.world.local_rank != 0:
+            self._wait_for(f"prepared/{self.world.node_rank}", what)
         value = prepare()
-        if self.layout.local_rank == 0:
-            self._query_store(lambda: self._store.set(f"prepared/{self.layout.node_rank}", ""))
+        if self.world.local_rank == 0:
+            self._query_store(lambda: store.set(f"prepared/{self.world.node_rank}", ""))
         return value
 
     def init_process_group(self) -> None:
@@ -173,10 +135,11 @@ class RunGroup:
 
         Raises:
             PeerLostError: a rank does not arrive within the timeout.
-            UserError: the number of processes differs from the layout.
+            UserError: the number of processes differs from the world size.
         """
-        if self._store is None:
-            return
+        lifeline = self.shutdown.lifeline
+        if self._store is None or lifeline is None:
+            return  # one process
         try:  # torch's own wait does not detect a failed rank
             self._roll_call("ready", "for all ranks to have the data")
         except TimeoutError as error:
@@ -184,19 +147,19 @@ class RunGroup:
             raise PeerLostError(
                 f"no answer from {error} for {minutes:g} minutes; raise --timeout if it needs longer"
             ) from None
-        self.ending.lifeline.is_watching = False
-        rank, size = self.layout.global_rank, self.layout.world_size
+        lifeline.is_watching = False
+        rank, size = self.world.global_rank, self.world.world_size
         if not ranks.is_distributed():
             timeout, backends = timedelta(seconds=self.timeouts.first), choose_backends(self.fabric.device)
             dist.init_process_group(store=self._store, rank=rank, world_size=size, timeout=timeout, **backends)
             atexit.register(_leave)
         ranks.set_timeout(self.timeouts.first)
         ranks.barrier()  # no rank needs the lifeline from here on
-        self.ending.lifeline.close()
+        lifeline.close()
         if not self.fabric.world_size == ranks.world_size() == size:
             raise UserError(
-                f"--devices {self.layout.devices}: expected {size} processes on --num_nodes "
-                f"{self.layout.num_nodes}, found {ranks.world_size()}"
+                f"--devices {self.world.devices}: expected {size} processes on --num_nodes "
+                f"{self.world.num_nodes}, found {ranks.world_size()}"
             )
 
     def first_step_done(self) -> None:
@@ -208,19 +171,20 @@ class RunGroup:
         Raises:
             TimeoutError: on rank 0; the message names the missing ranks.
         """
-        assert self._store is not None
-        self._query_store(lambda: self._store.set(f"{name}/{self.layout.global_rank}", ""))
-        if self.layout.global_rank != 0:
+        store = self._store
+        assert store is not None
+        self._query_store(lambda: store.set(f"{name}/{self.world.global_rank}", ""))
+        if self.world.global_rank != 0:
             return self._wait_for(name, what)
-        started, others = time.monotonic(), range(1, self.layout.world_size)
+        started, others = time.monotonic(), range(1, self.world.world_size)
         for rank in others:
             seconds = max(self.timeouts.first, BOOT if rank <= len(children) else 0)
             try:
                 self._wait_for(f"{name}/{rank}", what, started + seconds)
             except TimeoutError:
-                missing = [r for r in others if not self._store.check([f"{name}/{r}"])]
+                missing = [r for r in others if not store.check([f"{name}/{r}"])]
                 raise TimeoutError(name_ranks(missing)) from None
-        self._store.set(name, "")
+        store.set(name, "")
 
     def _wait_for(self, key: str, what: str, deadline: float = math.inf) -> None:
         """Wait for another rank to set a key, with periodic messages. A failed rank ends the wait."""
@@ -228,7 +192,7 @@ class RunGroup:
         while not self._query_store(lambda: self._is_set(key)):
             if (now := time.monotonic()) > deadline:
                 raise TimeoutError
-            if now - last_message >= _HEARTBEAT and self.ending.is_reporter:
+            if now - last_message >= _HEARTBEAT and self.shutdown.is_reporter:
                 last_message = now
                 ranks.rank_print(f"waiting {what} ({now - started:.0f} s)")
             time.sleep(0.05)  # the store's own wait logs a warning on every timeout
@@ -237,7 +201,7 @@ class RunGroup:
         assert self._store is not None
         if self._store.check([key]):
             return True
-        if self.ending.peer_failed():
+        if self.shutdown.peer_failed():
             raise PeerLostError("another rank has ended")
         return False
 

@@ -10,6 +10,7 @@ import ipaddress
 import selectors
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -37,10 +38,8 @@ class Lifeline:
         self.is_watching = True
         """Set to False when the process group takes over; later exits are not recorded."""
         self._closed = threading.Event()
-        if rank == 0:
-            watch, connection = self._watch_peers, _listen(store, host, port)
-        else:
-            watch, connection = self._watch_rank0, _connect(store, host, rank)
+        connection = _listen(store, host, port) if rank == 0 else _connect(store, host, rank)
+        watch: Callable[[socket.socket], None] = self._watch_peers if rank == 0 else self._watch_rank0
         if connection is not None:
             threading.Thread(target=watch, args=[connection], daemon=True).start()
 
@@ -52,24 +51,27 @@ class Lifeline:
             self.lost.add(rank)
 
     def _watch_peers(self, server: socket.socket) -> None:
+        rank_of: dict[socket.socket, int] = {}
         with selectors.DefaultSelector() as selector:
-            selector.register(server, selectors.EVENT_READ)
+            selector.register(server, selectors.EVENT_READ, server)
             while not self._closed.is_set():
                 for key, _ in selector.select(timeout=0.5):
-                    if key.fileobj is server:
+                    peer: socket.socket = key.data
+                    if peer is server:
                         with suppress(OSError):  # the peer may have disconnected already
-                            selector.register(_keep_alive(server.accept()[0]), selectors.EVENT_READ)
+                            connection = _keep_alive(server.accept()[0])
+                            selector.register(connection, selectors.EVENT_READ, connection)
                         continue
-                    data = _receive(key.fileobj)
-                    if key.data is None and data:  # the first message is the peer's rank
-                        selector.modify(key.fileobj, selectors.EVENT_READ, int.from_bytes(data, "big"))
-                    elif not data:
-                        selector.unregister(key.fileobj)
-                        key.fileobj.close()
-                        if key.data is not None:
-                            self._mark_lost(key.data)
+                    data = _receive(peer)
+                    if data:  # the first message is the peer's rank
+                        rank_of.setdefault(peer, int.from_bytes(data, "big"))
+                        continue
+                    selector.unregister(peer)
+                    peer.close()
+                    if peer in rank_of:
+                        self._mark_lost(rank_of[peer])
             for key in list(selector.get_map().values()):
-                key.fileobj.close()
+                key.data.close()
 
     def _watch_rank0(self, connection: socket.socket) -> None:
         with connection:

@@ -10,12 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
+from toolkit.distributed.private_torch import set_group_timeouts
 from toolkit.errors import PeerLostError
 
 T = TypeVar("T")
@@ -101,8 +101,7 @@ def set_timeout(seconds: float) -> None:
     global _timeout
     _timeout = seconds
     if is_distributed():
-        for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public list of groups
-            group.set_timeout(timedelta(seconds=seconds))
+        set_group_timeouts(seconds)
 
 
 def timeout() -> float:

@@ -171,14 +171,14 @@ def _find_peer(environ: Environ = os.environ) -> _Peer | None:
             environ = {**environ, "LOCAL_WORLD_SIZE": environ["WORLD_SIZE"], "LOCAL_RANK": environ["RANK"]}
             environ.pop("NODE_RANK", None)
         nodes = None if has_launcher or not is_manual else max(2, int(environ["NODE_RANK"]) + 1)
-        layout = detect_world("auto", nodes, None, environ)
-        if layout.world_size == 1:
+        world = detect_world("auto", nodes, None, environ)
+        if world.world_size == 1:
             return None
-        environment = cluster_environment(layout)
+        environment = cluster_environment(world)
         host, port = environment.main_address, environment.main_port
     except (UserError, ValueError):
         return None
-    rank = layout.global_rank
-    has_ranks = layout.devices > 1 or "LOCAL_RANK" in environ  # otherwise one process per node
+    rank = world.global_rank
+    has_ranks = world.devices > 1 or "LOCAL_RANK" in environ  # otherwise one process per node
     prefix = "" if rank == 0 else f"{'rank' if has_ranks else 'node'} {rank}: "
-    return _Peer(host, port, rank, layout.world_size - 1 if has_launcher else None, prefix)
+    return _Peer(host, port, rank, world.world_size - 1 if has_launcher else None, prefix)

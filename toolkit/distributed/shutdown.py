@@ -36,24 +36,38 @@ class ShutdownCoordinator:
     """One process's side of the coordinated shutdown.
 
     Args:
-        layout: The processes of the run.
-        store: Where ranks publish errors; None before the rendezvous.
+        world: The processes of the run.
     """
 
     lifeline: Lifeline | None = None
     """Connections to rank 0, from the rendezvous until the process group exists."""
 
-    def __init__(self, layout: WorldInfo) -> None:
-        self.layout = layout
-        self.store: dist.Store | None = None
+    def __init__(self, world: WorldInfo) -> None:
+        self.world = world
+        self._store: dist.Store | None = None
         self._started, self._done, self._peer_ended = threading.Event(), threading.Event(), threading.Event()
-        self._others = range(1, layout.world_size)
+        self._others = range(1, world.world_size)
         self.resume_hint = lambda: "--resume auto continues from the latest checkpoint, if one was saved"
+
+    @property
+    def store(self) -> dist.Store:
+        """Where ranks publish errors, from the rendezvous on.
+
+        Raises:
+            LookupError: before the rendezvous.
+        """
+        if self._store is None:
+            raise LookupError("no store before the rendezvous")
+        return self._store
+
+    @store.setter
+    def store(self, store: dist.Store) -> None:
+        self._store = store
 
     @property
     def is_reporter(self) -> bool:
         """Whether this process reports for its node when rank 0 cannot."""
-        return self.layout.local_rank == 0 or self.layout.global_rank == 1
+        return self.world.local_rank == 0 or self.world.global_rank == 1
 
     def peer_failed(self) -> bool:
         """Whether some process has ended already."""
@@ -64,9 +78,9 @@ class ShutdownCoordinator:
         if isinstance(error, PeerLostError) and error.__cause__ is not None:
             error = error.__cause__  # the root cause is on this rank
         self._started.set()
-        had_rendezvous = self.store is not None
+        had_rendezvous = self._store is not None
         try:
-            verdict = self._end_rank0(error) if self.layout.global_rank == 0 else self._end_other(error)
+            verdict = self._end_rank0(error) if self.world.global_rank == 0 else self._end_other(error)
         finally:
             wait_for_children(_LINGER if had_rendezvous else 0)
             _kill_children()
@@ -95,7 +109,7 @@ class ShutdownCoordinator:
         return error
 
     def _end_other(self, error: BaseException) -> BaseException:
-        rank, is_own_error, lost_peer = self.layout.global_rank, not _is_peer_loss(error), self._describe_lost_peer()
+        rank, is_own_error, lost_peer = self.world.global_rank, not _is_peer_loss(error), self._describe_lost_peer()
         if is_own_error:
             self._publish(f"left/{rank}", error, f"rank {rank}: ")
         else:
@@ -106,7 +120,7 @@ class ShutdownCoordinator:
         verdict = self._read_rank0(2 * _LINGER if is_expected else 1.0)
         if verdict is not None and (is_expected or verdict[1] == _text(error)):  # report a common error once
             return PeerShutdownError(verdict[0])
-        if self.store is None and self.layout.local_rank != 0:  # before the rendezvous: one line per node
+        if self._store is None and self.world.local_rank != 0:  # before the rendezvous: one line per node
             return PeerShutdownError(getattr(error, "exit_code", 1))
         return error if is_own_error else self._rank0_lost()
 
@@ -140,7 +154,7 @@ class ShutdownCoordinator:
 
     def _describe_lost_peer(self) -> str:
         """Return which process exited and how, as seen from here; empty while all are running."""
-        codes = {self.layout.global_rank + i: child.poll() for i, child in enumerate(children, 1)}
+        codes = {self.world.global_rank + i: child.poll() for i, child in enumerate(children, 1)}
         exited = sorted((code, rank) for rank, code in codes.items() if code is not None)
         if not exited:
             lost = set() if self.lifeline is None else self.lifeline.lost - codes.keys()
@@ -163,7 +177,7 @@ class ShutdownCoordinator:
         """Detect that another node has ended. In its own thread, because an unresponsive store blocks the caller."""
         while not self._done.wait(0.5) and not self._peer_ended.is_set():
             with suppress(Exception):  # a lost store is reported where it is needed
-                if self.store is not None and self.store.check(["ended"]):
+                if self._store is not None and self._store.check(["ended"]):
                     self._peer_ended.set()
 
     def done(self) -> None:
@@ -176,7 +190,7 @@ class ShutdownCoordinator:
                 return
         if self._done.wait(_GRACE):
             return
-        is_rank0 = self.layout.global_rank == 0
+        is_rank0 = self.world.global_rank == 0
         verdict = self._root_cause(None) if is_rank0 else self._rank0_lost()
         if is_rank0:
             self._publish("end", verdict)
@@ -195,7 +209,7 @@ class ShutdownCoordinator:
         code = (
             error.exit_code if isinstance(error, CommandError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         )
-        with suppress(Exception):  # the store may be lost with rank 0, unresponsive, or None
+        with suppress(Exception):  # the store may be missing, unresponsive, or lost with rank 0
             within(_LINGER, lambda: self.store.set(key, f"{code} {'' if error is None else prefix + _text(error)}"))
 
     def _read(self, key: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Choice of the distributed strategy: a pure function of the options and the layout."""
+"""Choice of the distributed strategy: a pure function of the options and the world size."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.fsdp import MixedPrecision
 
@@ -23,7 +25,7 @@ def unit_precision(options: FSDPArgs, precision: Precision) -> tuple[MixedPrecis
     def dtype(name: Dtype | None, otherwise: torch.dtype | None) -> torch.dtype | None:
         return otherwise if name is None else DTYPES[name]
 
-    rest = {
+    rest: dict[str, Any] = {
         "reduce_dtype": dtype(options.reduce_dtype, default),
         "buffer_dtype": dtype(options.buffer_dtype, default),
         "cast_forward_inputs": False,

@@ -52,7 +52,7 @@ class WorldInfo:
 def detect_world(
     devices: int | Literal["auto"], num_nodes: int | None, available: int | None, environ: Environ = os.environ
 ) -> WorldInfo:
-    """Detect the layout of this run's processes from the environment.
+    """Detect the ranks of this run's processes from the environment.
 
     Args:
         devices: Processes per node; "auto" is the launcher's number, otherwise all devices of the node.
@@ -70,46 +70,46 @@ def detect_world(
         raise UserError(f"--num_nodes {num_nodes}: must be at least 1")
     _number("MASTER_PORT", environ, 1, below=65536, default=1)
     if "TORCHELASTIC_RUN_ID" in environ:
-        layout = _read_torchrun(devices, num_nodes, environ)
+        world = _read_torchrun(devices, num_nodes, environ)
     elif _is_slurm_task(environ):
-        layout = _read_slurm(devices, num_nodes, available, environ)
+        world = _read_slurm(devices, num_nodes, available, environ)
     elif "LOCAL_RANK" in environ:
-        layout = _read_manual(devices, num_nodes, environ)
+        world = _read_manual(devices, num_nodes, environ)
     else:
-        layout = _read_no_launcher(devices, num_nodes, available, environ)
-    _check_available(layout, available, environ)
-    return layout
+        world = _read_no_launcher(devices, num_nodes, available, environ)
+    _check_available(world, available, environ)
+    return world
 
 
-def cluster_environment(layout: WorldInfo) -> ClusterEnvironment:
-    """Return the cluster environment plugin that passes this layout to Fabric.
+def cluster_environment(world: WorldInfo) -> ClusterEnvironment:
+    """Return the cluster environment plugin that passes these ranks to Fabric.
 
     Lightning's environments read ``os.environ`` on every access, so variables that the launcher did not set are set
     there. Processes that Fabric launches inherit them.
     """
     from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
-    if layout.launcher == "torchrun":
+    if world.launcher == "torchrun":
         return TorchElasticEnvironment()
-    if layout.launcher == "slurm":
-        return _slurm_environment(layout)
-    if layout.world_size > 1:
-        _set_node(layout)
+    if world.launcher == "slurm":
+        return _slurm_environment(world)
+    if world.world_size > 1:
+        _set_node(world)
     return LightningEnvironment()
 
 
-def _read_torchrun(devices: int | str, num_nodes: int | None, environ: Environ) -> WorldInfo:
-    world, per_node = _number("WORLD_SIZE", environ, 1), _number("LOCAL_WORLD_SIZE", environ, 1)
-    nodes = world // per_node
+def _read_torchrun(devices: int | Literal["auto"], num_nodes: int | None, environ: Environ) -> WorldInfo:
+    world_size, per_node = _number("WORLD_SIZE", environ, 1), _number("LOCAL_WORLD_SIZE", environ, 1)
+    nodes = world_size // per_node
     found = f"torchrun started {_count(per_node, 'process', 'processes')} on this node (LOCAL_WORLD_SIZE={per_node})"
-    if world % per_node or nodes != _number("GROUP_WORLD_SIZE", environ, 1, default=nodes):
-        raise UserError(f"WORLD_SIZE={world}: {found}; use the same torchrun --nproc_per_node on every node")
+    if world_size % per_node or nodes != _number("GROUP_WORLD_SIZE", environ, 1, default=nodes):
+        raise UserError(f"WORLD_SIZE={world_size}: {found}; use the same torchrun --nproc_per_node on every node")
     if devices not in ("auto", per_node):
         raise UserError(f"--devices {devices}: {found}; drop --devices, or use torchrun --nproc_per_node {devices}")
     if num_nodes not in (None, nodes):
         raise UserError(
-            f"--num_nodes {num_nodes}: {found} of {world} (WORLD_SIZE={world}), so on {_count(nodes, 'node')}; "
-            f"drop --num_nodes, or use torchrun --nnodes {num_nodes}"
+            f"--num_nodes {num_nodes}: {found} of {world_size} (WORLD_SIZE={world_size}), so on {_count(nodes, 'node')}"
+            f"; drop --num_nodes, or use torchrun --nnodes {num_nodes}"
         )
     local_rank = _number("LOCAL_RANK", environ, 0, below=per_node)
     node_rank = _number("GROUP_RANK", environ, 0, below=nodes, default=0 if nodes == 1 else None)
@@ -133,7 +133,9 @@ def _is_slurm_task(environ: Environ) -> bool:
     )
 
 
-def _read_slurm(devices: int | str, num_nodes: int | None, available: int | None, environ: Environ) -> WorldInfo:
+def _read_slurm(
+    devices: int | Literal["auto"], num_nodes: int | None, available: int | None, environ: Environ
+) -> WorldInfo:
     tasks = _number("SLURM_NTASKS", environ, 1)
     nodes = _number("SLURM_NNODES", environ, 1, default=num_nodes or 1)
     # SLURM numbers the batch script 0 of all tasks; the other tasks do not exist before srun.
@@ -168,31 +170,31 @@ def _read_slurm(devices: int | str, num_nodes: int | None, available: int | None
 def _slurm_task(devices: int, nodes: int, environ: Environ) -> WorldInfo:
     """One task per device. A cyclic distribution is an error: every shard group would span all nodes."""
     rank, local_rank = _number("SLURM_PROCID", environ, 0), _number("SLURM_LOCALID", environ, 0)
-    layout = WorldInfo(devices, nodes, _number("SLURM_NODEID", environ, 0, below=nodes), local_rank, "slurm", False)
-    if local_rank >= devices or rank != layout.global_rank:
+    world = WorldInfo(devices, nodes, _number("SLURM_NODEID", environ, 0, below=nodes), local_rank, "slurm", False)
+    if local_rank >= devices or rank != world.global_rank:
         raise UserError(
-            f"SLURM_PROCID={rank}: task {local_rank} of node {layout.node_rank} (SLURM_LOCALID, SLURM_NODEID), but "
+            f"SLURM_PROCID={rank}: task {local_rank} of node {world.node_rank} (SLURM_LOCALID, SLURM_NODEID), but "
             f"each node must run {devices} consecutive tasks; use srun --ntasks-per-node {devices} --distribution block"
         )
-    return layout
+    return world
 
 
-def _read_manual(devices: int | str, num_nodes: int | None, environ: Environ) -> WorldInfo:
+def _read_manual(devices: int | Literal["auto"], num_nodes: int | None, environ: Environ) -> WorldInfo:
     """LOCAL_RANK is set: all processes exist. Missing values are errors, because a wrong guess would hang."""
-    world = _number("WORLD_SIZE", environ, 1, default=0)
-    per_node = _number("LOCAL_WORLD_SIZE", environ, 1, default=1 if world == 1 else 0)
+    world_size = _number("WORLD_SIZE", environ, 1, default=0)
+    per_node = _number("LOCAL_WORLD_SIZE", environ, 1, default=1 if world_size == 1 else 0)
     started = f"LOCAL_RANK={environ['LOCAL_RANK']} means that a launcher started this process"
     if devices == "auto":
         if not per_node:
             raise UserError(f"--devices auto: {started}; give the number per node, or unset LOCAL_RANK")
         devices = per_node
     elif per_node not in (0, devices):
-        variable = f"LOCAL_WORLD_SIZE={per_node}" if "LOCAL_WORLD_SIZE" in environ else f"WORLD_SIZE={world}"
+        variable = f"LOCAL_WORLD_SIZE={per_node}" if "LOCAL_WORLD_SIZE" in environ else f"WORLD_SIZE={world_size}"
         raise UserError(f"--devices {devices}: {started}, one of {per_node} ({variable}); make them agree")
-    nodes = num_nodes or max(1, world // devices)
-    if world and world != devices * nodes:
+    nodes = num_nodes or max(1, world_size // devices)
+    if world_size and world_size != devices * nodes:
         raise UserError(
-            f"WORLD_SIZE={world}: not equal to --devices {devices} x --num_nodes {nodes}; "
+            f"WORLD_SIZE={world_size}: not equal to --devices {devices} x --num_nodes {nodes}; "
             "use the launcher's numbers, or unset LOCAL_RANK"
         )
     local_rank = _number("LOCAL_RANK", environ, 0, below=devices)
@@ -204,12 +206,14 @@ def _read_manual(devices: int | str, num_nodes: int | None, environ: Environ) ->
     return _checked(WorldInfo(devices, nodes, node_rank, local_rank, "manual", False), environ)
 
 
-def _read_no_launcher(devices: int | str, num_nodes: int | None, available: int | None, environ: Environ) -> WorldInfo:
+def _read_no_launcher(
+    devices: int | Literal["auto"], num_nodes: int | None, available: int | None, environ: Environ
+) -> WorldInfo:
     """No launcher: this process is the first of its node."""
     devices, nodes = (available or 1) if devices == "auto" else devices, num_nodes or 1
-    if "RANK" in environ and (world := _number("WORLD_SIZE", environ, 1, default=1)) > 1:
+    if "RANK" in environ and (world_size := _number("WORLD_SIZE", environ, 1, default=1)) > 1:
         hint = "set it to the rank within the node, or unset RANK for processes that toolkit starts"
-        raise UserError(f"RANK={environ['RANK']}: one of WORLD_SIZE={world}, but LOCAL_RANK is not set; {hint}")
+        raise UserError(f"RANK={environ['RANK']}: one of WORLD_SIZE={world_size}, but LOCAL_RANK is not set; {hint}")
     node_rank = _node_rank(nodes, environ)
     if nodes > 1:
         _require(["MASTER_ADDR", "MASTER_PORT"], nodes, environ)
@@ -236,25 +240,25 @@ def _variables_hint(nodes: int) -> str:
     return f"set NODE_RANK to 0 ... {nodes - 1}, one per node, and MASTER_ADDR and MASTER_PORT of the first node on all"
 
 
-def _check_available(layout: WorldInfo, available: int | None, environ: Environ) -> None:
-    if available is None or layout.devices <= available:
+def _check_available(world: WorldInfo, available: int | None, environ: Environ) -> None:
+    if available is None or world.devices <= available:
         return
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     count = _count(available, "device") + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible else "")
-    if layout.launcher == "slurm" and not layout.starts_processes:
+    if world.launcher == "slurm" and not world.starts_processes:
         hint = "every task must see all devices of its node: use srun --gpus-per-node, not --gpus-per-task"
-        raise UserError(f"--devices {layout.devices}: this task sees {count}; {hint}")
-    hint = f"torchrun --nproc_per_node {available}" if layout.launcher == "torchrun" else f"--devices {available}"
-    raise UserError(f"--devices {layout.devices}: this machine has {count}; use {hint}")
+        raise UserError(f"--devices {world.devices}: this task sees {count}; {hint}")
+    hint = f"torchrun --nproc_per_node {available}" if world.launcher == "torchrun" else f"--devices {available}"
+    raise UserError(f"--devices {world.devices}: this machine has {count}; use {hint}")
 
 
-def _checked(layout: WorldInfo, environ: Environ) -> WorldInfo:
-    if (rank := _number("RANK", environ, 0, default=layout.global_rank)) != layout.global_rank:
+def _checked(world: WorldInfo, environ: Environ) -> WorldInfo:
+    if (rank := _number("RANK", environ, 0, default=world.global_rank)) != world.global_rank:
         raise UserError(
-            f"RANK={rank}: process {layout.local_rank} of node {layout.node_rank}, with {layout.devices} on each node, "
-            f"has rank {layout.global_rank}; number the ranks node by node"
+            f"RANK={rank}: process {world.local_rank} of node {world.node_rank}, with {world.devices} on each node, "
+            f"has rank {world.global_rank}; number the ranks node by node"
         )
-    return layout
+    return world
 
 
 def _number(name: str, environ: Environ, at_least: int, *, below: int | None = None, default: int | None = None) -> int:
@@ -276,24 +280,24 @@ def _count(count: int, one: str, many: str | None = None) -> str:
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
-def _slurm_environment(layout: WorldInfo) -> ClusterEnvironment:
+def _slurm_environment(world: WorldInfo) -> ClusterEnvironment:
     from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
     # Only set by --ntasks-per-node, but Lightning requires it; srun may have been given another number.
-    os.environ["SLURM_NTASKS_PER_NODE"] = str(1 if layout.starts_processes else layout.devices)
+    os.environ["SLURM_NTASKS_PER_NODE"] = str(1 if world.starts_processes else world.devices)
     slurm = SLURMEnvironment(auto_requeue=False)
     nodes = next((os.environ[name] for name in _NODE_LISTS if os.environ.get(name)), _LOCALHOST)
     # On one node the loopback address: node names do not resolve everywhere.
-    root = _LOCALHOST if layout.num_nodes == 1 else slurm.resolve_root_node_address(nodes)
+    root = _LOCALHOST if world.num_nodes == 1 else slurm.resolve_root_node_address(nodes)
     os.environ.setdefault("MASTER_ADDR", root)
-    if not layout.starts_processes:
+    if not world.starts_processes:
         return slurm
-    if layout.num_nodes > 1:
+    if world.num_nodes > 1:
         os.environ["MASTER_PORT"] = str(slurm.main_port)  # on one node any free port works
-    _set_node(layout)
+    _set_node(world)
     return LightningEnvironment()
 
 
-def _set_node(layout: WorldInfo) -> None:
+def _set_node(world: WorldInfo) -> None:
     """Set the variables of launched processes; LOCAL_WORLD_SIZE is this node's resolved "--devices auto"."""
-    os.environ["NODE_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(layout.node_rank), str(layout.devices)
+    os.environ["NODE_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(world.node_rank), str(world.devices)

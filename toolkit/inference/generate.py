@@ -102,7 +102,7 @@ def prefill(model: GPT, ids: Tensor, cache: KVCache) -> Tensor:
 def _generate(
     model, prompt_ids, count, max_new_tokens, settings, eos_ids, seed, use_cache, cache, notice
 ) -> Iterator[int]:
-    weight = model.transformer.wte.weight  # the head's weight may be quantized
+    weight = model.get_parameter("transformer.wte.weight")  # the head's weight may be quantized
     device = weight.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     ids = prompt_ids.to(device).view(1, -1)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from torch import nn
 from tqdm import tqdm
 
 from toolkit.data.chat.template import ChatTemplate
@@ -23,6 +22,7 @@ from toolkit.inference.generate import PREFILL, prefill
 from toolkit.inference.kv_cache import KVCache
 from toolkit.inference.sampling import sample
 from toolkit.inference.text import require_embedded, stop_tokens
+from toolkit.models.gpt import GPT
 
 T = TypeVar("T")
 DEFAULT_NEW_TOKENS = 256  # lm-eval's default
@@ -55,7 +55,7 @@ class HarnessLM(TemplateLM):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: GPT,
         tokenizer: Tokenizer,
         *,
         batch_size: int,
@@ -63,12 +63,14 @@ class HarnessLM(TemplateLM):
         notice: Callable[[str], None] = print,
     ) -> None:
         super().__init__()
-        if tokenizer.bos_id is None and tokenizer.eos_id is None:
+        bos, eos = tokenizer.bos_id, tokenizer.eos_id
+        if (end := bos if eos is None else eos) is None:
             raise UserError(f"{tokenizer.name}: has neither bos nor eos, one of which is needed to start a text")
         self._model, self._tokens = model, tokenizer
+        self._end, self._prefix = end, end if bos is None else bos
         self._batch_size = batch_size if model.config.original_max_position is None else 1
         self._template, self._notice, self._has_warned = template, notice, False
-        weight = model.transformer.wte.weight
+        weight = model.get_parameter("transformer.wte.weight")
         self._device, self._dtype = weight.device, weight.dtype
         self._eos_ids = {*stop_tokens(tokenizer), self.eot_token_id}
         require_embedded([self.prefix_token_id], model.config, tokenizer.name)
@@ -77,11 +79,11 @@ class HarnessLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self._tokens.bos_id if self._tokens.eos_id is None else self._tokens.eos_id
+        return self._end
 
     @property
     def prefix_token_id(self) -> int:
-        return self.eot_token_id if self._tokens.bos_id is None else self._tokens.bos_id
+        return self._prefix
 
     @property
     def max_length(self) -> int:
@@ -131,7 +133,7 @@ class HarnessLM(TemplateLM):
     # ---- likelihoods
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **ignored: Any
     ) -> list[tuple[float, bool]]:
         """(_, context tokens, continuation tokens) -> log-likelihood, whether greedy decoding would give it.
 

@@ -50,7 +50,7 @@ def stop_tokens(tokenizer: Tokenizer) -> list[int]:
     configured = tokenizer.settings("generation_config.json").get("eos_token_id")
     eos = tokenizer.eos_id if configured is None else configured
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(i, int) for i in ids):
+    if not all(type(i) is int and i >= 0 for i in ids):
         raise UserError(f"{tokenizer.name}: generation_config.json: eos_token_id {eos}: must be an id or a list of ids")
     return ids
 
@@ -66,7 +66,7 @@ def require_embedded(ids: Iterable[int], config: ModelConfig, source: str) -> No
     Raises:
         UserError: The model has no embedding for an id; the message names ``source``.
     """
-    largest, n_embeddings = max(ids, default=0), config.padded_vocab_size
+    largest, n_embeddings = max(ids, default=0), config.padded_vocab_size or 0
     if largest >= n_embeddings:
         raise UserError(
             f"{source}: encodes this text with token {largest}, but the model has embeddings only for 0 to "

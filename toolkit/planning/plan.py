@@ -162,8 +162,8 @@ def device_spec_of(args: RunArgs) -> DeviceSpec:
     device = "cuda" if args.accelerator == "auto" else args.accelerator
     available = count_devices(device) if args.devices == "auto" else None
     environ = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # ignore any launcher
-    layout = detect_world(args.devices, args.num_nodes, available or None, environ)
-    return DeviceSpec(device, layout.devices, layout.num_nodes)
+    world = detect_world(args.devices, args.num_nodes, available or None, environ)
+    return DeviceSpec(device, world.devices, world.num_nodes)
 
 
 @contextmanager

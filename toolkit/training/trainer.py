@@ -89,7 +89,7 @@ class Trainer:
         )  # fmt: skip
         with ExitStack() as stack:
             group = stack.enter_context(launch_processes(self.fabric, world, self.timeouts))
-            group.ending.resume_hint = self._resume_hint
+            group.shutdown.resume_hint = self._resume_hint
             stack.enter_context(oom_advice(args, DeviceSpec(config.device, world.devices, world.num_nodes)))
             stack.enter_context(deterministic_algorithms(args.deterministic))
             self.display = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0))

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from os import PathLike
+from typing import IO, cast
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -38,9 +39,13 @@ class LiveProgress(Progress):
         super().__init__(total_steps)
         # no highlight, markup or emoji: texts contain paths such as "runs/[a]"
         self.console = console or Console(
-            file=SafeOutput(sys.stdout), force_terminal=True, force_interactive=True,
-            highlight=False, markup=False, emoji=False,
-        )  # fmt: skip
+            file=cast("IO[str]", SafeOutput(sys.stdout)),
+            force_terminal=True,
+            force_interactive=True,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
         self._pace = Pace()
         self._phase = "Starting"
         self._phase_since = time.monotonic()
@@ -50,9 +55,11 @@ class LiveProgress(Progress):
         self._saved: int | None = None
         self._spinner = Spinner("dots" if _can_print("⠋", self.console.encoding) else "line", style="cyan")
         self._live = Live(
-            console=self.console, get_renderable=lambda: self, refresh_per_second=REFRESHES_PER_SECOND,
+            console=self.console,
+            get_renderable=lambda: self,
+            refresh_per_second=REFRESHES_PER_SECOND,
             vertical_overflow="crop",
-        )  # fmt: skip
+        )
         self._live.start(refresh=True)
         _restore_output_in_children(self._live)
 
@@ -111,8 +118,8 @@ class LiveProgress(Progress):
         times = [("elapsed", format_seconds(self._pace.elapsed()))]
         if self.total_steps:
             times.append(("left", "..." if left is None else format_seconds(left)))
-        if self._metrics.get("tokens") is not None:
-            times.append(("tokens", format_count(self._metrics["tokens"])))
+        if (tokens := self._metrics.get("tokens")) is not None:
+            times.append(("tokens", format_count(tokens)))
         if self._saved is not None:
             times.append(("saved at", f"{self._saved:,}"))
         hardware = _cells(("mfu", "peak_memory_gb"), self._metrics)
@@ -121,8 +128,8 @@ class LiveProgress(Progress):
 
 
 def _cells(keys: tuple[str, ...], metrics: Mapping[str, float | None]) -> list[Cell]:
-    known = [(key, *FORMATS[key]) for key in keys if metrics.get(key) is not None]
-    return [(SHORT_LABELS.get(key, label), write(metrics[key])) for key, label, write in known]
+    known = [(key, value, *FORMATS[key]) for key in keys if (value := metrics.get(key)) is not None]
+    return [(SHORT_LABELS.get(key, label), write(value)) for key, value, label, write in known]
 
 
 def _table(rows: list[list[Cell]], width: int) -> RenderResult:

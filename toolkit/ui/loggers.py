@@ -56,7 +56,7 @@ class MetricsCSV:
             self.columns = list(dict.fromkeys([*COLUMNS, *known, *more_columns]))
             if wrong := next((name for name in self.columns if not name or set(name) & set(',"\r\n')), None):
                 raise UserError(f"column {wrong!r}: must be a name without commas, quotes and line ends")
-            kept = [self._line(row) for row in rows if float(row["step"]) <= resume_step]
+            kept = [self._line(row) for row in rows if float(row["step"]) <= (resume_step or 0)]
             write_atomic(self.path, b"".join([(",".join(self.columns) + "\n").encode(), *kept]))
             # unbuffered: a row that failed on a full disk must not be written at close
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (open for the duration of the run)
@@ -209,7 +209,7 @@ def _require_package(name: str) -> None:
 def _start_tensorboard(folder: Path, log_args: LogArgs, resume_step: int | None) -> Any:
     from lightning.fabric.loggers import TensorBoardLogger
 
-    purge = {} if resume_step is None else {"purge_step": resume_step + 1}
+    purge: dict[str, Any] = {} if resume_step is None else {"purge_step": resume_step + 1}
     return TensorBoardLogger(folder, name="tensorboard", version="", **purge)
 
 

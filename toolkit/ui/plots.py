@@ -91,10 +91,10 @@ def _draw(training: list[Point], validation: list[Point], rows: list[dict[str, f
     # without pyplot: no window system and no global state, whatever the user's backend
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(8, 4.5), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(8, 4.5), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     axes = figure.add_subplot()
     tokens, losses = [t for t, _ in training], [loss for _, loss in training]
     smoothed = smooth(losses)
@@ -102,14 +102,27 @@ def _draw(training: list[Point], validation: list[Point], rows: list[dict[str, f
     axes.plot(tokens, smoothed, color=SMOOTH, linewidth=2.2, label="training, smoothed")
     if validation:
         style = "o" if len(validation) <= 100 else "-"
-        axes.plot(*zip(*validation, strict=True), style, color=VALIDATION, markeredgecolor="white", zorder=3,
-                  markersize=7.5 if len(validation) <= 20 else 4.5, label="validation")  # fmt: skip
+        axes.plot(
+            *zip(*validation, strict=True),
+            style,
+            color=VALIDATION,
+            markeredgecolor="white",
+            zorder=3,
+            markersize=7.5 if len(validation) <= 20 else 4.5,
+            label="validation",
+        )
     low, high = loss_limits(losses, [loss for t, loss in validation if t > 0])
     axes.set_ylim(low, high)
     if losses[0] > high:
         enters = next(t for t, loss in training if loss <= high)
-        axes.annotate(f"from {losses[0]:.2f}", (enters, high), xytext=(14, -12), textcoords="offset points",
-                      color=QUIET, fontsize=9)  # fmt: skip
+        axes.annotate(
+            f"from {losses[0]:.2f}",
+            (enters, high),
+            xytext=(14, -12),
+            textcoords="offset points",
+            color=QUIET,
+            fontsize=9,
+        )
     _style_axes(axes, last_token=max(t for t, _ in [*training, *validation]))
     axes.set_title(_title(tokens[-1], smoothed[-1], rows), fontsize=11, loc="left", pad=10)
     buffer = io.BytesIO()

@@ -86,7 +86,7 @@ def labeled(
 ) -> list[str]:
     """Return "label value" for each metric of ``table`` in ``metrics``; ``required`` must be among them."""
     assert required is None or required in metrics, f"{required} is not among {sorted(metrics)}"
-    return [f"{label} {write(metrics[key])}" for key, label, write in table if metrics.get(key) is not None]
+    return [f"{label} {write(value)}" for key, label, write in table if (value := metrics.get(key)) is not None]
 
 
 class Pace:

@@ -15,7 +15,7 @@ from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf.files import FORMAT_NAMES
 from toolkit.checkpoints.hf.reader import CONFIG
-from toolkit.checkpoints.merge import MergedWeights, copy_files
+from toolkit.checkpoints.merge import MergedWeights, copy_files, random_tokens, relative_difference
 from toolkit.checkpoints.scratch import SMALL
 from toolkit.checkpoints.store import require_new_folder, write_folder
 from toolkit.data.chat.template import GENERATION_FILE, ChatTemplate
@@ -103,11 +103,8 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     rounded = {name: tensor.to(resolve_weight_dtype(name, exported)).float() for name, tensor in weights.items()}
     native.load_state_dict(rounded, assign=True)
     hf = _load_with_transformers(Path(out_dir))
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, min(config.block_size, 64))
-    tokens = torch.randint(config.vocab_size or config.padded_vocab_size, shape, generator=generator)
-    logits, expected = native.eval()(tokens), hf.eval()(input_ids=tokens).logits
-    return float((logits - expected).abs().max() / expected.abs().max())
+    tokens = random_tokens(config)
+    return relative_difference(native.eval()(tokens), hf.eval()(input_ids=tokens).logits)
 
 
 def require_transformers() -> None:
@@ -233,7 +230,7 @@ def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator
             name, tensor = next(tensors)
             meta = expected[wanted]
             assert (name, tensor.shape, tensor.dtype) == (wanted, meta.shape, meta.dtype), f"{name} is not {wanted}"
-            file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
             nonfinite += nonfinite_tensors({name: tensor})
             if tensor.numel() >= SMALL:
                 del tensor
@@ -251,7 +248,7 @@ def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: 
     ids = {name: _first(name, from_tokenizer, generation, original) for name in ("bos_token_id", "eos_token_id")}
     pad = _first("pad_token_id", *([original] if original else [from_tokenizer, generation]))
     # Written even if None: the default id of some classes is outside a small vocabulary, which they reject.
-    return {**ids, "pad_token_id": pad if isinstance(pad, int) and 0 <= pad < config.padded_vocab_size else None}
+    return {**ids, "pad_token_id": pad if isinstance(pad, int) and 0 <= pad < (config.padded_vocab_size or 0) else None}
 
 
 def _original_config(folder: Path, base: Path | None) -> dict[str, Any]:

@@ -262,7 +262,15 @@ def _hub_errors(repo_id: str, revision: str, hint: str = "") -> Iterator[None]:
 
     # The bases are the errors of the HTTP library, which differs between major versions. hf_xet raises RuntimeError;
     # the others are caused by malformed responses.
-    errors = (HfHubHTTPError, *HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError, KeyError, TypeError)
+    errors: tuple[type[BaseException], ...] = (
+        HfHubHTTPError,
+        *HfHubHTTPError.__bases__,
+        OSError,
+        RuntimeError,
+        ValueError,
+        KeyError,
+        TypeError,
+    )
     try:
         yield
     except UserError:
@@ -297,8 +305,10 @@ def _describe_error(error: BaseException, repo_id: str, revision: str) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    while error := error.__cause__ or error.__context__:
-        yield error
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _endpoint() -> str:

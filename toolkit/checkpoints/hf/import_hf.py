@@ -195,7 +195,7 @@ def _convert_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[bytes | None,
 
 
 def _vocab_size_warning(tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
-    if tokenizer.vocab_size <= config.padded_vocab_size:
+    if tokenizer.vocab_size <= (config.padded_vocab_size or 0):
         return []
     return [
         f"warning: the tokenizer has {tokenizer.vocab_size:,} tokens and the model embeds "
@@ -236,16 +236,13 @@ def resolve_tied_head(found: dict[str, Weight], config: ModelConfig) -> tuple[Mo
     head, embedding = _hf_name(config, _HEAD), _hf_name(config, _EMBEDDING)
     if head not in found:
         return config, []
-    if embedding in found and not _equal(found[head], found[embedding]):
+    a, b = found[head], found.get(embedding)
+    if b is not None and ((a.shape, a.dtype) != (b.shape, b.dtype) or not torch.equal(a.read(), b.read())):
         note = f"warning: {CONFIG} ties {head} and {embedding}, but they differ: imported as untied"
         return dataclasses.replace(config, tie_embeddings=False), [note]
-    found.setdefault(embedding, found[head])
+    found.setdefault(embedding, a)
     del found[head]
     return config, []
-
-
-def _equal(a: Weight, b: Weight) -> bool:
-    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(a.read(), b.read())
 
 
 def _require_compatible(found: dict[str, Weight], config: ModelConfig, hf_dir: Path) -> None:
@@ -282,7 +279,7 @@ def _convert(
     for entry in family_of(config).weight_map(config):
         originals = [found[name].read() for name in entry.hf]
         for name, tensor in zip(entry.native, entry.from_hf(originals), strict=True):
-            wanted = resolve_weight_dtype(name, dtype)
+            wanted = resolve_weight_dtype(name, dtype) or dtype
             if tensor.dtype != wanted or all(tensor is not original for original in originals):
                 tensor = empty_on_disk(tensor.shape, wanted, beside).copy_(tensor)
             weights[name] = tensor

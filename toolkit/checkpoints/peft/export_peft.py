@@ -32,6 +32,7 @@ from toolkit.checkpoints.peft.layers import (
 )
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
+from toolkit.errors import UserError
 from toolkit.models.families import MULTIMODAL
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.lora import add_lora, initial_magnitude
@@ -72,9 +73,11 @@ def export_peft(
 
     Raises:
         UserError: the adapters cannot be read, the base is a different checkpoint, base_checkpoint_dir is not a
-            checkpoint, out_dir is not empty, or the disk is full.
+            checkpoint, base_model is a path that does not exist, out_dir is not empty, or the disk is full.
     """
     require_new_folder(out_dir)
+    if base_model is not None and base_model.startswith(("./", "../", "/")) and not Path(base_model).is_dir():
+        raise UserError(f"--base_model {base_model}: no such folder; give a Hugging Face folder or a name on the hub")
     info, config = read_adapter_info(checkpoint_dir), replace(read_model_config(checkpoint_dir), tie_embeddings=False)
     if is_checked := base_checkpoint_dir is not None or (info.base / WEIGHTS).exists():
         info = read_adapter(checkpoint_dir, base_checkpoint_dir)

@@ -349,7 +349,7 @@ def _part_to_native(layer: Layer, i: int, tensor: Tensor, outs: list[int]) -> Te
 
 def _require_adapter(given: dict[str, Tensor], module: str, out: int, adapter: Adapter, r: int, folder: Path) -> None:
     in_features = adapter.A.size(1)
-    wanted = {"lora_A": (r, in_features), "lora_B": (out, r)}
+    wanted: dict[str, tuple[int, ...]] = {"lora_A": (r, in_features), "lora_B": (out, r)}
     if hasattr(adapter, "magnitude"):
         wanted["lora_magnitude_vector"] = (out,)
     for kind, shape in wanted.items():

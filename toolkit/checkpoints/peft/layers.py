@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
@@ -78,7 +78,7 @@ class Layer:
         found = []
         for name, (last, rows) in zip(self.names, self.rows.items(), strict=True):
             layer = model.get_submodule(name)
-            for part, adapter in layer.lora.items() if isinstance(layer, LoRALinear) else ():
+            for part, adapter in zip(layer.lora, layer.adapters, strict=True) if isinstance(layer, LoRALinear) else ():
                 of_part = rows[adapter.rows.start : adapter.rows.stop]
                 part_name = last if self.is_fused_in_hf else part
                 found.append(PlacedAdapter(f"{name}.lora.{part}", part_name, of_part, adapter))
@@ -110,9 +110,9 @@ def linear_layers(config: ModelConfig) -> list[Layer]:
     model, layers = model_on_meta(config), []
     for entry in family_of(config).weight_map(config):
         names = tuple(name.rpartition(".")[0] for name in entry.native)
-        parts = [model.get_submodule(name) for name in names]
-        if entry.native[0].endswith(".weight") and all(isinstance(part, torch.nn.Linear) for part in parts):
-            layers.append(Layer(names, tuple(part.out_features for part in parts), entry))
+        sizes = [part.out_features for name in names if isinstance(part := model.get_submodule(name), nn.Linear)]
+        if entry.native[0].endswith(".weight") and len(sizes) == len(names):
+            layers.append(Layer(names, tuple(sizes), entry))
     return layers
 
 

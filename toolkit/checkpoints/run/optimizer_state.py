@@ -11,6 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ from toolkit.checkpoints.run.sharded import ShardReader
 from toolkit.checkpoints.scratch import SMALL
 from toolkit.checkpoints.weights import canonical_name
 from toolkit.distributed import ranks
-from toolkit.distributed.fsdp import local_parts
 from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.distributed.private_torch import local_parts
 from toolkit.errors import UserError
 
 SEPARATOR = "|"  # in names of sharded tensors: parameter|key
@@ -153,7 +154,7 @@ def _shard_entries(values: Any, file: Path, folder: Path) -> dict[str, dict[str,
     reader = ShardReader(folder)
     flat: dict[str, Any] = dict(values)
     for name, (shape, dtype) in reader.tensors.items():
-        flat[name] = _LazyTensor(shape, dtype, lambda start, stop, name=name: reader.read(name, start, stop))
+        flat[name] = _LazyTensor(shape, dtype, partial(reader.read, name))
     entries: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
         parameter, _, key = name.rpartition(SEPARATOR)
@@ -291,7 +292,8 @@ def _kind(value: Any) -> str:
         return "a number"
     if isinstance(value, _LazyTensor | Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return {str: "a string", dict: "a dictionary", list: "a list", tuple: "a list"}.get(type(value), f"{value!r:.50}")
+    kinds: dict[type, str] = {str: "a string", dict: "a dictionary", list: "a list", tuple: "a list"}
+    return kinds.get(type(value), f"{value!r:.50}")
 
 
 def _list_of_names(value: Any, file: Path) -> list[str]:

@@ -35,7 +35,7 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
     except OSError as error:
         what = "is a file" if os.path.isfile(out_dir) else error.strerror
         raise UserError(f"--out_dir {out_dir}: {what}; give a folder that can be read and written") from error
-    known = {"false": False, "true": True, "auto": "auto"}
+    known: dict[str, bool | str] = {"false": False, "true": True, "auto": "auto"}
     resume = known.get(resume.lower(), resume) if isinstance(resume, str) else resume
     if resume is False:
         _require_unused(out_dir, "--resume auto continues it, another --out_dir starts a new run")

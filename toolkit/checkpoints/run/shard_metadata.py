@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -87,9 +87,17 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
+def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return shape, dtype and chunks of each tensor; :func:`read_metadata` refuses everything else."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
 def _metadata(record: _Record) -> Metadata:
     """Build torch's metadata from the record."""
-    tensors = {str(name): _tensor(name, value) for name, value in record.fields["state_dict_metadata"].items()}
+    tensors: dict[str, STORAGE_TYPES] = {
+        str(name): _tensor(name, value) for name, value in record.fields["state_dict_metadata"].items()
+    }
     storage = {}
     for index, info in record.fields["storage_data"].items():
         if info.fields.get("transform_descriptors"):
@@ -113,21 +121,21 @@ def _tensor(name: str, record: _Record) -> TensorStorageMetadata:
 def _required_sizes(metadata: Metadata) -> dict[str, int]:
     """Check that the chunks cover their tensors; return {file: minimum size in bytes}."""
     required_sizes: dict[str, int] = {}
-    for name, tensor in metadata.state_dict_metadata.items():
+    for name, tensor in stored_tensors(metadata).items():
         for chunk in tensor.chunks:
             place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
             place.shape = chunk.sizes  # expected shape, compared on reading
             bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
             if not all(0 <= offset <= offset + size <= dim for offset, size, dim in bounds):
                 raise ValueError(f"a chunk outside {name}")
-            if place.offset < 0 or place.length < math.prod(chunk.sizes) * tensor.properties.dtype.itemsize:
+            if place.offset < 0 or place.length < chunk.sizes.numel() * tensor.properties.dtype.itemsize:
                 raise ValueError(f"a chunk of {name} that is too short")
             required_sizes[place.relative_path] = max(
                 required_sizes.get(place.relative_path, 0), place.offset + place.length
             )
         if len({chunk.offsets for chunk in tensor.chunks}) != len(tensor.chunks):
             raise ValueError(f"overlapping chunks of {name}")
-        if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
+        if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
             raise UserError(f"its {_METADATA} covers only a part of {name!r:.100}; copy it again")
     return required_sizes
 
@@ -141,6 +149,6 @@ def _check_file(folder: Path, name: str, end: int) -> None:
     except (OSError, ValueError):  # too long a name, or a NUL in it
         size = None
     if size is None:
-        raise UserError(f"{folder}: its shard {shown} is missing; copy the whole folder again")
+        raise UserError(f"{folder}: its shard {shown} is missing; copy the complete folder again")
     if size < end:
         raise UserError(f"{folder}: its shard {shown} is cut short, {size:,} of {end:,} bytes; copy it again")

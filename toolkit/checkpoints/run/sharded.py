@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.futures import Future
 
-from toolkit.checkpoints.run.shard_metadata import read_metadata
+from toolkit.checkpoints.run.shard_metadata import read_metadata, stored_tensors
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.torch_zip import FileSlice, describe_load_error, require_uncompressed_zip
 from toolkit.distributed.memory import give_back_freed_memory
@@ -94,7 +94,7 @@ def read_sharded(folder: Path) -> dict[str, Tensor]:
     folder = Path(folder)
     metadata = read_metadata(folder)
     tensors = {}
-    for name, tensor in metadata.state_dict_metadata.items():
+    for name, tensor in stored_tensors(metadata).items():
         tensors[name] = empty_on_disk(tensor.size, tensor.properties.dtype, folder)
         _read({name: tensors[name]}, folder, metadata, no_dist=True)
     return tensors
@@ -111,9 +111,8 @@ class ShardReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._metadata = Path(folder), read_metadata(Path(folder))
-        self.tensors = {
-            name: (tensor.size, tensor.properties.dtype) for name, tensor in self._metadata.state_dict_metadata.items()
-        }
+        self._stored = stored_tensors(self._metadata)
+        self.tensors = {name: (tensor.size, tensor.properties.dtype) for name, tensor in self._stored.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements ``start`` to ``stop`` of a flattened tensor, reading only shards that contain them.
@@ -126,7 +125,7 @@ class ShardReader:
         per_row = max(1, size[1:].numel())
         first, last = start // per_row, -(-stop // per_row)
         rows = torch.empty((last - first, *size[1:]), dtype=dtype)
-        for chunk in self._metadata.state_dict_metadata[name].chunks:
+        for chunk in self._stored[name].chunks:
             (row, *offsets), (n_rows, *sizes) = chunk.offsets or (0,), chunk.sizes or (1,)
             begin, end = max(first, row), min(last, row + n_rows)
             if begin < end:
@@ -162,7 +161,7 @@ class _Reader(dcp.FileSystemReader):
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
-        self._checked_metadata = metadata
+        self._folder, self._checked_metadata = folder, metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._checked_metadata
@@ -172,7 +171,7 @@ class _Reader(dcp.FileSystemReader):
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
-            with _translate_errors(self.path / name), open_regular(self.path / name) as file:
+            with _translate_errors(self._folder / name), open_regular(self._folder / name) as file:
                 for item in items:
                     self._read_chunk(file, item, planner)
                     if item.lengths.numel() >= SMALL:
@@ -190,8 +189,10 @@ class _Reader(dcp.FileSystemReader):
         planner.commit_tensor(item, target)
 
     def load_chunk(self, file: IO[bytes], place: Any, name: object) -> Tensor:
-        require_uncompressed_zip(FileSlice(file, place.offset, place.length), self.path / place.relative_path)
-        chunk = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
+        part = FileSlice(file, place.offset, place.length)
+        require_uncompressed_zip(part, self._folder / place.relative_path)
+        part.seek(0)
+        chunk = torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
         if type(chunk) is not Tensor or chunk.layout != torch.strided or chunk.shape != place.shape:
             raise ValueError(f"{name} does not match the metadata")
         return chunk
@@ -240,7 +241,7 @@ def _check_on_all_ranks(check: Callable[[], Metadata]) -> Metadata:
 
 def _require_tensors(tensors: dict[str, Tensor], folder: Path) -> Metadata:
     metadata = read_metadata(folder)
-    saved = metadata.state_dict_metadata
+    saved = stored_tensors(metadata)
     wrong = [f"missing {name}" for name in tensors if name not in saved]
     wrong += [
         f"{name} is {tuple(saved[name].size)}, not {tuple(tensor.size())}"

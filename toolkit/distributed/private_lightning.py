@@ -1,0 +1,72 @@
+"""Private APIs of Lightning, all in this file. Tried with Lightning 2.6.6; each has no public equivalent."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from torch import nn
+
+from toolkit.distributed import ranks
+from toolkit.distributed.private_torch import restore_gradient_dtypes
+from toolkit.distributed.shutdown import PARENT, children, wait_for_children
+
+
+class LauncherMixin(ParallelStrategy):
+    """For Fabric's multi-process strategies: launches processes without creating the process group.
+
+    Fabric creates the group at launch, before the data is prepared, and a strategy has no public way to set its
+    launcher.
+    """
+
+    def _configure_launcher(self) -> None:
+        strategy: Any = self
+        self._launcher = _Launcher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+
+    def setup_environment(self) -> None:
+        ParallelStrategy.setup_environment(self)
+        strategy: Any = self
+        strategy._set_world_ranks()
+
+    def setup_module(self, module: nn.Module) -> Any:
+        wrapped = super().setup_module(module)
+        ranks.set_timeout(ranks.timeout())  # new groups start with torch's default timeout
+        return wrapped
+
+
+class _Launcher(_SubprocessScriptLauncher):
+    """Fabric's subprocess launcher, which starts the same command once per device, without its process monitor.
+
+    Fabric's monitor kills the run as soon as a process exits with an error, even after saving a checkpoint.
+    """
+
+    def launch(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            os.environ[PARENT] = str(os.getpid())
+            self.procs = children
+            atexit.register(wait_for_children)  # the command ends after all its processes
+            self._call_children_scripts()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+
+class AccumulateInFP32(_BackwardSyncControl):
+    """Defers FSDP's gradient reduction to the last micro-batch and accumulates in fp32."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        return _accumulate(module) if enabled else nullcontext()
+
+
+@contextmanager
+def _accumulate(module: Any) -> Iterator[None]:
+    with module.no_sync():
+        yield
+    restore_gradient_dtypes(module)

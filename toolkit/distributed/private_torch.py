@@ -1,0 +1,56 @@
+"""Private APIs of torch, all in this file. Tried with torch 2.13; each has no public equivalent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+
+def set_group_timeouts(seconds: float) -> None:
+    """Set the timeout of collectives in all process groups: torch has no public list of them."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        group.set_timeout(timedelta(seconds=seconds))
+
+
+def tensor_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the norm of each tensor: the fastest pass that propagates NaN and Inf, which clipping uses too."""
+    return torch._foreach_norm(list(tensors))
+
+
+def local_parts(module: nn.Module) -> dict[int, tuple[torch.Size, int]]:
+    """Return the unsharded shape and the local start index of each parameter that FSDP may shard, by ``id``.
+
+    The index counts elements of the flattened parameter; the local length is the parameter's own. Empty without FSDP.
+    torch's functions for state dicts know these shards, but hold two copies of the optimizer state on loading.
+    """
+    flat_params: list[Any] = [handle.flat_param for handle in _handles(module)]
+    return {
+        id(parameter): (shape, info.intra_param_start_idx or 0)
+        for flat in flat_params
+        for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)
+    }
+
+
+def restore_gradient_dtypes(module: nn.Module) -> None:
+    """Cast the gradients that FSDP accumulated without synchronization to the dtype of their parameters.
+
+    ``no_sync`` accumulates in the unit's compute dtype; a 16-bit sum loses small gradients.
+    """
+    for handle in _handles(module):
+        gradient = handle.flat_param.grad
+        if gradient is not None and gradient.dtype != handle._orig_param_dtype:
+            gradient.data = gradient.to(handle._orig_param_dtype)
+            handle._use_unsharded_grad_views()  # otherwise parameters keep views of the old tensor
+
+
+def _handles(module: nn.Module) -> list[Any]:
+    """Return the objects that hold the flattened parameters of FSDP's units."""
+    from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import
+
+    units = FullyShardedDataParallel.fsdp_modules(module)
+    return [unit._handle for unit in units if unit._handle is not None]
