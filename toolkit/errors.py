@@ -57,6 +57,16 @@ def is_settled(error: BaseException | None) -> bool:
     return getattr(error, "is_settled", False)
 
 
+def require_option(ok: bool, name: str, value: object, hint: str) -> None:
+    """Check the value of an option; ``name`` may be dotted, and ``hint`` gives the valid values or the fix.
+
+    Raises:
+        UserError: ``ok`` is false.
+    """
+    if not ok:
+        raise UserError(f"--{name} {value}: {hint}")
+
+
 def one_line(text: object) -> str:
     """Return a text, such as another library's error, on one line."""
     return " ".join(str(text).split())

@@ -45,14 +45,13 @@ def setup(
     """
     import sys
 
-    from toolkit.errors import UserError
+    from toolkit.errors import UserError, require_option
     from toolkit.inference.chat import Conversation, find_template
     from toolkit.inference.load import load_checkpoint
     from toolkit.inference.sampling import check_sampling
 
     check_sampling(temperature, top_k, top_p)
-    if max_new_tokens <= 0:
-        raise UserError(f"--max_new_tokens {max_new_tokens}: must be greater than zero")
+    require_option(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be greater than zero")
     loaded = load_checkpoint(
         checkpoint_dir,
         base_checkpoint_dir=base_checkpoint_dir,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from toolkit.config import Precision
 from toolkit.data import DataModule, PreparedData
+from toolkit.errors import require_option
 
 
 @dataclass
@@ -86,10 +87,10 @@ def setup(
     }  # fmt: skip
     require_effect(tasks, text_options, task_options)
     if trust_checkpoint_data is not None and not isinstance(data, OfRun):
-        require(False, "trust_checkpoint_data", trust_checkpoint_data, "has no effect with --data; leave it out")
+        require_option(False, "trust_checkpoint_data", trust_checkpoint_data, "has no effect with --data; leave it out")
     for name, value in {"micro_batch_size": micro_batch_size, "eval.max_iters": eval.max_iters, "limit": limit}.items():
-        require(value is None or value > 0, name, value, "must be greater than zero")
-    require(num_fewshot is None or num_fewshot >= 0, "num_fewshot", num_fewshot, "must not be negative")
+        require_option(value is None or value > 0, name, value, "must be greater than zero")
+    require_option(num_fewshot is None or num_fewshot >= 0, "num_fewshot", num_fewshot, "must not be negative")
 
     from toolkit.training.evaluate import evaluate, evaluate_tasks, open_checkpoint
 
@@ -120,14 +121,7 @@ def require_effect(tasks: str | None, text_options: dict[str, Any], task_options
     given = task_options if tasks is None else text_options
     why = "requires --tasks" if tasks is None else "has no effect with --tasks"
     for name, value in given.items():
-        require(value is None, name, value, f"{why}; leave it out")
-
-
-def require(ok: bool, name: str, value: Any, hint: str) -> None:
-    from toolkit.errors import UserError
-
-    if not ok:
-        raise UserError(f"--{name} {value}: {hint}")
+        require_option(value is None, name, value, f"{why}; leave it out")
 
 
 def print_tasks(result: dict[str, Any], format: str) -> None:

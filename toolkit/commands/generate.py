@@ -40,13 +40,12 @@ def setup(
 
     import torch
 
-    from toolkit.errors import UserError
+    from toolkit.errors import UserError, require_option
     from toolkit.inference.generate import generate
     from toolkit.inference.load import load_checkpoint
     from toolkit.inference.text import TextStream, require_embedded, stop_tokens
 
-    if num_samples <= 0:
-        raise UserError(f"--num_samples {num_samples}: must be greater than zero")
+    require_option(num_samples > 0, "num_samples", num_samples, "must be greater than zero")
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()

@@ -28,12 +28,10 @@ def setup(
 
     from toolkit.data.inspection import inspect_rows
     from toolkit.data.tokenizer import Tokenizer
-    from toolkit.errors import UserError
+    from toolkit.errors import require_option
 
-    if max_seq_length <= 0:
-        raise UserError(f"--max_seq_length {max_seq_length}: must be greater than zero")
-    if num_samples < 0:
-        raise UserError(f"--num_samples {num_samples}: must not be negative")
+    require_option(max_seq_length > 0, "max_seq_length", max_seq_length, "must be greater than zero")
+    require_option(num_samples >= 0, "num_samples", num_samples, "must not be negative")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
     prepared = data.prepare(
         tokenizer=tokenizer, max_seq_length=max_seq_length, report=lambda line: print(line, file=sys.stderr)

@@ -14,9 +14,8 @@ def setup(data: DataModule = PythonStdlib(), max_seq_length: int = 256, tokenize
         tokenizer_dir: A folder with a tokenizer.json; without it TextFiles and PythonStdlib train their own.
     """
     from toolkit.data.tokenizer import Tokenizer
-    from toolkit.errors import UserError
+    from toolkit.errors import require_option
 
-    if max_seq_length <= 0:
-        raise UserError(f"--max_seq_length {max_seq_length}: must be greater than zero")
+    require_option(max_seq_length > 0, "max_seq_length", max_seq_length, "must be greater than zero")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
     data.prepare(tokenizer=tokenizer, max_seq_length=max_seq_length)

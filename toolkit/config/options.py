@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from toolkit.errors import UserError
+from toolkit.errors import require_option
 
 Accelerator = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
@@ -19,21 +19,16 @@ Auto = Literal["auto"]
 AUTO: Auto = "auto"
 
 
-def _require(ok: bool, flag: str, value: Any, hint: str) -> None:
-    if not ok:
-        raise UserError(f"--{flag} {value}: {hint}")
-
-
 def _positive(group: str, args: Any, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
-        _require(value in (None, AUTO) or value > 0, f"{group}.{name}", value, "must be greater than zero")
+        require_option(value in (None, AUTO) or value > 0, f"{group}.{name}", value, "must be greater than zero")
 
 
 def _not_negative(group: str, args: Any, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
-        _require(value in (None, AUTO) or value >= 0, f"{group}.{name}", value, "must not be negative")
+        require_option(value in (None, AUTO) or value >= 0, f"{group}.{name}", value, "must not be negative")
 
 
 @dataclass
@@ -97,11 +92,11 @@ class TrainArgs:
         )  # fmt: skip
         _not_negative("train", self, "lr_warmup_steps", "min_lr", "max_norm", "save_interval", "keep_last")
         fraction = self.lr_warmup_fraction
-        _require(
+        require_option(
             fraction is None or 0 <= fraction < 1,
             "train.lr_warmup_fraction", fraction, "must be at least 0 and less than 1",
         )  # fmt: skip
-        _require(
+        require_option(
             fraction is None or self.lr_warmup_steps is None,
             "train.lr_warmup_fraction", fraction, "give either this or --train.lr_warmup_steps, not both",
         )  # fmt: skip
@@ -170,7 +165,7 @@ class OptimizerArgs:
     def __post_init__(self) -> None:
         _not_negative("optimizer", self, "weight_decay")
         _positive("optimizer", self, "eps")
-        _require(
+        require_option(
             self.betas is None or all(0 <= b < 1 for b in self.betas),
             "optimizer.betas", self.betas, "must be two numbers from 0 (inclusive) to 1 (exclusive)",
         )  # fmt: skip

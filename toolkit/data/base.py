@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from toolkit.errors import UserError
+from toolkit.errors import require_option
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
@@ -92,8 +92,7 @@ class DataModule(ABC):
 
 def require(ok: bool, name: str, value: Any, hint: str) -> None:
     """Raise a UserError about the option ``--data.<name>`` unless ``ok``."""
-    if not ok:
-        raise UserError(f"--data.{name} {value}: {hint}")
+    require_option(ok, f"data.{name}", value, hint)
 
 
 def require_text_options(module: Any) -> None:

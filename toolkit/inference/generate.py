@@ -11,7 +11,7 @@ from torch import Tensor
 
 from toolkit.distributed import ranks
 from toolkit.distributed.device import without_cudnn_attention
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 from toolkit.inference.kv_cache import KVCache
 from toolkit.inference.sampling import check_sampling, sample
 
@@ -59,8 +59,7 @@ def generate(
         GuardError: The logits contain NaN or Inf.
     """
     check_sampling(temperature, top_k, top_p)
-    if max_new_tokens <= 0:
-        raise UserError(f"--max_new_tokens {max_new_tokens}: must be greater than zero")
+    require_option(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be greater than zero")
     length, limit = prompt_ids.numel(), model.config.block_size
     if length == 0:
         raise UserError("--prompt: is empty; provide at least one token")

@@ -5,19 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit.errors import GuardError, UserError
+from toolkit.errors import GuardError, require_option
 
 MIN_TEMPERATURE = 1e-6  # below it sampling is greedy, and fp32 would overflow
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
     """Raise UserError for settings out of range."""
-    if not 0 <= temperature < float("inf"):
-        raise UserError(f"--temperature {temperature}: must not be negative; 0 is greedy")
-    if top_k is not None and top_k < 0:
-        raise UserError(f"--top_k {top_k}: must not be negative; 0 disables it")
-    if not 0 < top_p <= 1:
-        raise UserError(f"--top_p {top_p}: must be greater than 0 and at most 1; 1 disables it")
+    in_range = 0 <= temperature < float("inf")
+    require_option(in_range, "temperature", temperature, "must not be negative; 0 is greedy")
+    require_option(top_k is None or top_k >= 0, "top_k", top_k, "must not be negative; 0 disables it")
+    require_option(0 < top_p <= 1, "top_p", top_p, "must be greater than 0 and at most 1; 1 disables it")
 
 
 def sample(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from toolkit.checkpoints.hf.import_hf import import_hf, read_hf_config, write_origin
-from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE, quantized_bits
+from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE, quantized_bits, read_index
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.store import disk_full_reason, require_new_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
@@ -120,10 +120,8 @@ def _select_files(snapshot: Snapshot, folder: Path) -> list[str]:
     if CONFIG not in sizes:
         raise UserError(f"{where}: holds no {CONFIG}; give the repository of a Hugging Face model")
     _fetch(snapshot, [CONFIG], folder)
-    try:
+    with _name_repository(where, folder):
         read_hf_config(folder, name=snapshot.repo_id)
-    except UserError as error:
-        raise UserError(f"{where}: {str(error).replace(f'hf_dir {folder}: ', '').replace(f'{folder}/', '')}") from error
     if SINGLE in sizes:
         weights = [SINGLE]
     elif INDEX in sizes:
@@ -133,22 +131,26 @@ def _select_files(snapshot: Snapshot, folder: Path) -> list[str]:
     return [CONFIG, *sorted(name for name in sizes if _is_tokenizer_file(name)), *weights]
 
 
+@contextmanager
+def _name_repository(where: str, folder: Path) -> Iterator[None]:
+    """Name the repository instead of the temporary folder in error messages."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {str(error).replace(f'hf_dir {folder}: ', '').replace(f'{folder}/', '')}") from error
+
+
 def _is_tokenizer_file(name: str) -> bool:
     return any(name.count("/") == pattern.count("/") and fnmatch(name, pattern) for pattern in FILE_PATTERNS)
 
 
 def _shards(snapshot: Snapshot, folder: Path) -> list[str]:
     _fetch(snapshot, [INDEX], folder)
-    where = f"repo_id {snapshot.repo_id}: {INDEX}"
-    try:
-        shards = sorted(set(read_json_object(folder / INDEX)["weight_map"].values()))
-        wrong = next((name for name in shards if "/" in name or not name.endswith(".safetensors")), None)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{where}: holds no weight_map of names to files; try another --revision") from error
-    if wrong:
-        raise UserError(f"{where}: points to {wrong!r:.200}, which is not a safetensors file beside it")
+    where = f"repo_id {snapshot.repo_id}"
+    with _name_repository(where, folder):
+        shards = sorted(set(read_index(folder / INDEX).values()))
     if missing := [name for name in shards if name not in snapshot.sizes]:
-        raise UserError(f"{where}: {missing[0]!r:.200} is not in the repository; try another --revision")
+        raise UserError(f"{where}: {INDEX}: {missing[0]!r:.200} is not in the repository; try another --revision")
     return shards
 
 

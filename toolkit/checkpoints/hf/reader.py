@@ -35,7 +35,7 @@ def find_weights(hf_dir: Path) -> dict[str, Weight]:
             files = [single]
             break
         if (hf_dir / index).is_file():
-            where = _read_index(hf_dir / index)
+            where = read_index(hf_dir / index)
             files = sorted(set(where.values()))
             break
     else:
@@ -73,7 +73,12 @@ def quantized_bits(config_json: dict[str, Any]) -> float | None:
     return None if fp8.block_size(config_json) is None else fp8.BITS
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
+    """Read an index of weights: {name: file beside it}.
+
+    Raises:
+        UserError: it cannot be read, or names a file elsewhere.
+    """
     where = read_json_object(path).get("weight_map")
     if not (isinstance(where, dict) and where and all(isinstance(file, str) for file in where.values())):
         raise UserError(f"{path}: holds no weight_map of names to files; copy or download it again")

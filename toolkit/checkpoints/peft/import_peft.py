@@ -29,7 +29,7 @@ from toolkit.models.gpt import model_on_meta
 from toolkit.models.lora import add_lora, attention_rows
 from toolkit.models.lora_config import PARTS, LoRAConfig
 from toolkit.models.lora_layers import Adapter
-from toolkit.untrusted import read_json
+from toolkit.untrusted import read_json_object
 
 # Unsupported settings of peft, with their neutral values.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -133,13 +133,10 @@ def _is_same_model(named: str, base: Path) -> bool | None:
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / SETTINGS
-    try:
-        settings = read_json(path)
-    except FileNotFoundError as error:
-        raise UserError(f"--from_peft {folder}: holds no {SETTINGS}; give a folder that peft wrote") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
-    if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
+    if not path.is_file():
+        raise UserError(f"--from_peft {folder}: holds no {SETTINGS}; give a folder that peft wrote")
+    settings = read_json_object(path)
+    if settings.get("peft_type") != "LORA":
         raise UserError(f"{path}: peft_type must be LORA; other adapters are not supported")
     for name, neutral in _UNSUPPORTED.items():
         if name in settings and settings[name] not in neutral:
