@@ -1,6 +1,7 @@
 """Commands as real processes, with several ranks and nodes."""
 
 import atexit
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -118,6 +119,7 @@ def run_command(arguments: list[str], environ: dict[str, str], out: Connection, 
     os.environ |= environ
     sys.argv = [str(Path(sys.executable).with_name("toolkit")), *arguments]  # the processes of other ranks repeat it
     sys.modules["__main__"].__spec__ = None
+    multiprocessing.set_start_method(None, force=True)  # the platform's own, not this process's
     code = cli.main(arguments)
     atexit._run_exitfuncs()
     sys.exit(code)
