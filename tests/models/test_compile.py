@@ -55,12 +55,23 @@ def count_graphs(model: GPT, calls: Iterable[tuple[int, bool]], longest_ragged: 
     return graphs
 
 
-@pytest.mark.parametrize(("calls", "longest"), [(FIXED, 0), (RAGGED, 30)], ids=["fixed", "ragged"])
-def test_equivalent_blocks_share_a_graph(calls, longest):
+@pytest.mark.parametrize(
+    ("changes", "is_packed", "is_ragged"),
+    [
+        ({}, False, False),
+        ({}, False, True),
+        (GEMMA2, False, True),
+        ({}, True, False),
+        pytest.param(GEMMA2, False, False, marks=pytest.mark.slow),
+        pytest.param({}, True, True, marks=pytest.mark.slow),
+    ],
+    ids=["fixed", "ragged", "gemma2-ragged", "packed-fixed", "gemma2-fixed", "packed-ragged"],
+)
+def test_equivalent_blocks_share_a_graph(changes, is_packed, is_ragged):
     """One graph each for training and validation per type of layer, for rows of any length."""
-    assert count_graphs(small("llama", n_layer=4), calls, longest) == 2
-    assert count_graphs(small("llama", **GEMMA2), calls, longest) == 4
-    assert count_graphs(small("llama", n_layer=4), calls, longest, packed=True) == 2
+    calls, longest = (RAGGED, 30) if is_ragged else (FIXED, 0)
+    model = small("llama", **({"n_layer": 4} | changes))
+    assert count_graphs(model, calls, longest, is_packed) == (4 if changes else 2)
 
 
 def test_rows_around_window_and_original_context_share_a_graph():
