@@ -99,5 +99,5 @@ def did_you_mean(
     """
     similarity = {k: difflib.SequenceMatcher(None, compared(k), name.lower()).ratio() for k in known}
     least = max([cutoff, *(s - margin for s in similarity.values())])
-    near = sorted((k for k, s in similarity.items() if s >= least), key=similarity.__getitem__, reverse=True)[:count]
-    return f"; did you mean {' or '.join(map(show, near))}?" if near else ""
+    near = sorted((k for k, s in similarity.items() if s >= least), key=lambda k: (similarity[k], k), reverse=True)
+    return f"; did you mean {' or '.join(map(show, near[:count]))}?" if near else ""
