@@ -40,15 +40,6 @@ LIGHT = [
     "toolkit.models.config_checks",
     "toolkit.models.families", "toolkit.data", "toolkit.ui", *(module for module, *_ in COMMANDS.values()),
 ]  # fmt: skip
-# To be removed; nothing may be added.
-KNOWN_CIRCLES = [
-    {
-        "toolkit.training.callbacks", "toolkit.training.callbacks.base", "toolkit.training.callbacks.best",
-        "toolkit.training.callbacks.console", "toolkit.training.callbacks.defaults",
-        "toolkit.training.callbacks.metrics", "toolkit.training.callbacks.replicas",
-        "toolkit.training.callbacks.samples", "toolkit.training.run_state", "toolkit.training.trainer",
-    },
-]  # fmt: skip
 HEAVY = {"torch", "lightning", "litdata", "transformers", "tokenizers", "numpy", "rich"}
 
 
@@ -151,11 +142,7 @@ def import_circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
 
 def test_no_circular_imports():
     graph = import_graph({module_name(f): (f.read_text(encoding="utf-8"), f.name == "__init__.py") for f in FILES})
-    circles = import_circles(graph)
-    new = [sorted(circle) for circle in circles if not any(circle <= known for known in KNOWN_CIRCLES)]
-    assert not new, "share what both need in a third module, or pass it as an argument"
-    removed = [sorted(known) for known in KNOWN_CIRCLES if not any(circle <= known for circle in circles)]
-    assert not removed, "delete these from KNOWN_CIRCLES"
+    assert not import_circles(graph), "share what both need in a third module, or pass it as an argument"
 
 
 def test_circular_imports_are_detected():

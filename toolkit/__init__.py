@@ -1,7 +1,7 @@
 """toolkit: pretrain language models with Lightning Fabric.
 
-From Python: ``toolkit.train`` and ``toolkit.load``, see :mod:`toolkit.api`. Nothing heavy is imported before it is
-used.
+From Python: ``toolkit.train``, ``finetune``, ``generate`` and ``load``, see :mod:`toolkit.api`. Nothing heavy is
+imported before it is used.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.api import TrainResult, load, memory_stats, train
+    from toolkit.api import TrainResult, finetune, generate, load, memory_stats, train
     from toolkit.distributed.ranks import barrier, rank_print
     from toolkit.models.config import ModelConfig
     from toolkit.models.gpt import GPT
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["GPT", "Callback", "ModelConfig", "TrainResult", "barrier", "load", "memory_stats", "rank_print", "train"]
+__all__ = [
+    "GPT", "Callback", "ModelConfig", "TrainResult", "barrier", "finetune", "generate", "load", "memory_stats",
+    "rank_print", "train",
+]  # fmt: skip
 
 # Must be set before torch starts its threads. They wait for each other by spinning, by default for so long that
 # training became eight times slower beside another busy process (two cores, one of them taken). Ten thousand turns cost

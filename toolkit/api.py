@@ -16,25 +16,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.folder import find_checkpoint_dir, load_model, require_intact_model
 from toolkit.checkpoints.store import FINAL
-from toolkit.commands.pretrain import setup
-from toolkit.config import PRETRAIN
+from toolkit.commands import finetune_full, finetune_lora, pretrain
+from toolkit.config import AUTO, Command
 from toolkit.config.command import as_mapping, parse_object
 from toolkit.data.base import DataModule
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.distributed import ranks
-from toolkit.distributed.device import DTYPES, count_devices, pick_accelerator
+from toolkit.distributed.device import DTYPES
 from toolkit.distributed.signals import handlers_restored
-from toolkit.distributed.world import detect_world
 from toolkit.errors import PeerShutdownError, UserError, did_you_mean
+from toolkit.inference.generate import generate as generate_tokens
+from toolkit.inference.load import load_checkpoint
+from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
 from toolkit.paths import require_local
-from toolkit.planning.run_args import RunArgs
+from toolkit.planning.run_args import RunArgs, run_args
 from toolkit.training.callbacks import Callback
-from toolkit.training.run import run_training
+from toolkit.training.run import detect_devices, run_training
 from toolkit.training.state import read_meta
 from toolkit.training.throughput import peak_memory_gb
 from toolkit.ui.loggers import read_metrics
@@ -66,14 +70,16 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str | None = None,
     verify_checkpoint: bool = True,
+    base_checkpoint_dir: str | Path | None = None,
 ) -> GPT:
-    """Load the model of a checkpoint folder.
+    """Load the model of a checkpoint folder; for a LoRA checkpoint the base with unmerged adapters.
 
     Args:
         checkpoint_dir: A folder, or the name of one below ``checkpoints/``.
         device: Where the weights go.
         dtype: Their type: torch's, or "fp32", "bf16", "fp16"; that of the file when not given.
         verify_checkpoint: Compare files with their checksums first; false also reads edited files.
+        base_checkpoint_dir: Base model of the adapters; the path recorded in training when not given.
 
     Raises:
         UserError: there is no such folder, or its weights do not fit its configuration.
@@ -83,10 +89,80 @@ def load(
             raise UserError(f"dtype {dtype}: must be one of {', '.join(_DTYPES)}{did_you_mean(dtype, _DTYPES)}")
         dtype = _DTYPES[dtype]
     require_local("checkpoint_dir", checkpoint_dir)
+    require_local("base_checkpoint_dir", base_checkpoint_dir)
     folder = find_checkpoint_dir(checkpoint_dir)
+    require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
     if verify_checkpoint:
-        require_intact_model(folder)
-    return load_model(folder, device, dtype)
+        require_intact_model(folder, base_checkpoint_dir)
+    return load_model(folder, device, dtype, base_checkpoint_dir)
+
+
+def generate(
+    model: str | Path | GPT,
+    prompt: str,
+    *,
+    max_new_tokens: int = 50,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float = 1.0,
+    num_samples: int = 1,
+    seed: int = 1234,
+    tokenizer_dir: str | Path | None = None,
+    **options: Any,
+) -> list[str]:
+    """Continue a prompt, with the options of ``toolkit generate``.
+
+    Args:
+        model: A checkpoint folder, or a model, such as that of :func:`load`, on its device.
+        prompt: The text to continue.
+        max_new_tokens, temperature, top_k, top_p: See ``toolkit generate --help``.
+        num_samples: Number of samples; sample i (from 0) uses seed + i.
+        seed: Random seed.
+        tokenizer_dir: A folder with a tokenizer.json. Required for a model, which has none; of a checkpoint folder its
+            own when not given.
+        options: For a checkpoint folder: base_checkpoint_dir, accelerator, precision, verify_checkpoint.
+
+    Returns:
+        The new text of each sample, without the prompt.
+
+    Raises:
+        UserError: an option is out of range, or the folder has no model or tokenizer.
+        GuardError: the logits contain NaN or Inf.
+    """
+    if num_samples <= 0:
+        raise UserError(f"num_samples {num_samples}: must be greater than zero")
+    tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir, "tokenizer_dir")
+    if isinstance(model, GPT):
+        if options:
+            raise UserError(f"{next(iter(options))}: has no effect on a model that is ready")
+        if tokenizer is None:
+            raise UserError("tokenizer_dir: must be given, a model has no tokenizer")
+    else:
+        known = {"base_checkpoint_dir": None, "accelerator": "auto", "precision": None, "verify_checkpoint": True}
+        for name in options.keys() - known.keys():
+            raise UserError(f"{name}: no such option{did_you_mean(name, known)}")
+        values: dict[str, Any] = known | options
+        loaded = load_checkpoint(str(model), verify=values.pop("verify_checkpoint"), **values)
+        model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
+    ids = encode_prompt(tokenizer, prompt, model.config)
+    was_training = model.training
+    model.eval()
+    try:
+        samples = [
+            generate_tokens(
+                model, torch.tensor(ids), max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+                top_p=top_p, eos_ids=stop_tokens(tokenizer), seed=seed + i,
+            )
+            for i in range(num_samples)
+        ]  # fmt: skip
+        return [_decode(tokenizer, ids, list(tokens)) for tokens in samples]
+    finally:
+        model.train(was_training)
+
+
+def _decode(tokenizer: Tokenizer, context: list[int], ids: list[int]) -> str:
+    stream = TextStream(tokenizer, context)
+    return "".join(map(stream.push, ids)) + stream.finish()
 
 
 def train(
@@ -128,22 +204,62 @@ def train(
         GuardError, StoppedBySignalError, PeerLostError: as on the command line, see :mod:`toolkit.errors`.
         SystemExit: on the other ranks, where rank 0 raises one of these.
     """
-    callbacks = list(callbacks)
+    chosen, cls = _read_optimizer(optimizer)
+    arguments = parse_object(pretrain.setup, options | {"optimizer": chosen})
+    arguments |= _read_model(model, block_classes, arguments) | {"optimizer_class": cls}
+    arguments["data"] = _read_data(dataset, val_dataset, num_workers, options.get("data"), arguments)
+    return _run("pretrain", arguments, callbacks)
+
+
+def finetune(
+    checkpoint_dir: str | Path,
+    dataset: Any = None,
+    *,
+    lora: bool = False,
+    val_dataset: Any = None,
+    optimizer: Any = None,
+    num_workers: int = 0,
+    callbacks: Iterable[Callback] = (),
+    **options: Any,
+) -> TrainResult:
+    """Finetune a checkpoint: the run of ``toolkit finetune_full``, or of ``toolkit finetune_lora`` with ``lora``.
+
+    Args:
+        checkpoint_dir: The initial model, or the base of the adapters.
+        dataset: A :class:`~toolkit.data.DataModule`, such as ``toolkit.data.JSON(json_path="questions.jsonl")``, or
+            rows of tokens as in :func:`train`, for which the folder needs no tokenizer.
+        lora: Train low-rank adapters (``lora_r`` and further options); otherwise all weights.
+        val_dataset, optimizer, num_workers, callbacks: See :func:`train`.
+        options: The options of the command by name, groups as dictionaries. A group as an object of
+            :mod:`toolkit.config` replaces the command's defaults by its own.
+
+    Raises:
+        See :func:`train`.
+    """
+    command: Command = "finetune_lora" if lora else "finetune_full"
+    setup = finetune_lora.setup if lora else finetune_full.setup
+    if dataset is None and "data" not in options:
+        raise UserError("dataset: must be given, a DataModule or rows of tokens")
+    chosen, cls = _read_optimizer(optimizer)
+    arguments = parse_object(setup, options | {"checkpoint_dir": checkpoint_dir, "optimizer": chosen})
+    arguments["optimizer_class"] = cls
+    arguments["data"] = _read_data(dataset, val_dataset, num_workers, options.get("data"), arguments)
+    return _run(command, arguments, callbacks)
+
+
+def _run(command: Command, arguments: dict[str, Any], callbacks: Iterable[Callback]) -> TrainResult:
+    callbacks, data = list(callbacks), arguments["data"]
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UserError(f"callbacks {type(callback).__name__}: must be objects of a class of toolkit.Callback")
-    chosen, cls = _read_optimizer(optimizer)
-    arguments = parse_object(setup, options | {"optimizer": chosen})
-    arguments |= _read_model(model, block_classes, arguments)
-    arguments["data"] = data = _read_data(dataset, val_dataset, num_workers, options.get("data"), arguments)
     for name, value in vars(data).items() if type(data).__module__.startswith("toolkit.") else ():
         require_local(f"data.{name}", value)
-    _require_script(arguments)
-    run = RunArgs(defaults=PRETRAIN, optimizer_class=cls, **arguments)
+    args = run_args(command, arguments)
+    _require_script(args)
     try:
         with handlers_restored():
-            run_training(run, callbacks)
-        return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: _result(Path(run.out_dir))))
+            run_training(args, callbacks)
+        return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: _result(Path(args.out_dir))))
     except PeerShutdownError as error:
         raise SystemExit(error.exit_code) from None  # rank 0 says why; here a traceback would only hide that
 
@@ -180,10 +296,9 @@ def _result(out_dir: Path) -> TrainResult:
     return TrainResult(out_dir, checkpoint, meta["step"], meta["tokens"], metrics)
 
 
-def _require_script(arguments: dict[str, Any]) -> None:
+def _require_script(args: RunArgs) -> None:
     """Refuse to start processes from where there is no script that they could run."""
-    available = count_devices(pick_accelerator(arguments["accelerator"]))
-    world = detect_world(arguments["devices"], arguments["num_nodes"], available)
+    _, world = detect_devices(args)
     if world.starts_processes and not hasattr(sys.modules["__main__"], "__file__"):
         raise UserError(
             f"devices {world.devices}: a notebook, a prompt or python -c has no script to start the other processes "
@@ -243,10 +358,11 @@ def _read_data(
         if val_dataset is not None or num_workers:
             name = "num_workers" if num_workers else "val_dataset"
             raise UserError(f"{name}: a DataModule has its own; set it there")
-        if isinstance(arguments.get("module"), LossWrapper) and train.max_seq_length is None:
+        if isinstance(arguments.get("module"), LossWrapper) and train.max_seq_length == AUTO:
             raise UserError("train.max_seq_length: must be given, the model's context length is not known")
         return arguments["data"] if dataset is None else dataset
-    ready = InMemoryData(dataset, val_dataset, num_workers, train.max_seq_length)
+    max_length = None if train.max_seq_length == AUTO else train.max_seq_length
+    ready = InMemoryData(dataset, val_dataset, num_workers, max_length)
     other_limits = (train.max_steps, train.epochs, train.max_time)
     if ready.is_ragged and (train.max_tokens is not None or other_limits == (None, None, None)):
         raise UserError(

@@ -12,10 +12,10 @@ import torch
 from toolkit.cli import main
 from toolkit.cli_parser import parse
 from toolkit.commands import finetune_lora, pretrain
-from toolkit.config import FINETUNE_LORA, PRETRAIN
 from toolkit.errors import UserError
 from toolkit.planning.advice import out_of_memory
-from toolkit.planning.plan import DeviceSpec, device_spec_of, run_args_of
+from toolkit.planning.plan import device_spec_of, run_args_of
+from toolkit.planning.resolve import DeviceSpec
 
 
 @pytest.fixture(autouse=True)
@@ -153,10 +153,10 @@ def test_finetuning_arguments_match_the_command():
     arguments = parse("finetune_lora", finetune_lora.setup, ("checkpoint_dir",),
                       ["HuggingFaceTB/SmolLM2-135M-Instruct", "--lora_r", "4", "--data.json_path", "x"])  # fmt: skip
     with run_args_of("finetune_lora", arguments) as args:
-        assert args.defaults is FINETUNE_LORA and args.lora.r == 4
+        assert args.command == "finetune_lora" and args.lora.r == 4
         assert device_spec_of(args) == DeviceSpec("cuda", 1, 1)
     with run_args_of("pretrain", parse("pretrain", pretrain.setup, (), [])) as args:
-        assert args.defaults is PRETRAIN
+        assert args.command == "pretrain"
 
 
 def test_help_names_the_options_of_the_run(capsys):

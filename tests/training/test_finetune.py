@@ -19,7 +19,7 @@ from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main
 from toolkit.cli_parser import parse
 from toolkit.commands import finetune_full, finetune_lora
-from toolkit.config import FINETUNE_FULL, FINETUNE_LORA, EvalArgs, FSDPArgs, TrainArgs
+from toolkit.config import EvalArgs, FSDPArgs
 from toolkit.data import JSON
 from toolkit.data.loader import train_batches
 from toolkit.data.tokenizer import Tokenizer, train_bpe
@@ -28,7 +28,8 @@ from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.init import initialize
 from toolkit.models.lora import is_adapter
-from toolkit.planning.finetune import finetune_args
+from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.planning.run_args import run_args
 from toolkit.training import trainer
 from toolkit.training.run import run_training
 
@@ -69,8 +70,7 @@ def arguments(command, base, questions, out, *flags):
         "--out_dir", str(out), "--accelerator", "cpu", "--train.global_batch_size", "8", "--train.micro_batch_size",
         "2", "--train.max_steps", "6", "--train.learning_rate", "1e-2", *flags,
     ]  # fmt: skip
-    defaults = FINETUNE_LORA if command is finetune_lora else FINETUNE_FULL
-    return finetune_args(defaults, parse("finetune", command.setup, ("checkpoint_dir",), words))
+    return run_args(command.__name__.rpartition(".")[2], parse("finetune", command.setup, ("checkpoint_dir",), words))
 
 
 def losses(out: Path) -> list[str]:
@@ -152,7 +152,7 @@ def test_hyperparameters_yaml_repeats_the_run(base, questions, tmp_path):
     config = tmp_path / "a" / "final" / "hyperparameters.yaml"
     assert yaml.safe_load(config.read_text())["lora_r"] == 4
     words = ["--config", str(config), "--out_dir", str(tmp_path / "b")]
-    run_training(finetune_args(FINETUNE_LORA, parse("x", finetune_lora.setup, ("checkpoint_dir",), words)))
+    run_training(run_args("finetune_lora", parse("x", finetune_lora.setup, ("checkpoint_dir",), words)))
     first, second = (load_state(tmp_path / run / "final" / ADAPTERS) for run in "ab")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -208,9 +208,12 @@ def test_s4_no_secret_is_an_option_or_is_saved(base, questions, tmp_path, name, 
 
 
 def test_defaults_are_three_epochs_and_those_of_the_command(base, questions):
-    args = arguments(finetune_lora, base, questions, "out")
-    assert args.defaults.train["learning_rate"] == 2e-4 and args.defaults.length == {"epochs": 3.0}
-    assert TrainArgs().learning_rate is None and EvalArgs().interval == "auto"
+    words = [str(base), "--data.json_path", str(questions), "--accelerator", "cpu"]
+    args = run_args("finetune_lora", parse("x", finetune_lora.setup, ("checkpoint_dir",), words))
+    resolved = resolve(args, DeviceSpec("cpu", 1, 1))
+    assert args.train.learning_rate == 2e-4 and args.train.epochs is None and resolved.args.train.epochs == 3
+    assert resolved.optimizer == {"name": "AdamW", "weight_decay": 0.0, "betas": (0.9, 0.999)}
+    assert EvalArgs().interval == "auto" and args.eval.max_new_tokens == 64
     assert isinstance(args.data, JSON) and args.lora.query and not args.lora.key
 
 

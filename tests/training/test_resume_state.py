@@ -8,7 +8,7 @@ import torch
 from tests.checkpoints.run.test_optimizer_state import Growing
 from tests.training.test_run import arguments, losses
 from toolkit.checkpoints.weights import load_state, save_state
-from toolkit.config import FINETUNE_LORA, FSDPArgs, OptimizerArgs
+from toolkit.config import FSDPArgs, OptimizerArgs
 from toolkit.errors import UserError
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.training.checkpointer import _load_scaler
@@ -39,7 +39,12 @@ def test_s2_param_group_values_survive_a_resume(corpus, tmp_path, kind, momentum
     if kind == "adapters":
         run_training(arguments(corpus, tmp_path / "base", train={"max_steps": 1}))
         base = str(tmp_path / "base" / "final")
-        options |= {"model_name": None, "initial_checkpoint_dir": base, "lora": LoRAConfig(), "defaults": FINETUNE_LORA}
+        options |= {
+            "model_name": None,
+            "initial_checkpoint_dir": base,
+            "lora": LoRAConfig(),
+            "command": "finetune_lora",
+        }
     for out, steps in (("uninterrupted", 6), ("resumed", 3), ("resumed", 6)):
         limits = train | {"max_steps": steps, "lr_schedule": "constant", "save_interval": 3}
         run_training(arguments(corpus, tmp_path / out, train=limits, resume="auto", **options))

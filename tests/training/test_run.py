@@ -20,15 +20,16 @@ from lightning.fabric.plugins.precision import MixedPrecision
 
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.weights import load_weights
-from toolkit.config import PRETRAIN, DDPArgs, EvalArgs, FSDPArgs, LogArgs, OptimizerArgs, TrainArgs
+from toolkit.config import EvalArgs, LogArgs, OptimizerArgs, TrainArgs
 from toolkit.data import TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.models.config import ModelOverrides
+from toolkit.planning import resolve
 from toolkit.planning.limits import Intervals
 from toolkit.planning.run_args import RunArgs
-from toolkit.training import agreement, run, trainer
+from toolkit.training import agreement, trainer
 from toolkit.training.run import run_training
 from toolkit.training.state import RunFingerprint
 
@@ -36,29 +37,15 @@ from toolkit.training.state import RunFingerprint
 def arguments(corpus: Path, out_dir: Path, *, train=None, evaluation=None, data=None, **options) -> RunArgs:
     train = {"global_batch_size": 8, "micro_batch_size": 4, "max_seq_length": 32, "learning_rate": 3e-3} | (train or {})
     values = {
-        "defaults": PRETRAIN,
+        "command": "pretrain",
         "model_name": "pico-llama",
-        "model_config": ModelOverrides(),
         "data": TextFiles(train_data_path=str(corpus), vocab_size=300, **(data or {})),
         "train": TrainArgs(**({"max_steps": 12} | train)),
         "eval": EvalArgs(**(evaluation or {"interval": 5})),
-        "log": LogArgs(),
         "optimizer": OptimizerArgs(),
         "out_dir": str(out_dir),
-        "resume": False,
-        "initial_checkpoint_dir": None,
-        "tokenizer_dir": None,
         "accelerator": "cpu",
         "devices": 1,
-        "num_nodes": None,
-        "strategy": "auto",
-        "fsdp": FSDPArgs(),
-        "ddp": DDPArgs(),
-        "timeout": None,
-        "precision": None,
-        "compiler": "none",
-        "logger_name": "csv",
-        "seed": 42,
     }
     return RunArgs(**(values | options))
 
@@ -337,7 +324,7 @@ def test_n7_grad_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, 
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
         return Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
 
-    monkeypatch.setattr(run, "pick_precision", lambda precision, device, on_cuda: "16-mixed")
+    monkeypatch.setattr(resolve, "pick_precision", lambda precision, device, on_cuda: "16-mixed")
     monkeypatch.setattr(trainer, "build_fabric", build)
     train = {"max_steps": 60, "save_interval": 40, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train))

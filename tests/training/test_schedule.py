@@ -1,16 +1,16 @@
 import pytest
 
-from toolkit.config import PRETRAIN, TrainArgs, fill
+from toolkit.config import TrainArgs
 from toolkit.errors import UserError
 from toolkit.planning.schedule import build_schedule
 
 
 def schedule(total_steps=100, **options):
-    return build_schedule(fill(TrainArgs(**options), PRETRAIN.train), total_steps, PRETRAIN)
+    return build_schedule(TrainArgs(**options), total_steps)
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "wsd"])
-@pytest.mark.parametrize("warmup", [None, 0, 1, 10, 99])
+@pytest.mark.parametrize("warmup", ["auto", 0, 1, 10, 99])
 def test_n5_first_learning_rate_is_above_zero_and_the_peak_is_reached(shape, warmup):
     plan = schedule(lr_schedule=shape, lr_warmup_steps=warmup, learning_rate=1e-3)
     rates = [plan.learning_rate(step) for step in range(100)]
@@ -40,7 +40,7 @@ def test_wsd_is_stable_until_the_last_fifth():
 
 
 def test_lr_scaling_is_relative_to_the_default_batch():
-    batch = PRETRAIN.train["global_batch_size"] * 4
+    batch = TrainArgs().global_batch_size * 4
     rates = {
         how: schedule(lr_scaling=how, global_batch_size=batch, learning_rate=1e-3) for how in ("none", "sqrt", "linear")
     }

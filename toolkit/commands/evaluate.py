@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from toolkit.config import Precision
+from toolkit.config import AUTO, Auto, Precision
 from toolkit.data import DataModule, PreparedData
 from toolkit.errors import require_option
 
@@ -26,7 +26,7 @@ class EvalLimits:
     """How much to evaluate.
 
     Args:
-        max_iters: Maximum number of batches of micro_batch_size. Default: all.
+        max_iters: Maximum number of batches of micro_batch_size; null uses all.
     """
 
     max_iters: int | None = None
@@ -38,17 +38,17 @@ def setup(
     split: Literal["val", "train"] = "val",
     micro_batch_size: int = 4,
     eval: EvalLimits = EvalLimits(),
-    max_seq_length: int | None = None,
-    trust_checkpoint_data: bool | None = None,
+    max_seq_length: int | Auto = AUTO,
+    trust_checkpoint_data: bool = False,
     tasks: str | None = None,
-    num_fewshot: int | None = None,
+    num_fewshot: int | Auto = AUTO,
     limit: float | None = None,
     include_path: str | None = None,
-    apply_chat_template: bool | None = None,
+    apply_chat_template: bool | Auto = AUTO,
     tokenizer_dir: str | None = None,
     base_checkpoint_dir: str | None = None,
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
-    precision: Precision | None = None,
+    precision: Precision | Auto = AUTO,
     format: Literal["table", "json"] = "table",
     verify_checkpoint: bool = True,
 ) -> None:
@@ -61,49 +61,49 @@ def setup(
         split: The held-out split of the data, or the training split.
         micro_batch_size: Sequences per forward pass.
         eval: How much to evaluate.
-        max_seq_length: Tokens per sequence. Default: that of the run with its data, else the model's context length.
+        max_seq_length: Tokens per sequence. auto: that of the run with its data, else the model's context length.
         trust_checkpoint_data: Without --data, read the paths that the checkpoint's hyperparameters.yaml names, and
             write its cache.
         tasks: lm-eval tasks to run instead, separated by commas: hellaswag,arc_easy.
-        num_fewshot: Few-shot examples per question. Default: the task's.
-        limit: Maximum number of questions per task, or a fraction if below 1.
+        num_fewshot: Few-shot examples per question. auto: the task's.
+        limit: Maximum number of questions per task, or a fraction if below 1; null uses all.
         include_path: A folder with custom task files.
-        apply_chat_template: Format tasks as a chat. Default: if the checkpoint has a chat template.
+        apply_chat_template: Format tasks as a chat. auto: if the checkpoint has a chat template.
         tokenizer_dir: A folder with a tokenizer.json. Default: the checkpoint.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.
-        precision: Default: 32-true on CPU, bf16-mixed on CUDA.
+        precision: auto: 32-true on CPU, bf16-mixed on CUDA.
         format: Output format.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     text_options = {
         "data": None if isinstance(data, OfRun) else type(data).__name__, "split": None if split == "val" else split,
-        "eval.max_iters": eval.max_iters, "max_seq_length": max_seq_length,
-        "trust_checkpoint_data": trust_checkpoint_data,
+        "eval.max_iters": eval.max_iters, "max_seq_length": given(max_seq_length),
+        "trust_checkpoint_data": trust_checkpoint_data or None,
     }  # fmt: skip
     task_options = {
-        "num_fewshot": num_fewshot, "limit": limit, "include_path": include_path,
-        "apply_chat_template": apply_chat_template,
+        "num_fewshot": given(num_fewshot), "limit": limit, "include_path": include_path,
+        "apply_chat_template": given(apply_chat_template),
     }  # fmt: skip
     require_effect(tasks, text_options, task_options)
-    if trust_checkpoint_data is not None and not isinstance(data, OfRun):
+    if trust_checkpoint_data and not isinstance(data, OfRun):
         require_option(False, "trust_checkpoint_data", trust_checkpoint_data, "has no effect with --data; leave it out")
     for name, value in {"micro_batch_size": micro_batch_size, "eval.max_iters": eval.max_iters, "limit": limit}.items():
         require_option(value is None or value > 0, name, value, "must be greater than zero")
-    require_option(num_fewshot is None or num_fewshot >= 0, "num_fewshot", num_fewshot, "must not be negative")
+    require_option(num_fewshot == AUTO or num_fewshot >= 0, "num_fewshot", num_fewshot, "must not be negative")
 
     from toolkit.training.evaluate import evaluate, evaluate_tasks, open_checkpoint
 
     checkpoint = open_checkpoint(
         checkpoint_dir, base_checkpoint_dir=base_checkpoint_dir, tokenizer_dir=tokenizer_dir,
-        accelerator=accelerator, precision=precision, verify=verify_checkpoint,
+        accelerator=accelerator, precision=given(precision), verify=verify_checkpoint,
     )  # fmt: skip
     if tasks is not None:
         print_tasks(evaluate_tasks(checkpoint, tasks, micro_batch_size=micro_batch_size, **task_options), format)
         return
     result = evaluate(
         checkpoint, None if isinstance(data, OfRun) else data,
-        split=split, micro_batch_size=micro_batch_size, max_iters=eval.max_iters, max_seq_length=max_seq_length,
+        split=split, micro_batch_size=micro_batch_size, max_iters=eval.max_iters, max_seq_length=given(max_seq_length),
         trust_checkpoint_data=trust_checkpoint_data,
     )  # fmt: skip
     if format == "json":
@@ -114,6 +114,11 @@ def setup(
         for name, value in result.items():
             shown = {float: "{:,.4f}", int: "{:,}"}.get(type(value), "{}").format(value)
             print(f"{name:16} {shown}")
+
+
+def given(value: Any) -> Any:
+    """Return None for "auto", otherwise the value."""
+    return None if value == AUTO else value
 
 
 def require_effect(tasks: str | None, text_options: dict[str, Any], task_options: dict[str, Any]) -> None:

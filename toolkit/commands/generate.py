@@ -43,7 +43,7 @@ def setup(
     from toolkit.errors import UserError, require_option
     from toolkit.inference.generate import generate
     from toolkit.inference.load import load_checkpoint
-    from toolkit.inference.text import TextStream, require_embedded, stop_tokens
+    from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 
     require_option(num_samples > 0, "num_samples", num_samples, "must be greater than zero")
     try:
@@ -59,10 +59,7 @@ def setup(
         verify=verify_checkpoint,
     )
     tokenizer = loaded.tokenizer
-    ids = tokenizer.encode(text)
-    if not ids:  # the beginning of a document
-        ids = [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None][:1]
-    require_embedded(ids, loaded.model.config, tokenizer.name)
+    ids = encode_prompt(tokenizer, text, loaded.model.config)
     eos_ids = stop_tokens(tokenizer)
 
     notes: list[str] = []

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from typing import Any, Literal
+from typing import Any
 
-from toolkit.config import (
-    PRETRAIN,
-    Accelerator,
-    DDPArgs,
-    Devices,
-    EvalArgs,
-    FSDPArgs,
-    LogArgs,
-    OptimizerArgs,
-    Precision,
-    Strategy,
-    TrainArgs,
-)
+from toolkit.config import AUTO, Auto, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
 from toolkit.data import DataModule, PythonStdlib
 from toolkit.models.config import ModelOverrides
 
@@ -27,28 +15,13 @@ def setup(
     model_name: str | None = None,
     model_config: ModelOverrides = ModelOverrides(),
     data: DataModule = PythonStdlib(),
-    train: TrainArgs = TrainArgs(),
+    train: TrainArgs = TrainArgs(global_batch_size=64, micro_batch_size=4, learning_rate=4e-4, keep_last=3),
     eval: EvalArgs = EvalArgs(),
-    log: LogArgs = LogArgs(),
     optimizer: OptimizerArgs = OptimizerArgs(),
-    out_dir: str = PRETRAIN.out_dir,
-    resume: bool | str = False,
-    verify_checkpoint: bool = True,
+    out_dir: str = "out/pretrain",
     initial_checkpoint_dir: str | None = None,
-    tokenizer_dir: str | None = None,
-    accelerator: Accelerator = "auto",
-    devices: Devices = "auto",
-    num_nodes: int | None = None,
-    strategy: Strategy = "auto",
-    fsdp: FSDPArgs = FSDPArgs(),
-    ddp: DDPArgs = DDPArgs(),
-    precision: Precision | None = None,
-    compiler: Literal["none", "torch"] = "none",
-    deterministic: bool = False,
-    logger_name: str = "csv",
-    callbacks: str | list[Any] | None = None,
-    timeout: float | None = None,
-    seed: int = 42,
+    precision: Precision | Auto = AUTO,
+    **shared: Any,
 ) -> None:
     """Train a language model on text, from scratch or from a checkpoint.
 
@@ -60,37 +33,20 @@ def setup(
         data: Training data.
         train: Training options.
         eval: Validation options.
-        log: Names for loggers: project, run, group.
         optimizer: Optimizer options.
         out_dir: Folder for checkpoints and logs.
-        resume: Resume from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if any), or a path.
-        verify_checkpoint: Verify checksums before loading; false accepts edited files.
         initial_checkpoint_dir: Start from the weights of this checkpoint folder, or of a name below checkpoints/.
-        tokenizer_dir: A folder with a tokenizer.json. Default: the data module trains one if it can.
-        accelerator: Device type.
-        devices: Devices per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
-        num_nodes: Number of nodes. Default: 1, or as set by torchrun or SLURM.
-        strategy: Distributed strategy. auto: fsdp on several devices, single on one.
-        fsdp: FSDP options.
-        ddp: DDP options.
-        precision: Default: 32-true on CPU, bf16-mixed on CUDA.
-        compiler: Compile the blocks with torch.compile.
-        deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
-        logger_name: Loggers besides logs/metrics.csv: tensorboard, wandb, mlflow, or several separated by commas; csv
-            adds none.
-        callbacks: Class paths of callbacks, separated by commas, such as my_module.MyCallback; in YAML also a list of
-            class_path and init_args. See tutorials/extend.md.
-        timeout: Minutes before an unresponsive process aborts the run. Default: 30 until the first step, then 5.
-        seed: Random seed of initial weights and data order.
+        precision: auto: 32-true on CPU, bf16-mixed on CUDA.
+        shared: See :class:`toolkit.config.RunOptions`.
     """
-    arguments = dict(locals())
+    options = locals() | vars(RunOptions(**shared))
     if model_name == "list":
         _print_names()
         return
-    from toolkit.planning.run_args import RunArgs
+    from toolkit.planning.run_args import run_args
     from toolkit.training.run import run_training
 
-    run_training(RunArgs(defaults=PRETRAIN, **arguments))
+    run_training(run_args("pretrain", options))
 
 
 def _print_names() -> None:

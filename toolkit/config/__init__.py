@@ -2,12 +2,11 @@
 
 from toolkit.config.options import (
     AUTO,
-    FINETUNE_FULL,
-    FINETUNE_LORA,
-    PRETRAIN,
+    FINETUNE_BATCH,
+    FINETUNE_NEW_TOKENS,
     Accelerator,
     Auto,
-    CommandDefaults,
+    Command,
     DDPArgs,
     Devices,
     Dtype,
@@ -16,13 +15,12 @@ from toolkit.config.options import (
     LogArgs,
     OptimizerArgs,
     Precision,
+    RunOptions,
     Strategy,
     TrainArgs,
-    fill,
 )
 
 __all__ = [
-    "AUTO", "FINETUNE_FULL", "FINETUNE_LORA", "PRETRAIN", "Accelerator", "Auto", "CommandDefaults", "DDPArgs",
-    "Devices", "Dtype", "EvalArgs", "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision", "Strategy", "TrainArgs",
-    "fill",
+    "AUTO", "FINETUNE_BATCH", "FINETUNE_NEW_TOKENS", "Accelerator", "Auto", "Command", "DDPArgs", "Devices", "Dtype",
+    "EvalArgs", "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision", "RunOptions", "Strategy", "TrainArgs",
 ]  # fmt: skip

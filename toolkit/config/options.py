@@ -1,11 +1,14 @@
-"""Option groups shared by the training commands. Each validates itself; none imports torch.
+"""Options of the training commands, in groups that validate themselves. Imports no torch.
 
-A default of ``None`` means that the command decides; see :class:`CommandDefaults`.
+Defaults are those of pretrain; the finetuning commands override some in their signatures. ``None`` means off or
+unlimited. "auto" is resolved by :mod:`toolkit.planning`, as the help of the option describes.
+
+The checks are in ``__post_init__``, not in the types: so they also hold for a group that Python code creates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from toolkit.errors import require_option
@@ -13,10 +16,13 @@ from toolkit.errors import require_option
 Accelerator = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
 Devices = int | Literal["auto"]
+Command = Literal["pretrain", "finetune_full", "finetune_lora"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
-Dtype = Literal["fp32", "bf16", "fp16"]
+Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
+FINETUNE_BATCH, FINETUNE_NEW_TOKENS = 16, 64
+"""Defaults of the finetuning commands for ``TrainArgs.global_batch_size`` and ``EvalArgs.max_new_tokens``."""
 
 
 def _positive(group: str, args: Any, *names: str) -> None:
@@ -31,55 +37,55 @@ def _not_negative(group: str, args: Any, *names: str) -> None:
         require_option(value in (None, AUTO) or value >= 0, f"{group}.{name}", value, "must not be negative")
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainArgs:
     """Training.
 
     Args:
-        global_batch_size: Sequences per optimizer step, over all devices. Default: 64 for pretraining, 16 for
-            finetuning.
-        micro_batch_size: Sequences per forward pass on one device. Default: 4 for pretraining, 1 for finetuning.
+        global_batch_size: Sequences per optimizer step, over all devices.
+        micro_batch_size: Sequences per forward pass on one device.
         max_steps: Stop after this many optimizer steps.
         max_tokens: Stop at the step that reaches this many input tokens over all devices, without padding.
-        epochs: Stop after this many passes over the training data; may be fractional.
+        epochs: Stop after this many passes over the training data; may be fractional. Without any limit, finetuning
+            ends after 3.
         max_time: Stop this launch after this many minutes.
-        max_seq_length: Tokens per sequence. Default: the model's context length.
-        learning_rate: Peak learning rate. Default: 4e-4 for pretrain, 2e-5 for finetune_full, 2e-4 for finetune_lora.
+        max_seq_length: Tokens per sequence. auto: the model's context length.
+        learning_rate: Peak learning rate.
         lr_schedule: LR schedule after the warm-up. "wsd": warm-up, stable, decay (the last 20 %).
-        lr_warmup_steps: Optimizer steps of linear warm-up. Default: 5 % of the run, at most 2,000, for pretraining;
-            3 % for finetuning.
+        lr_warmup_steps: Optimizer steps of linear warm-up. auto: 5 % of the run, at most 2,000, for pretraining; 3 %
+            for finetuning.
         lr_warmup_fraction: Warm-up as a fraction of the run, instead of lr_warmup_steps.
         lr_scaling: Scale learning rates by the ratio of global_batch_size to the command's default.
-        min_lr: Learning rate at the end of the schedule. Default: a tenth of the peak.
-        max_norm: Gradient clipping norm; 0 disables clipping. Default: 1.0.
+        min_lr: Learning rate at the end of the schedule. auto: a tenth of the peak.
+        max_norm: Gradient clipping norm; 0 disables clipping.
         save_interval: Optimizer steps between checkpoints. auto: a fifth of the run, at least 5 steps. 0 saves at the
             end only.
         save_every_minutes: Also save when the last checkpoint is this many minutes old; null disables. auto: 10, or a
             fifth of max_time if that is less, with save_interval auto; otherwise null.
-        keep_last: Number of step checkpoints to keep; 0 keeps all. Default: 3 for pretraining, 2 for finetuning.
+        keep_last: Number of step checkpoints to keep; 0 keeps all.
         keep_best: Also keep the checkpoint with the lowest validation loss, as the folder "best".
-        patience: Stop after this many validations in a row without a new lowest validation loss. Default: off.
+        patience: Stop after this many validations in a row without a new lowest validation loss; null disables.
         log_interval: Optimizer steps between rows of metrics.
-        tie_embeddings: Tie the weights of embedding and head. Default: as the model's config.
+        tie_embeddings: Tie the weights of embedding and head; null keeps the model's config.
     """
 
-    global_batch_size: int | None = None
-    micro_batch_size: int | None = None
+    global_batch_size: int = 64
+    micro_batch_size: int = 4
     max_steps: int | None = None
     max_tokens: int | None = None
     epochs: float | None = None
     max_time: float | None = None
-    max_seq_length: int | None = None
-    learning_rate: float | None = None
+    max_seq_length: int | Auto = AUTO
+    learning_rate: float = 4e-4
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    lr_warmup_steps: int | None = None
+    lr_warmup_steps: int | Auto = AUTO
     lr_warmup_fraction: float | None = None
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    min_lr: float | None = None
-    max_norm: float | None = None
+    min_lr: float | Auto = AUTO
+    max_norm: float = 1.0
     save_interval: int | Auto = AUTO
     save_every_minutes: float | Auto | None = AUTO
-    keep_last: int | None = None
+    keep_last: int = 3
     keep_best: bool = False
     patience: int | None = None
     log_interval: int = 1
@@ -97,12 +103,12 @@ class TrainArgs:
             "train.lr_warmup_fraction", fraction, "must be at least 0 and less than 1",
         )  # fmt: skip
         require_option(
-            fraction is None or self.lr_warmup_steps is None,
+            fraction is None or self.lr_warmup_steps == AUTO,
             "train.lr_warmup_fraction", fraction, "give either this or --train.lr_warmup_steps, not both",
         )  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalArgs:
     """Validation.
 
@@ -112,22 +118,21 @@ class EvalArgs:
         max_iters: Maximum number of global batches per validation; null uses all held-out data.
         initial_validation: Validate before the first step.
         final_validation: Validate after the last step.
-        max_new_tokens: Tokens to generate from a sample prompt at each validation; 0 disables. Default: 64 for
-            finetuning, 0 for pretraining.
+        max_new_tokens: Tokens to generate from a sample prompt at each validation; 0 disables.
     """
 
     interval: int | Auto = AUTO
     max_iters: int | None = 10
     initial_validation: bool = False
     final_validation: bool = True
-    max_new_tokens: int | None = None
+    max_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         _not_negative("eval", self, "interval", "max_new_tokens")
         _positive("eval", self, "max_iters")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LogArgs:
     """Names for external loggers.
 
@@ -142,36 +147,36 @@ class LogArgs:
     group: str | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerArgs:
     """Optimizer.
 
     Args:
         name: Name of a torch.optim class.
-        weight_decay: Weight decay of matrices; biases, norms and embeddings do not decay. Default: 0.1 for pretraining,
-            0 for finetuning.
-        betas: Decay rates of the moments, for optimizers that have them. Default: 0.9 and 0.95 for pretraining, 0.9 and
-            0.999 for finetuning.
-        eps: Added to the denominator, for optimizers that have it. Default: the optimizer's.
+        weight_decay: Weight decay of matrices; biases, norms and embeddings do not decay. auto: 0.1 for pretraining and
+            0 for finetuning, if the optimizer has it.
+        betas: Decay rates of the moments. auto: 0.9 and 0.95 for pretraining, 0.9 and 0.999 for finetuning, if the
+            optimizer has them.
+        eps: Added to the denominator, for optimizers that have it. auto: the optimizer's default.
         options: Further keyword arguments of the class, for example '{"momentum": 0.9}'.
     """
 
     name: str = "AdamW"
-    weight_decay: float | None = None
-    betas: tuple[float, float] | None = None
-    eps: float | None = None
+    weight_decay: float | Auto = AUTO
+    betas: tuple[float, float] | Auto = AUTO
+    eps: float | Auto = AUTO
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _not_negative("optimizer", self, "weight_decay")
         _positive("optimizer", self, "eps")
         require_option(
-            self.betas is None or all(0 <= b < 1 for b in self.betas),
+            self.betas == AUTO or all(0 <= b < 1 for b in self.betas),
             "optimizer.betas", self.betas, "must be two numbers from 0 (inclusive) to 1 (exclusive)",
         )  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True)
 class FSDPArgs:
     """FSDP.
 
@@ -181,9 +186,9 @@ class FSDPArgs:
             forward and backward; NO_SHARD is ddp.
         state_dict_type: Checkpoint format. full: one file; sharded: one file per device, faster for large models. All
             commands read both.
-        param_dtype: Compute dtype of the blocks' weights. Default: as --precision.
-        reduce_dtype: Dtype of gradient reduction. Default: fp32 under mixed precision.
-        buffer_dtype: Dtype of buffers, for models that have them. Default: fp32 under mixed precision.
+        param_dtype: Compute dtype of the blocks' weights. auto: as --precision.
+        reduce_dtype: Dtype of gradient reduction. auto: fp32 under mixed precision.
+        buffer_dtype: Dtype of buffers, for models that have them. auto: fp32 under mixed precision.
         backward_prefetch: All-gather the next block's weights before ("pre") or after ("post") the current gradient
             reduction.
         forward_prefetch: Issue the next block's all-gather before the current block's forward pass.
@@ -192,15 +197,15 @@ class FSDPArgs:
 
     sharding_strategy: Literal["HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = "HYBRID_SHARD"
     state_dict_type: Literal["full", "sharded"] = "full"
-    param_dtype: Dtype | None = None
-    reduce_dtype: Dtype | None = None
-    buffer_dtype: Dtype | None = None
+    param_dtype: Dtype = AUTO
+    reduce_dtype: Dtype = AUTO
+    buffer_dtype: Dtype = AUTO
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
 
 
-@dataclass
+@dataclass(frozen=True)
 class DDPArgs:
     """Distributed data parallel (DDP).
 
@@ -217,62 +222,48 @@ class DDPArgs:
 
 
 @dataclass(frozen=True)
-class CommandDefaults:
-    """Defaults of a training command.
+class RunOptions:
+    """Options that pretrain, finetune_full and finetune_lora share.
 
-    The warm-up is a fraction of the run, at most ``max_warmup_steps``. ``train``, ``eval`` and ``optimizer`` fill in
-    the ``None`` fields of the groups of the same name. ``length`` applies to runs without a limit: to all of them with
-    ``length_for_all``, otherwise only to the default model.
+    Args:
+        log: Names for loggers: project, run, group.
+        resume: Resume from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if any), or a path.
+        verify_checkpoint: Verify checksums before loading; false accepts edited files.
+        tokenizer_dir: A folder with a tokenizer.json. Default: the initial checkpoint; without one, the data module
+            trains a tokenizer if it can.
+        accelerator: Device type.
+        devices: Devices per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
+        num_nodes: Number of nodes. auto: 1, or as set by torchrun or SLURM.
+        strategy: Distributed strategy. auto: fsdp on several devices, single on one.
+        fsdp: FSDP options.
+        ddp: DDP options.
+        compiler: Compile the blocks with torch.compile.
+        deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
+        logger_name: Loggers besides logs/metrics.csv: tensorboard, wandb, mlflow, or several separated by commas; csv
+            adds none.
+        callbacks: Class paths of callbacks, separated by commas, such as my_module.MyCallback; in YAML also a list of
+            class_path and init_args. See tutorials/extend.md.
+        timeout: Minutes before an unresponsive process aborts the run. auto: 30 until the first step, then 5.
+        seed: Random seed of initial weights or adapters, and of the data order.
     """
 
-    out_dir: str
-    train: dict[str, Any]
-    eval: dict[str, Any]
-    optimizer: dict[str, Any]
-    length: dict[str, Any]
-    length_for_all: bool
-    warmup_fraction: float
-    max_warmup_steps: int
-    cuda_precision: Precision = "bf16-mixed"
+    log: LogArgs = LogArgs()
+    resume: bool | str = False
+    verify_checkpoint: bool = True
+    tokenizer_dir: str | None = None
+    accelerator: Accelerator = "auto"
+    devices: Devices = "auto"
+    num_nodes: int | Auto = AUTO
+    strategy: Strategy = "auto"
+    fsdp: FSDPArgs = FSDPArgs()
+    ddp: DDPArgs = DDPArgs()
+    compiler: Literal["none", "torch"] = "none"
+    deterministic: bool = False
+    logger_name: str = "csv"
+    callbacks: str | list[Any] | None = None
+    timeout: float | Auto = AUTO
+    seed: int = 42
 
-
-PRETRAIN = CommandDefaults(
-    out_dir="out/pretrain",
-    train={
-        "global_batch_size": 64, "micro_batch_size": 4, "learning_rate": 4e-4, "max_norm": 1.0, "keep_last": 3,
-    },
-    eval={"max_new_tokens": 0},
-    optimizer={"weight_decay": 0.1, "betas": (0.9, 0.95)},
-    length={"max_tokens": 700_000},
-    length_for_all=False,
-    warmup_fraction=0.05,
-    max_warmup_steps=2000,
-)  # fmt: skip
-
-FINETUNE_FULL = CommandDefaults(
-    out_dir="out/finetune/full",
-    train={
-        "global_batch_size": 16, "micro_batch_size": 1, "learning_rate": 2e-5, "max_norm": 1.0, "keep_last": 2,
-    },
-    eval={"max_new_tokens": 64},
-    optimizer={"weight_decay": 0.0, "betas": (0.9, 0.999)},
-    length={"epochs": 3.0},
-    length_for_all=True,
-    warmup_fraction=0.03,
-    max_warmup_steps=10**9,
-)  # fmt: skip
-
-FINETUNE_LORA = replace(
-    FINETUNE_FULL,
-    out_dir="out/finetune/lora",
-    train=FINETUNE_FULL.train | {"learning_rate": 2e-4},
-    cuda_precision="bf16-true",
-)
-
-
-def fill(args: Any, defaults: dict[str, Any]) -> Any:
-    """Return a copy of the dataclass ``args`` with ``None`` fields replaced by ``defaults``."""
-    known = {f.name for f in fields(args)}
-    assert defaults.keys() <= known, defaults.keys() - known
-    missing = {k: v for k, v in defaults.items() if getattr(args, k) is None}
-    return replace(args, **missing)
+    def __post_init__(self) -> None:
+        require_option(0 <= self.seed < 2**32, "seed", self.seed, f"must be from 0 to {2**32 - 1}")
+        require_option(self.timeout == AUTO or self.timeout > 0, "timeout", self.timeout, "must be greater than zero")

@@ -81,7 +81,7 @@ class ShardedStrategy(FSDPStrategy):
         Raises:
             UserError: an option would have no effect on this model.
         """
-        if self._options.buffer_dtype is not None and not any(b.is_floating_point() for b in module.buffers()):
+        if self._options.buffer_dtype != "auto" and not any(b.is_floating_point() for b in module.buffers()):
             raise UserError(
                 f"--fsdp.buffer_dtype {self._options.buffer_dtype}: would have no effect, the model has no buffers"
             )

@@ -89,7 +89,7 @@ def _check_dtypes(fsdp: FSDPArgs, precision: Precision) -> None:
         "bf16-mixed": ("bf16", "fp32"),
         "16-mixed": ("fp16", "fp32"),
     }
-    if fsdp.param_dtype is not None and fsdp.param_dtype not in fits[precision]:
+    if fsdp.param_dtype != "auto" and fsdp.param_dtype not in fits[precision]:
         hint = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}[fsdp.param_dtype]
         raise UserError(
             f"--fsdp.param_dtype {fsdp.param_dtype}: not supported with --precision {precision}; use --precision {hint}"

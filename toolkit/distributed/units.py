@@ -18,12 +18,12 @@ def unit_precision(options: FSDPArgs, precision: Precision) -> tuple[MixedPrecis
     """
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     given = (options.param_dtype, options.reduce_dtype, options.buffer_dtype)
-    if mixed is None and given == (None, None, None):
+    if mixed is None and set(given) == {"auto"}:
         return None, None
     default = None if mixed is None else torch.float32
 
-    def dtype(name: Dtype | None, otherwise: torch.dtype | None) -> torch.dtype | None:
-        return otherwise if name is None else DTYPES[name]
+    def dtype(name: Dtype, otherwise: torch.dtype | None) -> torch.dtype | None:
+        return otherwise if name == "auto" else DTYPES[name]
 
     rest: dict[str, Any] = {
         "reduce_dtype": dtype(options.reduce_dtype, default),

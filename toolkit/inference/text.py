@@ -55,6 +55,17 @@ def stop_tokens(tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str, config: ModelConfig) -> list[int]:
+    """Return the tokens of a prompt; for an empty one the token that begins a document.
+
+    Raises:
+        UserError: the model has no embedding for one.
+    """
+    ids = tokenizer.encode(text) or [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None][:1]
+    require_embedded(ids, config, tokenizer.name)
+    return ids
+
+
 def require_embedded(ids: Iterable[int], config: ModelConfig, source: str) -> None:
     """Check that the model has an embedding for each token: the tokenizer's vocabulary may be larger.
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from toolkit.config import FINETUNE_FULL, FINETUNE_LORA, DDPArgs
+from toolkit.config import DDPArgs
 from toolkit.distributed.device import device_memory
 from toolkit.errors import UserError
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.planning.plan import DeviceSpec, RunPlan, format_needs, plan_run
+from toolkit.planning.plan import RunPlan, format_needs, plan_run
+from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import RunArgs
 
 MAX_ADVISED_DEVICES = 8  # per node
@@ -89,46 +90,52 @@ def _take(step: Step, plan: RunPlan, limit: float) -> tuple[str, RunPlan] | None
 
 
 def _train(plan: RunPlan, **changes: Any) -> tuple[RunArgs, DeviceSpec]:
-    return replace(plan.args, train=replace(plan.args.train, **changes)), plan.spec
+    return replace(plan.config.args, train=replace(plan.config.args.train, **changes)), plan.config.devices
 
 
 def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
-    per_rank = plan.batch.global_batch_size // plan.batch.world_size
-    for micro in range(plan.batch.micro_batch_size - 1, 0, -1):
+    per_rank = plan.config.batch.global_batch_size // plan.config.batch.world_size
+    for micro in range(plan.config.batch.micro_batch_size - 1, 0, -1):
         if per_rank % micro == 0:
             yield f"--train.micro_batch_size {micro}", *_train(plan, micro_batch_size=micro)
 
 
 def _full_shard(plan: RunPlan) -> Iterator[Change]:
-    if plan.strategy.shards < plan.batch.world_size or plan.strategy.sharding == "SHARD_GRAD_OP":
-        named = plan.args.strategy not in ("auto", "fsdp")
-        fsdp = replace(plan.args.fsdp, sharding_strategy="FULL_SHARD")
-        args = replace(plan.args, strategy="fsdp" if named else plan.args.strategy, fsdp=fsdp, ddp=DDPArgs())
-        yield "--strategy fsdp " * named + "--fsdp.sharding_strategy FULL_SHARD", args, plan.spec
+    if plan.config.strategy.shards < plan.config.batch.world_size or plan.config.strategy.sharding == "SHARD_GRAD_OP":
+        named = plan.config.args.strategy not in ("auto", "fsdp")
+        fsdp = replace(plan.config.args.fsdp, sharding_strategy="FULL_SHARD")
+        args = replace(
+            plan.config.args, strategy="fsdp" if named else plan.config.args.strategy, fsdp=fsdp, ddp=DDPArgs()
+        )
+        yield "--strategy fsdp " * named + "--fsdp.sharding_strategy FULL_SHARD", args, plan.config.devices
 
 
 def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
-    if plan.precision != "bf16-true":
-        yield "--precision bf16-true", replace(plan.args, precision="bf16-true"), plan.spec
+    if plan.config.precision != "bf16-true":
+        yield "--precision bf16-true", replace(plan.config.args, precision="bf16-true"), plan.config.devices
 
 
 def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
     """Under accumulation FSDP keeps gradients unsharded: see distributed/fsdp.py."""
-    if plan.strategy.kind == "fsdp" and plan.batch.accumulation > 1:
-        size = plan.batch.micro_batch_size * plan.batch.world_size
+    if plan.config.strategy.kind == "fsdp" and plan.config.batch.accumulation > 1:
+        size = plan.config.batch.micro_batch_size * plan.config.batch.world_size
         yield f"--train.global_batch_size {size}", *_train(plan, global_batch_size=size)
 
 
 def _adapters(plan: RunPlan) -> Iterator[Change]:
-    if plan.args.defaults is FINETUNE_FULL:
-        yield "toolkit finetune_lora", replace(plan.args, defaults=FINETUNE_LORA, lora=LoRAConfig()), plan.spec
+    if plan.config.args.command == "finetune_full":
+        yield (
+            "toolkit finetune_lora",
+            replace(plan.config.args, command="finetune_lora", lora=LoRAConfig()),
+            plan.config.devices,
+        )
 
 
 def _quantized(plan: RunPlan) -> Iterator[Change]:
-    if plan.args.lora is not None and plan.args.quantize is None:
-        yield "--quantize bnb.nf4", replace(plan.args, quantize="bnb.nf4"), plan.spec
-        replicated = replace(plan.args, quantize="bnb.nf4", strategy="ddp")  # 4-bit weights are not sharded
-        yield "--quantize bnb.nf4 --strategy ddp", replicated, plan.spec
+    if plan.config.args.lora is not None and plan.config.args.quantize is None:
+        yield "--quantize bnb.nf4", replace(plan.config.args, quantize="bnb.nf4"), plan.config.devices
+        replicated = replace(plan.config.args, quantize="bnb.nf4", strategy="ddp")  # 4-bit weights are not sharded
+        yield "--quantize bnb.nf4 --strategy ddp", replicated, plan.config.devices
 
 
 def _shorter(plan: RunPlan) -> Iterator[Change]:
@@ -139,19 +146,19 @@ def _shorter(plan: RunPlan) -> Iterator[Change]:
 
 
 def _more_devices(plan: RunPlan) -> Iterator[Change]:
-    devices = plan.spec.devices * 2
-    while plan.spec.device == "cuda" and devices <= MAX_ADVISED_DEVICES:
-        strategy = "auto" if plan.args.strategy == "single" else plan.args.strategy
-        args = replace(plan.args, strategy=strategy)
-        yield f"--devices {devices}", args, replace(plan.spec, devices=devices)
+    devices = plan.config.devices.devices * 2
+    while plan.config.devices.device == "cuda" and devices <= MAX_ADVISED_DEVICES:
+        strategy = "auto" if plan.config.args.strategy == "single" else plan.config.args.strategy
+        args = replace(plan.config.args, strategy=strategy)
+        yield f"--devices {devices}", args, replace(plan.config.devices, devices=devices)
         devices *= 2
 
 
 def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
-    layers = plan.config.n_layer // 2
-    while plan.args.initial_checkpoint_dir is None and plan.args.lora is None and layers:
-        config = replace(plan.args.model_config, n_layer=layers)
-        yield f"--model_config.n_layer {layers}", replace(plan.args, model_config=config), plan.spec
+    layers = plan.model.n_layer // 2
+    while plan.config.args.initial_checkpoint_dir is None and plan.config.args.lora is None and layers:
+        config = replace(plan.config.args.model_config, n_layer=layers)
+        yield f"--model_config.n_layer {layers}", replace(plan.config.args, model_config=config), plan.config.devices
         layers //= 2
 
 

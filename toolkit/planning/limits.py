@@ -71,7 +71,6 @@ def build_limits(
     ``done`` is the progress so far. It is needed because the last batch of an epoch may have been short, so steps and
     samples are not proportional. ``tokens_per_row`` is a mean.
     """
-    assert args.global_batch_size is not None
     ends, estimates, total_samples = [], [], None
     if args.max_steps is not None:
         ends.append(args.max_steps)
@@ -96,7 +95,6 @@ def require_ahead(args: TrainArgs, done: Progress, limits: Limits, longest_row: 
     Raises:
         UserError: the checkpoint is past a limit, which the message names.
     """
-    assert args.global_batch_size is not None
     checks = {
         "max_steps": (args.max_steps, args.max_steps is not None and done.step > args.max_steps),
         "max_tokens": (

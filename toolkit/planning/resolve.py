@@ -1,12 +1,15 @@
-"""What a run will be, from its arguments and the place alone: a run and its plan decide here, alike."""
+"""From what the user asked for to what the run will be, before anything starts; ``toolkit plan`` is the same code."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
-from toolkit.config import Precision, TrainArgs, fill
+import torch
+
+from toolkit.checkpoints.folder import read_model_config
+from toolkit.config import AUTO, Precision, TrainArgs
+from toolkit.distributed.device import pick_precision
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -14,72 +17,139 @@ from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
 from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.optimizer import resolve_optimizer
-from toolkit.planning.run_args import RunArgs
+from toolkit.planning.run_args import RunArgs, hyperparameters
+
+FINETUNE_EPOCHS = 3.0
+DEFAULT_MODEL_TOKENS = 700_000
+"""Length of a run without a limit: of finetuning, and of pretraining the default model."""
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """The devices of a run: ``devices`` per node of a kind ("cuda", "cpu" or "mps")."""
+
+    device: str
+    devices: int
+    num_nodes: int
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A run before anything is started.
+    """A run before anything is started. What its data and its checkpoint add is in the trainer's ``RunState``.
 
     Args:
-        args: With the command's defaults filled in, and the precision.
-        device: "cpu", "cuda" or "mps".
-        strategy: With its mesh.
-        batch: How the global batch is cut.
-        config: The architecture; None for a user-provided module. Its vocabulary may come from the tokenizer.
-        max_seq_length: Tokens of the longest row; None where the data decides.
+        args: The user's, with at least one limit of the run.
+        devices: Where it runs.
+        precision: Of the compute, and of the weights if it is a "-true" one.
+        strategy: The distributed strategy with its mesh.
+        batch: Division of the global batch.
+        model: The architecture; None for a user-provided module. The data may define its vocabulary.
+        max_seq_length: Tokens of the longest row; None where the rows of a user-provided module decide.
         optimizer: See :func:`toolkit.planning.optimizer.resolve_optimizer`.
     """
 
     args: RunArgs
-    device: str
+    devices: DeviceSpec
+    precision: Precision
     strategy: StrategyPlan
     batch: BatchPlan
-    config: ModelConfig | None
+    model: ModelConfig | None
     max_seq_length: int | None
     optimizer: dict[str, Any]
 
     @property
-    def precision(self) -> Precision:
-        assert self.args.precision is not None
-        return self.args.precision
+    def device(self) -> str:
+        return self.devices.device
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return the options that repeat this run, see :func:`toolkit.planning.run_args.hyperparameters`."""
+        names = ("weight_decay", "betas", "eps")
+        optimizer = replace(self.args.optimizer, **{n: v for n, v in self.optimizer.items() if n in names})
+        return hyperparameters(replace(self.args, precision=self.precision, optimizer=optimizer))
 
 
-def resolve_config(args: RunArgs, device: str, devices: int, num_nodes: int, precision: Precision) -> ResolvedConfig:
-    """Decide what the run of ``args`` is on so many devices per node.
+def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
+    """Resolve what the user left open, and check that the options go together.
 
     Raises:
         UserError: options that do not go together, or would have no effect.
     """
-    args = replace(with_defaults(args), precision=precision)
-    sizes = {"devices": devices, "num_nodes": num_nodes}
-    strategy = plan_strategy(args.strategy, args.fsdp, args.ddp, **sizes, accelerator=device, precision=precision)
-    if args.timeout is not None and devices * num_nodes == 1:
+    _check_options(args)
+    args = with_length(args)
+    precision = choose_precision(args, devices.device)
+    sizes = {"devices": devices.devices, "num_nodes": devices.num_nodes}
+    strategy = plan_strategy(
+        args.strategy, args.fsdp, args.ddp, **sizes, accelerator=devices.device, precision=precision
+    )
+    if args.timeout != AUTO and devices.devices * devices.num_nodes == 1:
         raise UserError(f"--timeout {args.timeout}: would have no effect, one process waits for no other")
     if args.lora is not None:
-        _require_fit_for_adapters(args, strategy.kind)
+        _require_fit_for_adapters(args, strategy.kind, precision)
     batch = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, **sizes)
-    config = choose_model(args)
-    length = choose_length(args.train, config)
+    model = choose_model(args)
+    length = choose_length(args.train, model)
     if strategy.kind == "fsdp" and args.module is not None and not args.block_classes:
         raise UserError("--strategy fsdp: shards the blocks of a model, and none were found; name them: block_classes")
     if strategy.kind == "fsdp" and args.optimizer.name.lower() == "adafactor":
         raise UserError(
             "--optimizer.name Adafactor: looks at whole matrices, and fsdp gives it parts; use --strategy ddp or AdamW"
         )
-    optimizer = resolve_optimizer(args.optimizer, args.defaults.optimizer, precision, args.optimizer_class)
-    return ResolvedConfig(args, device, strategy, batch, config, length, optimizer)
+    optimizer = resolve_optimizer(args.optimizer, precision, args.is_finetune, args.optimizer_class)
+    return ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer)
 
 
-def _require_fit_for_adapters(args: RunArgs, strategy: str) -> None:
-    """Refuse options that do not go with adapters, or with a quantised base."""
+def choose_precision(args: RunArgs, device: str) -> Precision:
+    """Return the precision of the run; assumes bfloat16 support for GPUs of other machines."""
+    on_cuda: Precision = "bf16-mixed" if args.lora is None else "bf16-true"
+    given = None if args.precision == AUTO else args.precision
+    if device == "cuda" and not torch.cuda.is_available():
+        return given or on_cuda
+    return pick_precision(given, device, on_cuda)
+
+
+def _check_options(args: RunArgs) -> None:
+    if not args.out_dir:
+        raise UserError("--out_dir '': give the name of a folder")
+    if args.model_name is not None and args.initial_checkpoint_dir is not None:
+        raise UserError(
+            f"model_name {args.model_name}: --initial_checkpoint_dir {args.initial_checkpoint_dir} brings its own "
+            "architecture; leave one of them out"
+        )
+
+
+def has_length(train: TrainArgs) -> bool:
+    """Whether a limit is given."""
+    return any(limit is not None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time))
+
+
+def with_length(args: RunArgs) -> RunArgs:
+    """Give a run without a limit its default length.
+
+    Raises:
+        UserError: it has none.
+    """
+    if has_length(args.train):
+        return args
+    if args.is_finetune:
+        return replace(args, train=replace(args.train, epochs=FINETUNE_EPOCHS))
+    config = None if args.initial_checkpoint_dir is not None else choose_model(args)
+    if config is None or config.name != DEFAULT_MODEL:
+        raise UserError(
+            "--train.max_tokens: the length of the run must be given; "
+            "set --train.max_tokens, --train.max_steps, --train.epochs or --train.max_time"
+        )
+    return replace(args, train=replace(args.train, max_tokens=DEFAULT_MODEL_TOKENS))
+
+
+def _require_fit_for_adapters(args: RunArgs, strategy: str, precision: Precision) -> None:
+    """Refuse options that do not go with adapters, or with a quantized base."""
     if args.quantize is not None:
         if strategy == "fsdp":
             raise UserError(
                 f"--quantize {args.quantize}: does not go with --strategy fsdp, which cannot shard weights of 4 bits; "
                 "use --strategy ddp"
             )
-        if args.precision == "16-mixed":
+        if precision == "16-mixed":
             raise UserError(f"--precision 16-mixed: is not proven with --quantize {args.quantize}; use bf16-true")
         if args.compiler != "none":
             raise UserError(f"--compiler {args.compiler}: does not go with --quantize {args.quantize}; leave one out")
@@ -91,41 +161,12 @@ def _require_fit_for_adapters(args: RunArgs, strategy: str) -> None:
         raise UserError(f"--train.tie_embeddings {args.train.tie_embeddings}: the base stays as it is; leave it out")
 
 
-def with_defaults(args: RunArgs) -> RunArgs:
-    """Fill in what the command decides; the default model also has a length of its own.
-
-    Raises:
-        UserError: the run has no end, or an option is of no use.
-    """
-    if not args.out_dir:
-        raise UserError("--out_dir '': give the name of a folder")
-    if not 0 <= args.seed < 2**32:
-        raise UserError(f"--seed {args.seed}: must be from 0 to {2**32 - 1}")
-    if args.model_name is not None and args.initial_checkpoint_dir is not None:
-        raise UserError(
-            f"model_name {args.model_name}: --initial_checkpoint_dir {args.initial_checkpoint_dir} brings its own "
-            "architecture; leave one of them out"
-        )
-    if args.timeout is not None and args.timeout <= 0:
-        raise UserError(f"--timeout {args.timeout}: must be greater than zero")
-    train, evaluation = fill(args.train, args.defaults.train), fill(args.eval, args.defaults.eval)
-    if all(limit is None for limit in (train.max_steps, train.max_tokens, train.epochs, train.max_time)):
-        config = None if args.initial_checkpoint_dir is not None else choose_model(args)
-        if not args.defaults.length_for_all and (config is None or config.name != DEFAULT_MODEL):
-            raise UserError(
-                "--train.max_tokens: the length of the run must be given; "
-                "set --train.max_tokens, --train.max_steps, --train.epochs or --train.max_time"
-            )
-        train = replace(train, **args.defaults.length)
-    return replace(args, train=train, eval=evaluation)
-
-
 def choose_model(args: RunArgs) -> ModelConfig | None:
     """The named architecture or the initial checkpoint's, with the user's changes; None for a user-provided module."""
     if args.module is not None:
         return args.module.config if isinstance(args.module, GPT) else None
-    if args.initial_checkpoint_dir is not None:
-        config = read_model_config(find_checkpoint_dir(args.initial_checkpoint_dir))
+    if args.base_dir is not None:
+        config = read_model_config(args.base_dir)
     else:
         config = get_config(args.model_name or DEFAULT_MODEL)
     config = config.override(args.model_config)
@@ -141,9 +182,10 @@ def choose_length(train: TrainArgs, config: ModelConfig | None) -> int | None:
     Raises:
         UserError: longer than the model's context.
     """
+    given = None if train.max_seq_length == AUTO else train.max_seq_length
     if config is None:
-        return train.max_seq_length
-    length = train.max_seq_length or config.block_size
+        return given
+    length = given or config.block_size
     if length > config.block_size:
         raise UserError(
             f"--train.max_seq_length {length}: {config.name or 'the model'} takes at most {config.block_size} tokens; "

@@ -1,101 +1,129 @@
-"""What a run will be, from the arguments alone: nothing is started, built or written."""
+"""What the user asked for: the options of a training command, with ready objects from Python."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import toolkit.data
-from toolkit.config import (
-    Accelerator,
-    CommandDefaults,
-    DDPArgs,
-    Devices,
-    EvalArgs,
-    FSDPArgs,
-    LogArgs,
-    OptimizerArgs,
-    Precision,
-    Strategy,
-    TrainArgs,
-    fill,
-)
+from toolkit.checkpoints.adapters import has_adapters_only
+from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
+from toolkit.checkpoints.peft.import_peft import check_base, import_peft
+from toolkit.config import AUTO, Auto, Command, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
 from toolkit.data.base import DataModule
 from toolkit.data.tokens.in_memory import InMemoryData
+from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
 
 
-@dataclass
-class RunArgs:
-    """What a training command hands over: the user's options, and the defaults of the command."""
+@dataclass(frozen=True, kw_only=True)
+class RunArgs(RunOptions):
+    """A run as the user asked for it; :func:`toolkit.planning.resolve.resolve` decides the rest.
 
-    defaults: CommandDefaults
-    model_name: str | None
-    model_config: ModelOverrides
+    Args:
+        command: It decides the defaults that depend on the run: its length, the warm-up, the optimizer's options.
+        initial_checkpoint_dir: Weights to start from, or the frozen base of adapters.
+        lora: Train low-rank adapters; None trains all weights.
+        quantize: How the base of adapters is quantized.
+        from_peft: A peft folder with adapters to start from.
+        module: A user-provided model with its weights; then there is no ``model_name``.
+        block_classes: The blocks of that model.
+        optimizer_class: A class outside torch.optim; ``optimizer.name`` is its name.
+    """
+
+    command: Command
     data: DataModule
     train: TrainArgs
     eval: EvalArgs
-    log: LogArgs
     optimizer: OptimizerArgs
-    fsdp: FSDPArgs
-    ddp: DDPArgs
     out_dir: str
-    resume: bool | str
-    initial_checkpoint_dir: str | None
-    tokenizer_dir: str | None
-    accelerator: Accelerator
-    devices: Devices
-    num_nodes: int | None
-    strategy: Strategy
-    precision: Precision | None
-    compiler: str
-    logger_name: str
-    timeout: float | None
-    seed: int
-    deterministic: bool = False
-    module: nn.Module | None = None
-    """A user-provided model with its weights; then there is no ``model_name``."""
-    block_classes: tuple[type[nn.Module], ...] = ()
-    """The blocks of that model."""
-    optimizer_class: type[torch.optim.Optimizer] | None = None
-    """A class that torch.optim does not have; ``optimizer.name`` is its name."""
+    precision: Precision | Auto = AUTO
+    model_name: str | None = None
+    model_config: ModelOverrides = field(default_factory=ModelOverrides)
+    initial_checkpoint_dir: str | None = None
     lora: LoRAConfig | None = None
-    """Train adapters beside the weights of ``initial_checkpoint_dir``, which are frozen."""
     quantize: str | None = None
-    """How those weights are quantised."""
     from_peft: str | None = None
-    """A folder of peft's with adapters to begin with."""
-    callbacks: str | list[Any] | None = None
-    """Class paths, see :func:`toolkit.training.callbacks.loading.load_callbacks`."""
-    given: dict[str, Any] | None = None
-    """The command's own arguments, where their names are not these fields'."""
-    verify_checkpoint: bool = True
-    """Compare what the run starts from with its checksums."""
+    module: nn.Module | None = None
+    block_classes: tuple[type[nn.Module], ...] = ()
+    optimizer_class: type[torch.optim.Optimizer] | None = None
+
+    @property
+    def is_finetune(self) -> bool:
+        return self.command != "pretrain"
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the options define the run completely: no object from Python takes part."""
+        return self.module is None and self.optimizer_class is None and not isinstance(self.data, InMemoryData)
+
+    @property
+    def base_dir(self) -> Path | None:
+        """The folder of ``initial_checkpoint_dir``."""
+        return None if self.initial_checkpoint_dir is None else find_checkpoint_dir(self.initial_checkpoint_dir)
 
 
-def is_repeatable(args: RunArgs) -> bool:
-    """Whether the options say all of the run: no object from Python takes part."""
-    ready = args.module is not None or isinstance(args.data, InMemoryData) or args.optimizer_class is not None
-    return not ready
+def run_args(command: Command, options: Mapping[str, Any]) -> RunArgs:
+    """Build the arguments of a run from the options of a command, by name; other names are ignored.
+
+    Raises:
+        UserError: the options conflict, or the checkpoint to finetune has adapters only.
+    """
+    values = {f.name: options[f.name] for f in fields(RunArgs) if f.name in options}
+    if command == "pretrain":
+        return RunArgs(command=command, **values)
+    name = options["checkpoint_dir"]
+    if has_adapters_only(find_checkpoint_dir(name)):
+        raise UserError(
+            f"checkpoint_dir {name}: holds adapters, not a model; run `toolkit merge_lora {name}` first, or --resume it"
+        )
+    lora = read_lora(options) if command == "finetune_lora" else None
+    return RunArgs(command=command, initial_checkpoint_dir=name, lora=lora, **values)
+
+
+def read_lora(options: Mapping[str, Any]) -> LoRAConfig:
+    """Return the configuration of the adapters: from the flags, or from the peft folder.
+
+    Raises:
+        UserError: both define it, or the peft folder does not fit the checkpoint.
+    """
+    flags = {f.name: options[f"lora_{f.name}"] for f in fields(LoRAConfig)}
+    if options["from_peft"] is None:
+        return LoRAConfig(**flags)
+    plain = LoRAConfig()
+    if changed := next((name for name, value in flags.items() if value != getattr(plain, name)), None):
+        raise UserError(
+            f"--lora_{changed} {flags[changed]}: --from_peft {options['from_peft']} defines the adapters; leave it out"
+        )
+    base = find_checkpoint_dir(options["checkpoint_dir"])
+    lora, _ = import_peft(Path(options["from_peft"]), read_model_config(base))
+    check_base(options["from_peft"], base)
+    return lora
 
 
 def hyperparameters(args: RunArgs) -> dict[str, Any]:
-    """The options of this run as ``toolkit SUB --config`` takes them, defaults filled in; of ready data the class."""
-    left_out = ("defaults", "module", "block_classes", "optimizer_class", "lora", "quantize", "from_peft", "given")
-    values = {k: v for k, v in vars(args).items() if k not in left_out}
-    if args.given is not None:
-        values = {name: values.get(name, value) for name, value in args.given.items()}
-    values |= {"resume": False}
-    values["optimizer"] = fill(args.optimizer, args.defaults.optimizer)
-    plain = {k: asdict(v) if is_dataclass(v) else v for k, v in values.items()}
+    """Return the options of a run as ``toolkit SUB --config`` takes them; of ready data only the class."""
+    values: dict[str, Any] = {"checkpoint_dir": args.initial_checkpoint_dir}
+    if not args.is_finetune:
+        values = {name: getattr(args, name) for name in ("model_name", "model_config", "initial_checkpoint_dir")}
+    if args.lora is not None:
+        lora = args.lora if args.from_peft is None else LoRAConfig()  # which --from_peft defines
+        values |= {f"lora_{name}": value for name, value in asdict(lora).items()}
+        values |= {"from_peft": args.from_peft, "quantize": args.quantize}
+    shared = [f.name for f in fields(RunOptions)]
+    names = ["data", "train", "eval", "optimizer", "out_dir", "precision", *shared]
+    values |= {name: getattr(args, name) for name in names} | {"resume": False}
+    plain = {k: asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for k, v in values.items()}
     if "model_config" in plain:
         plain["model_config"] = {k: v for k, v in plain["model_config"].items() if v is not None}
     kind = type(args.data)
-    own = getattr(toolkit.data, kind.__name__, None) is kind
-    path = kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
+    is_own = getattr(toolkit.data, kind.__name__, None) is kind
+    path = kind.__name__ if is_own else f"{kind.__module__}.{kind.__qualname__}"
     plain["data"] = {"class_path": path, "init_args": {} if isinstance(args.data, InMemoryData) else plain["data"]}
     return plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from toolkit.config import CommandDefaults, TrainArgs
+from toolkit.config import AUTO, FINETUNE_BATCH, TrainArgs
 from toolkit.errors import UserError
 
 WSD_DECAY_FRACTION = 0.2
@@ -13,6 +13,10 @@ WSD_DECAY_FRACTION = 0.2
 
 WARMUP_WITHOUT_HORIZON = 100
 """Warm-up steps of a run that only max_time limits."""
+
+PRETRAIN_WARMUP, MAX_PRETRAIN_WARMUP_STEPS = 0.05, 2000
+FINETUNE_WARMUP = 0.03
+"""Warm-up as a fraction of the run, with ``--train.lr_warmup_steps auto``."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Schedule:
         return self.minimum + (self.peak - self.minimum) * factor
 
 
-def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> Schedule:
+def build_schedule(args: TrainArgs, total_steps: int | None, is_finetune: bool = False) -> Schedule:
     """Build the LR schedule of a run.
 
     ``lr_scaling`` multiplies the learning rates by (global_batch_size / the command's default), or by its square root,
@@ -53,25 +57,24 @@ def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDe
     Raises:
         UserError: the warm-up is longer than the run, or the shape needs a known end.
     """
-    assert args.learning_rate is not None and args.global_batch_size is not None
     if total_steps is None and args.lr_schedule != "constant":
         raise UserError(
             f"--train.lr_schedule {args.lr_schedule}: needs the length of the run, which --train.max_time alone does "
             "not define; add --train.max_steps, max_tokens or epochs, or use --train.lr_schedule constant"
         )
-    ratio = args.global_batch_size / defaults.train["global_batch_size"]
+    ratio = args.global_batch_size / (FINETUNE_BATCH if is_finetune else TrainArgs.global_batch_size)
     factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[args.lr_scaling]
     peak = args.learning_rate * factor
-    if args.lr_schedule == "constant" and args.min_lr is not None:
+    if args.lr_schedule == "constant" and args.min_lr != AUTO:
         raise UserError(f"--train.min_lr {args.min_lr}: has no effect with --train.lr_schedule constant; leave one out")
-    minimum = (args.learning_rate / 10 if args.min_lr is None else args.min_lr) * factor
+    minimum = (args.learning_rate / 10 if args.min_lr == AUTO else args.min_lr) * factor
     if minimum > peak:
         raise UserError(f"--train.min_lr {args.min_lr}: above --train.learning_rate {args.learning_rate}")
-    return Schedule(args.lr_schedule, peak, minimum, _warmup_steps(args, total_steps, defaults), total_steps)
+    return Schedule(args.lr_schedule, peak, minimum, _warmup_steps(args, total_steps, is_finetune), total_steps)
 
 
-def _warmup_steps(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> int:
-    if args.lr_warmup_steps is not None:
+def _warmup_steps(args: TrainArgs, total_steps: int | None, is_finetune: bool) -> int:
+    if args.lr_warmup_steps != AUTO:
         if total_steps is not None and args.lr_warmup_steps >= total_steps:
             raise UserError(
                 f"--train.lr_warmup_steps {args.lr_warmup_steps}: must be less than the {total_steps} steps of the run"
@@ -87,4 +90,6 @@ def _warmup_steps(args: TrainArgs, total_steps: int | None, defaults: CommandDef
         return WARMUP_WITHOUT_HORIZON if fraction is None else 0
     if fraction is not None:
         return int(fraction * total_steps)
-    return min(int(defaults.warmup_fraction * total_steps), defaults.max_warmup_steps)
+    if is_finetune:
+        return int(FINETUNE_WARMUP * total_steps)
+    return min(int(PRETRAIN_WARMUP * total_steps), MAX_PRETRAIN_WARMUP_STEPS)

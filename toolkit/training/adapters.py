@@ -10,17 +10,16 @@ import torch
 
 from toolkit.checkpoints.adapters import AdapterInfo, load_adapters
 from toolkit.checkpoints.fingerprint import base_fingerprint
-from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.peft.import_peft import check_base, import_peft
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.model import Plan
+from toolkit.training.model import ModelSpec
 
 
 def describe_base(args: RunArgs) -> AdapterInfo:
     """What the adapters of a run are, and of which base."""
-    assert args.lora is not None and args.initial_checkpoint_dir is not None
-    base = find_checkpoint_dir(args.initial_checkpoint_dir)
-    return AdapterInfo(lora=args.lora, base=base, base_hash=base_fingerprint(base), quantize=args.quantize)
+    assert args.lora is not None and args.base_dir is not None
+    base_hash = base_fingerprint(args.base_dir)
+    return AdapterInfo(lora=args.lora, base=args.base_dir, base_hash=base_hash, quantize=args.quantize)
 
 
 def facts(info: AdapterInfo) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def facts(info: AdapterInfo) -> dict[str, Any]:
 
 
 def initial_adapters(
-    args: RunArgs, plan: Plan, resume_from: Path | None, report: Callable[[str], None]
+    args: RunArgs, spec: ModelSpec, resume_from: Path | None, report: Callable[[str], None]
 ) -> dict[str, torch.Tensor] | None:
     """The adapters that a run begins with: those of its checkpoint, or of peft's folder; None for new ones, or none.
 
@@ -39,10 +38,10 @@ def initial_adapters(
     if args.lora is None:
         return None
     if resume_from is not None:
-        return load_adapters(resume_from, plan.module)
+        return load_adapters(resume_from, spec.module)
     if args.from_peft is None:
         return None
-    assert args.initial_checkpoint_dir is not None
-    if note := check_base(args.from_peft, find_checkpoint_dir(args.initial_checkpoint_dir)):
+    assert args.base_dir is not None and spec.config is not None
+    if note := check_base(args.from_peft, args.base_dir):
         report(note)
-    return import_peft(Path(args.from_peft), plan.config)[1]
+    return import_peft(Path(args.from_peft), spec.config)[1]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
-from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
@@ -48,9 +47,8 @@ def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: P
     if ranks.world_size() == 1:
         return
     loaded: dict[str, tuple[str, str]] = {}  # by flag: the folder on this node, and its fingerprint
-    if args.initial_checkpoint_dir is not None and (resume_from is None or base is not None):
-        flag = "--initial_checkpoint_dir" if args.given is None else "checkpoint_dir"
-        folder = find_checkpoint_dir(args.initial_checkpoint_dir)
+    if (folder := args.base_dir) is not None and (resume_from is None or base is not None):
+        flag = "checkpoint_dir" if args.is_finetune else "--initial_checkpoint_dir"
         loaded[flag] = str(folder.resolve()), base_fingerprint(folder) if base is None else base.base_hash
     if resume_from is not None:
         loaded["--resume"] = str(resume_from.resolve()), resume_fingerprint(resume_from)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.data.base import PreparedData, TokenDataset
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.chunks import TokenRows
+from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.planning.run_args import RunArgs
@@ -21,11 +21,11 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
     Raises:
         UserError: there is less text than one global batch.
     """
-    tokenizer = None
-    folder = args.tokenizer_dir or args.initial_checkpoint_dir
-    if folder is not None:
-        own = args.tokenizer_dir is not None
-        tokenizer = Tokenizer.load(folder if own else find_checkpoint_dir(folder), *([] if own else ["checkpoint_dir"]))
+    tokenizer, is_tokens = None, isinstance(args.data, InMemoryData)
+    if args.tokenizer_dir is not None:
+        tokenizer = Tokenizer.load(args.tokenizer_dir)
+    elif args.base_dir is not None and not (is_tokens and not (args.base_dir / "tokenizer.json").is_file()):
+        tokenizer = Tokenizer.load(args.base_dir, "checkpoint_dir")
     data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report)
     if len(data.train) < args.train.global_batch_size:
         raise UserError(

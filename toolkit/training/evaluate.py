@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 import toolkit.data
 from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_checkpoint_dir, load_model, require_intact_model
-from toolkit.config import Accelerator, Precision
+from toolkit.config import AUTO, Accelerator, Precision
 from toolkit.config.command import as_mapping, parse_object
 from toolkit.data import DataModule, PythonStdlib
 from toolkit.data.base import is_ragged
@@ -86,7 +86,7 @@ def evaluate(
     micro_batch_size: int,
     max_iters: int | None,
     max_seq_length: int | None,
-    trust_checkpoint_data: bool | None,
+    trust_checkpoint_data: bool,
 ) -> dict[str, Any]:
     """Return the data's name, loss (nats per token), perplexity, bits_per_byte, sequences and tokens.
 
@@ -102,7 +102,7 @@ def evaluate(
     """
     length = max_seq_length
     if data is None:
-        data, of_run = data_of_run(checkpoint.folder, trust=bool(trust_checkpoint_data))
+        data, of_run = data_of_run(checkpoint.folder, trust=trust_checkpoint_data)
         length = length or of_run
     block_size = checkpoint.model.config.block_size
     length = length or block_size
@@ -154,6 +154,7 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
         name, options, length = values["data"]["class_path"], values["data"]["init_args"], None
         cls = getattr(toolkit.data, name) if name in toolkit.data.__all__ else None
         length = values["train"]["max_seq_length"]
+        length = None if length == AUTO else length
         if length is not None and type(length) is not int:
             raise TypeError
     except (OSError, ValueError, TypeError, KeyError):

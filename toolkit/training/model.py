@@ -34,7 +34,7 @@ from toolkit.training.optimizer import no_decay_params
 
 
 @dataclass
-class Plan:
+class ModelSpec:
     """A model before it is wrapped, and what can only be known of it then.
 
     Args:
@@ -62,13 +62,13 @@ class Plan:
     quantize: str | None = None
 
 
-def plan_model(
+def specify_model(
     config: ModelConfig | None,
     module: nn.Module | None,
     blocks: tuple[type[nn.Module], ...],
     lora: LoRAConfig | None = None,
     quantize: str | None = None,
-) -> Plan:
+) -> ModelSpec:
     """Build the model of ``config`` on the meta device, with adapters for ``lora``, or take ``module``."""
     ready = module is not None
     if not ready:
@@ -83,14 +83,14 @@ def plan_model(
     else:
         shapes = [f"{canonical_name(name)} {tuple(p.shape)}" for name, p in module.named_parameters()]
         facts = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
-    return Plan(
+    return ModelSpec(
         module, ready, config, blocks, sizes, tied_names(module), no_decay_params(module), facts, lora, quantize
     )
 
 
 def set_up_model(
     fabric: Fabric,
-    plan: Plan,
+    spec: ModelSpec,
     *,
     seed: int,
     precision: str,
@@ -112,30 +112,30 @@ def set_up_model(
     Raises:
         UserError: the weights do not fit.
     """
-    module = plan.module
+    module = spec.module
     if precision == "bf16-true":
         module.to(torch.bfloat16)
         for name, parameter in module.named_parameters():
             if is_adapter(name):  # they learn in steps that bf16 is too coarse for
                 parameter.data = parameter.data.float()
-    elif plan.ready:
+    elif spec.ready:
         for parameter in module.parameters():  # it may come in 16 bits; buffers may have a reason for what they are
             parameter.data = parameter.data.float()
     # one unit after the other, beside adapters that are no part of the checkpoint
-    shards = plan.lora is None and source is not None and is_sharded(source / WEIGHTS) and _shards_fit(plan, source)
-    if plan.ready:
+    shards = spec.lora is None and source is not None and is_sharded(source / WEIGHTS) and _shards_fit(spec, source)
+    if spec.ready:
         _take_weights(module, None if shards else source)
     else:
-        values = _values(plan, seed, None if shards else source, shards, adapters, fabric.device)
+        values = _values(spec, seed, None if shards else source, shards, adapters, fabric.device)
         materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)
     if compiler == "torch":
-        compile_blocks(module, plan.blocks, longest_ragged)
+        compile_blocks(module, spec.blocks, longest_ragged)
     wrapped = fabric.setup(module)
     give_back_freed_memory()
     if shards:
         assert source is not None
-        load_sharded_weights(unwrapped(wrapped), plan.tied, source / WEIGHTS)
+        load_sharded_weights(unwrapped(wrapped), spec.tied, source / WEIGHTS)
     return wrapped
 
 
@@ -161,41 +161,41 @@ def unwrapped(wrapped: nn.Module) -> nn.Module:
     return wrapped._forward_module
 
 
-def check_replicas(wrapped: nn.Module, plan: Plan, shards: int) -> None:
+def check_replicas(wrapped: nn.Module, spec: ModelSpec, shards: int) -> None:
     """N4, see :func:`toolkit.distributed.replicas.require_equal_replicas`."""
     parts = {canonical_name(name): p for name, p in unwrapped(wrapped).named_parameters()}
-    sizes = {canonical_name(name): size for name, size in plan.sizes.items()}
+    sizes = {canonical_name(name): size for name, size in spec.sizes.items()}
     require_equal_replicas(parts, sizes, shards)
 
 
-def describe_model(plan: Plan, seq_length: int) -> str:
+def describe_model(spec: ModelSpec, seq_length: int) -> str:
     """Name, parameters and FLOPs per token (N8) in a few words."""
-    name = plan.module._get_name() if plan.config is None else plan.config.name
-    text = f"{name}: {sum(plan.sizes.values()):,} parameters"
-    trained = sum(p.numel() for p in plan.module.parameters() if p.requires_grad)
-    if trained < sum(plan.sizes.values()):
+    name = spec.module._get_name() if spec.config is None else spec.config.name
+    text = f"{name}: {sum(spec.sizes.values()):,} parameters"
+    trained = sum(p.numel() for p in spec.module.parameters() if p.requires_grad)
+    if trained < sum(spec.sizes.values()):
         text += f", {trained:,} of them trained"
-    if plan.lora is not None:
-        text += f" (rank {plan.lora.r} on {', '.join(plan.lora.parts)})"
-    if plan.config is None:
+    if spec.lora is not None:
+        text += f" (rank {spec.lora.r} on {', '.join(spec.lora.parts)})"
+    if spec.config is None:
         return text
-    full, causal = (flops_per_token(plan.module, plan.config, seq_length, causal=half) / 1e6 for half in (False, True))
+    full, causal = (flops_per_token(spec.module, spec.config, seq_length, causal=half) / 1e6 for half in (False, True))
     return f"{text}, {full:.1f} MFLOP per token ({causal:.1f} with causal attention counted by half)"
 
 
-def _shards_fit(plan: Plan, source: Path) -> bool:
+def _shards_fit(spec: ModelSpec, source: Path) -> bool:
     """Whether the shards can be read as they are: not where head and embedding are one here and two there."""
-    fit = plan.config is None or read_model_config(source).tie_embeddings == plan.config.tie_embeddings
+    fit = spec.config is None or read_model_config(source).tie_embeddings == spec.config.tie_embeddings
     if not fit and ranks.world_size() > 1:
         raise UserError(
-            f"--train.tie_embeddings {plan.config.tie_embeddings}: {source} is sharded and has it otherwise; "
+            f"--train.tie_embeddings {spec.config.tie_embeddings}: {source} is sharded and has it otherwise; "
             "run toolkit consolidate on it first"
         )
     return fit
 
 
 def _values(
-    plan: Plan,
+    spec: ModelSpec,
     seed: int,
     source: Path | None,
     shards: bool,
@@ -206,14 +206,14 @@ def _values(
     if shards:
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
     if source is None:
-        return init_weight(plan.module, seed)
-    weights = load_compatible_weights(source, model_on_meta(plan.config))
-    if plan.lora is None:
+        return init_weight(spec.module, seed)
+    weights = load_compatible_weights(source, model_on_meta(spec.config))
+    if spec.lora is None:
         return lambda name, shape: weights[name]
-    if plan.quantize is not None:
-        quantize_linears(plan.module, plan.quantize, weights.__getitem__, device)
-        plan.sizes |= {name: p.numel() for name, p in plan.module.named_parameters()}  # two weights in a byte
-    initial = adapter_values(plan.module, seed, weights.__getitem__) if adapters is None else None
+    if spec.quantize is not None:
+        quantize_linears(spec.module, spec.quantize, weights.__getitem__, device)
+        spec.sizes |= {name: p.numel() for name, p in spec.module.named_parameters()}  # two weights in a byte
+    initial = adapter_values(spec.module, seed, weights.__getitem__) if adapters is None else None
     known = weights | (adapters or {})
     return lambda name, shape: initial(name, shape) if initial and is_adapter(name) else known[name]
 

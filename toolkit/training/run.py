@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.distributed.device import count_devices, pick_accelerator, pick_precision
-from toolkit.distributed.world import detect_world
-from toolkit.planning.resolve import resolve_config
+from toolkit.config import AUTO, RunOptions
+from toolkit.distributed.device import count_devices, pick_accelerator
+from toolkit.distributed.world import WorldInfo, detect_world
+from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks import Callback
 from toolkit.training.callbacks.loading import load_callbacks
@@ -24,9 +25,17 @@ def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:
     Raises:
         UserError: a mistake in the arguments; nothing has been written. For others see :meth:`Trainer.fit`.
     """
+    device, world = detect_devices(args)
+    config = resolve(args, DeviceSpec(device, world.devices, world.num_nodes))
+    check_loggers(args.logger_name, args.log)
+    Trainer(config, world, [*load_callbacks(args.callbacks), *callbacks]).fit()
+
+
+def detect_devices(args: RunOptions) -> tuple[str, WorldInfo]:
+    """Return the kind of device of a run ("cpu", "cuda", "mps") and its processes.
+
+    Raises:
+        UserError: there is no such device, or the options contradict the launcher.
+    """
     device = pick_accelerator(args.accelerator)
-    world = detect_world(args.devices, args.num_nodes, count_devices(device))
-    precision = pick_precision(args.precision, device, args.defaults.cuda_precision)
-    config = resolve_config(args, device, world.devices, world.num_nodes, precision)
-    check_loggers(config.args.logger_name, config.args.log)
-    Trainer(config, world, [*load_callbacks(config.args.callbacks), *callbacks]).fit()
+    return device, detect_world(args.devices, None if args.num_nodes == AUTO else args.num_nodes, count_devices(device))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.store import FINAL
+from toolkit.config import FINETUNE_NEW_TOKENS
 from toolkit.data.base import PreparedData, TokenDataset, is_ragged
 from toolkit.models.config import ModelConfig
 from toolkit.planning.limits import Limits, Progress, build_limits, require_ahead
@@ -20,7 +21,7 @@ from toolkit.training.agreement import require_same_options, require_same_weight
 from toolkit.training.callbacks import best
 from toolkit.training.callbacks.samples import Sampler, make_sampler
 from toolkit.training.data import with_vocabulary
-from toolkit.training.model import Plan, plan_model
+from toolkit.training.model import ModelSpec, specify_model
 from toolkit.training.state import RunFingerprint, read_meta
 
 
@@ -43,7 +44,7 @@ class RunState:
 
     resume_from: Path | None
     progress: Progress
-    model: Plan
+    model: ModelSpec
     base: AdapterInfo | None
     identity: RunFingerprint
     limits: Limits
@@ -70,8 +71,8 @@ def prepare_run_state(
         UserError: the checkpoint is of another run, or the ranks differ.
     """
     args = resolved.args
-    config = with_vocabulary(resolved.config, data)
-    model = plan_model(config, args.module, args.block_classes, args.lora, args.quantize)
+    config = with_vocabulary(resolved.model, data)
+    model = specify_model(config, args.module, args.block_classes, args.lora, args.quantize)
     length = mean_length(data.train)
     base = None if args.lora is None else adapters.describe_base(args)
     identity = RunFingerprint(
@@ -81,7 +82,9 @@ def prepare_run_state(
     require_same_weights(args, base, resume_from)
     require_same_options(args, identity)
     best.check_config(args.train, args.eval, data)
-    sampler = make_sampler(data, config, args.eval.max_new_tokens, usual=args.defaults.eval["max_new_tokens"])
+    sampler = make_sampler(
+        data, config, args.eval.max_new_tokens, usual=FINETUNE_NEW_TOKENS if args.is_finetune else None
+    )
     progress = Progress() if resume_from is None else read_progress(resume_from, identity)
     best.reset_if_missing(progress, Path(args.out_dir), damaged)
     limits = build_limits(
@@ -90,7 +93,7 @@ def prepare_run_state(
     if resume_from is not None:
         longest = longest_ragged(data, resolved.max_seq_length) or math.ceil(length)
         require_ahead(args.train, progress, limits, longest, resume_from)
-    schedule = build_schedule(args.train, limits.total_steps, args.defaults)
+    schedule = build_schedule(args.train, limits.total_steps, args.is_finetune)
     flops = None if config is None else flops_per_token(model.module, config, length)
     return RunState(resume_from, progress, model, base, identity, limits, schedule, length, flops, sampler, damaged)
 

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from toolkit.checkpoints.folder import find_checkpoint_dir
 from toolkit.checkpoints.lock import exclusive_lock, require_unlocked
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import FINAL, newest, rename_damaged
+from toolkit.config import AUTO
 from toolkit.data.base import is_ragged
 from toolkit.data.loader import Batch, choose_padding, train_batches, val_batches
 from toolkit.distributed import ranks
@@ -29,9 +29,8 @@ from toolkit.models.families import export_error
 from toolkit.models.gpt import Block
 from toolkit.planning.advice import oom_advice
 from toolkit.planning.limits import build_intervals
-from toolkit.planning.plan import DeviceSpec, require_memory
+from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.run_args import hyperparameters, is_repeatable
 from toolkit.training import adapters
 from toolkit.training.agreement import require_shared_disk
 from toolkit.training.callbacks import Callback, Console, ExternalLoggers, MetricsFile, notify, order_callbacks
@@ -52,7 +51,7 @@ class Trainer:
     """One training run; every process of the run makes one.
 
     Args:
-        config: From :func:`toolkit.planning.resolve.resolve_config`.
+        config: From :func:`toolkit.planning.resolve.resolve`.
         world: The processes of the run.
         user_callbacks: Called after the run's own, in this order.
     """
@@ -61,7 +60,7 @@ class Trainer:
         self.launched_at = time.perf_counter()  # --train.max_time counts from here
         self.config, self.args, self.world = config, config.args, world
         self.out_dir = Path(config.args.out_dir)
-        self.timeouts = Timeouts.of(config.args.timeout)
+        self.timeouts = Timeouts.of(None if config.args.timeout == AUTO else config.args.timeout)
         self.user_callbacks = list(user_callbacks)
         self.callbacks: list[Callback] = []
         self.skipped_steps = 0  # of this launch, by the fp16 scaler
@@ -90,7 +89,7 @@ class Trainer:
         with ExitStack() as stack:
             group = stack.enter_context(launch_processes(self.fabric, world, self.timeouts))
             group.shutdown.resume_hint = self._resume_hint
-            stack.enter_context(oom_advice(args, DeviceSpec(config.device, world.devices, world.num_nodes)))
+            stack.enter_context(oom_advice(args, config.devices))
             stack.enter_context(deterministic_algorithms(args.deterministic))
             self.display = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0))
             if world.global_rank == 0 and not is_single_launcher:
@@ -109,7 +108,7 @@ class Trainer:
                 return
             self._describe()
             if not self.state.model.ready and args.optimizer_class is None:
-                require_memory(config, world.devices, self.state.model.config, self.state.model.module)
+                require_memory(config, self.state.model.config, self.state.model.module)
             self._build()
             if resume_from is not None:
                 self.restore(resume_from)
@@ -117,7 +116,10 @@ class Trainer:
             outputs = ranks.run_on_rank0(lambda: self._open_outputs(stack)) or []
             if self.checkpointer.sharded:
                 require_shared_disk(self.out_dir)
-            self.callbacks = order_callbacks(self, outputs)
+            self.callbacks = order_callbacks(
+                self, self.user_callbacks, outputs,
+                spec=self.state.model, flops=self.state.flops, sampler=self.state.sampler,
+            )  # fmt: skip
             self._after_first_step = group.first_step_done
             keep_freed_memory(config.device)  # only now: what loading has freed is returned (M3)
             self._train()
@@ -310,38 +312,38 @@ class Trainer:
             UserError: weights do not fit, or a file is broken.
         """
         args, config, state, data, fabric = self.args, self.config, self.state, self.data, self.fabric
-        plan, length = state.model, config.max_seq_length
-        source = find_checkpoint_dir(args.initial_checkpoint_dir) if args.initial_checkpoint_dir else None
+        spec, length = state.model, config.max_seq_length
+        source = args.base_dir
         ragged = is_ragged(data.train) or is_ragged(data.val)
-        choose_attention_kernels(fixed_shapes=not ragged, has_masks=needs_masks(plan.config, length))
+        choose_attention_kernels(fixed_shapes=not ragged, has_masks=needs_masks(spec.config, length))
         reads_source = source is not None and (state.resume_from is None or state.base is not None)
         if ranks.broadcast_from_rank0(reads_source and args.verify_checkpoint):
             require_intact_together(source, fabric.local_rank == 0, self.display.message, model_only=True)
         self.model = set_up_model(
-            fabric, plan, seed=args.seed, precision=config.precision, compiler=args.compiler,
+            fabric, spec, seed=args.seed, precision=config.precision, compiler=args.compiler,
             longest_ragged=longest_ragged(data, length),
             source=source if state.base is not None else state.resume_from or source,
-            adapters=adapters.initial_adapters(args, plan, state.resume_from, self.display.message),
+            adapters=adapters.initial_adapters(args, spec, state.resume_from, self.display.message),
         )  # fmt: skip
         seed_from(args.seed, ranks.global_rank())  # else dropout would draw the same on all ranks
         module = unwrapped(self.model)
-        self.padding = choose_padding(fabric.device.type, ragged, length if plan.config is not None else None)
+        self.padding = choose_padding(fabric.device.type, ragged, length if spec.config is not None else None)
         self.token_bytes = None if data.tokenizer is None else data.tokenizer.token_bytes()
         self.checkpointer = Checkpointer(
             out_dir=self.out_dir,
             module=module,
             optimizer=build_optimizer(
-                module, config.optimizer, state.schedule.peak, config.precision, plan.no_decay_params,
+                module, config.optimizer, state.schedule.peak, config.precision, spec.no_decay_params,
                 args.optimizer_class,
             ),
             scaler=getattr(fabric.strategy.precision, "scaler", None),
-            config=plan.config,
+            config=spec.config,
             tokenizer=data.tokenizer,
-            hyperparameters=hyperparameters(args) if is_repeatable(args) else None,
+            hyperparameters=config.hyperparameters() if args.is_repeatable else None,
             identity=state.identity,
             schedule=state.schedule,
-            keep_last=args.train.keep_last or 0,
-            tied=plan.tied,
+            keep_last=args.train.keep_last,
+            tied=spec.tied,
             sharded=args.fsdp.state_dict_type == "sharded",
             seed=args.seed,
             device=fabric.device,
@@ -365,7 +367,7 @@ class Trainer:
         resume_step = None if state.resume_from is None else state.progress.step
         columns = [name for callback in self.user_callbacks for name in callback.columns]
         csv = MetricsCSV(self.out_dir / "logs" / "metrics.csv", resume_step, columns)
-        loggers = make_loggers(args.logger_name, self.out_dir, args.log, hyperparameters(args), resume_step)
+        loggers = make_loggers(args.logger_name, self.out_dir, args.log, self.config.hyperparameters(), resume_step)
         return [MetricsFile(csv), ExternalLoggers(loggers), Console()]
 
     # ---- parts of the loop

@@ -25,19 +25,17 @@ def plan_summary(command: str, plan: Any, device_memory_gb: float | None, advice
     ``memory_gb`` has the parts and ``total``, the peak. The peak is less than the sum if gradients replace activations
     during the backward pass.
     """
-    total = plan.memory.total / _GB
+    total, config = plan.memory.total / _GB, plan.config
     return {
         "command": command,
-        "model": plan.config.name,
-        "device": plan.spec.device,
-        "devices": plan.spec.devices,
-        "num_nodes": plan.spec.num_nodes,
-        "strategy": str(plan.strategy),
-        "precision": plan.precision,
-        "optimizer": plan.optimizer["name"],
-        "global_batch_size": plan.batch.global_batch_size,
-        "micro_batch_size": plan.batch.micro_batch_size,
-        "gradient_accumulation_steps": plan.batch.accumulation,
+        "model": plan.model.name,
+        **vars(config.devices),
+        "strategy": str(config.strategy),
+        "precision": config.precision,
+        "optimizer": config.optimizer["name"],
+        "global_batch_size": config.batch.global_batch_size,
+        "micro_batch_size": config.batch.micro_batch_size,
+        "gradient_accumulation_steps": config.batch.accumulation,
         "max_seq_length": plan.seq_length,
         "tokens_per_step": plan.tokens_per_step,
         "parameters": dict(vars(plan.parameters)),

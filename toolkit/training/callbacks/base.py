@@ -4,12 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from lightning.fabric import Fabric
+from torch import nn
+
+from toolkit.data.base import PreparedData
 from toolkit.errors import CallbackError, CommandError
+from toolkit.planning.limits import Progress
+from toolkit.planning.resolve import ResolvedConfig
+from toolkit.planning.run_args import RunArgs
+from toolkit.training.checkpointer import Checkpointer
 
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+
+class Trainer(Protocol):
+    """What callbacks may use of :class:`toolkit.training.trainer.Trainer`.
+
+    Args:
+        args: What the user asked for.
+        config: What that was resolved to.
+        model, optimizer: As Fabric has wrapped them.
+        display: Shows the run on rank 0, see :mod:`toolkit.ui.progress`.
+        skipped_steps: Of this launch, by the fp16 scaler.
+    """
+
+    args: RunArgs
+    config: ResolvedConfig
+    out_dir: Path
+    fabric: Fabric
+    data: PreparedData
+    progress: Progress
+    model: nn.Module
+    optimizer: Any
+    checkpointer: Checkpointer
+    display: Any
+    skipped_steps: int
+
+    def save(self, name: str) -> Path:
+        """Write the checkpoint ``out_dir/name``; every rank calls this."""
+
+    def request_stop(self, reason: str) -> None:
+        """End the run before the next step, with ``final/``."""
 
 
 class Callback:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.checkpoints.store import BEST, has_best
 from toolkit.config import EvalArgs, TrainArgs
@@ -16,10 +15,7 @@ from toolkit.data.base import PreparedData
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.planning.limits import Progress
-from toolkit.training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+from toolkit.training.callbacks.base import Callback, Trainer
 
 
 class KeepBest(Callback):

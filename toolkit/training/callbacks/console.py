@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.checkpoints.store import FINAL
 from toolkit.models.families import export_error
-from toolkit.training.callbacks.base import Callback
+from toolkit.training.callbacks.base import Callback, Trainer
 from toolkit.training.evaluate import option_to_trust
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
 
 
 class Console(Callback):

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from toolkit.distributed import ranks
 from toolkit.planning.speed import peak_flops
-from toolkit.training.callbacks.base import Callback
+from toolkit.training.callbacks.base import Callback, Trainer
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
 from toolkit.training.callbacks.metrics import ThroughputMonitor
 from toolkit.training.callbacks.replicas import ReplicaCheck
+from toolkit.training.callbacks.samples import Sampler
+from toolkit.training.model import ModelSpec
 from toolkit.training.throughput import Throughput
 
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
 
-
-def order_callbacks(trainer: Trainer, outputs: list[Callback]) -> list[Callback]:
+def order_callbacks(
+    trainer: Trainer,
+    user_callbacks: list[Callback],
+    outputs: list[Callback],
+    *,
+    spec: ModelSpec,
+    flops: float | None,
+    sampler: Sampler | None,
+) -> list[Callback]:
     """Return all callbacks of a run: checks and throughput, the user's, the outputs, what validations decide.
 
     Args:
-        trainer: With its model and its state.
+        trainer: With its model.
+        user_callbacks: In the user's order.
         outputs: Of rank 0: metrics file, loggers, console.
+        spec, flops, sampler: See :class:`toolkit.training.run_state.RunState`.
     """
     train, peak = trainer.args.train, peak_flops(trainer.fabric.device, trainer.config.precision)
-    throughput = Throughput(trainer.state.flops, None if peak is None else peak * ranks.world_size())
+    throughput = Throughput(flops, None if peak is None else peak * ranks.world_size())
     return [
-        ReplicaCheck(trainer.config.strategy.shards),
+        ReplicaCheck(spec, trainer.config.strategy.shards),
         ThroughputMonitor(throughput),
-        *trainer.user_callbacks,
+        *user_callbacks,
         *outputs,
-        *([] if trainer.state.sampler is None else [trainer.state.sampler]),
+        *([] if sampler is None else [sampler]),
         *([] if train.patience is None else [EarlyStopping(train.patience)]),
         *([KeepBest()] if train.keep_best else []),
     ]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from toolkit.training.callbacks.base import Callback
+from toolkit.training.callbacks.base import Callback, Trainer
 from toolkit.training.throughput import Throughput, peak_memory_gb
 from toolkit.ui.loggers import MetricsCSV, log_metrics
 from toolkit.ui.plots import plot_loss
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
 
 
 class ThroughputMonitor(Callback):

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from toolkit.training.callbacks.base import Callback
-from toolkit.training.model import check_replicas
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+from toolkit.training.callbacks.base import Callback, Trainer
+from toolkit.training.model import ModelSpec, check_replicas
 
 
 class ReplicaCheck(Callback):
     """Compares checksums of the shards over the replicas, once.
 
     Args:
+        spec: Of the model, before it was wrapped.
         shards: Ranks that one copy of the model is sharded over.
     """
 
-    def __init__(self, shards: int) -> None:
-        self.shards, self.is_done = shards, False
+    def __init__(self, spec: ModelSpec, shards: int) -> None:
+        self.spec, self.shards, self.is_done = spec, shards, False
 
     def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """
@@ -27,5 +23,5 @@ class ReplicaCheck(Callback):
             GuardError: replicas differ.
         """
         if not self.is_done:
-            check_replicas(trainer.model, trainer.state.model, self.shards)
+            check_replicas(trainer.model, self.spec, self.shards)
             self.is_done = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +16,7 @@ from toolkit.errors import UserError
 from toolkit.inference.generate import generate
 from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
-from toolkit.training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+from toolkit.training.callbacks.base import Callback, Trainer
 
 PLAIN_PROMPT = 32  # tokens of plain text, which has no prompt of its own
 _SHOWN = 60  # characters of the prompt
