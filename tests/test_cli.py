@@ -522,6 +522,8 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         "pretrain --logger_name tensorbord": "did you mean 'tensorboard'?",
         "pretrain --initial_checkpoint_dir no": "checkpoint_dir no: no such folder",
         "finetune_lora no --data Alpaca": "checkpoint_dir no: no such folder",
+        "finetune_lora Org/Model": "run `toolkit download Org/Model`",
+        f"finetune_lora {base}": "--data.json_path: must be given",
         f"finetune_lora {base} --data Alpaca --lora_r 0": "--lora_r 0: must be greater than zero",
         "generate no": "checkpoint_dir no: no such folder",
         "convert_to_hf no out": "checkpoint_dir no: no such folder",

@@ -45,3 +45,6 @@ def setup(
     from toolkit.training.run import run_training
 
     run_training(run_args("finetune_full", options))
+
+
+setup.optional = ("data",)  # type: ignore[attr-defined]  # a missing checkpoint_dir is reported first

@@ -71,3 +71,6 @@ def setup(
     from toolkit.training.run import run_training
 
     run_training(run_args("finetune_lora", options))
+
+
+setup.optional = ("data",)  # type: ignore[attr-defined]  # a missing checkpoint_dir is reported first

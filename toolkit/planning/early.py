@@ -55,5 +55,7 @@ def _check_files(data: Any) -> None:
     """Check the paths of toolkit's own data modules."""
     is_own = getattr(toolkit.data, type(data).__name__, None) is type(data)
     for name, value in vars(data).items() if is_own else ():
+        if name == "json_path" and not value:  # the default of the finetuning commands
+            raise UserError("--data.json_path: must be given")
         if name.endswith("_path") and value and not glob.has_magic(value) and not Path(value).expanduser().exists():
             raise UserError(f"--data.{name} {value}: no such file or folder")

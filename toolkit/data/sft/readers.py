@@ -142,6 +142,8 @@ def find_splits(value: str, name: str, kinds: dict[str, str]) -> Splits:
     Raises:
         UserError: The file does not exist, or has another suffix.
     """
+    if not value:
+        raise UserError(f"--data.{name}: must be given")
     option, path = f"--data.{name} {value}", Path(value).expanduser()
     if path.is_dir():
         return _find_in_folder(path, option, kinds)
