@@ -68,7 +68,7 @@ def test_finetuning_has_the_defaults_of_its_command(base, questions, monkeypatch
     toolkit.finetune(base, questions, lora=True, train={"max_steps": 3}, accelerator="cpu")
     (args,) = seen
     assert (args.train.learning_rate, args.train.global_batch_size, args.train.max_steps) == (2e-4, 16, 3)
-    assert (args.out_dir, args.eval.max_new_tokens, args.command) == ("out/finetune/lora", 64, "finetune_lora")
+    assert (args.out_dir, args.eval.max_new_tokens, args.command) == ("out/finetune/lora", "auto", "finetune_lora")
 
 
 def test_rows_of_tokens_need_no_tokenizer_in_the_checkpoint(tmp_path):

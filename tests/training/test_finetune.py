@@ -213,7 +213,7 @@ def test_defaults_are_three_epochs_and_those_of_the_command(base, questions):
     resolved = resolve(args, DeviceSpec("cpu", 1, 1))
     assert args.train.learning_rate == 2e-4 and args.train.epochs is None and resolved.args.train.epochs == 3
     assert resolved.optimizer == {"name": "AdamW", "weight_decay": 0.0, "betas": (0.9, 0.999)}
-    assert EvalArgs().interval == "auto" and args.eval.max_new_tokens == 64
+    assert EvalArgs().interval == "auto" and args.eval.max_new_tokens == "auto"
     assert isinstance(args.data, JSON) and args.lora.query and not args.lora.key
 
 
@@ -226,7 +226,7 @@ def test_defaults_are_three_epochs_and_those_of_the_command(base, questions):
         (["--lora_r", "0"], "--lora_r 0"),
         (["--data.prompt_style", "alpaka"], "--data.prompt_style alpaka.*alpaca"),
         (["--from_peft", "nowhere"], "nowhere"),
-        (["--eval.max_new_tokens", "128"], "--eval.max_new_tokens 128: the model takes 128 tokens in all"),
+        (["--eval.max_new_tokens", "128"], "--eval.max_new_tokens 128: the model has a context of 128 tokens"),
         (["--train.max_seq_length", "256"], "--train.max_seq_length 256: .* takes at most 128 tokens"),
         (
             ["--train.global_batch_size", "64", "--train.micro_batch_size", "8"],

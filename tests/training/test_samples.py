@@ -142,9 +142,9 @@ def test_long_prompt_is_truncated_on_the_left():
     for length, expected in ((3, [3, 4, 5, 6, 7]), (7, [7])):
         sampler = make_sampler(PreparedData(rows, None, None, "key", ""), config, length)
         assert sampler.prompt == expected
-    with pytest.raises(UserError, match="--eval.max_new_tokens 8: the model takes 8 tokens in all"):
+    with pytest.raises(UserError, match="--eval.max_new_tokens 8: the model has a context of 8 tokens"):
         make_sampler(PreparedData(rows, None, None, "key", ""), config, 8)
-    by_default = make_sampler(PreparedData(rows, None, None, "key", ""), config, 64, usual=64)
+    by_default = make_sampler(PreparedData(rows, None, None, "key", ""), config, "auto")
     assert by_default.max_new_tokens == 4 and by_default.prompt == [4, 5, 6, 7]
 
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from toolkit.config import (
     AUTO,
     FINETUNE_BATCH,
-    FINETUNE_NEW_TOKENS,
     Auto,
     EvalArgs,
     OptimizerArgs,
@@ -35,7 +34,7 @@ def setup(
     quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None,
     data: DataModule = JSON(json_path=""),
     train: TrainArgs = TrainArgs(global_batch_size=FINETUNE_BATCH, micro_batch_size=1, learning_rate=2e-4, keep_last=2),
-    eval: EvalArgs = EvalArgs(max_new_tokens=FINETUNE_NEW_TOKENS),
+    eval: EvalArgs = EvalArgs(max_new_tokens=AUTO),
     optimizer: OptimizerArgs = OptimizerArgs(),
     out_dir: str = "out/finetune/lora",
     precision: Precision | Auto = AUTO,

@@ -3,7 +3,6 @@
 from toolkit.config.options import (
     AUTO,
     FINETUNE_BATCH,
-    FINETUNE_NEW_TOKENS,
     Accelerator,
     Auto,
     Command,
@@ -21,6 +20,6 @@ from toolkit.config.options import (
 )
 
 __all__ = [
-    "AUTO", "FINETUNE_BATCH", "FINETUNE_NEW_TOKENS", "Accelerator", "Auto", "Command", "DDPArgs", "Devices", "Dtype",
+    "AUTO", "FINETUNE_BATCH", "Accelerator", "Auto", "Command", "DDPArgs", "Devices", "Dtype",
     "EvalArgs", "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision", "RunOptions", "Strategy", "TrainArgs",
 ]  # fmt: skip

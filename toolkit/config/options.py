@@ -21,8 +21,8 @@ Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
-FINETUNE_BATCH, FINETUNE_NEW_TOKENS = 16, 64
-"""Defaults of the finetuning commands for ``TrainArgs.global_batch_size`` and ``EvalArgs.max_new_tokens``."""
+FINETUNE_BATCH = 16
+"""Default of the finetuning commands for ``TrainArgs.global_batch_size``."""
 
 
 def _positive(group: str, args: Any, *names: str) -> None:
@@ -118,14 +118,15 @@ class EvalArgs:
         max_iters: Maximum number of global batches per validation; null uses all held-out data.
         initial_validation: Validate before the first step.
         final_validation: Validate after the last step.
-        max_new_tokens: Tokens to generate from a sample prompt at each validation; 0 disables.
+        max_new_tokens: Tokens to generate from a sample prompt at each validation; 0 disables. auto: 64, at most half
+            of the model's context.
     """
 
     interval: int | Auto = AUTO
     max_iters: int | None = 10
     initial_validation: bool = False
     final_validation: bool = True
-    max_new_tokens: int = 0
+    max_new_tokens: int | Auto = 0
 
     def __post_init__(self) -> None:
         _not_negative("eval", self, "interval", "max_new_tokens")

@@ -29,8 +29,8 @@ class RunPlan:
     """The settings and needs of a run.
 
     Args:
-        config: Its model includes the vocabulary size.
-        model: The architecture, as ``config.model``.
+        config: As the run resolves it; its model may lack the vocabulary size.
+        model: The architecture, with the vocabulary size.
         parameters: Their numbers.
         memory: Of one device.
     """

@@ -62,10 +62,10 @@ class TrainingSetup:
 
     @property
     def compute_bytes(self) -> int:
-        """c above."""
+        """Bytes per element in matrix products (c of the formulas)."""
         return FP32 if self.precision == "32-true" else 2
 
     @property
     def tokens(self) -> int:
-        """N above."""
+        """Tokens of one micro-batch on one device (N of the formulas)."""
         return self.micro_batch_size * self.seq_length

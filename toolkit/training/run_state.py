@@ -8,7 +8,6 @@ from pathlib import Path
 
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.store import FINAL
-from toolkit.config import FINETUNE_NEW_TOKENS
 from toolkit.data.base import PreparedData, TokenDataset, is_ragged
 from toolkit.models.config import ModelConfig
 from toolkit.planning.limits import Limits, Progress, build_limits, require_ahead
@@ -82,9 +81,7 @@ def prepare_run_state(
     require_same_weights(args, base, resume_from)
     require_same_options(args, identity)
     best.check_config(args.train, args.eval, data)
-    sampler = make_sampler(
-        data, config, args.eval.max_new_tokens, usual=FINETUNE_NEW_TOKENS if args.is_finetune else None
-    )
+    sampler = make_sampler(data, config, args.eval.max_new_tokens)
     progress = Progress() if resume_from is None else read_progress(resume_from, identity)
     best.reset_if_missing(progress, Path(args.out_dir), damaged)
     limits = build_limits(

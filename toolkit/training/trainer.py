@@ -170,7 +170,9 @@ class Trainer:
             if agreed["signalled"]:
                 self._stop_for_signal(signals)
             if agreed["should_stop"]:
-                self.display.message(f"stopping after step {progress.step}: {self._stop_reason or 'asked by a rank'}")
+                self.display.message(
+                    f"stopping after step {progress.step}: {self._stop_reason or 'requested by another rank'}"
+                )
                 return
 
             learning_rate = self.state.schedule.learning_rate(progress.step)

@@ -73,11 +73,12 @@ class Callback:
         all ranks), step_seconds."""
 
     def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """A row of metrics is due: every ``--train.log_interval`` steps, and with every validation. What is added to
-        ``metrics`` here is seen by the callbacks that follow."""
+        """A row of metrics is due: every ``--train.log_interval`` steps, and with every validation; without ``loss``
+        before the first step. What is added to ``metrics`` here is seen by the callbacks that follow."""
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        """After a validation: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb."""
+        """After a validation: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb; empty without
+        held-out data."""
 
     def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
         """A checkpoint is complete on disk."""

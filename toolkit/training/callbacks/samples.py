@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit.config import AUTO, Auto
 from toolkit.data.base import PreparedData, TokenDataset
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
@@ -20,6 +21,7 @@ from toolkit.training.callbacks.base import Callback, Trainer
 
 PLAIN_PROMPT = 32  # tokens of plain text, which has no prompt of its own
 _SHOWN = 60  # characters of the prompt
+_NEW_TOKENS = 64  # of --eval.max_new_tokens auto
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Sampler(Callback):
         model.eval()
         # every token has another length of the cache, for which compiled blocks would be compiled anew
         with torch.compiler.set_stance("force_eager"):
-            said = list(
+            tokens = list(
                 generate(
                     model,
                     torch.tensor(self.prompt),
@@ -67,11 +69,11 @@ class Sampler(Callback):
                 )
             )
         model.train(was_training)
-        asked = " | ".join(" ".join(line.split()) for line in self._text(self.prompt).splitlines() if line.strip())
-        asked = asked if len(asked) <= _SHOWN else f"... {asked[-_SHOWN:].partition(' ')[2]}"  # whole words
-        answer = self._text(said).strip() or "(ends at once)"
+        prompt = " | ".join(" ".join(line.split()) for line in self._text(self.prompt).splitlines() if line.strip())
+        prompt = prompt if len(prompt) <= _SHOWN else f"... {prompt[-_SHOWN:].partition(' ')[2]}"  # complete words
+        answer = self._text(tokens).strip() or "(no tokens before EOS)"
         display.phase("training")
-        display.message(f'sample after step {step}, to "{asked}":\n{textwrap.indent(answer, "    ")}')
+        display.message(f'sample after step {step}, to "{prompt}":\n{textwrap.indent(answer, "    ")}')
 
     def _text(self, ids: list[int]) -> str:
         if self.tokenizer is None:
@@ -80,16 +82,13 @@ class Sampler(Callback):
         return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)  # nothing that moves the cursor
 
 
-def make_sampler(
-    data: PreparedData, config: ModelConfig | None, max_new_tokens: int, usual: int | None = None
-) -> Sampler | None:
+def make_sampler(data: PreparedData, config: ModelConfig | None, max_new_tokens: int | Auto) -> Sampler | None:
     """Choose the prompt: that of the first held-out row, or training row where nothing is held out.
 
     Args:
         data: Prepared.
         config: None for a user-provided model.
         max_new_tokens: See ``EvalArgs``.
-        usual: The command's default, which gives way to a short context.
 
     Returns:
         None where nothing is to be sampled.
@@ -104,12 +103,12 @@ def make_sampler(
         raise UserError(
             f"--eval.max_new_tokens {max_new_tokens}: is only supported for toolkit's own models; remove it"
         )
-    if max_new_tokens == usual:
-        max_new_tokens = max(1, min(max_new_tokens, config.block_size // 2))
+    if max_new_tokens == AUTO:
+        max_new_tokens = max(1, min(_NEW_TOKENS, config.block_size // 2))
     if max_new_tokens >= config.block_size:
         raise UserError(
-            f"--eval.max_new_tokens {max_new_tokens}: the model takes {config.block_size} tokens in all, with the "
-            "prompt; give fewer"
+            f"--eval.max_new_tokens {max_new_tokens}: the model has a context of {config.block_size} tokens, "
+            "prompt included; give fewer"
         )
     rows = data.val if data.val is not None and len(data.val) else data.train
     prompt = ranks.broadcast_from_rank0(first_prompt(rows))
