@@ -501,7 +501,7 @@ def test_cudnn_attention_is_for_training_on_fixed_shapes(tmp_path, monkeypatch):
     done = train(config, BLOCKS, out_dir=tmp_path / "fixed", **options)
     assert allowed() and while_generating and not any(while_generating)
     open_checkpoint(
-        str(done.checkpoint), base_checkpoint_dir=None, tokenizer_dir=None, accelerator="cpu", precision=None
+        str(done.checkpoint), base_checkpoint_dir=None, tokenizer_dir=None, accelerator="cpu", precision="auto"
     )
     assert not allowed()
     train(config, BLOCKS, out_dir=tmp_path / "again")

@@ -388,6 +388,7 @@ def _read_optimizer(value: Any) -> tuple[dict[str, Any], type[torch.optim.Optimi
         return values, None
     if not issubclass(cls, torch.optim.Optimizer):
         raise UserError(f"optimizer {cls.__name__}: must be a class derived from torch.optim.Optimizer")
-    if getattr(torch.optim, cls.__name__, None) is cls:
-        return values | {"name": cls.__name__}, None
+    name = cls.__name__
+    if getattr(torch.optim, name, None) is cls:
+        return values | {"name": name}, None
     return values | {"name": f"{cls.__module__}.{cls.__qualname__}"}, cls

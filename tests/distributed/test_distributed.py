@@ -37,7 +37,7 @@ def test_all_reduce_sum_on_one_process_returns_its_input():
 
 
 def test_default_precision_depends_on_the_device():
-    assert pick_precision(None, "cpu") == "32-true"
+    assert pick_precision("auto", "cpu") == "32-true"
     assert pick_precision("bf16-mixed", "cpu") == "bf16-mixed"
     with pytest.raises(UserError, match="--precision 16-mixed"):
         pick_precision("16-mixed", "cpu")
@@ -46,7 +46,7 @@ def test_default_precision_depends_on_the_device():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_emulated_bf16_is_not_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert pick_precision(None, "cuda") == "16-mixed"
+    assert pick_precision("auto", "cuda") == "16-mixed"
     with pytest.raises(UserError, match="--precision bf16-true"):
         pick_precision("bf16-true", "cuda")
 

@@ -263,7 +263,7 @@ def test_rendezvous_timeout_names_the_address_and_the_missing_rank(corpus, tmp_p
 # ---- S5 content-keyed-cache: preparation order
 
 
-def groups_of_two(nodes: int = 1, minutes: float | None = None) -> list[RunGroup]:
+def groups_of_two(nodes: int = 1, minutes: float | str = "auto") -> list[RunGroup]:
     """Return the groups of two ranks connected to a real store, in one process."""
     port, groups = free_port(), []
     for rank in (0, 1):

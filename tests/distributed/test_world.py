@@ -44,51 +44,51 @@ NODES = {"MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
 TWO = {"NODE_RANK": "1", **NODES}
 # devices, num_nodes, available, environment -> devices, nodes, node rank, local rank, launcher, starts processes
 READ = {
-    "nothing": ("auto", None, None, {}, (1, 1, 0, 0, "toolkit", False)),
-    "all GPUs": ("auto", None, 4, {}, (4, 1, 0, 0, "toolkit", True)),
+    "nothing": ("auto", "auto", None, {}, (1, 1, 0, 0, "toolkit", False)),
+    "all GPUs": ("auto", "auto", 4, {}, (4, 1, 0, 0, "toolkit", True)),
     "two of the GPUs": (2, 1, 4, {}, (2, 1, 0, 0, "toolkit", True)),
-    "processes on a CPU": (3, None, None, {}, (3, 1, 0, 0, "toolkit", True)),
+    "processes on a CPU": (3, "auto", None, {}, (3, 1, 0, 0, "toolkit", True)),
     "second node": (2, 2, 2, TWO, (2, 2, 1, 0, "toolkit", True)),
     "second node, one device": (1, 2, None, TWO, (1, 2, 1, 0, "toolkit", False)),
-    "torchrun": ("auto", None, 2, torchrun(3), (2, 2, 1, 1, "torchrun", False)),
+    "torchrun": ("auto", "auto", 2, torchrun(3), (2, 2, 1, 1, "torchrun", False)),
     "torchrun and the same flags": (2, 2, None, torchrun(2), (2, 2, 1, 0, "torchrun", False)),
-    "torchrun, one process": ("auto", None, 4, torchrun(0, 1, 1), (1, 1, 0, 0, "torchrun", False)),
-    "torchrun in a SLURM task": ("auto", None, None, slurm(1, 2, 2) | torchrun(3), (2, 2, 1, 1, "torchrun", False)),
+    "torchrun, one process": ("auto", "auto", 4, torchrun(0, 1, 1), (1, 1, 0, 0, "torchrun", False)),
+    "torchrun in a SLURM task": ("auto", "auto", None, slurm(1, 2, 2) | torchrun(3), (2, 2, 1, 1, "torchrun", False)),
     "srun": (2, 2, 2, slurm(3), (2, 2, 1, 1, "slurm", False)),
-    "srun, auto": ("auto", None, 2, slurm(2), (2, 2, 1, 0, "slurm", False)),
-    "srun, wrapper sets LOCAL_RANK": (2, None, None, slurm(3, LOCAL_RANK=1), (2, 2, 1, 1, "slurm", False)),
-    "srun, a launcher in a task": (2, None, None, slurm(0, 2, 1) | manual(), (2, 1, 0, 1, "manual", False)),
-    "srun in a batch script": (2, None, None, slurm(3, ENVIRONMENT="BATCH"), (2, 2, 1, 1, "slurm", False)),
-    "srun in salloc": (2, None, None, slurm(3, SLURM_JOB_NAME="interactive"), (2, 2, 1, 1, "slurm", False)),
+    "srun, auto": ("auto", "auto", 2, slurm(2), (2, 2, 1, 0, "slurm", False)),
+    "srun, wrapper sets LOCAL_RANK": (2, "auto", None, slurm(3, LOCAL_RANK=1), (2, 2, 1, 1, "slurm", False)),
+    "srun, a launcher in a task": (2, "auto", None, slurm(0, 2, 1) | manual(), (2, 1, 0, 1, "manual", False)),
+    "srun in a batch script": (2, "auto", None, slurm(3, ENVIRONMENT="BATCH"), (2, 2, 1, 1, "slurm", False)),
+    "srun in salloc": (2, "auto", None, slurm(3, SLURM_JOB_NAME="interactive"), (2, 2, 1, 1, "slurm", False)),
     "srun, task per node": (8, 2, 8, slurm(1, 2, 2), (8, 2, 1, 0, "slurm", True)),
-    "srun, one task": (2, None, None, slurm(0, 1, 1), (2, 1, 0, 0, "slurm", True)),
-    "srun, task per node, auto": ("auto", None, 8, slurm(1, 2, 2), (8, 2, 1, 0, "slurm", True)),
-    "srun, task per node, auto, CPU": ("auto", None, None, slurm(1, 2, 2), (1, 2, 1, 0, "slurm", False)),
+    "srun, one task": (2, "auto", None, slurm(0, 1, 1), (2, 1, 0, 0, "slurm", True)),
+    "srun, task per node, auto": ("auto", "auto", 8, slurm(1, 2, 2), (8, 2, 1, 0, "slurm", True)),
+    "srun, task per node, auto, CPU": ("auto", "auto", None, slurm(1, 2, 2), (1, 2, 1, 0, "slurm", False)),
     "a child of such a task": (
-        "auto", None, 2, slurm(1, 2, 2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, WORLD_SIZE=4, **TWO),
+        "auto", "auto", 2, slurm(1, 2, 2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, WORLD_SIZE=4, **TWO),
         (2, 2, 1, 1, "manual", False),
     ),
     "such a task, later": (
-        2, None, 2, slurm(1, 2, 2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2, WORLD_SIZE=4, **TWO),
+        2, "auto", 2, slurm(1, 2, 2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2, WORLD_SIZE=4, **TWO),
         (2, 2, 1, 0, "manual", False),
     ),
     "batch script of one task": (
-        2, None, None, {k: v for k, v in slurm(0, 1, 1, ENVIRONMENT="BATCH").items() if k != "SLURM_STEP_ID"},
+        2, "auto", None, {k: v for k, v in slurm(0, 1, 1, ENVIRONMENT="BATCH").items() if k != "SLURM_STEP_ID"},
         (2, 1, 0, 0, "slurm", True),
     ),
     "loop in a batch script": (
-        8, None, 8, {k: v for k, v in slurm(0, 8, 1, ENVIRONMENT="BATCH").items() if k != "SLURM_STEP_ID"}
+        8, "auto", 8, {k: v for k, v in slurm(0, 8, 1, ENVIRONMENT="BATCH").items() if k != "SLURM_STEP_ID"}
         | manual(LOCAL_RANK=0), (8, 1, 0, 0, "manual", False),
     ),
     "shell in SLURM": (
-        2, None, None, slurm(0, 4, 1, SLURM_JOB_NAME="bash", SLURM_PTY_PORT=1), (2, 1, 0, 0, "toolkit", True),
+        2, "auto", None, slurm(0, 4, 1, SLURM_JOB_NAME="bash", SLURM_PTY_PORT=1), (2, 1, 0, 0, "toolkit", True),
     ),
-    "salloc's shell": (2, None, None, {"SLURM_NTASKS": "4", "SLURM_NNODES": "1"}, (2, 1, 0, 0, "toolkit", True)),
-    "manual": (2, None, None, manual(), (2, 1, 0, 1, "manual", False)),
-    "manual, auto": ("auto", None, 2, manual(LOCAL_WORLD_SIZE=2), (2, 1, 0, 1, "manual", False)),
+    "salloc's shell": (2, "auto", None, {"SLURM_NTASKS": "4", "SLURM_NNODES": "1"}, (2, 1, 0, 0, "toolkit", True)),
+    "manual": (2, "auto", None, manual(), (2, 1, 0, 1, "manual", False)),
+    "manual, auto": ("auto", "auto", 2, manual(LOCAL_WORLD_SIZE=2), (2, 1, 0, 1, "manual", False)),
     "manual, nodes": (2, 2, None, manual(**TWO), (2, 2, 1, 1, "manual", False)),
-    "manual, node from RANK": (2, None, None, manual(RANK=3, WORLD_SIZE=4, **NODES), (2, 2, 1, 1, "manual", False)),
-    "manual, alone": ("auto", None, None, {"LOCAL_RANK": "0", "WORLD_SIZE": "1"}, (1, 1, 0, 0, "manual", False)),
+    "manual, node from RANK": (2, "auto", None, manual(RANK=3, WORLD_SIZE=4, **NODES), (2, 2, 1, 1, "manual", False)),
+    "manual, alone": ("auto", "auto", None, {"LOCAL_RANK": "0", "WORLD_SIZE": "1"}, (1, 1, 0, 0, "manual", False)),
 }  # fmt: skip
 
 
@@ -108,62 +108,62 @@ def without(environ, *names):
 BATCH = without(slurm(0, 16, 2, ENVIRONMENT="BATCH"), "SLURM_STEP_ID")
 # devices, num_nodes, available, environment -> words that the message must hold, in this order
 REFUSED = {
-    "no device": (0, None, None, {}, ["--devices 0", "auto or at least 1"]),
-    "a word": ("all", None, None, {}, ["--devices all", "auto or at least 1"]),
+    "no device": (0, "auto", None, {}, ["--devices 0", "auto or at least 1"]),
+    "a word": ("all", "auto", None, {}, ["--devices all", "auto or at least 1"]),
     "no node": (1, 0, None, {}, ["--num_nodes 0", "at least 1"]),
-    "too many": (4, None, 2, {}, ["--devices 4: this machine has 2", "--devices 2"]),
-    "too many to see": (4, None, 1, {"CUDA_VISIBLE_DEVICES": "3"}, ["has 1 device (CUDA_VISIBLE_DEVICES=3)"]),
-    "torchrun, too many": ("auto", None, 1, torchrun(), ["--devices 2: this machine has 1", "--nproc_per_node 1"]),
+    "too many": (4, "auto", 2, {}, ["--devices 4: this machine has 2", "--devices 2"]),
+    "too many to see": (4, "auto", 1, {"CUDA_VISIBLE_DEVICES": "3"}, ["has 1 device (CUDA_VISIBLE_DEVICES=3)"]),
+    "torchrun, too many": ("auto", "auto", 1, torchrun(), ["--devices 2: this machine has 1", "--nproc_per_node 1"]),
     "torchrun, devices": (
-        3, None, None, torchrun(),
+        3, "auto", None, torchrun(),
         ["--devices 3: torchrun started 2 processes on this node (LOCAL_WORLD_SIZE=2); drop --devices, or use "
          "torchrun --nproc_per_node 3"],
     ),
     "torchrun, nodes": ("auto", 3, None, torchrun(), ["--num_nodes 3", "WORLD_SIZE=4", "2 nodes", "--nnodes 3"]),
-    "torchrun, --devices 1": (1, None, None, torchrun(), ["--devices 1", "LOCAL_WORLD_SIZE=2"]),
-    "torchrun, uneven": ("auto", None, None, torchrun(0, 3, 2), ["WORLD_SIZE=3", "LOCAL_WORLD_SIZE=2"]),
+    "torchrun, --devices 1": (1, "auto", None, torchrun(), ["--devices 1", "LOCAL_WORLD_SIZE=2"]),
+    "torchrun, uneven": ("auto", "auto", None, torchrun(0, 3, 2), ["WORLD_SIZE=3", "LOCAL_WORLD_SIZE=2"]),
     "torchrun, uneven but divisible": (
-        "auto", None, None, torchrun(0, 3, 1, GROUP_WORLD_SIZE=2), ["WORLD_SIZE=3", "LOCAL_WORLD_SIZE=1"],
+        "auto", "auto", None, torchrun(0, 3, 1, GROUP_WORLD_SIZE=2), ["WORLD_SIZE=3", "LOCAL_WORLD_SIZE=1"],
     ),
-    "torchrun, RANK": ("auto", None, None, torchrun(0, RANK=1), ["RANK=1", "has rank 0"]),
+    "torchrun, RANK": ("auto", "auto", None, torchrun(0, RANK=1), ["RANK=1", "has rank 0"]),
     "torchrun, missing variable": (
-        "auto", None, None, without(torchrun(), "LOCAL_WORLD_SIZE"), ["LOCAL_WORLD_SIZE: not set"],
+        "auto", "auto", None, without(torchrun(), "LOCAL_WORLD_SIZE"), ["LOCAL_WORLD_SIZE: not set"],
     ),
     "srun, devices": (
-        4, None, None, slurm(0, 2, 1), ["--devices 4", "2 tasks on 1 node", "SLURM_NTASKS=2", "--ntasks-per-node 4"],
+        4, "auto", None, slurm(0, 2, 1), ["--devices 4", "2 tasks on 1 node", "SLURM_NTASKS=2", "--ntasks-per-node 4"],
     ),
-    "srun, --devices 1": (1, None, None, slurm(0, 2, 1), ["--devices 1", "SLURM_NTASKS=2", "drop --devices"]),
+    "srun, --devices 1": (1, "auto", None, slurm(0, 2, 1), ["--devices 1", "SLURM_NTASKS=2", "drop --devices"]),
     "srun, nodes": (2, 1, None, slurm(), ["--num_nodes 1", "4 tasks on 2 nodes", "SLURM_NNODES=2", "--nodes 1"]),
-    "srun, uneven": ("auto", None, None, slurm(0, 3, 2), ["SLURM_NTASKS=3: SLURM", "NNODES=2", "--ntasks-per-node"]),
+    "srun, uneven": ("auto", "auto", None, slurm(0, 3, 2), ["SLURM_NTASKS=3: SLURM", "NNODES=2", "--ntasks-per-node"]),
     "srun, cyclic distribution": (
-        2, None, None, slurm(1, SLURM_LOCALID=0, SLURM_NODEID=1), ["SLURM_PROCID=1", "--distribution block"],
+        2, "auto", None, slurm(1, SLURM_LOCALID=0, SLURM_NODEID=1), ["SLURM_PROCID=1", "--distribution block"],
     ),
-    "srun, more tasks here": (2, None, None, slurm(2, SLURM_LOCALID=2, SLURM_NODEID=0), ["SLURM_PROCID=2"]),
-    "srun, a GPU per task": (2, None, 1, slurm(), ["--devices 2: this task sees 1", "--gpus-per-node"]),
-    "srun, no list of nodes": (2, None, None, without(slurm(), "SLURM_JOB_NODELIST"), ["SLURM_JOB_NODELIST"]),
+    "srun, more tasks here": (2, "auto", None, slurm(2, SLURM_LOCALID=2, SLURM_NODEID=0), ["SLURM_PROCID=2"]),
+    "srun, a GPU per task": (2, "auto", 1, slurm(), ["--devices 2: this task sees 1", "--gpus-per-node"]),
+    "srun, no list of nodes": (2, "auto", None, without(slurm(), "SLURM_JOB_NODELIST"), ["SLURM_JOB_NODELIST"]),
     "srun in an interactive SLURM shell": (
-        2, None, None, slurm(1, SLURM_JOB_NAME="bash", SLURM_PTY_PORT=1), ["SLURM_JOB_NAME=bash", "--job-name"],
+        2, "auto", None, slurm(1, SLURM_JOB_NAME="bash", SLURM_PTY_PORT=1), ["SLURM_JOB_NAME=bash", "--job-name"],
     ),
     "batch script without srun": (8, 2, 8, BATCH, ["SLURM_NTASKS=16", "start it with srun"]),
     "batch script, task per node": (8, 2, 8, BATCH | {"SLURM_NTASKS": "2"}, ["SLURM_NTASKS=2", "srun"]),
-    "manual, how many": ("auto", None, 2, manual(), ["--devices auto", "LOCAL_RANK=1", "unset LOCAL_RANK"]),
-    "manual, devices": (4, None, None, manual(LOCAL_WORLD_SIZE=2), ["--devices 4", "LOCAL_WORLD_SIZE=2"]),
+    "manual, how many": ("auto", "auto", 2, manual(), ["--devices auto", "LOCAL_RANK=1", "unset LOCAL_RANK"]),
+    "manual, devices": (4, "auto", None, manual(LOCAL_WORLD_SIZE=2), ["--devices 4", "LOCAL_WORLD_SIZE=2"]),
     "manual, world": (2, 2, None, manual(WORLD_SIZE=2, **TWO), ["WORLD_SIZE=2", "--devices 2 x --num_nodes 2"]),
-    "manual, alone": (2, None, None, manual(LOCAL_RANK=0, WORLD_SIZE=1), ["--devices 2", "WORLD_SIZE=1"]),
-    "manual, rank too high": (2, None, None, manual(LOCAL_RANK=2), ["LOCAL_RANK=2", "less than 2"]),
-    "manual, not a number": (2, None, None, manual(LOCAL_RANK="one"), ["LOCAL_RANK=one", "an integer"]),
-    "manual, RANK": (2, None, None, manual(RANK=0, WORLD_SIZE=2), ["RANK=0", "has rank 1"]),
-    "manual, no port": (2, None, None, {"LOCAL_RANK": "1"}, ["MASTER_PORT: not set"]),
+    "manual, alone": (2, "auto", None, manual(LOCAL_RANK=0, WORLD_SIZE=1), ["--devices 2", "WORLD_SIZE=1"]),
+    "manual, rank too high": (2, "auto", None, manual(LOCAL_RANK=2), ["LOCAL_RANK=2", "less than 2"]),
+    "manual, not a number": (2, "auto", None, manual(LOCAL_RANK="one"), ["LOCAL_RANK=one", "an integer"]),
+    "manual, RANK": (2, "auto", None, manual(RANK=0, WORLD_SIZE=2), ["RANK=0", "has rank 1"]),
+    "manual, no port": (2, "auto", None, {"LOCAL_RANK": "1"}, ["MASTER_PORT: not set"]),
     "manual, no node": (2, 2, None, manual(**NODES), ["--num_nodes 2: NODE_RANK is not set"]),
     "manual, no address": (2, 2, None, manual(NODE_RANK=0), ["--num_nodes 2: MASTER_ADDR is not set"]),
-    "RANK alone": (1, None, None, {"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "WORLD_SIZE=2", "LOCAL_RANK is not"]),
+    "RANK alone": (1, "auto", None, {"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "WORLD_SIZE=2", "LOCAL_RANK is not"]),
     "nodes, rank": (2, 2, None, NODES, ["--num_nodes 2: NODE_RANK is not set; set NODE_RANK to 0 ... 1", "MASTER_"]),
     "nodes, address": (2, 2, None, without(TWO, "MASTER_ADDR"), ["MASTER_ADDR is not set; set NODE_RANK"]),
     "nodes, port": (2, 2, None, without(TWO, "MASTER_PORT"), ["MASTER_PORT is not set; set NODE_RANK"]),
     "nodes, rank too high": (2, 2, None, TWO | {"NODE_RANK": "2"}, ["NODE_RANK=2", "--num_nodes 2"]),
     "nodes, not a number": (2, 2, None, TWO | {"NODE_RANK": "gpu07"}, ["NODE_RANK=gpu07", "an integer"]),
     "nodes, bad port": (2, 2, None, TWO | {"MASTER_PORT": "70000"}, ["MASTER_PORT=70000", "less than 65536"]),
-    "a node of one": (2, None, None, {"NODE_RANK": "1"}, ["NODE_RANK=1", "--num_nodes 1"]),
+    "a node of one": (2, "auto", None, {"NODE_RANK": "1"}, ["NODE_RANK=1", "--num_nodes 1"]),
 }  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def test_one_slurm_task_per_node_launches_the_other_processes(monkeypatch):
     assert (environment.main_address, environment.main_port) == ("gpu07", 15000 + 4567)
     monkeypatch.setenv("LOCAL_RANK", "5")  # as Fabric's launcher does for the sixth process
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert detect_world("auto", None, 8) == WorldInfo(8, 2, 1, 5, "manual", False)
+    assert detect_world("auto", "auto", 8) == WorldInfo(8, 2, 1, 5, "manual", False)
 
 
 def test_concurrent_runs_of_one_slurm_job_use_different_ports(monkeypatch):
@@ -227,7 +227,7 @@ WORKER = """
 import json, os, sys, torch
 from lightning.fabric import Fabric
 from toolkit.distributed.world import cluster_environment, detect_world
-world = detect_world({devices!r}, None, None)
+world = detect_world({devices!r}, "auto", None)
 fabric = Fabric(accelerator="cpu", devices=world.devices, num_nodes=world.num_nodes, strategy="ddp",
                 plugins=[cluster_environment(world)])
 fabric.launch()

@@ -20,6 +20,7 @@ from toolkit.checkpoints.weights import load_state, require_compatible, save_wei
 from toolkit.errors import UserError, one_line
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.quantize import Quantize
 from toolkit.untrusted import read_yaml
 
 ADAPTER_CONFIG = "adapter.yaml"
@@ -39,7 +40,7 @@ class AdapterInfo:
     lora: LoRAConfig
     base: Path
     base_hash: str
-    quantize: str | None = None
+    quantize: Quantize | None = None
 
 
 def is_adapter_dir(folder: str | Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from toolkit.config import AUTO, Auto, Precision
 from toolkit.data import DataModule, PreparedData
@@ -15,7 +15,7 @@ from toolkit.errors import require_option
 class OfRun(DataModule):
     """The data that the checkpoint was trained on."""
 
-    num_workers: ClassVar[int] = 0
+    num_workers = 0  # without annotation: not an option
 
     def prepare(self, *, tokenizer: Any, max_seq_length: int, report: Callable[[str], None] = print) -> PreparedData:
         raise AssertionError("a placeholder for the data of the checkpoint's run")
@@ -96,7 +96,7 @@ def setup(
 
     checkpoint = open_checkpoint(
         checkpoint_dir, base_checkpoint_dir=base_checkpoint_dir, tokenizer_dir=tokenizer_dir,
-        accelerator=accelerator, precision=given(precision), verify=verify_checkpoint,
+        accelerator=accelerator, precision=precision, verify=verify_checkpoint,
     )  # fmt: skip
     if tasks is not None:
         print_tasks(evaluate_tasks(checkpoint, tasks, micro_batch_size=micro_batch_size, **task_options), format)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.config import Accelerator, Precision
+from toolkit.config import AUTO, Accelerator, Auto, Precision
 from toolkit.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,16 +48,14 @@ def device_memory(accelerator: str) -> float:
     return math.inf
 
 
-def pick_precision(precision: Precision | None, accelerator: str, on_cuda: Precision = "bf16-mixed") -> Precision:
-    """Return the requested precision; by default ``on_cuda`` on CUDA and 32-true elsewhere.
-
-    The default is 16-mixed on CUDA devices without bfloat16.
+def pick_precision(precision: Precision | Auto, accelerator: str, on_cuda: Precision = "bf16-mixed") -> Precision:
+    """Return the requested precision; auto: ``on_cuda`` on CUDA, or 16-mixed without bfloat16; 32-true elsewhere.
 
     Raises:
         UserError: the device does not support it.
     """
     bf16_cuda = accelerator == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if precision is None:
+    if precision == AUTO:
         return on_cuda if bf16_cuda else "16-mixed" if accelerator == "cuda" else "32-true"
     if precision == "16-mixed" and accelerator != "cuda":
         raise UserError(f"--precision 16-mixed: needs a CUDA device, and this run is on {accelerator}; use bf16-mixed")

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.precision import HalfPrecision
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
-from toolkit.config import Accelerator, DDPArgs, FSDPArgs, Precision
+from toolkit.config import Accelerator, Auto, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import ShardedStrategy
 from toolkit.distributed.memory import keep_freed_memory
@@ -35,7 +35,7 @@ class _True16Bits(HalfPrecision):
         return module
 
 
-def single_device_fabric(accelerator: Accelerator, precision: Precision | None) -> Fabric:
+def single_device_fabric(accelerator: Accelerator, precision: Precision | Auto) -> Fabric:
     """Build a launched Fabric on one device. A model keeps its dtypes.
 
     Raises:

@@ -20,6 +20,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import distributed as dist
 
+from toolkit.config import AUTO, Auto
 from toolkit.distributed import lifeline, ranks
 from toolkit.distributed.lifeline import Lifeline
 from toolkit.distributed.rendezvous import BOOT, name_run, open_store, within
@@ -45,8 +46,8 @@ class Timeouts(NamedTuple):
     later: float
 
     @classmethod
-    def of(cls, minutes: float | None) -> Timeouts:
-        return cls(30 * 60, 5 * 60) if minutes is None else cls(minutes * 60, minutes * 60)
+    def of(cls, minutes: float | Auto) -> Timeouts:
+        return cls(30 * 60, 5 * 60) if minutes == AUTO else cls(minutes * 60, minutes * 60)
 
 
 @contextmanager
@@ -161,9 +162,6 @@ class RunGroup:
                 f"--devices {self.world.devices}: expected {size} processes on --num_nodes "
                 f"{self.world.num_nodes}, found {ranks.world_size()}"
             )
-
-    def first_step_done(self) -> None:
-        ranks.set_timeout(self.timeouts.later)
 
     def _roll_call(self, name: str, what: str) -> None:
         """Wait until all ranks reach this point; rank 0 enforces the timeout.

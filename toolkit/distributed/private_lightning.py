@@ -12,11 +12,14 @@ from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessS
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.wrappers import _FabricModule as FabricModule
 from torch import nn
 
 from toolkit.distributed import ranks
 from toolkit.distributed.private_torch import restore_gradient_dtypes
 from toolkit.distributed.shutdown import PARENT, children, wait_for_children
+
+__all__ = ["AccumulateInFP32", "FabricModule", "LauncherMixin"]
 
 
 class LauncherMixin(ParallelStrategy):

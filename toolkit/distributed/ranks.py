@@ -55,11 +55,11 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def broadcast_from_rank0(value: T) -> T:
-    """Return rank 0's value on every rank."""
+def broadcast_from_rank0(value: T | None) -> T:
+    """Return rank 0's value on every rank; the others may pass None."""
+    box: list[Any] = [value]
     if not is_distributed():
-        return value
-    box = [value]
+        return box[0]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
 

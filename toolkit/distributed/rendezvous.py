@@ -18,6 +18,7 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from toolkit.config import AUTO, Auto
 from toolkit.distributed.world import Environ, cluster_environment, detect_world
 from toolkit.errors import UserError, is_settled
 
@@ -170,8 +171,8 @@ def _find_peer(environ: Environ = os.environ) -> _Peer | None:
             # mpirun and the like: --devices specifies how many of the processes are on this node
             environ = {**environ, "LOCAL_WORLD_SIZE": environ["WORLD_SIZE"], "LOCAL_RANK": environ["RANK"]}
             environ.pop("NODE_RANK", None)
-        nodes = None if has_launcher or not is_manual else max(2, int(environ["NODE_RANK"]) + 1)
-        world = detect_world("auto", nodes, None, environ)
+        nodes: int | Auto = AUTO if has_launcher or not is_manual else max(2, int(environ["NODE_RANK"]) + 1)
+        world = detect_world(AUTO, nodes, None, environ)
         if world.world_size == 1:
             return None
         environment = cluster_environment(world)

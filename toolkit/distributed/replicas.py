@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import distributed as dist
 
@@ -24,7 +26,7 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int]:
     return int(plain), int(weighted)
 
 
-def require_equal_replicas(parameters: dict[str, torch.Tensor], sizes: dict[str, int], shards: int) -> None:
+def require_equal_replicas(parameters: Mapping[str, torch.Tensor], sizes: dict[str, int], shards: int) -> None:
     """Compare the checksums of all parameters over the ranks. Collective.
 
     Args:

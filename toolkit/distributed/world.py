@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from toolkit.config import AUTO, Auto
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,13 +51,13 @@ class WorldInfo:
 
 
 def detect_world(
-    devices: int | Literal["auto"], num_nodes: int | None, available: int | None, environ: Environ = os.environ
+    devices: int | Auto, num_nodes: int | Auto, available: int | None, environ: Environ = os.environ
 ) -> WorldInfo:
     """Detect the ranks of this run's processes from the environment.
 
     Args:
         devices: Processes per node; "auto" is the launcher's number, otherwise all devices of the node.
-        num_nodes: ``None`` is the launcher's number, otherwise 1.
+        num_nodes: "auto" is the launcher's number, otherwise 1.
         available: Devices visible to this process; ``None`` on a CPU, which takes any number of processes and where
             "auto" is one.
         environ: The variables to read.
@@ -64,9 +65,9 @@ def detect_world(
     Raises:
         UserError: a number is invalid, an option contradicts the launcher, or a variable is missing.
     """
-    if devices != "auto" and (not isinstance(devices, int) or devices < 1):
+    if devices != AUTO and (not isinstance(devices, int) or devices < 1):
         raise UserError(f"--devices {devices}: must be auto or at least 1")
-    if num_nodes is not None and num_nodes < 1:
+    if num_nodes != AUTO and num_nodes < 1:
         raise UserError(f"--num_nodes {num_nodes}: must be at least 1")
     _number("MASTER_PORT", environ, 1, below=65536, default=1)
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -98,15 +99,15 @@ def cluster_environment(world: WorldInfo) -> ClusterEnvironment:
     return LightningEnvironment()
 
 
-def _read_torchrun(devices: int | Literal["auto"], num_nodes: int | None, environ: Environ) -> WorldInfo:
+def _read_torchrun(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -> WorldInfo:
     world_size, per_node = _number("WORLD_SIZE", environ, 1), _number("LOCAL_WORLD_SIZE", environ, 1)
     nodes = world_size // per_node
     found = f"torchrun started {_count(per_node, 'process', 'processes')} on this node (LOCAL_WORLD_SIZE={per_node})"
     if world_size % per_node or nodes != _number("GROUP_WORLD_SIZE", environ, 1, default=nodes):
         raise UserError(f"WORLD_SIZE={world_size}: {found}; use the same torchrun --nproc_per_node on every node")
-    if devices not in ("auto", per_node):
+    if devices not in (AUTO, per_node):
         raise UserError(f"--devices {devices}: {found}; drop --devices, or use torchrun --nproc_per_node {devices}")
-    if num_nodes not in (None, nodes):
+    if num_nodes not in (AUTO, nodes):
         raise UserError(
             f"--num_nodes {num_nodes}: {found} of {world_size} (WORLD_SIZE={world_size}), so on {_count(nodes, 'node')}"
             f"; drop --num_nodes, or use torchrun --nnodes {num_nodes}"
@@ -133,11 +134,9 @@ def _is_slurm_task(environ: Environ) -> bool:
     )
 
 
-def _read_slurm(
-    devices: int | Literal["auto"], num_nodes: int | None, available: int | None, environ: Environ
-) -> WorldInfo:
+def _read_slurm(devices: int | Auto, num_nodes: int | Auto, available: int | None, environ: Environ) -> WorldInfo:
     tasks = _number("SLURM_NTASKS", environ, 1)
-    nodes = _number("SLURM_NNODES", environ, 1, default=num_nodes or 1)
+    nodes = _number("SLURM_NNODES", environ, 1, default=1 if num_nodes == AUTO else num_nodes)
     # SLURM numbers the batch script 0 of all tasks; the other tasks do not exist before srun.
     in_batch_script = environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
     if in_batch_script and "LOCAL_RANK" in environ:
@@ -149,9 +148,9 @@ def _read_slurm(
         )
     variables = f"SLURM_NTASKS={tasks}, SLURM_NNODES={nodes}"
     found = f"SLURM started {_count(tasks, 'task')} on {_count(nodes, 'node')} ({variables})"
-    if num_nodes not in (None, nodes):
+    if num_nodes not in (AUTO, nodes):
         raise UserError(f"--num_nodes {num_nodes}: {found}; drop --num_nodes, or use srun --nodes {num_nodes}")
-    if devices == "auto":
+    if devices == AUTO:
         if tasks % nodes:
             raise UserError(f"SLURM_NTASKS={tasks}: {found}, not the same number on each; use srun --ntasks-per-node")
         devices = available if tasks == nodes and available else tasks // nodes
@@ -179,19 +178,19 @@ def _slurm_task(devices: int, nodes: int, environ: Environ) -> WorldInfo:
     return world
 
 
-def _read_manual(devices: int | Literal["auto"], num_nodes: int | None, environ: Environ) -> WorldInfo:
+def _read_manual(devices: int | Auto, num_nodes: int | Auto, environ: Environ) -> WorldInfo:
     """LOCAL_RANK is set: all processes exist. Missing values are errors, because a wrong guess would hang."""
     world_size = _number("WORLD_SIZE", environ, 1, default=0)
     per_node = _number("LOCAL_WORLD_SIZE", environ, 1, default=1 if world_size == 1 else 0)
     started = f"LOCAL_RANK={environ['LOCAL_RANK']} means that a launcher started this process"
-    if devices == "auto":
+    if devices == AUTO:
         if not per_node:
             raise UserError(f"--devices auto: {started}; give the number per node, or unset LOCAL_RANK")
         devices = per_node
     elif per_node not in (0, devices):
         variable = f"LOCAL_WORLD_SIZE={per_node}" if "LOCAL_WORLD_SIZE" in environ else f"WORLD_SIZE={world_size}"
         raise UserError(f"--devices {devices}: {started}, one of {per_node} ({variable}); make them agree")
-    nodes = num_nodes or max(1, world_size // devices)
+    nodes = max(1, world_size // devices) if num_nodes == AUTO else num_nodes
     if world_size and world_size != devices * nodes:
         raise UserError(
             f"WORLD_SIZE={world_size}: not equal to --devices {devices} x --num_nodes {nodes}; "
@@ -206,11 +205,10 @@ def _read_manual(devices: int | Literal["auto"], num_nodes: int | None, environ:
     return _checked(WorldInfo(devices, nodes, node_rank, local_rank, "manual", False), environ)
 
 
-def _read_no_launcher(
-    devices: int | Literal["auto"], num_nodes: int | None, available: int | None, environ: Environ
-) -> WorldInfo:
+def _read_no_launcher(devices: int | Auto, num_nodes: int | Auto, available: int | None, environ: Environ) -> WorldInfo:
     """No launcher: this process is the first of its node."""
-    devices, nodes = (available or 1) if devices == "auto" else devices, num_nodes or 1
+    devices = (available or 1) if devices == AUTO else devices
+    nodes = 1 if num_nodes == AUTO else num_nodes
     if "RANK" in environ and (world_size := _number("WORLD_SIZE", environ, 1, default=1)) > 1:
         hint = "set it to the rank within the node, or unset RANK for processes that toolkit starts"
         raise UserError(f"RANK={environ['RANK']}: one of WORLD_SIZE={world_size}, but LOCAL_RANK is not set; {hint}")

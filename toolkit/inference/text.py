@@ -77,7 +77,7 @@ def require_embedded(ids: Iterable[int], config: ModelConfig, source: str) -> No
     Raises:
         UserError: The model has no embedding for an id; the message names ``source``.
     """
-    largest, n_embeddings = max(ids, default=0), config.padded_vocab_size or 0
+    largest, n_embeddings = max(ids, default=0), config.padded_vocab_size
     if largest >= n_embeddings:
         raise UserError(
             f"{source}: encodes this text with token {largest}, but the model has embeddings only for 0 to "

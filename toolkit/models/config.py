@@ -112,7 +112,7 @@ class ModelConfig:
     family: str = "llama"
     block_size: int = 2048
     vocab_size: int | None = None
-    padded_vocab_size: int | None = None
+    padded_vocab_size: int = _derived()
     padding_multiple: int = 64
     n_layer: int = 2
     n_head: int = 4

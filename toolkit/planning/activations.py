@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from toolkit.models.loss import chunk_rows
@@ -23,7 +25,8 @@ def activation_bytes(setup: TrainingSetup) -> float:
     gates = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
     mlps = dense * (_norms(setup, gates * _keeps_input(setup, _MLP)) + _mlp(setup))
     mlps += experts * (_norms(setup, _expert_readers(setup)) + _experts(setup))
-    attention = _attention(setup) if config.latent_attention is None else _latent_attention(setup)
+    sizes = config.latent_attention
+    attention = _attention(setup) if sizes is None else _latent_attention(setup, sizes)
     blocks = n * (config.n_layer * attention + mlps)
     last_norm = n * _norm(setup)
     rope = 2 * FP32 * setup.seq_length * config.rope_n_elem * _rope_tables(setup)
@@ -92,16 +95,16 @@ def _attention(setup: TrainingSetup) -> float:
     return kept + _adapter(setup, _PROJECTION, heads, config.n_embd, setup.compute_bytes)
 
 
-def _latent_attention(setup: TrainingSetup) -> float:
-    """Return the bytes per token of latent attention with its projections.
+def _latent_attention(setup: TrainingSetup, sizes: dict[str, Any]) -> float:
+    """Return the bytes per token of latent attention (``ModelConfig.latent_attention``) with its projections.
 
     Queries, keys and values are new tensors of the largest of their widths; values are copied again if unpadded.
     """
-    config, c, sizes = setup.config, setup.compute_bytes, setup.config.latent_attention
+    config, c = setup.config, setup.compute_bytes
     rank, kv_rank, shared = sizes["q_lora_rank"] or 0, sizes["kv_lora_rank"], sizes["qk_rope_head_dim"]
     width, values = max(config.head_size, config.value_size), config.n_head * config.value_size
     expanded = config.n_head * (sizes["qk_nope_head_dim"] + config.value_size)  # the values are a view of it, or padded
-    kept = c * config.n_head * 3 * width + c * (config.n_head * width if config.value_size < width else expanded)
+    kept: float = c * config.n_head * 3 * width + c * (config.n_head * width if config.value_size < width else expanded)
     kept += FP32 * config.n_head + c * _mask(setup) + c * values * (config.value_size < width)
     kept += _small_norm(setup, kv_rank, kv_rank + shared) + (_small_norm(setup, rank, rank) if rank else 0)
     query_parts, kv_parts = ("query",), ("key", "value")
@@ -232,13 +235,14 @@ def _experts(setup: TrainingSetup) -> float:
     config, c, is_trained = setup.config, setup.compute_bytes, setup.lora is None
     k, shared = config.n_expert_per_token, config.shared_expert_intermediate_size
     product = 3 if config.swiglu_limit is None else 6
-    experts = k * c * ((product + is_trained) * config.expert_size + (1 + is_trained) * config.n_embd)
+    experts: float = k * c * ((product + is_trained) * config.expert_size + (1 + is_trained) * config.n_embd)
     if config.bias and is_trained:  # biases as products with ones: 8 columns per layer, 8 rows per bias
         experts += k * c * 3 * 8 + c * 8 * config.n_expert * (2 * config.expert_size + config.n_embd) / setup.tokens
     router = FP32 * config.n_expert + k * (3 * INT64 + c) + FP32 * (k + 1) * config.norm_topk_prob
-    if config.n_expert_groups is not None:  # top experts per group, top groups, and the group mask
+    groups, top_groups = config.n_expert_groups, config.n_topk_groups
+    if groups is not None and top_groups is not None:  # top experts per group, top groups, and the group mask
         best = 1 if config.router_scores == "softmax" else 2
-        router += INT64 * (best * config.n_expert_groups + config.n_topk_groups) + config.n_expert_groups
+        router += INT64 * (best * groups + top_groups) + groups
     router += FP32 * config.n_embd * (is_trained and _is_router_in_fp32(setup))
     shared_expert = 0 if shared is None else c * (3 + is_trained) * shared
     shared_expert += c * (config.n_embd + 1) * (shared is not None and config.shared_expert_gate)
@@ -258,12 +262,11 @@ def _adapter(setup: TrainingSetup, parts: tuple[str, ...], inputs: int, outputs:
     These are the low-rank values; with dropout the dropped-out inputs and the mask, which on the CPU has the inputs'
     dtype (``input_bytes``); with DoRA the values that its magnitudes multiply.
     """
-    n_adapted = 0 if setup.lora is None else sum(getattr(setup.lora, part) for part in parts)
-    if not n_adapted:
+    lora, c = setup.lora, setup.compute_bytes
+    if lora is None or not (n_adapted := sum(getattr(lora, part) for part in parts)):
         return 0
-    c = setup.compute_bytes
-    dropped = inputs * (c + (input_bytes if setup.device == "cpu" else 1)) if setup.lora.dropout else 0
-    return setup.lora.r * n_adapted * c + dropped + (outputs * c if setup.lora.dora else 0)
+    dropped = inputs * (c + (input_bytes if setup.device == "cpu" else 1)) if lora.dropout else 0
+    return lora.r * n_adapted * c + dropped + (outputs * c if lora.dora else 0)
 
 
 def logits_bytes(setup: TrainingSetup) -> float:

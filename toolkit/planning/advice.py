@@ -13,6 +13,7 @@ import torch
 from toolkit.config import DDPArgs
 from toolkit.distributed.device import device_memory
 from toolkit.errors import UserError
+from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.planning.plan import RunPlan, format_needs, plan_run
 from toolkit.planning.resolve import DeviceSpec
@@ -157,7 +158,7 @@ def _more_devices(plan: RunPlan) -> Iterator[Change]:
 def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
     layers = plan.model.n_layer // 2
     while plan.config.args.initial_checkpoint_dir is None and plan.config.args.lora is None and layers:
-        config = replace(plan.config.args.model_config, n_layer=layers)
+        config = ModelOverrides(**{**vars(plan.config.args.model_config), "n_layer": layers})
         yield f"--model_config.n_layer {layers}", replace(plan.config.args, model_config=config), plan.config.devices
         layers //= 2
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.config import AUTO, EvalArgs, TrainArgs
+from toolkit.config import AUTO, Auto, EvalArgs, TrainArgs
 from toolkit.errors import UserError
 
 VALIDATIONS, CHECKPOINTS = 10, 5  # per run, with auto intervals
@@ -71,7 +71,9 @@ def build_limits(
     ``done`` is the progress so far. It is needed because the last batch of an epoch may have been short, so steps and
     samples are not proportional. ``tokens_per_row`` is a mean.
     """
-    ends, estimates, total_samples = [], [], None
+    ends: list[int] = []
+    estimates: list[int] = []
+    total_samples = None
     if args.max_steps is not None:
         ends.append(args.max_steps)
     if args.max_tokens is not None:
@@ -141,7 +143,7 @@ def build_intervals(train: TrainArgs, evaluation: EvalArgs, limits: Limits) -> I
     )  # fmt: skip
 
 
-def _interval(given: int | str, per_run: int, limits: Limits) -> int | None:
+def _interval(given: int | Auto, per_run: int, limits: Limits) -> int | None:
     if given != AUTO:
         return given or None
     return None if limits.total_steps is None else max(MIN_INTERVAL, math.ceil(limits.total_steps / per_run))

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from toolkit.checkpoints.folder import write_model_files
-from toolkit.config import AUTO, Command
+from toolkit.config import Command
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import count_devices, device_memory
 from toolkit.distributed.world import detect_world
@@ -137,7 +137,7 @@ def device_spec_of(args: RunArgs) -> DeviceSpec:
     device = "cuda" if args.accelerator == "auto" else args.accelerator
     available = count_devices(device) if args.devices == "auto" else None
     environ = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # ignore any launcher
-    world = detect_world(args.devices, None if args.num_nodes == AUTO else args.num_nodes, available or None, environ)
+    world = detect_world(args.devices, args.num_nodes, available or None, environ)
     return DeviceSpec(device, world.devices, world.num_nodes)
 
 

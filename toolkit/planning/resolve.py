@@ -101,10 +101,9 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
 def choose_precision(args: RunArgs, device: str) -> Precision:
     """Return the precision of the run; assumes bfloat16 support for GPUs of other machines."""
     on_cuda: Precision = "bf16-mixed" if args.lora is None else "bf16-true"
-    given = None if args.precision == AUTO else args.precision
     if device == "cuda" and not torch.cuda.is_available():
-        return given or on_cuda
-    return pick_precision(given, device, on_cuda)
+        return on_cuda if args.precision == AUTO else args.precision
+    return pick_precision(args.precision, device, on_cuda)
 
 
 def _check_options(args: RunArgs) -> None:

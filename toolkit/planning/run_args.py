@@ -20,6 +20,7 @@ from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.quantize import Quantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class RunArgs(RunOptions):
     model_config: ModelOverrides = field(default_factory=ModelOverrides)
     initial_checkpoint_dir: str | None = None
     lora: LoRAConfig | None = None
-    quantize: str | None = None
+    quantize: Quantize | None = None
     from_peft: str | None = None
     module: nn.Module | None = None
     block_classes: tuple[type[nn.Module], ...] = ()

@@ -11,6 +11,7 @@ from toolkit.config import DDPArgs, FSDPArgs, Precision
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.quantize import Quantize
 
 FP32, INT64 = 4, 8
 
@@ -45,7 +46,7 @@ class TrainingSetup:
     optimizer: dict[str, Any]
     device: str = "cuda"
     lora: LoRAConfig | None = None
-    quantize: str | None = None
+    quantize: Quantize | None = None
     packed: bool = False
     fsdp: FSDPArgs = field(default_factory=FSDPArgs)
     ddp: DDPArgs = field(default_factory=DDPArgs)

@@ -50,7 +50,7 @@ def _matmul_sizes(model: nn.Module) -> list[tuple[int, bool]]:
     return sizes + [(m.weight.numel() * m.active // m.weight.size(0), m.weight.requires_grad) for m in stacks]
 
 
-def flops_per_token(model: nn.Module, config: ModelConfig, seq_length: int, *, causal: bool = False) -> float:
+def flops_per_token(model: nn.Module, config: ModelConfig, seq_length: float, *, causal: bool = False) -> float:
     """FLOPs of forward and backward per token: 6 x matmul parameters + 12 x layers x d x T (PaLM, arXiv 2204.02311, B).
 
     ``d`` is heads x head size and T the sequence length; if the widths of values and keys differ, d is their mean.

@@ -6,6 +6,7 @@ import hashlib
 import socket
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
@@ -22,12 +23,12 @@ def require_same_options(args: RunArgs, identity: RunFingerprint) -> None:
     Raises:
         UserError: a node has different options or data.
     """
-    facts = {}
+    options: dict[str, Any] = {}
     for group in ("train", "eval", "optimizer", "fsdp", "ddp"):
-        facts |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
+        options |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
     names = ("strategy", "compiler", "deterministic", "timeout", "resume", "callbacks")
-    facts |= {f"--{name}": getattr(args, name) for name in names}
-    everywhere = ranks.all_gather_object(facts | by_flag(asdict(identity)))
+    options |= {f"--{name}": getattr(args, name) for name in names}
+    everywhere = ranks.all_gather_object(options | by_flag(asdict(identity)))
     first = everywhere[0]
     for rank, there in enumerate(everywhere):
         for flag in first | there:

@@ -1,7 +1,7 @@
-"""S2: everything that a run needs to go on where it stopped, written beside the weights in ``trainer/``.
+"""S2 exact-resume: the state that a run needs to continue where it stopped, beside the weights in ``trainer/``.
 
-All ranks save and restore together. What a rank holds is gathered first; rank 0 then writes the folder, and with
-``sharded`` every rank its shards into it. A rank that cannot write fails the save on all of them.
+All ranks save and restore together. The state of all ranks is gathered; rank 0 writes the folder. With ``sharded``
+every rank writes its shards into it. If a rank cannot write, the save fails on all ranks.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Checkpointer:
     device: torch.device
     """Where this rank computes."""
     adapters: AdapterInfo | None = None
-    """What the adapters stand on, where only these are trained, and saved."""
+    """The base of the adapters, if only adapters are trained and saved."""
 
     def save(self, name: str, progress: Progress) -> Path:
-        """Write the checkpoint folder ``out_dir/name``, whole or not at all, then delete what is too old.
+        """Write the checkpoint folder ``out_dir/name``, complete or not at all, then delete what is too old.
 
         Raises:
             UserError: it cannot be written.
@@ -71,7 +71,7 @@ class Checkpointer:
         """
         folder = self.out_dir / name
         rng = ranks.all_gather_object(rng_state(self.device))
-        # Not within the try: a rank that fails in these collectives must end at once, for the others wait in them.
+        # Not within the try: a rank that fails in these collectives must exit at once, because the others wait in them.
         moments: dict[str, torch.Tensor] = {}
         if self.adapters is not None:
             weights, rest = adapter_state(self.module, self.optimizer)
@@ -80,8 +80,7 @@ class Checkpointer:
         else:
             weights, rest = full_state(self.module, self.optimizer, self.tied)
         error: Exception | None = None
-        # Every rank searches its own part on its own device. On a CPU that takes 5 % of the time of the write, which
-        # leaves cores idle.
+        # Every rank searches its own shard on its own device: on a CPU 5 % of the time of the write, on idle cores.
         with ThreadPoolExecutor(1) as pool:
             search = pool.submit(nonfinite_state, self.module, self.optimizer)
             try:
@@ -107,7 +106,7 @@ class Checkpointer:
         rest: dict[str, Any],
         search: Future[list[str]],
     ) -> None:
-        """Write and vote on all ranks, then let rank 0 rename the folder into place."""
+        """Write on all ranks, agree that all succeeded, then rename the folder into place on rank 0."""
 
         def write_own(tmp: Path) -> dict[str, Checksum]:
             checksums = {}
@@ -119,7 +118,7 @@ class Checkpointer:
             return checksums
 
         if ranks.global_rank() != 0:
-            tmp = ranks.broadcast_from_rank0(None)
+            tmp: Path | None = ranks.broadcast_from_rank0(None)
             if tmp is not None:
                 write_own(tmp)
             return
@@ -127,7 +126,7 @@ class Checkpointer:
 
         def write(tmp: Path) -> dict[str, Checksum]:
             nonlocal is_announced
-            self._write(tmp, None if self.sharded else weights, rest, progress, rng)
+            self._write(tmp, weights, rest, progress, rng)
             is_announced = True
             ranks.broadcast_from_rank0(tmp)
             checksums = write_own(tmp)
@@ -145,7 +144,7 @@ class Checkpointer:
     def _write(
         self,
         folder: Path,
-        weights: dict[str, torch.Tensor] | None,
+        weights: dict[str, torch.Tensor],
         optimizer: dict[str, Any],
         progress: Progress,
         rng: list[dict[str, Any]],
@@ -154,7 +153,7 @@ class Checkpointer:
             write_adapter_files(folder, weights, self.adapters)
         write_model_files(
             folder,
-            state_dict=weights if self.adapters is None else None,
+            state_dict=None if self.sharded or self.adapters is not None else weights,
             config=self.config,
             hyperparameters=self.hyperparameters,
             tokenizer=self.tokenizer,
@@ -172,12 +171,12 @@ class Checkpointer:
         save_state({"optimizer": optimizer, "scaler": scaler, "rng": rng}, folder / TRAINER / STATE)
 
     def restore(self, folder: Path, step: int) -> None:
-        """Bring back the optimizer, the scaler and the random generators; the weights are in the model already.
+        """Restore the optimizer, the scaler and the random generators; the model already has its weights.
 
-        Another number of ranks than saved gets new random states, a function of seed, step and rank.
+        If the number of ranks has changed, the random states are new: a function of seed, step and rank.
 
         Raises:
-            UserError: a file is broken, or an entry of it is missing, unknown or of the wrong kind.
+            UserError: a file is damaged, or an entry of it is missing, unknown or of the wrong type.
         """
         file = folder / TRAINER / STATE
         state = load_state(file)
@@ -192,7 +191,7 @@ class Checkpointer:
         if len(state["rng"]) == ranks.world_size():
             try:
                 set_rng_state(state["rng"][ranks.global_rank()], self.device)
-            except Exception as error:  # what is wrong with one can make these functions raise anything
+            except Exception as error:  # these functions raise anything for invalid states
                 raise UserError(f"{file}: rng: {error}; resume from another checkpoint") from error
         else:
             seed_from(self.seed, step, ranks.global_rank())
@@ -227,28 +226,30 @@ def checksums_of_shards(folder: Path) -> dict[str, Checksum]:
         own = checksum_files(folder, names)
     except OSError as error:
         own = error
-    everywhere = ranks.all_gather_object(own)
-    for rank, found in enumerate(everywhere):
+    checksums: dict[str, Checksum] = {}
+    for rank, found in enumerate(ranks.all_gather_object(own)):
         if isinstance(found, OSError):
             raise RuntimeError(f"rank {rank} could not read {folder}: {found}") from found
-    return {name: checksum for found in everywhere for name, checksum in found.items()}
+        checksums |= found
+    return checksums
 
 
-def seed_from(*facts: int) -> None:
-    """Seed all random generators of this process from some numbers."""
-    seed = int(np.random.SeedSequence(facts).generate_state(1)[0])
+def seed_from(*numbers: int) -> None:
+    """Seed all random generators of this process, as a function of the numbers."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """The states of the random generators of this process and of its device, as tensors and plain values."""
+    """Return the states of the random generators of this process and its device, as tensors and plain values."""
     version, keys, gauss = random.getstate()
-    name, numpy_keys, *rest = np.random.get_state()
+    state = np.random.get_state(legacy=False)
+    numpy_keys = torch.from_numpy(state["state"]["key"].astype(np.int64))
     return {
         "python": [version, list(keys), gauss],
-        "numpy": [name, torch.from_numpy(numpy_keys.astype(np.int64)), *rest],
+        "numpy": [state["bit_generator"], numpy_keys, state["state"]["pos"], state["has_gauss"], state["gauss"]],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }

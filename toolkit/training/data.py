@@ -82,4 +82,8 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
 def _largest_token(rows: TokenDataset) -> int:
     if isinstance(rows, TokenRows):
         return rows.survey()[1]
-    return max(int(torch.as_tensor(row[name]).max()) for row in rows for name in ("input_ids", "labels"))
+    return max(
+        int(torch.as_tensor(row[name]).max())
+        for row in map(rows.__getitem__, range(len(rows)))
+        for name in ("input_ids", "labels")
+    )

@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 import toolkit.data
 from toolkit.checkpoints.adapters import require_adapters
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_checkpoint_dir, load_model, require_intact_model
-from toolkit.config import AUTO, Accelerator, Precision
+from toolkit.config import AUTO, Accelerator, Auto, Precision
 from toolkit.config.command import as_mapping, parse_object
 from toolkit.data import DataModule, PythonStdlib
 from toolkit.data.base import is_ragged
@@ -54,7 +54,7 @@ def open_checkpoint(
     base_checkpoint_dir: str | None,
     tokenizer_dir: str | None,
     accelerator: Accelerator,
-    precision: Precision | None,
+    precision: Precision | Auto,
     verify: bool = True,
 ) -> Evaluated:
     """Load what is to be evaluated.
@@ -176,7 +176,8 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
 
 def option_to_trust(data: DataModule) -> str | None:
     """Return the first option that names what is to be read or written; None where the data names nothing."""
-    default = {field.name: field.default for field in fields(data)}
+    module: Any = data  # every data module is a dataclass
+    default = {field.name: field.default for field in fields(module)}
     for option, value in vars(data).items():
         if (is_path_option(option) or option == "repo_id") and value not in (None, default[option]):
             return option

@@ -21,6 +21,7 @@ from toolkit.checkpoints.weights import canonical_name, load_weights
 from toolkit.distributed import ranks
 from toolkit.distributed.fabric import materialize_with
 from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.distributed.private_lightning import FabricModule
 from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -28,7 +29,7 @@ from toolkit.models.gpt import GPT, Block, model_on_meta
 from toolkit.models.init import Materializer, init_weight
 from toolkit.models.lora import adapter_values, add_lora, is_adapter
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.models.quantize import quantize_linears
+from toolkit.models.quantize import Quantize, quantize_linears
 from toolkit.planning.speed import flops_per_token
 from toolkit.training.optimizer import no_decay_params
 
@@ -38,20 +39,20 @@ class ModelSpec:
     """A model before it is wrapped, and what can only be known of it then.
 
     Args:
-        module: A GPT on the meta device, or a module with its weights: user-provided, or a GPT.
-        ready: Which of the two.
+        module: A GPT on the meta device, or a user-provided module (which may be a GPT) with its weights.
+        meta_model: The module if it is on the meta device; None if it has its weights.
         config: Its architecture; None for a user-provided module.
         blocks: The classes of its blocks.
         sizes: Elements of each parameter, by name.
         tied: See :func:`toolkit.checkpoints.run.states.tied_names`.
         no_decay_params: See :func:`toolkit.training.optimizer.no_decay_params`.
         facts: What may not change on resume.
-        lora: What is adapted by low rank, where the weights themselves are frozen.
-        quantize: How the blocks' weights are quantised when they are read.
+        lora: The adapters; then the weights are frozen.
+        quantize: Quantization of the blocks' weights as they are read.
     """
 
     module: nn.Module
-    ready: bool
+    meta_model: GPT | None
     config: ModelConfig | None
     blocks: tuple[type[nn.Module], ...]
     sizes: dict[str, int]
@@ -59,7 +60,7 @@ class ModelSpec:
     no_decay_params: frozenset[str]
     facts: dict[str, Any]
     lora: LoRAConfig | None = None
-    quantize: str | None = None
+    quantize: Quantize | None = None
 
 
 def specify_model(
@@ -67,15 +68,15 @@ def specify_model(
     module: nn.Module | None,
     blocks: tuple[type[nn.Module], ...],
     lora: LoRAConfig | None = None,
-    quantize: str | None = None,
+    quantize: Quantize | None = None,
 ) -> ModelSpec:
     """Build the model of ``config`` on the meta device, with adapters for ``lora``, or take ``module``."""
-    ready = module is not None
-    if not ready:
+    meta_model = None
+    if module is None:
         assert config is not None
-        module = model_on_meta(config)
+        module = meta_model = model_on_meta(config)
         if lora is not None:
-            add_lora(module, lora)
+            add_lora(meta_model, lora)
         blocks = (Block,)
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     if config is not None:
@@ -84,7 +85,7 @@ def specify_model(
         shapes = [f"{canonical_name(name)} {tuple(p.shape)}" for name, p in module.named_parameters()]
         facts = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
     return ModelSpec(
-        module, ready, config, blocks, sizes, tied_names(module), no_decay_params(module), facts, lora, quantize
+        module, meta_model, config, blocks, sizes, tied_names(module), no_decay_params(module), facts, lora, quantize
     )
 
 
@@ -98,7 +99,7 @@ def set_up_model(
     longest_ragged: int,
     source: Path | None,
     adapters: dict[str, torch.Tensor] | None = None,
-) -> nn.Module:
+) -> FabricModule:
     """Give the model its weights and wrap it as the strategy has it.
 
     Every rank makes one unit after the other from the seed, or reads it from a file that all share, and keeps its part
@@ -118,15 +119,15 @@ def set_up_model(
         for name, parameter in module.named_parameters():
             if is_adapter(name):  # they learn in steps that bf16 is too coarse for
                 parameter.data = parameter.data.float()
-    elif spec.ready:
+    elif spec.meta_model is None:
         for parameter in module.parameters():  # it may come in 16 bits; buffers may have a reason for what they are
             parameter.data = parameter.data.float()
     # one unit after the other, beside adapters that are no part of the checkpoint
     shards = spec.lora is None and source is not None and is_sharded(source / WEIGHTS) and _shards_fit(spec, source)
-    if spec.ready:
+    if spec.meta_model is None:
         _take_weights(module, None if shards else source)
     else:
-        values = _values(spec, seed, None if shards else source, shards, adapters, fabric.device)
+        values = _values(spec, spec.meta_model, seed, None if shards else source, shards, adapters, fabric.device)
         materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)
     if compiler == "torch":
@@ -156,19 +157,19 @@ def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longe
             part.compile(dynamic=True if longest_ragged else None)
 
 
-def unwrapped(wrapped: nn.Module) -> nn.Module:
+def unwrapped(wrapped: FabricModule) -> nn.Module:
     """What Fabric has wrapped: DDP's or FSDP's module, or the plain one."""
     return wrapped._forward_module
 
 
-def check_replicas(wrapped: nn.Module, spec: ModelSpec, shards: int) -> None:
+def check_replicas(wrapped: FabricModule, spec: ModelSpec, shards: int) -> None:
     """N4, see :func:`toolkit.distributed.replicas.require_equal_replicas`."""
     parts = {canonical_name(name): p for name, p in unwrapped(wrapped).named_parameters()}
     sizes = {canonical_name(name): size for name, size in spec.sizes.items()}
     require_equal_replicas(parts, sizes, shards)
 
 
-def describe_model(spec: ModelSpec, seq_length: int) -> str:
+def describe_model(spec: ModelSpec, seq_length: float) -> str:
     """Name, parameters and FLOPs per token (N8) in a few words."""
     name = spec.module._get_name() if spec.config is None else spec.config.name
     text = f"{name}: {sum(spec.sizes.values()):,} parameters"
@@ -185,17 +186,20 @@ def describe_model(spec: ModelSpec, seq_length: int) -> str:
 
 def _shards_fit(spec: ModelSpec, source: Path) -> bool:
     """Whether the shards can be read as they are: not where head and embedding are one here and two there."""
-    fit = spec.config is None or read_model_config(source).tie_embeddings == spec.config.tie_embeddings
-    if not fit and ranks.world_size() > 1:
+    config = spec.config
+    if config is None or read_model_config(source).tie_embeddings == config.tie_embeddings:
+        return True
+    if ranks.world_size() > 1:
         raise UserError(
-            f"--train.tie_embeddings {spec.config.tie_embeddings}: {source} is sharded and has it otherwise; "
+            f"--train.tie_embeddings {config.tie_embeddings}: {source} is sharded and has it otherwise; "
             "run toolkit consolidate on it first"
         )
-    return fit
+    return False
 
 
 def _values(
     spec: ModelSpec,
+    model: GPT,
     seed: int,
     source: Path | None,
     shards: bool,
@@ -206,14 +210,14 @@ def _values(
     if shards:
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
     if source is None:
-        return init_weight(spec.module, seed)
-    weights = load_compatible_weights(source, model_on_meta(spec.config))
+        return init_weight(model, seed)
+    weights = load_compatible_weights(source, model_on_meta(model.config))
     if spec.lora is None:
         return lambda name, shape: weights[name]
     if spec.quantize is not None:
-        quantize_linears(spec.module, spec.quantize, weights.__getitem__, device)
-        spec.sizes |= {name: p.numel() for name, p in spec.module.named_parameters()}  # two weights in a byte
-    initial = adapter_values(spec.module, seed, weights.__getitem__) if adapters is None else None
+        quantize_linears(model, spec.quantize, weights.__getitem__, device)
+        spec.sizes |= {name: p.numel() for name, p in model.named_parameters()}  # two weights in a byte
+    initial = adapter_values(model, seed, weights.__getitem__) if adapters is None else None
     known = weights | (adapters or {})
     return lambda name, shape: initial(name, shape) if initial and is_adapter(name) else known[name]
 

@@ -30,7 +30,8 @@ def no_decay_params(model: nn.Module) -> frozenset[str]:
 
 def parameter_groups(model: nn.Module, weight_decay: float, no_decay: frozenset[str]) -> list[dict[str, Any]]:
     """Split the trainable parameters, sharded or not, into groups with and without weight decay."""
-    decayed, undecayed = [], []
+    decayed: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (undecayed if canonical_name(name) in no_decay else decayed).append(parameter)
@@ -56,7 +57,7 @@ def build_optimizer(
     """
     given = dict(options)
     name = given.pop("name")
-    cls = given_class or optimizer_class(name)
+    cls: type = given_class or optimizer_class(name)  # its arguments are not those of the base class
     no_decay = no_decay_params(model) if no_decay is None else no_decay
     takes = inspect.signature(cls).parameters
     groups = parameter_groups(model, given.pop("weight_decay", 0.0), no_decay)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.config import AUTO, RunOptions
+from toolkit.config import RunOptions
 from toolkit.distributed.device import count_devices, pick_accelerator
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.planning.resolve import DeviceSpec, resolve
@@ -38,4 +38,4 @@ def detect_devices(args: RunOptions) -> tuple[str, WorldInfo]:
         UserError: there is no such device, or the options contradict the launcher.
     """
     device = pick_accelerator(args.accelerator)
-    return device, detect_world(args.devices, None if args.num_nodes == AUTO else args.num_nodes, count_devices(device))
+    return device, detect_world(args.devices, args.num_nodes, count_devices(device))

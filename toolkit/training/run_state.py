@@ -30,14 +30,14 @@ class RunState:
 
     Args:
         resume_from: The checkpoint to resume from, if any.
-        progress: How far that had come.
+        progress: Progress of that checkpoint.
         model: Not built yet.
-        base: The base of adapters; None where all weights are trained.
+        base: The base of the adapters; None if all weights are trained.
         identity: What may not change on resume.
-        limits, schedule: Of the whole run.
-        mean_length: Input tokens of a row.
-        flops: Of a token, counted before layers are packed or sharded; None for a user-provided model.
-        sampler: Prints samples, if ``--eval.max_new_tokens`` asks for them.
+        limits, schedule: Of the complete run.
+        mean_length: Mean input tokens per row.
+        flops: Per token, counted before layers are packed or sharded; None for a user-provided model.
+        sampler: Prints samples, with ``--eval.max_new_tokens``.
         damaged: Newer checkpoints of the run that were skipped.
     """
 
@@ -54,7 +54,7 @@ class RunState:
     damaged: list[Path]
 
     def is_finished(self, args: RunArgs) -> bool:
-        """Whether there is nothing left to do, and the last checkpoint is written."""
+        """Whether nothing is left to do: a limit is reached and ``final/`` is written."""
         patience = args.train.patience
         reached = self.limits.reached(self.progress.step, self.progress.tokens)
         stopped_early = patience is not None and self.progress.stale_validations >= patience
@@ -67,7 +67,7 @@ def prepare_run_state(
     """Resolve start and end of the run, and check that all ranks agree.
 
     Raises:
-        UserError: the checkpoint is of another run, or the ranks differ.
+        UserError: the checkpoint belongs to another run, or the ranks differ.
     """
     args = resolved.args
     config = with_vocabulary(resolved.model, data)
@@ -96,29 +96,29 @@ def prepare_run_state(
 
 
 def read_progress(folder: Path, identity: RunFingerprint) -> Progress:
-    """Read the progress of a checkpoint, and check that it is of the same run."""
+    """Read the progress of a checkpoint, and check that the checkpoint belongs to the same run."""
     meta = read_meta(folder)
     identity.check_matches(meta["identity"], folder)
     return Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
 
 
 def mean_length(rows: TokenDataset) -> float:
-    """Input tokens of a row; the mean where rows differ. User-provided rows may be shorter than the context."""
+    """Return the mean input tokens per row. User-provided rows may be shorter than the context."""
     lengths = getattr(rows, "lengths", None)
     return len(rows[0]["input_ids"]) if lengths is None else float(lengths.mean())
 
 
 def longest_ragged(data: PreparedData, limit: int | None) -> int:
-    """Tokens of the longest row, ``limit`` where the lengths are not known; 0 where all rows are equally long."""
+    """Return the tokens of the longest row, ``limit`` if lengths are unknown; 0 if all rows have the same length."""
     ragged = [rows for rows in (data.train, data.val) if is_ragged(rows)]
     known = [getattr(rows, "lengths", None) for rows in ragged]
     return max((limit or 1 if lengths is None else int(lengths.max()) for lengths in known), default=0)
 
 
 def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
-    """Whether attention over rows of ``length`` tokens takes masks; that of a module of the user's may.
+    """Whether attention over rows of ``length`` tokens needs masks; a user-provided module may.
 
-    Packed rows do, too: they are ragged.
+    Packed rows need them, too: they are ragged.
     """
     return config is None or any(
         window is not None and (length is None or window < length)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 from lightning.fabric import Fabric
-from torch import nn
 
 from toolkit.data.loader import Batch
 from toolkit.distributed import ranks
+from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import GuardError
 
 MAX_SKIPPED_IN_A_ROW = 50
@@ -29,7 +29,7 @@ class StepResult(NamedTuple):
 
 def train_step(
     fabric: Fabric,
-    model: nn.Module,
+    model: FabricModule,
     optimizer: torch.optim.Optimizer,
     micro_batches: list[Batch],
     *,
@@ -61,7 +61,8 @@ def train_step(
     # An infinite limit leaves the gradient as it is; the norm is wanted anyhow.
     norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm or math.inf, error_if_nonfinite=False)
     mine = loss_total.clone()
-    totals = torch.stack([norm.float(), ranks.sum_over_ranks(loss_total).float()])
+    # Fabric's annotation is that of clip_val, with which there is no norm
+    totals = torch.stack([norm.float(), ranks.sum_over_ranks(loss_total).float()])  # type: ignore[union-attr]
     grad_norm, loss_sum = totals.tolist()  # the step's one synchronisation; the same numbers on every rank
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     finite = math.isfinite(grad_norm)

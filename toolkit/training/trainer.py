@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoints.lock import exclusive_lock, require_unlocked
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import FINAL, newest, rename_damaged
-from toolkit.config import AUTO
 from toolkit.data.base import is_ragged
 from toolkit.data.loader import Batch, choose_padding, train_batches, val_batches
 from toolkit.distributed import ranks
@@ -60,7 +60,7 @@ class Trainer:
         self.launched_at = time.perf_counter()  # --train.max_time counts from here
         self.config, self.args, self.world = config, config.args, world
         self.out_dir = Path(config.args.out_dir)
-        self.timeouts = Timeouts.of(None if config.args.timeout == AUTO else config.args.timeout)
+        self.timeouts = Timeouts.of(config.args.timeout)
         self.user_callbacks = list(user_callbacks)
         self.callbacks: list[Callback] = []
         self.skipped_steps = 0  # of this launch, by the fp16 scaler
@@ -107,12 +107,12 @@ class Trainer:
                 )
                 return
             self._describe()
-            if not self.state.model.ready and args.optimizer_class is None:
-                require_memory(config, self.state.model.config, self.state.model.module)
+            if (gpt := self.state.model.meta_model) is not None and args.optimizer_class is None:
+                require_memory(config, gpt.config, gpt)
             self._build()
             if resume_from is not None:
                 self.restore(resume_from)
-            self.optimizer = self.fabric.setup_optimizers(self.checkpointer.optimizer)
+            self.optimizer: Any = self.fabric.setup_optimizers(self.checkpointer.optimizer)
             outputs = ranks.run_on_rank0(lambda: self._open_outputs(stack)) or []
             if self.checkpointer.sharded:
                 require_shared_disk(self.out_dir)
@@ -120,7 +120,6 @@ class Trainer:
                 self, self.user_callbacks, outputs,
                 spec=self.state.model, flops=self.state.flops, sampler=self.state.sampler,
             )  # fmt: skip
-            self._after_first_step = group.first_step_done
             keep_freed_memory(config.device)  # only now: what loading has freed is returned (M3)
             self._train()
 
@@ -149,6 +148,7 @@ class Trainer:
         intervals = build_intervals(self.args.train, evaluation, limits)
         last_saved = last_validated = time.perf_counter()
         step_seconds, skipped_in_a_row = 0.0, 0
+        first_step = progress.step + 1
         batches = self._train_batches()
         self.model.train()
         self.display.phase("training")
@@ -187,9 +187,8 @@ class Trainer:
             metrics = {"loss": result.loss, "learning_rate": learning_rate, "grad_norm": result.grad_norm}
             sizes = {"step_tokens": agreed["n_inputs"], "step_seconds": step_seconds}
             notify(self.callbacks, "on_step_end", self, metrics | sizes)
-            if self._after_first_step is not None:
-                self._after_first_step()
-                self._after_first_step = None
+            if progress.step == first_step:
+                ranks.set_timeout(self.timeouts.later)
 
             is_last = limits.reached(progress.step, progress.tokens) or agreed["time_is_up"] > 0
             is_eval_due = is_due(intervals.eval_steps, progress.step) or agreed["eval_is_due"] > 0
@@ -318,8 +317,9 @@ class Trainer:
         source = args.base_dir
         ragged = is_ragged(data.train) or is_ragged(data.val)
         choose_attention_kernels(fixed_shapes=not ragged, has_masks=needs_masks(spec.config, length))
-        reads_source = source is not None and (state.resume_from is None or state.base is not None)
-        if ranks.broadcast_from_rank0(reads_source and args.verify_checkpoint):
+        reads_source = state.resume_from is None or state.base is not None
+        should_verify = ranks.broadcast_from_rank0(reads_source and args.verify_checkpoint)
+        if source is not None and should_verify:
             require_intact_together(source, fabric.local_rank == 0, self.display.message, model_only=True)
         self.model = set_up_model(
             fabric, spec, seed=args.seed, precision=config.precision, compiler=args.compiler,
@@ -411,4 +411,4 @@ class Trainer:
 
 
 def is_due(interval: int | None, step: int) -> bool:
-    return bool(interval) and step % interval == 0
+    return bool(interval and step % interval == 0)

@@ -1,8 +1,9 @@
-"""S7 verified-bytes, by all ranks of a run together: what it starts from is intact, and they agree which one it is."""
+"""S7 verified-bytes, by all ranks of a run together: they agree on an intact checkpoint to start from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,13 +31,13 @@ Report = Callable[[str], None]
 def require_intact_together(folder: Path, is_node_leader: bool, report: Report, model_only: bool = False) -> bool:
     """Compare a folder's files with its manifest; every rank calls this.
 
-    The shards are divided among all ranks; the other files are read once per node, since nodes may have copies.
+    The shards are divided among all ranks; the other files are read once per node, because nodes may have copies.
 
     Args:
         folder: The same on every rank.
         is_node_leader: Whether this rank is its node's first.
-        report: Is given a note where there is no manifest.
-        model_only: Leave out the state of the trainer, which may be missing.
+        report: Receives a note if there is no manifest.
+        model_only: Skip the trainer state, which may be missing.
 
     Returns:
         Whether there is a manifest.
@@ -68,9 +69,9 @@ def require_intact_together(folder: Path, is_node_leader: bool, report: Report, 
 def find_intact(
     args: RunArgs, resume_from: Path | None, is_node_leader: bool, display: Any
 ) -> tuple[Path | None, list[Path]]:
-    """Return the checkpoint to go on from, and the damaged ones that were skipped for it with ``--resume auto``.
+    """Return the checkpoint to continue from, and the damaged ones that ``--resume auto`` skipped.
 
-    ``resume_from`` counts on rank 0 only.
+    Only rank 0's ``resume_from`` counts.
 
     Raises:
         DamagedCheckpointError: it is damaged, or all checkpoints are.
@@ -88,27 +89,28 @@ def find_intact(
 def choose_intact(
     candidates: list[Path], *, strict: bool, verify: bool, is_node_leader: bool, report: Report
 ) -> tuple[Path | None, list[Path]]:
-    """Return the first intact checkpoint, and the damaged ones before it; the same on every rank, which all call this.
+    """Return the first intact checkpoint and the damaged ones before it, the same on every rank; all ranks call this.
 
     Args:
-        candidates: Rank 0's count; the newest first.
-        strict: Refuse a damaged one instead of taking the next.
-        verify: Whether to read the files; ``trainer/meta.json`` is checked always.
+        candidates: The newest first; only rank 0's count.
+        strict: Reject a damaged one instead of taking the next.
+        verify: Whether to read the files; ``trainer/meta.json`` is always checked.
         is_node_leader: See :func:`require_intact_together`.
-        report: Is given warnings and notes.
+        report: Receives warnings and notes.
 
     Raises:
         DamagedCheckpointError: the first one is damaged and ``strict``, or all are; on every rank.
     """
-    candidates, damaged = ranks.broadcast_from_rank0(candidates), []
+    damaged: list[Path] = []
+    candidates = ranks.broadcast_from_rank0(candidates)
     verify = ranks.broadcast_from_rank0(verify)
     for folder in candidates:
         if verify:
             require_same_manifest(folder)  # else another node's checkpoint would be taken for a damaged one
         try:
             if verify and not require_intact_together(folder, is_node_leader, report):
-                _same_on_all(lambda folder=folder: require_finite(folder))
-            _same_on_all(lambda folder=folder: read_meta(folder) and None)
+                _same_on_all(partial(require_finite, folder))
+            _same_on_all(partial(read_meta, folder))
             return folder, damaged
         except DamagedCheckpointError as error:
             if strict or folder == candidates[-1]:
@@ -120,13 +122,14 @@ def choose_intact(
 
 def _same_on_all(read: Callable[[], T]) -> T:
     """Return what rank 0 reads, or raise its UserError, on every rank."""
-    value, error = None, None
+    value: T | None = None
+    error: UserError | None = None
     if ranks.global_rank() == 0:
         try:
             value = read()
         except UserError as caught:
             error = caught
-    value, error = ranks.broadcast_from_rank0((value, error))
+    error = ranks.broadcast_from_rank0(error)
     if error is not None:
         raise error
-    return value
+    return ranks.broadcast_from_rank0(value)

@@ -248,7 +248,7 @@ def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: 
     ids = {name: _first(name, from_tokenizer, generation, original) for name in ("bos_token_id", "eos_token_id")}
     pad = _first("pad_token_id", *([original] if original else [from_tokenizer, generation]))
     # Written even if None: the default id of some classes is outside a small vocabulary, which they reject.
-    return {**ids, "pad_token_id": pad if isinstance(pad, int) and 0 <= pad < (config.padded_vocab_size or 0) else None}
+    return {**ids, "pad_token_id": pad if isinstance(pad, int) and 0 <= pad < config.padded_vocab_size else None}
 
 
 def _original_config(folder: Path, base: Path | None) -> dict[str, Any]:

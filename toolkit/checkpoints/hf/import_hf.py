@@ -195,7 +195,7 @@ def _convert_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[bytes | None,
 
 
 def _vocab_size_warning(tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
-    if tokenizer.vocab_size <= (config.padded_vocab_size or 0):
+    if tokenizer.vocab_size <= config.padded_vocab_size:
         return []
     return [
         f"warning: the tokenizer has {tokenizer.vocab_size:,} tokens and the model embeds "

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning.fabric import Fabric
-from torch import nn
 
 from toolkit.data.base import PreparedData
+from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import CallbackError, CommandError
 from toolkit.planning.limits import Progress
 from toolkit.planning.resolve import ResolvedConfig
@@ -34,7 +34,7 @@ class Trainer(Protocol):
     fabric: Fabric
     data: PreparedData
     progress: Progress
-    model: nn.Module
+    model: FabricModule
     optimizer: Any
     checkpointer: Checkpointer
     display: Any

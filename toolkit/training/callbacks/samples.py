@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from toolkit.errors import UserError
 from toolkit.inference.generate import generate
 from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
 from toolkit.training.callbacks.base import Callback, Trainer
 
 PLAIN_PROMPT = 32  # tokens of plain text, which has no prompt of its own
@@ -60,7 +61,7 @@ class Sampler(Callback):
         with torch.compiler.set_stance("force_eager"):
             tokens = list(
                 generate(
-                    model,
+                    cast(GPT, model),  # Fabric's wrapper forwards attributes to the model
                     torch.tensor(self.prompt),
                     max_new_tokens=self.max_new_tokens,
                     temperature=0,
@@ -103,8 +104,9 @@ def make_sampler(data: PreparedData, config: ModelConfig | None, max_new_tokens:
         raise UserError(
             f"--eval.max_new_tokens {max_new_tokens}: is only supported for toolkit's own models; remove it"
         )
+    fitting = max(1, min(_NEW_TOKENS, config.block_size // 2))
     if max_new_tokens == AUTO:
-        max_new_tokens = max(1, min(_NEW_TOKENS, config.block_size // 2))
+        max_new_tokens = fitting
     if max_new_tokens >= config.block_size:
         raise UserError(
             f"--eval.max_new_tokens {max_new_tokens}: the model has a context of {config.block_size} tokens, "
