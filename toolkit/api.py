@@ -1,6 +1,6 @@
-"""Training from Python, with what is ready there: a model, a dataset, an optimizer. ``import toolkit`` offers it.
+"""What ``import toolkit`` offers: load, train, finetune, generate and memory_stats, with the options of the commands.
 
-It is the same run as ``toolkit pretrain``'s; here is only what turns objects into its arguments.
+Models, datasets and optimizers may be Python objects; this module turns them into the arguments of the commands' runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load a checkpoint for inference: used by generate, chat and evaluate."""
+"""Load a checkpoint for inference: used by generate, chat and :func:`toolkit.generate`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class TrainingSetup:
         optimizer: What :func:`toolkit.planning.optimizer.resolve_optimizer` returns.
         device: "cuda", "cpu" or "mps".
         lora: Adapter configuration; None trains all weights.
-        quantize: One of :data:`QUANTIZED_BYTES`; None does not quantize.
+        quantize: One of :data:`toolkit.planning.memory.QUANTIZED_BYTES`; None does not quantize.
         packed: Several documents share a row, separated by an attention mask.
         fsdp: Further FSDP options.
         ddp: Further DDP options.

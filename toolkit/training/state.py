@@ -1,4 +1,4 @@
-"""How far a run has come, and what it is: ``trainer/meta.json`` of a checkpoint folder."""
+"""``trainer/meta.json`` of a checkpoint folder: how far a run has come, and what may not change when it resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""N8 honest-throughput: tokens per second, FLOPs and memory of what ran, by stated formulas."""
+"""N8 honest-throughput: tokens per second, MFU and peak memory of what ran; FLOPs: :mod:`toolkit.planning.speed`."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Trainer:
     Args:
         config: From :func:`toolkit.planning.resolve.resolve`.
         world: The processes of the run.
-        user_callbacks: Called after the run's own, in this order.
+        user_callbacks: Called after the checks and the throughput, before logging and samples, in this order.
     """
 
     def __init__(self, config: ResolvedConfig, world: WorldInfo, user_callbacks: Sequence[Callback] = ()) -> None:
