@@ -215,6 +215,14 @@ def test_samples_without_a_trained_token_are_dropped(prepare, tokenizer):
         prepare(rows[:1], 60)
 
 
+def test_a_longer_row_is_advised_only_where_length_is_the_reason(prepare):
+    unanswered = {"messages": [{"role": "user", "content": "alone"}]}
+    for row, is_cut in ((qa("long question " * 20, "yes"), True), (unanswered, False)):
+        with pytest.raises(UserError, match="no sample is left to train on") as error:
+            prepare([row], 60)
+        assert ("increase --train.max_seq_length" in str(error.value)) is is_cut
+
+
 def test_on_long_drop_and_error(prepare, tokenizer):
     rows = [qa("hi", "yes"), qa("hi", "word " * 40)]
     data, log = prepare(rows, 60, on_long="drop")
