@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.initialize import add_lora
 from helpers.sealing import seal
 
 from tests.checkpoints.test_adapters import make, write_adapted, write_base
@@ -15,7 +16,6 @@ from tests.models.test_lora import base, stir, tokens
 from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.hf.import_hf import write_origin
 from toolkit.cli import main
-from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
 
 

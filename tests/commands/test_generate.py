@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from helpers.initialize import add_lora
 from helpers.sealing import seal
 
 from toolkit.checkpoints.adapters import AdapterInfo, base_fingerprint, write_adapter_files
@@ -16,7 +17,7 @@ from toolkit.cli import main
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.models.lora import add_lora, is_adapter
+from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
 
 CYCLE = "é🎉abc"  # what the model of this test says after each of its characters, byte by byte

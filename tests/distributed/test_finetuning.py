@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.groups import Case, losses, run_group, run_uninterrupted_and_killed_twice
+from helpers.initialize import initialize
 
 from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.folder import write_model_files
@@ -15,7 +16,6 @@ from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.data.tokenizer import train_bpe
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
-from toolkit.models.init import initialize
 
 EAGER = "compile with the eager backend"
 FSDP = ["--strategy", "fsdp"]

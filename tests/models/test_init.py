@@ -3,11 +3,12 @@ from __future__ import annotations
 import math
 
 import torch
+from helpers.initialize import initialize
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
-from toolkit.models.init import draw, initialize
+from toolkit.models.init import draw
 
 
 def make(seed: int = 1, meta: bool = False, **changes) -> GPT:

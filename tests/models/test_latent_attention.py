@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.initialize import initialize
 from helpers.tiny_configs import HF_CONFIGS, LATENT
 from helpers.tiny_models import randomize, relative_error, to_folder, token_ids
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,6 @@ from toolkit.inference.kv_cache import KVCache
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of, get_config
 from toolkit.models.gpt import GPT
-from toolkit.models.init import initialize
 from toolkit.planning.speed import flops_per_token, matmul_parameters
 
 V3 = {

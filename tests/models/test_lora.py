@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.initialize import add_lora, initialize
 from torch.nn import functional as F
 
 from toolkit.errors import UserError
 from toolkit.models import loss as loss_module
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.models.init import initialize
-from toolkit.models.lora import add_lora, attention_rows, draw_adapter, initial_magnitude, is_adapter
+from toolkit.models.lora import attention_rows, draw_adapter, initial_magnitude, is_adapter
 from toolkit.models.lora_config import PARTS, LoRAConfig
 from toolkit.models.lora_layers import LoRALinear
 

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.initialize import initialize
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.models import loss as loss_module
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.models.init import initialize
 from toolkit.models.loss import chunk_rows, head_loss
 
 VOCAB, WIDTH, TOKENS = 160, 24, 50

@@ -6,15 +6,15 @@ import math
 
 import pytest
 import torch
+from helpers.initialize import add_lora, initialize
 from torch.nn import functional as F
 
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.gpt import GPT
-from toolkit.models.init import STD, draw, initialize
+from toolkit.models.init import STD, draw
 from toolkit.models.labels import IGNORE_INDEX
-from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.moe import LLaMAMoE, load_balancing_loss, mask_until_last_label
 from toolkit.models.quantize import quantize_linears

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.initialize import add_lora
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,7 +15,7 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.init import Materializer
-from toolkit.models.lora import adapter_values, add_lora, is_adapter
+from toolkit.models.lora import adapter_values, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.lora_layers import LoRALinear
 from toolkit.models.quantize import quantize_linears

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from helpers.initialize import initialize
 from lightning.fabric import Fabric
 
 from toolkit.data.base import PreparedData
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
-from toolkit.models.init import initialize
 
 VOCABULARY = 128
 

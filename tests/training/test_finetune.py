@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers.initialize import initialize
 from torch.nn import functional as F
 
 from toolkit.checkpoints.adapters import read_adapter
@@ -26,7 +27,6 @@ from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
-from toolkit.models.init import initialize
 from toolkit.models.lora import is_adapter
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.planning.run_args import run_args

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.groups import Case, run_group
+from helpers.initialize import add_lora
 
 from toolkit.config import DDPArgs, FSDPArgs
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
@@ -14,11 +15,11 @@ from toolkit.models import attention
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
-from toolkit.models.lora import add_lora, is_adapter
+from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import quantize_linears
 from toolkit.planning import activations
-from toolkit.planning.memory import build_on_meta, count_parameters, plan_memory, state_bytes
+from toolkit.planning.memory import count_parameters, plan_memory, state_bytes
 from toolkit.planning.setup import TrainingSetup
 from toolkit.training.optimizer import build_optimizer
 
@@ -76,6 +77,10 @@ LORAS = {
 def setup_of(family: str, precision: str, lora: LoRAConfig | None = None, **other) -> TrainingSetup:
     values = {"strategy": SINGLE, "micro_batch_size": 2, "accumulation": 1, "seq_length": 128, "optimizer": ADAMW}
     return TrainingSetup(CONFIGS[family], precision, device="cpu", lora=lora, **(values | other))
+
+
+def build_on_meta(setup: TrainingSetup) -> GPT:
+    return adapted_on_meta(setup.config, setup.lora)
 
 
 def build(setup: TrainingSetup) -> GPT:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.groups import Case, run_group
+from helpers.initialize import initialize
 from torch import nn
 
 from toolkit import api
@@ -23,7 +24,6 @@ from toolkit.errors import GuardError, UserError
 from toolkit.inference.generate import generate
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
-from toolkit.models.init import initialize
 from toolkit.training.callbacks.samples import Sampler, first_prompt, make_sampler
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.initialize import initialize
 
 from tests.training.conftest import VOCABULARY
 from toolkit.data.loader import NO_ROUNDING, Padding, train_batches, val_batches
 from toolkit.errors import GuardError
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
-from toolkit.models.init import initialize
 from toolkit.training.step import train_step
 from toolkit.training.validate import validate
 

@@ -28,8 +28,8 @@ from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_weights, require_compatible, save_weights
 from toolkit.errors import UserError, one_line
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT, model_on_meta
-from toolkit.models.lora import add_lora
+from toolkit.models.gpt import GPT
+from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.moe import resolve_weight_dtype
 from toolkit.untrusted import read_yaml
 
@@ -104,22 +104,18 @@ def load_model(
         UserError: a file is missing or damaged, the weights do not match the configuration, or the adapters belong to
             a different base.
     """
-    folder, adapters = Path(folder), None
+    source, lora = Path(folder), None
     if has_adapters_only(folder):
-        adapter = read_adapter(folder, base_checkpoint_dir)
-        model = model_on_meta(read_model_config(adapter.base))
-        weights = load_compatible_weights(adapter.base, model)
-        add_lora(model, adapter.lora)
-        adapters = load_adapters(folder, model)
-    else:
-        model = model_on_meta(read_model_config(folder))
-        weights = load_compatible_weights(folder, model)
+        info = read_adapter(folder, base_checkpoint_dir)
+        source, lora = info.base, info.lora
+    model = adapted_on_meta(read_model_config(source), lora)
+    weights = load_compatible_weights(source, model)
+    adapters = {} if lora is None else load_adapters(folder, model)
     if tied := model.config.tie_embeddings:
         del weights[_HEAD]
     for name in weights:
         weights[name] = weights[name].to(device=device, dtype=resolve_weight_dtype(name, dtype))
-    for name, tensor in (adapters or {}).items():
-        weights[name] = tensor.to(device)
+    weights |= {name: tensor.to(device) for name, tensor in adapters.items()}
     model.load_state_dict(weights, strict=not tied, assign=True)
     model.tie_weights()
     return model
@@ -128,14 +124,15 @@ def load_model(
 def load_compatible_weights(folder: Path, model: GPT) -> dict[str, Tensor]:
     """Read a folder's weights under the names that ``model`` (on any device) has, and check names and shapes.
 
-    Tied weights share memory; untied weights do not.
+    Adapters of the model are no part of them. Tied weights share memory; untied weights do not.
 
     Raises:
         UserError: weights are missing, unexpected or of a different shape.
     """
     if has_adapters_only(folder):
         raise UserError(f"{folder}: holds adapters and no merged weights; run toolkit merge_lora on it first")
-    weights, wanted = load_weights(folder), model.state_dict()
+    wanted = {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
+    weights = load_weights(folder)
     to_native_layout(weights, model.config)
     _tie_or_untie(weights, model.config, Path(folder))
     require_compatible(weights, wanted, Path(folder) / WEIGHTS, CONFIG)

@@ -27,8 +27,7 @@ from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import model_on_meta
-from toolkit.models.lora import add_lora
+from toolkit.models.lora import adapted_on_meta, add_lora
 from toolkit.models.lora_layers import LoRAMixin
 from toolkit.models.moe import resolve_weight_dtype
 from toolkit.paths import require_inside
@@ -56,9 +55,8 @@ class MergedWeights(Mapping[str, Tensor]):
         self.nonfinite: list[str] = []
         self.info: AdapterInfo = read_adapter(folder, base_checkpoint_dir)
         self.config = read_model_config(self.info.base)
-        model = model_on_meta(self.config)
+        model = adapted_on_meta(self.config, self.info.lora)
         self._weights = load_compatible_weights(self.info.base, model)
-        add_lora(model, self.info.lora)
         model.load_state_dict(load_adapters(folder, model), strict=False, assign=True)
         self._layers = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, LoRAMixin)}
         if self.info.lora.head:

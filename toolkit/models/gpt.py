@@ -87,7 +87,7 @@ class GPT(nn.Module):
         uniform_length: Build masks and rotary embeddings as for rows of this many tokens, so that compiled blocks
             share one graph for all lengths. 0: the fastest form for the length of each batch.
 
-    The weights have torch's default initialization until :func:`toolkit.models.init.initialize` or a checkpoint
+    The weights have torch's default initialization until :func:`toolkit.models.init.init_weight` or a checkpoint
     sets them.
     """
 

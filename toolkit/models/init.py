@@ -100,13 +100,6 @@ class Materializer:
         return tensor
 
 
-def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Initialize every parameter of a GPT in place; needs ``model.config``."""
-    materialize = Materializer(model, init_weight(model, seed), device)
-    for module in model.modules():
-        materialize(module)
-
-
 def init_weight(model: nn.Module, seed: int) -> Callable[[str, torch.Size], torch.Tensor]:
     """Return a function that maps name and shape to the initial value."""
     config = cast(ModelConfig, model.config)

@@ -10,7 +10,7 @@ from torch import nn
 
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, model_on_meta
 from toolkit.models.init import parameter_generator
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.lora_layers import Adapter, LoRALinear
@@ -18,10 +18,23 @@ from toolkit.models.lora_layers import Adapter, LoRALinear
 WHOLE = "whole"
 
 
-def add_lora(model: GPT, config: LoRAConfig, seed: int = 0) -> None:
+def adapted_on_meta(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
+    """Return a GPT on the meta device, with adapters and frozen parameters if ``lora`` is given.
+
+    Raises:
+        UserError: See :func:`add_lora`.
+    """
+    model = model_on_meta(config)
+    if lora is not None:
+        add_lora(model, lora)
+    return model
+
+
+def add_lora(model: GPT, config: LoRAConfig) -> None:
     """Add adapters to the selected layers of a GPT, in place, and freeze everything else.
 
-    On the meta device the adapters are meta tensors; elsewhere they are initialized from ``seed``.
+    The adapters are on the device of the weights and have no effect until :func:`adapter_values` or a checkpoint sets
+    them: A and B are zero.
 
     Raises:
         UserError: Adapters are requested for the MLPs of a model with experts.
@@ -37,12 +50,6 @@ def add_lora(model: GPT, config: LoRAConfig, seed: int = 0) -> None:
             if isinstance(layer, nn.Linear):
                 _adapt(block.mlp, name, config, {WHOLE: config.mlp})
     _adapt(model, "lm_head", config, {WHOLE: config.head})
-    adapters = {name: p for name, p in model.named_parameters() if is_adapter(name)}
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    value_of = adapter_values(model, seed, weights.__getitem__)
-    for name, parameter in adapters.items():
-        if not parameter.is_meta:
-            parameter.data.copy_(value_of(name, parameter.shape))
 
 
 def is_adapter(name: str) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from toolkit.errors import UserError
@@ -73,3 +74,12 @@ class LoRAConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> LoRAConfig:
+        """Make a config from the options of finetune_lora: ``lora_r``, ``lora_alpha``, ...; others are ignored."""
+        return cls(**{f.name: options[f"lora_{f.name}"] for f in fields(cls)})
+
+    def to_options(self) -> dict[str, Any]:
+        """The inverse of :meth:`from_options`."""
+        return {f"lora_{name}": value for name, value in asdict(self).items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
     if folder is None:
         get_config(arguments["model_name"] or DEFAULT_MODEL).override(arguments["model_config"])
     if "lora_r" in arguments:
-        LoRAConfig(**{f.name: arguments[f"lora_{f.name}"] for f in fields(LoRAConfig)})
+        LoRAConfig.from_options(arguments)
     _check_batch(**{name: arguments[name] for name in ("train", "devices", "num_nodes")})
     _check_files(arguments["data"])
     if arguments["resume"] is False and arguments["out_dir"]:

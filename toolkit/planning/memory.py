@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from toolkit.distributed.units import unit_precision
-from toolkit.models.gpt import GPT, Block, model_on_meta
-from toolkit.models.lora import add_lora, is_adapter
+from toolkit.models.gpt import GPT, Block
+from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.moe import StackedLinear
 from toolkit.models.quantize import refuse_experts
 from toolkit.planning.activations import FP32, activation_bytes, logits_bytes
@@ -97,14 +97,6 @@ class Parameters:
     matmul: int
 
 
-def build_on_meta(setup: TrainingSetup) -> GPT:
-    """Return the model on the meta device, with adapters and frozen parameters."""
-    model = model_on_meta(setup.config)
-    if setup.lora is not None:
-        add_lora(model, setup.lora)
-    return model
-
-
 def count_parameters(model: nn.Module) -> Parameters:
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained)
@@ -112,8 +104,8 @@ def count_parameters(model: nn.Module) -> Parameters:
 
 
 def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
-    """Return the memory of one device for ``setup``; ``model`` may be an existing result of :func:`build_on_meta`."""
-    model = build_on_meta(setup) if model is None else model
+    """Return the memory of one device for ``setup``; ``model`` may be its :func:`adapted_on_meta`."""
+    model = adapted_on_meta(setup.config, setup.lora) if model is None else model
     quantized = _quantized(setup, model)
     base = {n: p for n, p in model.named_parameters() if not is_adapter(n) and n not in quantized}
     adapters = [p for n, p in model.named_parameters() if is_adapter(n)]

@@ -18,7 +18,8 @@ from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
 from toolkit.models.gpt import GPT
-from toolkit.planning.memory import Memory, Parameters, build_on_meta, count_parameters, plan_memory
+from toolkit.models.lora import adapted_on_meta
+from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, has_length, resolve
 from toolkit.planning.run_args import RunArgs, run_args
 from toolkit.planning.setup import TrainingSetup
@@ -61,7 +62,7 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     config = resolve(args, devices)
     model = with_known_vocabulary(config.model, args)
     setup = setup_of(config, model)
-    built = build_on_meta(setup)
+    built = adapted_on_meta(model, args.lora)
     return RunPlan(config, model, count_parameters(built), plan_memory(setup, built))
 
 

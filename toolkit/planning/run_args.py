@@ -94,14 +94,13 @@ def read_lora(options: Mapping[str, Any]) -> LoRAConfig:
     Raises:
         UserError: both define it, or the peft folder does not fit the checkpoint.
     """
-    flags = {f.name: options[f"lora_{f.name}"] for f in fields(LoRAConfig)}
     if options["from_peft"] is None:
-        return LoRAConfig(**flags)
-    plain = LoRAConfig()
-    if changed := next((name for name, value in flags.items() if value != getattr(plain, name)), None):
-        raise UserError(
-            f"--lora_{changed} {flags[changed]}: --from_peft {options['from_peft']} defines the adapters; leave it out"
-        )
+        return LoRAConfig.from_options(options)
+    for name, default in LoRAConfig().to_options().items():
+        if options[name] != default:
+            raise UserError(
+                f"--{name} {options[name]}: --from_peft {options['from_peft']} defines the adapters; leave it out"
+            )
     base = find_checkpoint_dir(options["checkpoint_dir"])
     lora, _ = import_peft(Path(options["from_peft"]), read_model_config(base))
     check_base(options["from_peft"], base)
@@ -115,8 +114,7 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
         values = {name: getattr(args, name) for name in ("model_name", "model_config", "initial_checkpoint_dir")}
     if args.lora is not None:
         lora = args.lora if args.from_peft is None else LoRAConfig()  # which --from_peft defines
-        values |= {f"lora_{name}": value for name, value in asdict(lora).items()}
-        values |= {"from_peft": args.from_peft, "quantize": args.quantize}
+        values |= lora.to_options() | {"from_peft": args.from_peft, "quantize": args.quantize}
     shared = [f.name for f in fields(RunOptions)]
     names = ["data", "train", "eval", "optimizer", "out_dir", "precision", *shared]
     values |= {name: getattr(args, name) for name in names} | {"resume": False}

@@ -24,8 +24,7 @@ def describe_base(args: RunArgs) -> AdapterInfo:
 
 def facts(info: AdapterInfo) -> dict[str, Any]:
     """What may not change on resume, by flag."""
-    lora = {f"lora_{name}": value for name, value in info.lora.to_dict().items()}
-    return {**lora, "quantize": info.quantize, "checkpoint_dir": info.base_hash}
+    return info.lora.to_options() | {"quantize": info.quantize, "checkpoint_dir": info.base_hash}
 
 
 def initial_adapters(

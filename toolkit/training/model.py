@@ -25,9 +25,9 @@ from toolkit.distributed.private_lightning import FabricModule
 from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import GPT, Block, model_on_meta
+from toolkit.models.gpt import GPT, Block
 from toolkit.models.init import Materializer, init_weight
-from toolkit.models.lora import adapter_values, add_lora, is_adapter
+from toolkit.models.lora import adapted_on_meta, adapter_values, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize, quantize_linears
 from toolkit.planning.speed import flops_per_token
@@ -74,9 +74,7 @@ def specify_model(
     meta_model = None
     if module is None:
         assert config is not None
-        module = meta_model = model_on_meta(config)
-        if lora is not None:
-            add_lora(meta_model, lora)
+        module = meta_model = adapted_on_meta(config, lora)
         blocks = (Block,)
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     if config is not None:
@@ -211,7 +209,7 @@ def _values(
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
     if source is None:
         return init_weight(model, seed)
-    weights = load_compatible_weights(source, model_on_meta(model.config))
+    weights = load_compatible_weights(source, model)
     if spec.lora is None:
         return lambda name, shape: weights[name]
     if spec.quantize is not None:

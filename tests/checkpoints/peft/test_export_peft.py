@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from helpers.initialize import add_lora, initialize
 
 from tests.checkpoints.test_adapters import write_adapted, write_base
 from tests.models.test_lora import NONE, stir, tokens
@@ -18,8 +19,7 @@ from toolkit.cli import main
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.models.init import initialize
-from toolkit.models.lora import add_lora, is_adapter
+from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
 
 peft = pytest.importorskip("peft")

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from helpers.initialize import initialize
 
 from tests.checkpoints.peft.test_export_peft import CONFIGS, make
 from tests.checkpoints.test_adapters import write_base
@@ -18,7 +19,6 @@ from toolkit.data.tokenizer import train_bpe
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.models.init import initialize
 from toolkit.models.lora_config import LoRAConfig
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.initialize import add_lora
 from helpers.tiny_models import relative_error, token_ids
 
 from tests.checkpoints.test_adapters import write_adapted
@@ -11,7 +12,6 @@ from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.hf.import_hf import import_hf
 from toolkit.checkpoints.peft.export_peft import export_peft
 from toolkit.checkpoints.peft.import_peft import import_peft
-from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")

@@ -35,7 +35,7 @@ from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
 from toolkit.models.families import MULTIMODAL
 from toolkit.models.gpt import model_on_meta
-from toolkit.models.lora import add_lora, initial_magnitude
+from toolkit.models.lora import adapted_on_meta, initial_magnitude
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.untrusted import read_json_object
 
@@ -81,8 +81,7 @@ def export_peft(
     info, config = read_adapter_info(checkpoint_dir), replace(read_model_config(checkpoint_dir), tie_embeddings=False)
     if is_checked := base_checkpoint_dir is not None or (info.base / WEIGHTS).exists():
         info = read_adapter(checkpoint_dir, base_checkpoint_dir)
-    model = model_on_meta(config)
-    add_lora(model, info.lora)
+    model = adapted_on_meta(config, info.lora)
     model.load_state_dict(load_adapters(checkpoint_dir, model), strict=False, assign=True)
     base_weights: dict[str, Tensor] = {}
 

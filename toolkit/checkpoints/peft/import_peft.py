@@ -25,8 +25,7 @@ from toolkit.checkpoints.peft.layers import (
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.models.gpt import model_on_meta
-from toolkit.models.lora import add_lora, attention_rows
+from toolkit.models.lora import adapted_on_meta, attention_rows
 from toolkit.models.lora_config import PARTS, LoRAConfig
 from toolkit.models.lora_layers import Adapter
 from toolkit.untrusted import read_json_object
@@ -85,8 +84,7 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
     lora = _lora_config(folder, settings, _adapted_parts(layers, found, config))
     hf_fused = _split_hf_fused(folder, settings, lora, layers, found)
     lora, fused = _split_fused_qkv(folder, settings, lora, layers, found, config)
-    model = model_on_meta(replace(config, tie_embeddings=False))
-    add_lora(model, lora)
+    model = adapted_on_meta(replace(config, tie_embeddings=False), lora)
     adapters: dict[str, Tensor] = {}
     for layer in layers:
         of_kind = hf_fused if layer.is_fused_in_hf else fused if _is_fused_qkv(layer) else _Fused(lora.r)

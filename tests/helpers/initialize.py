@@ -1,0 +1,28 @@
+"""Models with the initial values of a run, without a run."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from toolkit.models import lora
+from toolkit.models.gpt import GPT
+from toolkit.models.init import Materializer, init_weight
+from toolkit.models.lora_config import LoRAConfig
+
+
+def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
+    """Initialize every parameter of a GPT in place; needs ``model.config``."""
+    materialize = Materializer(model, init_weight(model, seed), device)
+    for module in model.modules():
+        materialize(module)
+
+
+def add_lora(model: GPT, config: LoRAConfig, seed: int = 0) -> None:
+    """Add adapters to a GPT in place, with initial values from ``seed`` unless it is on the meta device."""
+    lora.add_lora(model, config)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    value_of = lora.adapter_values(model, seed, weights.__getitem__)
+    for name, parameter in model.named_parameters():
+        if lora.is_adapter(name) and not parameter.is_meta:
+            parameter.data.copy_(value_of(name, parameter.shape))
