@@ -119,13 +119,12 @@ def missing(path, witness):
         (missing, "no such file"),
     ],
 )
-@pytest.mark.parametrize("mmap", [True, False])
-def test_s4_bad_weight_files_are_one_line_errors_and_run_no_code(tmp_path, recwarn, make, message, mmap):
+def test_s4_bad_weight_files_are_one_line_errors_and_run_no_code(tmp_path, recwarn, make, message):
     path, witness = tmp_path / "lit_model.pth", tmp_path / "it ran".replace(" ", "-")
     make(path, witness)
     made = len(recwarn)
     with pytest.raises(UserError) as error:
-        load_weights(tmp_path, mmap=mmap)
+        load_weights(tmp_path)
     assert str(error.value).startswith(f"{path}: ") and message in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
     assert not witness.exists()

@@ -19,6 +19,7 @@ from huggingface_hub import constants
 from tests.checkpoints.test_adapters import write_base
 from tests.models.test_lora import base
 from toolkit.checkpoints.folder import find_checkpoint_dir, load_model
+from toolkit.checkpoints.hf import export_hf as export_module
 from toolkit.checkpoints.hf import hub as hub_module
 from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.cli import main
@@ -38,7 +39,9 @@ def exported(tmp_path_factory):
     write_base(folder / "native", model)
     train_bpe(["a text"], 270).save(folder / "native")
     export_hf(folder / "native", folder / "one")
-    export_hf(folder / "native", folder / "many", max_shard_bytes=60_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_module, "MAX_SHARD_BYTES", 60_000)
+        export_hf(folder / "native", folder / "many")
     return contents(folder / "one"), contents(folder / "many"), model
 
 
@@ -150,7 +153,8 @@ def test_progress_lines_without_terminal(hub, exported, capsys, monkeypatch):
     monkeypatch.setattr(hub_module, "_HEARTBEAT", 0.01)
     lines: list[str] = []
     hub.add("org/tiny", exported[0])
-    hub_module.download("org/tiny", "out", report=report)
+    monkeypatch.setattr(hub_module, "print", report, raising=False)
+    hub_module.download("org/tiny", "out")
     size = int(re.search(r"files, ([\d,]+) bytes", lines[0])[1].replace(",", ""))
     assert lines[1] == f"downloaded 0 of {size:,} bytes" and lines[-1] == "converting it to out"
     assert capsys.readouterr() == ("", "")
@@ -187,7 +191,7 @@ def test_interrupted_download_fetches_missing_files(hub, exported, capsys):
     assert same_weights(find_checkpoint_dir("org/tiny"), model) and os.listdir("checkpoints/org") == ["tiny"]
 
 
-def test_files_of_another_revision_are_not_mixed(hub, exported, capsys):
+def test_files_of_another_revision_are_not_mixed(hub, exported, capsys, monkeypatch):
     one, many, _ = exported
     hub.add("org/tiny", one | {"tokenizer_old.json": b"{}"})
     hub.failing.add("model.safetensors")
@@ -195,7 +199,8 @@ def test_files_of_another_revision_are_not_mixed(hub, exported, capsys):
     changed = base()
     changed.lm_head.weight.data.zero_()
     write_base(Path("changed"), changed)
-    export_hf("changed", "changed_hf", max_shard_bytes=60_000)
+    monkeypatch.setattr(export_module, "MAX_SHARD_BYTES", 60_000)
+    export_hf("changed", "changed_hf")
     hub.add("org/tiny", contents(Path("changed_hf")))
     assert main(["download", "org/tiny"]) == 0
     assert same_weights(find_checkpoint_dir("org/tiny"), changed)

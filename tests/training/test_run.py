@@ -330,7 +330,7 @@ def test_n7_grad_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, 
     run_training(arguments(corpus, tmp_path / "run", train=train))
     assert "GradScaler skipped" in capsys.readouterr().out
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.5
-    uninterrupted = load_weights(tmp_path / "run" / "final", mmap=False)
+    uninterrupted = load_weights(tmp_path / "run" / "final")
     shutil.rmtree(tmp_path / "run" / "final")
     run_training(arguments(corpus, tmp_path / "run", train=train, resume="auto"))
     again = load_weights(tmp_path / "run" / "final")

@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,7 @@ def test_n7_checkpoints_of_older_versions_are_checked(run, flags, capsys, where)
         torch.save(weights, folder / "lit_model.pth")
         name = "lm_head.weight"
     else:
-        state = load_state(folder / "trainer" / "state.pth", mmap=False)
+        state = deepcopy(load_state(folder / "trainer" / "state.pth"))  # the file is overwritten
         state["optimizer"]["state"]["transformer.ln_f.weight"]["exp_avg"][0] = float("inf")
         save_state(state, folder / "trainer" / "state.pth")
         name = "transformer.ln_f.weight exp_avg"

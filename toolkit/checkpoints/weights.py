@@ -44,11 +44,10 @@ def save_state(state: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def load_weights(checkpoint_dir: Path, mmap: bool = True) -> dict[str, Tensor]:
+def load_weights(checkpoint_dir: Path) -> dict[str, Tensor]:
     """Read the weights of a toolkit or LitGPT checkpoint, in one file or in shards, under canonical names.
 
-    With ``mmap``, tensors are memory-mapped and shared by all processes of the machine. Tied weights share their
-    storage.
+    Tensors of one file are memory-mapped and shared by all processes of the machine. Tied weights share their storage.
 
     Raises:
         UserError: the file is missing, truncated or empty, or holds anything but tensors.
@@ -58,7 +57,7 @@ def load_weights(checkpoint_dir: Path, mmap: bool = True) -> dict[str, Tensor]:
         from toolkit.checkpoints.run.sharded import read_sharded  # slow to import (1 s)
 
         return {canonical_name(name): tensor for name, tensor in read_sharded(path).items()}
-    state = load_state(path, mmap=mmap)
+    state = load_state(path)
     if isinstance(state.get("model"), dict):  # LitGPT's pretrain stores the optimizer in the same file
         state = state["model"]
     for name, value in state.items():
@@ -88,8 +87,8 @@ def _shape(tensor: Tensor) -> str:
     return f"({', '.join(map(str, tensor.shape))})"
 
 
-def load_state(path: Path, mmap: bool = True) -> dict[str, Any]:
-    """Read a dictionary that :func:`save_state` or ``torch.save`` wrote, without running code.
+def load_state(path: Path) -> dict[str, Any]:
+    """Read a dictionary that :func:`save_state` or ``torch.save`` wrote, memory-mapped and without running code.
 
     Raises:
         UserError: the file is missing, truncated or empty, carries code, or holds no dictionary.
@@ -97,7 +96,7 @@ def load_state(path: Path, mmap: bool = True) -> dict[str, Any]:
     path = Path(path)
     _require_zip(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         unusable = [
             name
             for name, tensor in named_tensors(state)

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.config import (
-    AUTO,
-    FINETUNE_BATCH,
-    Auto,
-    EvalArgs,
-    OptimizerArgs,
-    Precision,
-    RunOptions,
-    TrainArgs,
-)
+from toolkit.config import AUTO, FINETUNE, Auto, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
 from toolkit.data import JSON, DataModule
 
 
 def setup(
     checkpoint_dir: str,
     data: DataModule = JSON(json_path=""),
-    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE_BATCH, micro_batch_size=1, learning_rate=2e-5, keep_last=2),
+    train: TrainArgs = TrainArgs(
+        global_batch_size=FINETUNE.global_batch_size, micro_batch_size=1, learning_rate=2e-5, keep_last=2
+    ),
     eval: EvalArgs = EvalArgs(max_new_tokens=AUTO),
     optimizer: OptimizerArgs = OptimizerArgs(),
     out_dir: str = "out/finetune/full",

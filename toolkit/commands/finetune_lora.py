@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from toolkit.config import (
-    AUTO,
-    FINETUNE_BATCH,
-    Auto,
-    EvalArgs,
-    OptimizerArgs,
-    Precision,
-    RunOptions,
-    TrainArgs,
-)
+from toolkit.config import AUTO, FINETUNE, Auto, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
 from toolkit.data import JSON, DataModule
 
 
@@ -33,7 +24,9 @@ def setup(
     from_peft: str | None = None,
     quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None,
     data: DataModule = JSON(json_path=""),
-    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE_BATCH, micro_batch_size=1, learning_rate=2e-4, keep_last=2),
+    train: TrainArgs = TrainArgs(
+        global_batch_size=FINETUNE.global_batch_size, micro_batch_size=1, learning_rate=2e-4, keep_last=2
+    ),
     eval: EvalArgs = EvalArgs(max_new_tokens=AUTO),
     optimizer: OptimizerArgs = OptimizerArgs(),
     out_dir: str = "out/finetune/lora",

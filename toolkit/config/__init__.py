@@ -2,10 +2,12 @@
 
 from toolkit.config.options import (
     AUTO,
-    FINETUNE_BATCH,
+    FINETUNE,
+    PRETRAIN,
     Accelerator,
     Auto,
     Command,
+    CommandDefaults,
     DDPArgs,
     Devices,
     Dtype,
@@ -20,6 +22,6 @@ from toolkit.config.options import (
 )
 
 __all__ = [
-    "AUTO", "FINETUNE_BATCH", "Accelerator", "Auto", "Command", "DDPArgs", "Devices", "Dtype",
+    "AUTO", "FINETUNE", "PRETRAIN", "Accelerator", "Auto", "Command", "CommandDefaults", "DDPArgs", "Devices", "Dtype",
     "EvalArgs", "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision", "RunOptions", "Strategy", "TrainArgs",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ The checks are in ``__post_init__``, not in the types: so they also hold for a g
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,8 +22,30 @@ Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
-FINETUNE_BATCH = 16
-"""Default of the finetuning commands for ``TrainArgs.global_batch_size``."""
+
+
+@dataclass(frozen=True)
+class CommandDefaults:
+    """Defaults that depend on the command. Those of options that are "auto" apply in planning.
+
+    Args:
+        global_batch_size: Sequences per optimizer step; ``lr_scaling`` is relative to it.
+        epochs: Length of a run without a limit; None: it must be given.
+        warmup: LR warm-up as a fraction of the run.
+        max_warmup_steps: Maximum optimizer steps of that warm-up.
+        weight_decay, betas: Of optimizers that have them.
+    """
+
+    global_batch_size: int
+    epochs: float | None
+    warmup: float
+    max_warmup_steps: float
+    weight_decay: float
+    betas: tuple[float, float]
+
+
+PRETRAIN = CommandDefaults(64, None, warmup=0.05, max_warmup_steps=2000, weight_decay=0.1, betas=(0.9, 0.95))
+FINETUNE = CommandDefaults(16, 3.0, warmup=0.03, max_warmup_steps=math.inf, weight_decay=0.0, betas=(0.9, 0.999))
 
 
 def _positive(group: str, args: Any, *names: str) -> None:
@@ -69,7 +92,7 @@ class TrainArgs:
         tie_embeddings: Tie the weights of embedding and head; null keeps the model's config.
     """
 
-    global_batch_size: int = 64
+    global_batch_size: int = PRETRAIN.global_batch_size
     micro_batch_size: int = 4
     max_steps: int | None = None
     max_tokens: int | None = None

@@ -169,24 +169,16 @@ _STEPS: list[Step] = [
 ]  # fmt: skip
 
 
-def out_of_memory(args: RunArgs, spec: DeviceSpec, device_memory_gb: float | None = None) -> UserError:
-    """Return the error for a run that is out of memory: its memory by part, and the changes to make.
-
-    Args:
-        args: The arguments of the run.
-        spec: The devices of the run.
-        device_memory_gb: Memory of one device in GB (1e9 bytes); read from CUDA by default.
-    """
+def out_of_memory(args: RunArgs, spec: DeviceSpec) -> UserError:
+    """Return the error for a run that is out of memory: its memory by part, and the changes to make."""
     size = args.train.micro_batch_size
     start = f"--train.micro_batch_size {size}: out of memory on {spec.device}"
     if args.module is not None:
         hint = "a smaller one" if size is None or size > 1 else "shorter sequences or more devices"
         return UserError(f"{start}; use {hint}")
     plan = plan_run(args, spec)
-    if device_memory_gb is None:
-        device_memory_gb = device_memory(spec.device) / 1e9
     # it did not fit, whatever the formula says: other processes may use a part of the device
-    limit = min(device_memory_gb, 0.9 * plan.memory.total / 1e9)
+    limit = min(device_memory(spec.device), 0.9 * plan.memory.total) / 1e9
     changes = ", then ".join(f"{a.change} ({a.memory_gb:.1f} GB)" for a in advice_for(plan, limit))
     hint = f"use {changes}" if changes else "use a smaller model"
     return UserError(f"{start}: this run needs about {format_needs(plan.memory)}; {hint}")

@@ -7,12 +7,8 @@ from typing import Any
 
 import torch
 
-from toolkit.config import AUTO, OptimizerArgs
+from toolkit.config import AUTO, PRETRAIN, CommandDefaults, OptimizerArgs
 from toolkit.errors import UserError, did_you_mean
-
-PRETRAIN_DEFAULTS = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
-FINETUNE_DEFAULTS = {"weight_decay": 0.0, "betas": (0.9, 0.999)}
-"""Of the options that are "auto", where the optimizer has them."""
 
 UNSUPPORTED = {
     "Optimizer": "is the base class",
@@ -45,13 +41,13 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def resolve_optimizer(
     args: OptimizerArgs,
     precision: str,
-    is_finetune: bool = False,
+    defaults: CommandDefaults = PRETRAIN,
     given_class: type[torch.optim.Optimizer] | None = None,
 ) -> dict[str, Any]:
     """Return the resolved options of the optimizer, with its ``name``.
 
-    The class must take the user's options; those that are "auto" apply if it does. ``given_class`` is a class outside
-    torch.optim.
+    The class must take the user's options; those that are "auto" apply if it does. ``defaults`` are those of the
+    command. ``given_class`` is a class outside torch.optim.
 
     Raises:
         UserError: no such class, or it does not take an option.
@@ -69,8 +65,7 @@ def resolve_optimizer(
             where = f"options {option}" if option in args.options else option
             hint = did_you_mean(option, options) or f"; it takes {', '.join(options)}"
             raise UserError(f"--optimizer.{where} {requested[option]}: {cls.__name__} takes no such option{hint}")
-    defaults = FINETUNE_DEFAULTS if is_finetune else PRETRAIN_DEFAULTS
-    given = {k: v for k, v in defaults.items() if k in takes} | requested
+    given = {k: getattr(defaults, k) for k in ("weight_decay", "betas") if k in takes} | requested
     if given.get("fused") and precision == "16-mixed":
         raise UserError(
             "--optimizer.options fused: not supported with --precision 16-mixed, whose gradients are scaled"

@@ -19,9 +19,8 @@ from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.optimizer import resolve_optimizer
 from toolkit.planning.run_args import RunArgs, hyperparameters
 
-FINETUNE_EPOCHS = 3.0
 DEFAULT_MODEL_TOKENS = 700_000
-"""Length of a run without a limit: of finetuning, and of pretraining the default model."""
+"""Length of pretraining the default model without a limit."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         raise UserError(
             "--optimizer.name Adafactor: looks at whole matrices, and fsdp gives it parts; use --strategy ddp or AdamW"
         )
-    optimizer = resolve_optimizer(args.optimizer, precision, args.is_finetune, args.optimizer_class)
+    optimizer = resolve_optimizer(args.optimizer, precision, args.defaults, args.optimizer_class)
     return ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer)
 
 
@@ -129,8 +128,8 @@ def with_length(args: RunArgs) -> RunArgs:
     """
     if has_length(args.train):
         return args
-    if args.is_finetune:
-        return replace(args, train=replace(args.train, epochs=FINETUNE_EPOCHS))
+    if args.defaults.epochs is not None:
+        return replace(args, train=replace(args.train, epochs=args.defaults.epochs))
     config = None if args.initial_checkpoint_dir is not None else choose_model(args)
     if config is None or config.name != DEFAULT_MODEL:
         raise UserError(

@@ -14,7 +14,19 @@ import toolkit.data
 from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
 from toolkit.checkpoints.peft.import_peft import check_base, import_peft
-from toolkit.config import AUTO, Auto, Command, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
+from toolkit.config import (
+    AUTO,
+    FINETUNE,
+    PRETRAIN,
+    Auto,
+    Command,
+    CommandDefaults,
+    EvalArgs,
+    OptimizerArgs,
+    Precision,
+    RunOptions,
+    TrainArgs,
+)
 from toolkit.data.base import DataModule
 from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.errors import UserError
@@ -58,6 +70,10 @@ class RunArgs(RunOptions):
     @property
     def is_finetune(self) -> bool:
         return self.command != "pretrain"
+
+    @property
+    def defaults(self) -> CommandDefaults:
+        return FINETUNE if self.is_finetune else PRETRAIN
 
     @property
     def is_repeatable(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from toolkit.config import AUTO, FINETUNE_BATCH, TrainArgs
+from toolkit.config import AUTO, PRETRAIN, CommandDefaults, TrainArgs
 from toolkit.errors import UserError
 
 WSD_DECAY_FRACTION = 0.2
@@ -13,10 +13,6 @@ WSD_DECAY_FRACTION = 0.2
 
 WARMUP_WITHOUT_HORIZON = 100
 """Warm-up steps of a run that only max_time limits."""
-
-PRETRAIN_WARMUP, MAX_PRETRAIN_WARMUP_STEPS = 0.05, 2000
-FINETUNE_WARMUP = 0.03
-"""Warm-up as a fraction of the run, with ``--train.lr_warmup_steps auto``."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +46,8 @@ class Schedule:
         return self.minimum + (self.peak - self.minimum) * factor
 
 
-def build_schedule(args: TrainArgs, total_steps: int | None, is_finetune: bool = False) -> Schedule:
-    """Build the LR schedule of a run.
+def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults = PRETRAIN) -> Schedule:
+    """Build the LR schedule of a run; ``defaults`` are those of its command.
 
     ``lr_scaling`` multiplies the learning rates by (global_batch_size / the command's default), or by its square root,
     which suits Adam-like optimizers (Malladi et al. 2022, arXiv 2205.10287).
@@ -64,7 +60,7 @@ def build_schedule(args: TrainArgs, total_steps: int | None, is_finetune: bool =
             f"--train.lr_schedule {args.lr_schedule}: needs the length of the run, which --train.max_time alone does "
             "not define; add --train.max_steps, max_tokens or epochs, or use --train.lr_schedule constant"
         )
-    ratio = args.global_batch_size / (FINETUNE_BATCH if is_finetune else TrainArgs.global_batch_size)
+    ratio = args.global_batch_size / defaults.global_batch_size
     factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[args.lr_scaling]
     peak = args.learning_rate * factor
     if args.lr_schedule == "constant" and args.min_lr != AUTO:
@@ -72,10 +68,10 @@ def build_schedule(args: TrainArgs, total_steps: int | None, is_finetune: bool =
     minimum = (args.learning_rate / 10 if args.min_lr == AUTO else args.min_lr) * factor
     if minimum > peak:
         raise UserError(f"--train.min_lr {args.min_lr}: above --train.learning_rate {args.learning_rate}")
-    return Schedule(args.lr_schedule, peak, minimum, _warmup_steps(args, total_steps, is_finetune), total_steps)
+    return Schedule(args.lr_schedule, peak, minimum, _warmup_steps(args, total_steps, defaults), total_steps)
 
 
-def _warmup_steps(args: TrainArgs, total_steps: int | None, is_finetune: bool) -> int:
+def _warmup_steps(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> int:
     if args.lr_warmup_steps != AUTO:
         if total_steps is not None and args.lr_warmup_steps >= total_steps:
             raise UserError(
@@ -92,6 +88,4 @@ def _warmup_steps(args: TrainArgs, total_steps: int | None, is_finetune: bool) -
         return WARMUP_WITHOUT_HORIZON if fraction is None else 0
     if fraction is not None:
         return int(fraction * total_steps)
-    if is_finetune:
-        return int(FINETUNE_WARMUP * total_steps)
-    return min(int(PRETRAIN_WARMUP * total_steps), MAX_PRETRAIN_WARMUP_STEPS)
+    return int(min(defaults.warmup * total_steps, defaults.max_warmup_steps))

@@ -90,7 +90,7 @@ def prepare_run_state(
     if resume_from is not None:
         longest = longest_ragged(data, resolved.max_seq_length) or math.ceil(length)
         require_ahead(args.train, progress, limits, longest, resume_from)
-    schedule = build_schedule(args.train, limits.total_steps, args.is_finetune)
+    schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
     return RunState(resume_from, progress, model, base, identity, limits, schedule, length, flops, sampler, damaged)
 

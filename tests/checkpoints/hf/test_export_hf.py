@@ -11,6 +11,7 @@ from helpers.peak_memory import with_path
 from safetensors import safe_open
 
 from toolkit.checkpoints.folder import load_model, write_model_files
+from toolkit.checkpoints.hf import export_hf as export_module
 from toolkit.checkpoints.hf.export_hf import export_hf, verify_hf
 from toolkit.checkpoints.store import write_checkpoint
 from toolkit.data.tokenizer import Tokenizer, train_bpe
@@ -63,9 +64,10 @@ def test_transformers_computes_the_same_logits(tmp_path, style):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_several_files_with_an_index(tmp_path, style):
+def test_several_files_with_an_index(tmp_path, monkeypatch, style):
     model = save(tmp_path / "m", STYLES[style])
-    export_hf(tmp_path / "m", tmp_path / "hf", max_shard_bytes=100_000)
+    monkeypatch.setattr(export_module, "MAX_SHARD_BYTES", 100_000)
+    export_hf(tmp_path / "m", tmp_path / "hf")
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     files = sorted(p.name for p in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"

@@ -29,14 +29,13 @@ from toolkit.models.gpt import model_on_meta
 from toolkit.models.moe import resolve_weight_dtype
 from toolkit.untrusted import read_json_object
 
-MAX_SHARD_BYTES = 5_000_000_000
+MAX_SHARD_BYTES = 5_000_000_000  # of a weights file; a single larger tensor gets its own
 
 
 def export_hf(
     checkpoint_dir: str | Path,
     out_dir: str | Path,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     merge: bool = False,
     base_checkpoint_dir: str | Path | None = None,
     check: Callable[[Path], None] | None = None,
@@ -47,7 +46,6 @@ def export_hf(
         checkpoint_dir: A model folder.
         out_dir: The new folder; an existing one must be empty.
         dtype: Dtype of the weights; unchanged by default.
-        max_shard_bytes: Maximum size of a weights file (a single larger tensor gets its own file).
         merge: Merge adapters during the export if the folder holds no merged weights.
         base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
         check: Called with the written folder before it is renamed to out_dir; if it raises, nothing is created.
@@ -69,7 +67,7 @@ def export_hf(
         tokenizer = Tokenizer.load(checkpoint_dir, flag="checkpoint_dir")
 
     def write(folder: Path) -> None:
-        nonfinite.extend(_write_weights(folder, weights, config, dtype, max_shard_bytes))
+        nonfinite.extend(_write_weights(folder, weights, config, dtype))
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
         _write_config_files(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
@@ -144,13 +142,13 @@ def _read_model(
 
 
 def _write_weights(
-    folder: Path, weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None, max_shard_bytes: int
+    folder: Path, weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None
 ) -> list[str]:
     """Return the names of the tensors that contain NaN or Inf."""
     maps = _complete_weight_map(config, weights)
     # The header precedes the tensors: convert on the meta device first to get shapes and dtypes.
     meta = {name: torch.empty_like(t, device="meta", dtype=dtype) for name, t in weights.items()}
-    shards = list(_split(to_hf_names(maps, meta), max_shard_bytes))
+    shards = list(_split(to_hf_names(maps, meta)))
     if len(shards) == 1:
         files = ["model.safetensors"]
     else:
@@ -195,12 +193,12 @@ def to_hf_names(
         yield from zip(entry.hf, entry.to_hf(native), strict=True)
 
 
-def _split(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Group tensors, in order, into shards of at most ``max_bytes``."""
+def _split(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Group tensors, in order, into shards of at most :data:`MAX_SHARD_BYTES`."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
-        if shard and size + tensor.nbytes > max_bytes:
+        if shard and size + tensor.nbytes > MAX_SHARD_BYTES:
             yield shard
             shard, size = {}, 0
         shard[name] = tensor

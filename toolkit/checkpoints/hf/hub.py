@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -45,9 +45,8 @@ def download(
     revision: str = "main",
     dtype: torch.dtype | None = None,
     convert: bool = True,
-    report: Callable[[str], None] = print,
 ) -> list[str]:
-    """Download a repository's model into a model folder, and record the commit in ``download.yaml``.
+    """Download a repository's model into a model folder, and record the commit in ``download.yaml``; print progress.
 
     Files are downloaded to ``.download-NAME`` beside out_dir. After an interruption, complete files are kept there, and
     the next call downloads the remaining ones.
@@ -58,7 +57,6 @@ def download(
         revision: A branch, a tag or a commit.
         dtype: Dtype of the weights; unchanged by default.
         convert: If false, keep the downloaded files as a Hugging Face folder.
-        report: Receives progress messages.
 
     Returns:
         Notes of the conversion for the user.
@@ -80,12 +78,12 @@ def download(
     with exclusive_lock(staging):
         _drop_other_commits(staging, snapshot.commit)
         size = sum(snapshot.sizes[name] for name in names)
-        report(f"downloading {repo_id} at commit {snapshot.commit}: {len(names)} files, {size:,} bytes")
+        print(f"downloading {repo_id} at commit {snapshot.commit}: {len(names)} files, {size:,} bytes")
         hint = f"; complete files are kept in {staging}, the same command fetches the others"
-        _fetch(snapshot, names, folder, hint, report)
+        _fetch(snapshot, names, folder, hint, is_silent=False)
         write_origin(folder, {"repo_id": repo_id, "revision": revision, "commit": snapshot.commit})
         if convert:
-            report(f"converting it to {out_dir}")
+            print(f"converting it to {out_dir}")
         try:
             notes = import_hf(folder, out_dir, dtype) if convert else _move(folder, out_dir)
         except UserError as error:
@@ -202,14 +200,12 @@ def _drop_other_commits(staging: Path, commit: str) -> None:
             shutil.rmtree(path)
 
 
-def _fetch(
-    snapshot: Snapshot, names: list[str], folder: Path, hint: str = "", report: Callable[[str], None] | None = None
-) -> None:
-    """Download files to a folder; silent without ``report``. ``hint`` is appended to error messages."""
+def _fetch(snapshot: Snapshot, names: list[str], folder: Path, hint: str = "", is_silent: bool = True) -> None:
+    """Download files to a folder. ``hint`` is appended to error messages."""
     from huggingface_hub import snapshot_download
 
     size = sum(snapshot.sizes[name] for name in names)
-    with _hub_errors(snapshot.repo_id, snapshot.revision, hint), _progress(folder, size, report) as tqdm_class:
+    with _hub_errors(snapshot.repo_id, snapshot.revision, hint), _progress(folder, size, is_silent) as tqdm_class:
         snapshot_download(
             snapshot.repo_id,
             revision=snapshot.commit,
@@ -223,9 +219,9 @@ def _fetch(
 
 
 @contextmanager
-def _progress(folder: Path, size: int, report: Callable[[str], None] | None) -> Iterator[type | None]:
-    """Yield the tqdm class to use: the default on a terminal; elsewhere a silent one, with periodic progress lines."""
-    if report is not None and sys.stderr.isatty():
+def _progress(folder: Path, size: int, is_silent: bool) -> Iterator[type | None]:
+    """Yield the tqdm class to use: the default on a terminal; elsewhere one without output, and print lines instead."""
+    if not is_silent and sys.stderr.isatty():
         yield None
         return
     from huggingface_hub.utils import tqdm
@@ -237,10 +233,10 @@ def _progress(folder: Path, size: int, report: Callable[[str], None] | None) -> 
     done = threading.Event()
 
     def report_bytes() -> None:
-        while report is not None and not done.wait(_HEARTBEAT):
+        while not is_silent and not done.wait(_HEARTBEAT):
             with suppress(OSError):  # a file may be renamed concurrently
                 present = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-                report(f"downloaded {min(present, size):,} of {size:,} bytes")
+                print(f"downloaded {min(present, size):,} of {size:,} bytes")
 
     reporter = threading.Thread(target=report_bytes, daemon=True)
     reporter.start()
