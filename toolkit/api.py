@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.checkpoints.adapters import require_adapters
-from toolkit.checkpoints.folder import find_checkpoint_dir, load_model, require_intact_model
+from toolkit.checkpoints.folder import find_model, load_model
 from toolkit.checkpoints.store import FINAL
 from toolkit.commands import finetune_full, finetune_lora, pretrain
 from toolkit.config import AUTO, Command
@@ -90,10 +89,7 @@ def load(
         dtype = _DTYPES[dtype]
     require_local("checkpoint_dir", checkpoint_dir)
     require_local("base_checkpoint_dir", base_checkpoint_dir)
-    folder = find_checkpoint_dir(checkpoint_dir)
-    require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
-    if verify_checkpoint:
-        require_intact_model(folder, base_checkpoint_dir)
+    folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     return load_model(folder, device, dtype, base_checkpoint_dir)
 
 

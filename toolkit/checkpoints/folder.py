@@ -18,6 +18,7 @@ from toolkit.checkpoints.adapters import (
     load_adapters,
     read_adapter,
     read_adapter_info,
+    require_adapters,
 )
 from toolkit.checkpoints.find import CONFIG as CONFIG
 from toolkit.checkpoints.find import HYPERPARAMETERS as HYPERPARAMETERS
@@ -60,6 +61,31 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UserError(f"{path}: no such file; give the folder of a model") from error
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a model's configuration: {one_line(error)}") from error
+
+
+def find_model(
+    checkpoint_dir: str | Path,
+    base_checkpoint_dir: str | Path | None = None,
+    verify: bool = True,
+    report: Callable[[str], None] | None = None,
+    editable: tuple[str, ...] = EDITABLE,
+) -> Path:
+    """Return the model folder that ``checkpoint_dir`` names, for :func:`load_model`.
+
+    Args:
+        checkpoint_dir: See :func:`find_checkpoint_dir`.
+        base_checkpoint_dir: See :func:`load_model`.
+        verify: Verify checksums, see :func:`require_intact_model`, also for ``report`` and ``editable``.
+
+    Raises:
+        UserError: there is no such folder, or base_checkpoint_dir would have no effect.
+        DamagedCheckpointError: files are damaged.
+    """
+    folder = find_checkpoint_dir(checkpoint_dir)
+    require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
+    if verify:
+        require_intact_model(folder, base_checkpoint_dir, report, editable)
+    return folder
 
 
 def require_intact_model(

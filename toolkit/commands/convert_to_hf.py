@@ -36,13 +36,11 @@ def setup(
     import torch
 
     from toolkit.checkpoints.finite import nonfinite_warning
-    from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
+    from toolkit.checkpoints.folder import find_model
     from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers, verify_hf
     from toolkit.errors import GuardError
 
-    folder = find_checkpoint_dir(checkpoint_dir)
-    if verify_checkpoint:
-        require_intact_model(folder, base_checkpoint_dir)
+    folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     wanted = None if dtype is None else getattr(torch, dtype)
     if verify:
         require_transformers()

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from toolkit.checkpoints.adapters import require_adapters
-from toolkit.checkpoints.folder import find_checkpoint_dir, load_model, require_intact_model
+from toolkit.checkpoints.folder import find_model, load_model
 from toolkit.config import Accelerator
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import pick_accelerator
@@ -45,10 +44,7 @@ def load_checkpoint(
     Raises:
         UserError: A file is missing or does not match, or base_checkpoint_dir would have no effect.
     """
-    folder = find_checkpoint_dir(checkpoint_dir)
-    require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
-    if verify:
-        require_intact_model(folder, base_checkpoint_dir)
+    folder = find_model(checkpoint_dir, base_checkpoint_dir, verify)
     device = pick_accelerator(accelerator)
     tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
     model = load_model(folder, device, _DTYPES[precision], base_checkpoint_dir)

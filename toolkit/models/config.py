@@ -5,29 +5,24 @@ Field names follow LitGPT's ``model_config.yaml``, so that its checkpoints load 
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from toolkit.errors import UserError
-from toolkit.models.config_checks import FLAG, MAX_EXPERTS, MAX_SIZE, check_values, rope_kind
+from toolkit.models.config_checks import FLAG, MAX_EXPERTS, MAX_SIZE, check_values, rope_kind, yarn_mscale
 
 # Keys of latent_attention, as in Hugging Face's config.json; q_lora_rank is optional.
 LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 # Fields with one value per layer, and the valid values.
 _PER_LAYER = {"sliding_window_indices": (0, 1), "rope_indices": (-1, 0, 1), "moe_indices": (0, 1)}
-# Fields that require experts, with their defaults.
-_MOE_DEFAULTS = {
-    "n_expert": 0, "n_expert_per_token": 0, "moe_intermediate_size": None, "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0, "router_scores": "softmax", "n_expert_groups": None, "n_topk_groups": None,
-    "shared_expert_intermediate_size": None, "shared_expert_gate": True, "swiglu_limit": None, "moe_indices": None,
-}  # fmt: skip
-
-
-def _derived() -> Any:
-    """Declare a field that is computed from other fields if it is None on creation."""
-    return field(default=None)
+# Fields that require experts.
+_OF_EXPERTS = (
+    "n_expert", "n_expert_per_token", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor",
+    "router_scores", "n_expert_groups", "n_topk_groups", "shared_expert_intermediate_size", "shared_expert_gate",
+    "swiglu_limit", "moe_indices",
+)  # fmt: skip
+_DERIVED: Any = None  # default of a field that is then computed from other fields
 
 
 @dataclass(frozen=True)
@@ -112,14 +107,14 @@ class ModelConfig:
     family: str = "llama"
     block_size: int = 2048
     vocab_size: int | None = None
-    padded_vocab_size: int = _derived()
+    padded_vocab_size: int = _DERIVED
     padding_multiple: int = 64
     n_layer: int = 2
     n_head: int = 4
-    n_query_groups: int = _derived()
+    n_query_groups: int = _DERIVED
     n_embd: int = 64
-    head_size: int = _derived()
-    intermediate_size: int = _derived()
+    head_size: int = _DERIVED
+    intermediate_size: int = _DERIVED
     rotary_percentage: float = 1.0
     rope_base: float = 10000.0
     rope_adjustments: dict[str, Any] | None = None
@@ -173,22 +168,19 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_values(vars(self), _HINTS)
-        derived: dict[str, Any] = {}
+        derived: dict[str, Any] = {
+            "n_query_groups": self.n_query_groups or self.n_head,
+            "head_size": self.head_size or self._derive_head_size(),
+            "intermediate_size": self.intermediate_size or 4 * self.n_embd,
+        }
         if self.latent_attention is not None:
             derived["latent_attention"] = {"q_lora_rank": None} | self.latent_attention
-        if self.n_query_groups is None:
-            derived["n_query_groups"] = self.n_head
-        if self.head_size is None:
-            derived["head_size"] = self._derive_head_size()
-        if self.intermediate_size is None:
-            derived["intermediate_size"] = 4 * self.n_embd
         if self.vocab_size is not None and self.padded_vocab_size is None:
             derived["padded_vocab_size"] = -(-self.vocab_size // self.padding_multiple) * self.padding_multiple
         for name in _PER_LAYER:  # LitGPT's lists may be longer
             if (values := getattr(self, name)) is not None:
                 derived[name] = list(values[: self.n_layer])
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)  # frozen
+        vars(self).update(derived)  # frozen
         self._check_together()
 
     def _derive_head_size(self) -> int:
@@ -263,8 +255,8 @@ class ModelConfig:
         """Check numbers of experts, and widths that grouped matrix products support."""
         require = self._require
         if self.mlp_class_name != "LLaMAMoE":
-            for name, default in _MOE_DEFAULTS.items():
-                require(getattr(self, name) == default, name, f"needs {FLAG}mlp_class_name LLaMAMoE")
+            for name in _OF_EXPERTS:
+                require(getattr(self, name) == getattr(ModelConfig, name), name, f"needs {FLAG}mlp_class_name LLaMAMoE")
             return
         is_subset = 1 <= self.n_expert_per_token <= self.n_expert
         require(is_subset, "n_expert_per_token", f"must be between 1 and n_expert {self.n_expert}")
@@ -303,12 +295,11 @@ class ModelConfig:
         if self.attention_multiplier is not None:
             return self.attention_multiplier
         scale = float(self.attention_scores_scalar or self.head_size) ** -0.5
-        if self.latent_attention is None or self.rope_kind != "yarn":
-            return scale
-        # DeepSeek applies YaRN's attention factor to queries and keys, including the dimensions without RoPE
-        adjustments = self.rope_adjustments or {}
-        mscale = adjustments.get("mscale_all_dim") or 0.0
-        return scale * (0.1 * mscale * math.log(max(adjustments["factor"], 1.0)) + 1.0) ** 2
+        if self.latent_attention is not None and self.rope_kind == "yarn" and self.rope_adjustments is not None:
+            # DeepSeek applies YaRN's attention factor to queries and keys, including the dimensions without RoPE
+            mscale = self.rope_adjustments.get("mscale_all_dim") or 0.0
+            scale *= yarn_mscale(self.rope_adjustments["factor"], mscale) ** 2
+        return scale
 
     @property
     def value_size(self) -> int:
@@ -345,8 +336,16 @@ class ModelConfig:
             return self.latent_attention["qk_rope_head_dim"]
         return int(self.rotary_percentage * self.head_size)
 
-    def with_vocab_size(self, vocab_size: int) -> ModelConfig:
-        """Return the config with this vocabulary size, unless the config sets one."""
+    def with_vocab_size(self, vocab_size: int | None) -> ModelConfig:
+        """Return the config with this vocabulary size, unless the config sets one.
+
+        Raises:
+            UserError: Neither is known.
+        """
+        if self.vocab_size is None and vocab_size is None:
+            raise UserError(
+                f"--tokenizer_dir: {self.name} takes its vocabulary from the tokenizer; give one, or {FLAG}vocab_size"
+            )
         return self if self.vocab_size is not None else replace(self, vocab_size=vocab_size)
 
     def to_dict(self) -> dict[str, Any]:
@@ -369,12 +368,13 @@ class ModelConfig:
         """Return the config with the fields set by the user; fields derived from them are recomputed."""
         given = {f.name: v for f in fields(overrides) if (v := getattr(overrides, f.name)) is not None}
         derived = {
-            "n_query_groups": {"n_head"}, "head_size": {"n_head", "n_embd", "latent_attention"},
+            "n_query_groups": {"n_head"},
+            "head_size": {"n_head", "n_embd", "latent_attention"},
             "intermediate_size": {"n_embd"},
             "padded_vocab_size": {"vocab_size", "padding_multiple"},
-        }  # fmt: skip
-        changes: dict[str, Any] = {k: None for k, sources in derived.items() if sources & given.keys()} | given
-        return replace(self, **changes)
+        }
+        changes: dict[str, Any] = {k: None for k, sources in derived.items() if sources & given.keys()}
+        return replace(self, **changes | given)
 
 
 # The types of the fields, as users may give them.
@@ -392,12 +392,7 @@ if TYPE_CHECKING:
         def __init__(self, **overrides: Any) -> None: ...
 
 else:
-    ModelOverrides = make_dataclass(
-        "ModelOverrides",
-        [(name, hint | None, None) for name, hint in _HINTS.items()],
-        namespace={
-            "__doc__": "Fields that override the named model configuration.\n\n    Args:"
-            + ModelConfig.__doc__.partition("Args:")[2]
-        },
-    )
+    ModelOverrides = make_dataclass("ModelOverrides", [(name, hint | None, None) for name, hint in _HINTS.items()])
     ModelOverrides.__module__ = __name__
+    ModelOverrides.__doc__ = "Fields that override the named model configuration.\n\n    Args:"
+    ModelOverrides.__doc__ += ModelConfig.__doc__.partition("Args:")[2]

@@ -102,6 +102,11 @@ def rope_kind(adjustments: dict[str, Any] | None) -> str | None:
     raise UserError(f"{FLAG}rope_adjustments {adjustments}: the keys must be one of {known}")
 
 
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's attention factor: Peng et al. 2023, equation 22, with DeepSeek's mscale."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _check_adjustment(name: str, value: Any) -> None:
     if name == "truncate":
         is_valid, expected = type(value) is bool, "true or false"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from toolkit.models.config import ModelConfig
+from toolkit.models.config_checks import yarn_mscale
 from toolkit.models.labels import IGNORE_INDEX
 
 
@@ -69,13 +70,8 @@ def attention_factor(config: ModelConfig, local: bool = False) -> float:
         return given
     factor, mscale, mscale_all_dim = adjustments["factor"], adjustments.get("mscale"), adjustments.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
-    return _mscale(factor, 1.0)
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    """Peng et al. 2023, equation 22, with DeepSeek's mscale."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor, 1.0)
 
 
 def _yarn_scaling(inverse: torch.Tensor, adjustments: dict[str, Any], base: float) -> torch.Tensor:

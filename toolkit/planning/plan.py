@@ -89,13 +89,7 @@ def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelCon
     if folder := args.tokenizer_dir or args.base_dir:
         tokenizer = Tokenizer.load(folder)
         return config.with_vocab_size(tokenizer.vocab_size)
-    size = getattr(args.data, "vocab_size", None)
-    if size is None:
-        raise UserError(
-            f"--tokenizer_dir: {config.name} takes its vocabulary from the tokenizer; "
-            "give one, or --model_config.vocab_size"
-        )
-    return config.with_vocab_size(size)
+    return config.with_vocab_size(getattr(args.data, "vocab_size", None))
 
 
 def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> None:

@@ -57,12 +57,7 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
         return None
     sizes = [data.tokenizer.vocab_size if data.tokenizer is not None else None, data.vocab_size]
     known = [size for size in sizes if size is not None]
-    if config.vocab_size is None and not known:
-        raise UserError(
-            f"--tokenizer_dir: {config.name} takes its vocabulary from the tokenizer; "
-            "give one, or --model_config.vocab_size"
-        )
-    config = config.with_vocab_size(max(known)) if known else config
+    config = config.with_vocab_size(max(known, default=None))
     embedded = config.padded_vocab_size
     if not known or max(known) <= embedded:
         return config

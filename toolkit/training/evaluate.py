@@ -12,8 +12,7 @@ import torch
 from lightning.fabric import Fabric
 
 import toolkit.data
-from toolkit.checkpoints.adapters import require_adapters
-from toolkit.checkpoints.folder import HYPERPARAMETERS, find_checkpoint_dir, load_model, require_intact_model
+from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model, load_model
 from toolkit.config import AUTO, Accelerator, Auto, Precision
 from toolkit.config.command import as_mapping, parse_object
 from toolkit.data import DataModule, PythonStdlib
@@ -62,10 +61,8 @@ def open_checkpoint(
     Raises:
         UserError: something is missing or does not fit.
     """
-    folder = find_checkpoint_dir(checkpoint_dir)
-    require_adapters(folder, base_checkpoint_dir=base_checkpoint_dir)
-    if verify:
-        require_intact_model(folder, base_checkpoint_dir, _notice, editable=())  # hyperparameters.yaml names the data
+    # hyperparameters.yaml is not editable here: it names the data
+    folder = find_model(checkpoint_dir, base_checkpoint_dir, verify, _notice, editable=())
     fabric = single_device_fabric(accelerator, precision)
     choose_attention_kernels(fixed_shapes=False, has_masks=True)
     dtype = torch.bfloat16 if fabric.strategy.precision.precision == "bf16-true" else torch.float32
