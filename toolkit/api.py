@@ -19,6 +19,7 @@ from torch import nn
 from toolkit.checkpoints.folder import find_model, load_model
 from toolkit.checkpoints.store import FINAL
 from toolkit.commands import finetune_full, finetune_lora, pretrain
+from toolkit.commands import generate as generate_command
 from toolkit.config import AUTO, Command
 from toolkit.config.command import as_mapping, parse_object
 from toolkit.data.base import DataModule
@@ -94,29 +95,17 @@ def load(
 
 
 def generate(
-    model: str | Path | GPT,
-    prompt: str,
-    *,
-    max_new_tokens: int = 50,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    top_p: float = 1.0,
-    num_samples: int = 1,
-    seed: int = 1234,
-    tokenizer_dir: str | Path | None = None,
-    **options: Any,
+    model: str | Path | GPT, prompt: str, *, tokenizer_dir: str | Path | None = None, **options: Any
 ) -> list[str]:
     """Continue a prompt, with the options of ``toolkit generate``.
 
     Args:
         model: A checkpoint folder, or a model, such as that of :func:`load`, on its device.
         prompt: The text to continue.
-        max_new_tokens, temperature, top_k, top_p: See ``toolkit generate --help``.
-        num_samples: Number of samples; sample i (from 0) uses seed + i.
-        seed: Random seed.
         tokenizer_dir: A folder with a tokenizer.json. Required for a model, which has none; of a checkpoint folder its
             own when not given.
-        options: For a checkpoint folder: base_checkpoint_dir, accelerator, precision, verify_checkpoint.
+        options: The options of ``toolkit generate`` by name: max_new_tokens, temperature, top_k, top_p, num_samples,
+            seed; for a checkpoint folder also base_checkpoint_dir, accelerator, precision, verify_checkpoint.
 
     Returns:
         The new text of each sample, without the prompt.
@@ -125,40 +114,28 @@ def generate(
         UserError: an option is out of range, or the folder has no model or tokenizer.
         GuardError: the logits contain NaN or Inf.
     """
-    if num_samples <= 0:
-        raise UserError(f"num_samples {num_samples}: must be greater than zero")
+    given = {"checkpoint_dir": "" if isinstance(model, GPT) else model}
+    values = parse_object(generate_command.setup, options | given)
+    loading = {name: values[name] for name in ("base_checkpoint_dir", "accelerator", "precision", "verify_checkpoint")}
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir, "tokenizer_dir")
     if isinstance(model, GPT):
-        if options:
-            raise UserError(f"{next(iter(options))}: has no effect on a model that is ready")
+        for name in options.keys() & loading.keys():
+            raise UserError(f"{name}: has no effect on a model that is ready")
         if tokenizer is None:
             raise UserError("tokenizer_dir: must be given, a model has no tokenizer")
     else:
-        known = {"base_checkpoint_dir": None, "accelerator": "auto", "precision": None, "verify_checkpoint": True}
-        for name in options.keys() - known.keys():
-            raise UserError(f"{name}: no such option{did_you_mean(name, known)}")
-        values: dict[str, Any] = known | options
-        loaded = load_checkpoint(str(model), verify=values.pop("verify_checkpoint"), **values)
+        loaded = load_checkpoint(values["checkpoint_dir"], **loading)
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
-    ids = encode_prompt(tokenizer, prompt, model.config)
+    sampling = {name: values[name] for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    ids, eos_ids = encode_prompt(tokenizer, prompt, model.config), stop_tokens(tokenizer)
     was_training = model.training
     model.eval()
     try:
-        samples = [
-            generate_tokens(
-                model, torch.tensor(ids), max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-                top_p=top_p, eos_ids=stop_tokens(tokenizer), seed=seed + i,
-            )
-            for i in range(num_samples)
-        ]  # fmt: skip
-        return [_decode(tokenizer, ids, list(tokens)) for tokens in samples]
+        seeds = range(values["seed"], values["seed"] + values["num_samples"])
+        samples = [generate_tokens(model, torch.tensor(ids), eos_ids=eos_ids, seed=s, **sampling) for s in seeds]
+        return ["".join(TextStream(tokenizer, ids).read(tokens)) for tokens in samples]
     finally:
         model.train(was_training)
-
-
-def _decode(tokenizer: Tokenizer, context: list[int], ids: list[int]) -> str:
-    stream = TextStream(tokenizer, context)
-    return "".join(map(stream.push, ids)) + stream.finish()
 
 
 def train(

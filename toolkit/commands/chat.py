@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from jsonargparse.typing import PositiveInt
+
 END = "/quit"
 
 
@@ -13,7 +15,7 @@ def setup(
     prompt: str | None = None,
     system: str | None = None,
     prompt_style: str | None = None,
-    max_new_tokens: int = 512,
+    max_new_tokens: PositiveInt = 512,
     temperature: float = 0.8,
     top_k: int | None = 50,
     top_p: float = 1.0,
@@ -45,19 +47,18 @@ def setup(
     """
     import sys
 
-    from toolkit.errors import UserError, require_option
+    from toolkit.errors import UserError
     from toolkit.inference.chat import Conversation, find_template
     from toolkit.inference.load import load_checkpoint
     from toolkit.inference.sampling import check_sampling
 
     check_sampling(temperature, top_k, top_p)
-    require_option(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be greater than zero")
     loaded = load_checkpoint(
         checkpoint_dir,
         base_checkpoint_dir=base_checkpoint_dir,
         accelerator=accelerator,
         precision=precision,
-        verify=verify_checkpoint,
+        verify_checkpoint=verify_checkpoint,
     )
     template = find_template(loaded.tokenizer, prompt_style)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+
 from toolkit.config import AUTO, Auto, Precision
 from toolkit.data import DataModule, PreparedData
 from toolkit.errors import require_option
@@ -29,20 +31,20 @@ class EvalLimits:
         max_iters: Maximum number of batches of micro_batch_size; null uses all.
     """
 
-    max_iters: int | None = None
+    max_iters: PositiveInt | None = None
 
 
 def setup(
     checkpoint_dir: str,
     data: DataModule = OfRun(),
     split: Literal["val", "train"] = "val",
-    micro_batch_size: int = 4,
+    micro_batch_size: PositiveInt = 4,
     eval: EvalLimits = EvalLimits(),
     max_seq_length: int | Auto = AUTO,
     trust_checkpoint_data: bool = False,
     tasks: str | None = None,
-    num_fewshot: int | Auto = AUTO,
-    limit: float | None = None,
+    num_fewshot: NonNegativeInt | Auto = AUTO,
+    limit: PositiveFloat | None = None,
     include_path: str | None = None,
     apply_chat_template: bool | Auto = AUTO,
     tokenizer_dir: str | None = None,
@@ -88,9 +90,6 @@ def setup(
     require_effect(tasks, text_options, task_options)
     if trust_checkpoint_data and not isinstance(data, OfRun):
         require_option(False, "trust_checkpoint_data", trust_checkpoint_data, "has no effect with --data; leave it out")
-    for name, value in {"micro_batch_size": micro_batch_size, "eval.max_iters": eval.max_iters, "limit": limit}.items():
-        require_option(value is None or value > 0, name, value, "must be greater than zero")
-    require_option(num_fewshot == AUTO or num_fewshot >= 0, "num_fewshot", num_fewshot, "must not be negative")
 
     from toolkit.training.evaluate import evaluate, evaluate_tasks, open_checkpoint
 

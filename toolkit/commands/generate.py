@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
+from jsonargparse.typing import PositiveInt
+
 
 def setup(
     checkpoint_dir: str,
     prompt: str = "def main(",
-    max_new_tokens: int = 50,
+    max_new_tokens: PositiveInt = 50,
     temperature: float = 0.8,
     top_k: int | None = 50,
     top_p: float = 1.0,
-    num_samples: int = 1,
+    num_samples: PositiveInt = 1,
     seed: int = 1234,
     base_checkpoint_dir: str | None = None,
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
@@ -40,12 +42,11 @@ def setup(
 
     import torch
 
-    from toolkit.errors import UserError, require_option
+    from toolkit.errors import UserError
     from toolkit.inference.generate import generate
     from toolkit.inference.load import load_checkpoint
     from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 
-    require_option(num_samples > 0, "num_samples", num_samples, "must be greater than zero")
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()
@@ -56,13 +57,10 @@ def setup(
         base_checkpoint_dir=base_checkpoint_dir,
         accelerator=accelerator,
         precision=precision,
-        verify=verify_checkpoint,
+        verify_checkpoint=verify_checkpoint,
     )
-    tokenizer = loaded.tokenizer
-    ids = encode_prompt(tokenizer, text, loaded.model.config)
-    eos_ids = stop_tokens(tokenizer)
-
-    notes: list[str] = []
+    tokenizer, notes = loaded.tokenizer, []
+    ids, eos_ids = encode_prompt(tokenizer, text, loaded.model.config), stop_tokens(tokenizer)
     for i in range(num_samples):
         tokens = generate(
             loaded.model,
@@ -75,12 +73,12 @@ def setup(
             seed=seed + i,
             notice=notes.append,
         )
-        stream, count, start = TextStream(tokenizer, ids), 0, time.perf_counter()
+        count, start = -1, time.perf_counter()  # the text after the last token is one piece more
         print(text, end="", flush=True)
-        for token in tokens:
+        for piece in TextStream(tokenizer, ids).read(tokens):
             count += 1
-            print(stream.push(token), end="", flush=True)
-        print(stream.finish(), flush=True)
+            print(piece, end="", flush=True)
+        print(flush=True)
         while notes:
             print(notes.pop(0), file=sys.stderr)
         seconds = time.perf_counter() - start

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+
 from toolkit.data import DataModule, PythonStdlib
 
 
 def setup(
     data: DataModule = PythonStdlib(),
     tokenizer_dir: str | None = None,
-    max_seq_length: int = 2048,
-    num_samples: int = 3,
+    max_seq_length: PositiveInt = 2048,
+    num_samples: NonNegativeInt = 3,
     format: Literal["text", "json"] = "text",
 ) -> None:
     """Show samples token by token, with trained tokens marked, and statistics of the complete data.
@@ -28,10 +30,7 @@ def setup(
 
     from toolkit.data.inspection import inspect_rows
     from toolkit.data.tokenizer import Tokenizer
-    from toolkit.errors import require_option
 
-    require_option(max_seq_length > 0, "max_seq_length", max_seq_length, "must be greater than zero")
-    require_option(num_samples >= 0, "num_samples", num_samples, "must not be negative")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
     prepared = data.prepare(
         tokenizer=tokenizer, max_seq_length=max_seq_length, report=lambda line: print(line, file=sys.stderr)

@@ -6,16 +6,18 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+from jsonargparse.typing import PositiveFloat
+
 from toolkit.commands import COMMANDS
+from toolkit.config import Command
 from toolkit.errors import UserError, did_you_mean
 
-Command = Literal["pretrain", "finetune_full", "finetune_lora"]
 PLANNABLE = get_args(Command)
 
 
 def setup(
     command: Command,
-    device_memory_gb: float | None = None,
+    device_memory_gb: PositiveFloat | None = None,
     format: Literal["text", "json"] = "text",
     **run: Any,
 ) -> None:
@@ -35,8 +37,6 @@ def setup(
         device_memory_gb: Memory of one device in GB (1e9 bytes), to check whether the run fits and suggest changes.
         format: Text table, or JSON.
     """
-    if device_memory_gb is not None and not device_memory_gb > 0:
-        raise UserError(f"--device_memory_gb {device_memory_gb}: must be greater than zero")
     from toolkit.planning.advice import advice_for
     from toolkit.planning.plan import device_spec_of, plan_run, run_args_of
     from toolkit.ui.plan import format_plan, plan_summary

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from jsonargparse.typing import PositiveInt
+
 from toolkit.data import DataModule, PythonStdlib
 
 
-def setup(data: DataModule = PythonStdlib(), max_seq_length: int = 256, tokenizer_dir: str | None = None) -> None:
+def setup(
+    data: DataModule = PythonStdlib(), max_seq_length: PositiveInt = 256, tokenizer_dir: str | None = None
+) -> None:
     """Tokenize data into the cache that training reads.
 
     Args:
@@ -14,8 +18,6 @@ def setup(data: DataModule = PythonStdlib(), max_seq_length: int = 256, tokenize
         tokenizer_dir: A folder with a tokenizer.json; without it TextFiles and PythonStdlib train their own.
     """
     from toolkit.data.tokenizer import Tokenizer
-    from toolkit.errors import require_option
 
-    require_option(max_seq_length > 0, "max_seq_length", max_seq_length, "must be greater than zero")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
     data.prepare(tokenizer=tokenizer, max_seq_length=max_seq_length)

@@ -30,7 +30,7 @@ def load_checkpoint(
     base_checkpoint_dir: str | None,
     accelerator: Accelerator,
     precision: Literal["32-true", "bf16-true"] | None,
-    verify: bool = True,
+    verify_checkpoint: bool = True,
 ) -> Loaded:
     """Load a checkpoint with its tokenizer.
 
@@ -39,12 +39,12 @@ def load_checkpoint(
         base_checkpoint_dir: Path of the adapters' base model, if it has moved.
         accelerator: The accelerator to use.
         precision: Dtype of the weights; default: that of the checkpoint.
-        verify: Whether to verify checksums of the files.
+        verify_checkpoint: Whether to verify checksums of the files.
 
     Raises:
         UserError: A file is missing or does not match, or base_checkpoint_dir would have no effect.
     """
-    folder = find_model(checkpoint_dir, base_checkpoint_dir, verify)
+    folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     device = pick_accelerator(accelerator)
     tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
     model = load_model(folder, device, _DTYPES[precision], base_checkpoint_dir)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.errors import UserError
@@ -22,6 +22,11 @@ class TextStream:
         self._ids = context[-8:]  # a few ids are enough context; decoding all each time would be slow
         self._shown = len(self._ids)  # number of ids already returned as text
         self._start = 0  # start of the ids that are decoded again as context
+
+    def read(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Yield the new text of each token, which may be empty, and then the remaining text."""
+        yield from map(self.push, tokens)
+        yield self.finish()
 
     def push(self, token: int) -> str:
         """Add a token and return the new complete text, which may be empty."""
