@@ -96,7 +96,8 @@ def test_generate_is_that_of_the_command(base, capsys):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda base: toolkit.generate(base, "x", num_samples=0), "num_samples 0"),
+        (lambda base: toolkit.generate(base, "x", num_samples=0), "^num_samples 0: must be greater than zero"),
+        (lambda base: toolkit.generate(base, "x", temperature="warm"), "^temperature 'warm': must be a number"),
         (lambda base: toolkit.generate(base, "x", precison="32-true"), "precison: no such option; did you mean"),
         (lambda base: toolkit.generate(toolkit.load(base), "x"), "tokenizer_dir: must be given"),
         (lambda base: toolkit.generate(toolkit.load(base), "x", precision="32-true"), "precision: has no effect"),

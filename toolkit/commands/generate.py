@@ -59,7 +59,8 @@ def setup(
         precision=precision,
         verify_checkpoint=verify_checkpoint,
     )
-    tokenizer, notes = loaded.tokenizer, []
+    notes: list[str] = []
+    tokenizer = loaded.tokenizer
     ids, eos_ids = encode_prompt(tokenizer, text, loaded.model.config), stop_tokens(tokenizer)
     for i in range(num_samples):
         tokens = generate(

@@ -204,6 +204,18 @@ def test_pad_id_comes_from_original_config_or_tokenizer(tmp_path, config, pad, e
     assert load_hf(tmp_path / "hf").config.pad_token_id == expected["pad"]
 
 
+@pytest.mark.parametrize(
+    ("eos", "expected"),
+    [([0, 320, 5], [0, 5]), ([-1, "5", True], None), (320, None), ("5", None), ({"id": 5}, None), (5, 5)],
+)
+def test_eos_ids_that_the_model_does_not_embed_are_left_out(tmp_path, eos, expected):
+    files = train_bpe(["the text of the tokenizer"], 280).files
+    files["generation_config.json"] = json.dumps({"eos_token_id": eos}).encode()
+    save(tmp_path / "m", LLAMA, tokenizer=Tokenizer(files, "it"))
+    export_hf(tmp_path / "m", tmp_path / "hf")
+    assert exported_ids(tmp_path / "hf")["eos"] == expected
+
+
 def test_malformed_original_config_is_a_one_line_error(tmp_path):
     save(tmp_path / "m", LLAMA)
     (tmp_path / "m" / "config.json").write_text("{")

@@ -244,9 +244,17 @@ def _token_ids(folder: Path, base: Path | None, config: ModelConfig, tokenizer: 
         pad = tokenizer.added_tokens.get(tokenizer.special_tokens.get("pad_token", ""))
         from_tokenizer = {"bos_token_id": tokenizer.bos_id, "eos_token_id": _eos_tokens(tokenizer), "pad_token_id": pad}
     ids = {name: _first(name, from_tokenizer, generation, original) for name in ("bos_token_id", "eos_token_id")}
-    pad = _first("pad_token_id", *([original] if original else [from_tokenizer, generation]))
+    ids["pad_token_id"] = _first("pad_token_id", *([original] if original else [from_tokenizer, generation]))
     # Written even if None: the default id of some classes is outside a small vocabulary, which they reject.
-    return {**ids, "pad_token_id": pad if isinstance(pad, int) and 0 <= pad < config.padded_vocab_size else None}
+    return {name: _embedded_ids(value, config) for name, value in ids.items()}
+
+
+def _embedded_ids(ids: Any, config: ModelConfig) -> int | list[int] | None:
+    """Return an id, or the ids of a list, if the model embeds them; None without any."""
+    known = [
+        i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and 0 <= i < config.padded_vocab_size
+    ]
+    return known if isinstance(ids, list) and known else next(iter(known), None)
 
 
 def _original_config(folder: Path, base: Path | None) -> dict[str, Any]:

@@ -92,21 +92,7 @@ def interleave_groups(n_head: int, groups: int, head_size: int) -> Transform:
 
     GPT-NeoX has as many groups as heads, Falcon any number.
     """
-    queries = n_head // groups
-
-    def to_hf(tensors: list[Tensor]) -> list[Tensor]:
-        import torch
-
-        parts = tensors[0].split([size * head_size for size in (n_head, groups, groups)])
-        heads = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
-        return [torch.cat(heads, dim=1).reshape(tensors[0].shape)]
-
-    def from_hf(tensors: list[Tensor]) -> list[Tensor]:
-        heads = tensors[0].reshape(groups, (queries + 2) * head_size, *tensors[0].shape[1:])
-        parts = heads.split([size * head_size for size in (queries, 1, 1)], dim=1)
-        return _concat([part.reshape(-1, *tensors[0].shape[1:]) for part in parts])
-
-    return Transform(to_hf, from_hf)
+    return interleave_heads(groups, n_head // groups * head_size, head_size, head_size)
 
 
 def interleave_heads(n_head: int, *widths: int) -> Transform:
