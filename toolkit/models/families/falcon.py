@@ -7,24 +7,21 @@ Sources of the named configurations: LitGPT; tied embeddings: the default of tra
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.named import named
 
 _FIXED: dict[str, Any] = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
           "parallel_residual": True}  # fmt: skip
 
 
-def _falcon(name: str, n_layer: int, n_embd: int, n_head: int, groups: int) -> ModelConfig:
-    return ModelConfig(
-        name=name, family="falcon", block_size=2048, vocab_size=65024, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        n_query_groups=groups, shared_attention_norm=groups == 1, tie_embeddings=True, **_FIXED,
-    )  # fmt: skip
-
+_falcon = partial(named, family="falcon", block_size=2048, vocab_size=65024, tie_embeddings=True, **_FIXED)
 
 CONFIGS = [
-    _falcon("falcon-7b", 32, 4544, 71, 1),
+    _falcon("falcon-7b", 32, 4544, 71, 1, shared_attention_norm=True),
     _falcon("falcon-40b", 60, 8192, 128, 8),
     _falcon("falcon-180B", 80, 14848, 232, 8),
 ]

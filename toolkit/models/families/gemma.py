@@ -12,10 +12,12 @@ excludes the 64 image tokens of the multimodal models.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.named import named
 
 _COMMON: dict[str, Any] = {
     "norm_eps": 1e-6, "norm_offset": True, "scale_embeddings": True, "mlp_class_name": "GemmaMLP",
@@ -24,38 +26,26 @@ _COMMON: dict[str, Any] = {
 _POST_NORMS: dict[str, Any] = {"post_attention_norm": True, "post_mlp_norm": True}
 
 
-def _gemma(name: str, n_layer: int, n_embd: int, n_head: int, groups: int, intermediate_size: int) -> ModelConfig:
-    return ModelConfig(
-        name=name, family="gemma", block_size=8192, vocab_size=256000, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        n_query_groups=groups, head_size=256, intermediate_size=intermediate_size, **_COMMON,
-    )  # fmt: skip
+_gemma = partial(named, family="gemma", block_size=8192, vocab_size=256000, head_size=256, **_COMMON)
 
 
-def _gemma2(
-    name: str, n_layer: int, n_embd: int, n_head: int, groups: int, intermediate_size: int, head_size: int = 256,
-    scalar: float = 256.0,
-) -> ModelConfig:  # fmt: skip
-    return ModelConfig(
-        name=name, family="gemma2", block_size=8192, vocab_size=256000, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        n_query_groups=groups, head_size=head_size, intermediate_size=intermediate_size,
-        attention_scores_scalar=scalar, attention_logit_softcapping=50.0, final_logit_softcapping=30.0,
-        sliding_window_size=4096, sliding_window_indices=[(i + 1) % 2 for i in range(n_layer)], **_POST_NORMS,
-        **_COMMON,
-    )  # fmt: skip
+def _gemma2(name: str, n_layer: int, *sizes: int, **other: Any) -> ModelConfig:
+    fields = {"head_size": 256, "attention_scores_scalar": 256.0, "block_size": 8192, "vocab_size": 256000}
+    fields |= {"attention_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_size": 4096}
+    windows = [(i + 1) % 2 for i in range(n_layer)]
+    fields |= _POST_NORMS | _COMMON | {"sliding_window_indices": windows} | other
+    return named(name, n_layer, *sizes, family="gemma2", **fields)
 
 
-def _gemma3(
-    name: str, n_layer: int, n_embd: int, n_head: int, groups: int, intermediate_size: int, head_size: int = 256,
-    scalar: float = 256.0, long: bool = True,
-) -> ModelConfig:  # fmt: skip
+def _gemma3(name: str, n_layer: int, *sizes: int, long: bool = True, **other: Any) -> ModelConfig:
     every_sixth_is_full = [int((i + 1) % 6 != 0) for i in range(n_layer)]
-    return ModelConfig(
-        name=name, family="gemma3_text", block_size=131072 if long else 32768, vocab_size=262144, n_layer=n_layer,
-        n_embd=n_embd, n_head=n_head, n_query_groups=groups, head_size=head_size, intermediate_size=intermediate_size,
-        attention_scores_scalar=scalar, norm_qk=True, rope_base=1000000.0, rope_local_base_freq=10000.0,
-        rope_adjustments={"factor": 8.0} if long else None, rope_indices=every_sixth_is_full,
-        sliding_window_size=1024 if long else 512, sliding_window_indices=every_sixth_is_full, **_POST_NORMS, **_COMMON,
-    )  # fmt: skip
+    fields = {"head_size": 256, "attention_scores_scalar": 256.0, "vocab_size": 262144, "norm_qk": True}
+    fields |= {"rope_base": 1000000.0, "rope_local_base_freq": 10000.0, "rope_indices": every_sixth_is_full}
+    fields |= {"block_size": 131072, "sliding_window_size": 1024, "rope_adjustments": {"factor": 8.0}}
+    if not long:
+        fields |= {"block_size": 32768, "sliding_window_size": 512, "rope_adjustments": None}
+    fields |= _POST_NORMS | _COMMON | {"sliding_window_indices": every_sixth_is_full} | other
+    return named(name, n_layer, *sizes, family="gemma3_text", **fields)
 
 
 CONFIGS = [
@@ -63,12 +53,12 @@ CONFIGS = [
     _gemma("gemma-7b", 28, 3072, 16, 16, 24576),
     _gemma2("gemma-2-2b", 26, 2304, 8, 4, 9216),
     _gemma2("gemma-2-9b", 42, 3584, 16, 8, 14336),
-    _gemma2("gemma-2-27b", 46, 4608, 32, 16, 36864, head_size=128, scalar=144.0),
+    _gemma2("gemma-2-27b", 46, 4608, 32, 16, 36864, head_size=128, attention_scores_scalar=144.0),
     _gemma3("gemma-3-270m", 18, 640, 4, 1, 2048, long=False),
     _gemma3("gemma-3-1b", 26, 1152, 4, 1, 6912, long=False),
     _gemma3("gemma-3-4b", 34, 2560, 8, 4, 10240),
     _gemma3("gemma-3-12b", 48, 3840, 16, 8, 15360),
-    _gemma3("gemma-3-27b", 62, 5376, 32, 16, 21504, head_size=128, scalar=168.0),
+    _gemma3("gemma-3-27b", 62, 5376, 32, 16, 21504, head_size=128, attention_scores_scalar=168.0),
 ]
 
 ALIASES = {

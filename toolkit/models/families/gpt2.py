@@ -5,23 +5,23 @@ Sources of the named configurations: the ``config.json`` files of the Hugging Fa
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
+from toolkit.models.families.named import named
 
 _FIXED: dict[str, Any] = {
     "position_embedding": "learned", "bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",
 }  # fmt: skip
 
 
-def _gpt2(name: str, n_layer: int, n_embd: int, n_head: int) -> ModelConfig:
-    # padding_multiple 1: the published vocabulary is not padded
-    return ModelConfig(
-        name=name, family="gpt2", block_size=1024, vocab_size=50257, padding_multiple=1, n_layer=n_layer,
-        n_embd=n_embd, n_head=n_head, gelu_approximate="tanh", tie_embeddings=True, **_FIXED,
-    )  # fmt: skip
-
+# padding_multiple 1: the published vocabulary is not padded
+_gpt2 = partial(
+    named, family="gpt2", block_size=1024, vocab_size=50257, padding_multiple=1, gelu_approximate="tanh",
+    tie_embeddings=True, **_FIXED,
+)  # fmt: skip
 
 CONFIGS = [
     _gpt2("gpt2", 12, 768, 12),

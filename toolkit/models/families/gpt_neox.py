@@ -7,54 +7,46 @@ transformers' ``GPTNeoXConfig``, which stand for it, and the activation of its `
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.named import named
 
-
-def _neox(name: str, n_layer: int, n_embd: int, n_head: int, vocab_size: int, **other: Any) -> ModelConfig:
-    # padding_multiple 1: the published vocabulary is not padded
-    fields = {"block_size": 2048, "padding_multiple": 1, "rotary_percentage": 0.25, "parallel_residual": True} | other
-    return ModelConfig(
-        name=name, family="gpt_neox", vocab_size=vocab_size, n_layer=n_layer, n_embd=n_embd, n_head=n_head, bias=True,
-        norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP", **fields,
-    )  # fmt: skip
-
-
-def _pythia(size: str, n_layer: int, n_embd: int, n_head: int, vocab_size: int = 50304) -> ModelConfig:
-    return _neox(f"pythia-{size}", n_layer, n_embd, n_head, vocab_size, padding_multiple=64)
-
-
-def _red_pajama(name: str, n_embd: int) -> ModelConfig:
-    return _neox(name, 32, n_embd, 32, 50432, rotary_percentage=1.0, parallel_residual=False)
-
+# padding_multiple 1: the published vocabulary is not padded
+_neox = partial(
+    named, family="gpt_neox", block_size=2048, padding_multiple=1, rotary_percentage=0.25, parallel_residual=True,
+    bias=True, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP",
+)  # fmt: skip
+_pythia = partial(_neox, vocab_size=50304, padding_multiple=64)
+_red_pajama = partial(_neox, vocab_size=50432, rotary_percentage=1.0, parallel_residual=False)
 
 _PYTHIA = [
-    _pythia("14m", 6, 128, 4),
-    _pythia("31m", 6, 256, 8),
-    _pythia("70m", 6, 512, 8),
-    _pythia("160m", 12, 768, 12),
-    _pythia("410m", 24, 1024, 16),
-    _pythia("1b", 16, 2048, 8),
-    _pythia("1.4b", 24, 2048, 16),
-    _pythia("2.8b", 32, 2560, 32),
-    _pythia("6.9b", 32, 4096, 32, vocab_size=50432),
-    _pythia("12b", 36, 5120, 40, vocab_size=50688),
+    _pythia("pythia-14m", 6, 128, 4),
+    _pythia("pythia-31m", 6, 256, 8),
+    _pythia("pythia-70m", 6, 512, 8),
+    _pythia("pythia-160m", 12, 768, 12),
+    _pythia("pythia-410m", 24, 1024, 16),
+    _pythia("pythia-1b", 16, 2048, 8),
+    _pythia("pythia-1.4b", 24, 2048, 16),
+    _pythia("pythia-2.8b", 32, 2560, 32),
+    _pythia("pythia-6.9b", 32, 4096, 32, vocab_size=50432),
+    _pythia("pythia-12b", 36, 5120, 40, vocab_size=50688),
 ]
 
 CONFIGS = [
     *_PYTHIA,
-    _neox("gpt-neox-20b", 44, 6144, 64, 50432, gelu_approximate="tanh"),
-    _neox("dolly-v2-3b", 32, 2560, 32, 50280),
-    _neox("dolly-v2-7b", 32, 4096, 32, 50280),
-    _neox("dolly-v2-12b", 36, 5120, 40, 50280),
-    _red_pajama("RedPajama-INCITE-Base-3B-v1", 2560),
-    _red_pajama("RedPajama-INCITE-7B-Base", 4096),
-    _neox("stablelm-base-alpha-3b", 16, 4096, 32, 50688, block_size=4096),
-    _neox("stablelm-base-alpha-7b", 16, 6144, 48, 50432, block_size=4096),
-    _neox("stablecode-completion-alpha-3b", 32, 2560, 32, 49152, block_size=16384),
-    _neox("stablecode-completion-alpha-3b-4k", 32, 2560, 32, 49152, block_size=4096),
+    _neox("gpt-neox-20b", 44, 6144, 64, vocab_size=50432, gelu_approximate="tanh"),
+    _neox("dolly-v2-3b", 32, 2560, 32, vocab_size=50280),
+    _neox("dolly-v2-7b", 32, 4096, 32, vocab_size=50280),
+    _neox("dolly-v2-12b", 36, 5120, 40, vocab_size=50280),
+    _red_pajama("RedPajama-INCITE-Base-3B-v1", 32, 2560, 32),
+    _red_pajama("RedPajama-INCITE-7B-Base", 32, 4096, 32),
+    _neox("stablelm-base-alpha-3b", 16, 4096, 32, vocab_size=50688, block_size=4096),
+    _neox("stablelm-base-alpha-7b", 16, 6144, 48, vocab_size=50432, block_size=4096),
+    _neox("stablecode-completion-alpha-3b", 32, 2560, 32, vocab_size=49152, block_size=16384),
+    _neox("stablecode-completion-alpha-3b-4k", 32, 2560, 32, vocab_size=49152, block_size=4096),
 ]
 
 # other training data, or finetuned: the same architecture

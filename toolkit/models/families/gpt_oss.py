@@ -11,6 +11,7 @@ from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.named import named
 
 # Defaults of transformers' class.
 _DEFAULTS: dict[str, Any] = {
@@ -40,11 +41,11 @@ _YARN: dict[str, Any] = {
 
 
 def _gpt_oss(name: str, n_layer: int, n_expert: int) -> ModelConfig:
-    return ModelConfig(
-        name=name, family="gpt_oss", block_size=131072, vocab_size=201088, n_layer=n_layer, n_head=64, n_query_groups=8,
-        n_embd=2880, head_size=64, intermediate_size=2880, rope_base=150000.0, rope_adjustments=_YARN,
-        sliding_window_size=128, sliding_window_indices=[1, 0] * (n_layer // 2), n_expert=n_expert,
-        n_expert_per_token=4, swiglu_limit=7.0, **_FIXED,
+    return named(
+        name, n_layer, 2880, 64, 8, 2880, family="gpt_oss", block_size=131072, vocab_size=201088, head_size=64,
+        rope_base=150000.0, rope_adjustments=_YARN, sliding_window_size=128,
+        sliding_window_indices=[1, 0] * (n_layer // 2), n_expert=n_expert, n_expert_per_token=4, swiglu_limit=7.0,
+        **_FIXED,
     )  # fmt: skip
 
 

@@ -7,117 +7,77 @@ are tied where those say so. llama-65b: lit-llama, with the longest sequence and
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.named import named
 
 _SCALED_8X = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
 _SCALED_32X = {**_SCALED_8X, "factor": 32.0}
 
 
-def _llama1(name: str, size: tuple[int, int, int, int], **other: Any) -> ModelConfig:
-    return _llama2(name, size, norm_eps=1e-6, **{"block_size": 2048} | other)
+_llama2 = partial(named, block_size=4096, vocab_size=32000)
+_llama1 = partial(_llama2, block_size=2048, norm_eps=1e-6)
+# padding_multiple 1: the published vocabulary is not padded
+_code_llama = partial(_llama2, block_size=16384, padding_multiple=1, rope_base=1000000.0)
+_llama3 = partial(named, block_size=131072, vocab_size=128256, rope_base=500000.0)
+_smollm = partial(named, block_size=2048, vocab_size=49152, tie_embeddings=True)
+_smollm2 = partial(_smollm, block_size=8192, rope_base=100000.0)
+_falcon3 = partial(named, block_size=32768, vocab_size=131072, head_size=256, rope_base=1000042.0, norm_eps=1e-6)
 
-
-def _llama2(name: str, size: tuple[int, int, int, int], groups: int | None = None, **other: Any) -> ModelConfig:
-    n_layer, n_embd, n_head, intermediate_size = size
-    fields = {"block_size": 4096, "vocab_size": 32000} | other
-    return ModelConfig(
-        name=name, n_layer=n_layer, n_embd=n_embd, n_head=n_head, n_query_groups=groups or n_head,
-        intermediate_size=intermediate_size, **fields,
-    )  # fmt: skip
-
-
-def _code_llama(
-    name: str, size: tuple[int, int, int, int], groups: int | None = None, vocab_size: int = 32000
-) -> ModelConfig:
-    # padding_multiple 1: the published vocabulary is not padded
-    return _llama2(name, size, groups, block_size=16384, vocab_size=vocab_size, padding_multiple=1, rope_base=1000000.0)
-
-
-def _llama3(name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int, **other: Any) -> ModelConfig:
-    size = (n_layer, n_embd, n_head, intermediate_size)
-    return _llama2(name, size, 8, vocab_size=128256, rope_base=500000.0, **{"block_size": 131072} | other)
-
-
-def _smollm(
-    name: str, n_layer: int, n_embd: int, n_head: int, groups: int, intermediate_size: int,
-    rope_base: float = 10000.0, block_size: int = 2048,
-) -> ModelConfig:  # fmt: skip
-    return ModelConfig(
-        name=name, block_size=block_size, vocab_size=49152, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        n_query_groups=groups, intermediate_size=intermediate_size, rope_base=rope_base, tie_embeddings=True,
-    )  # fmt: skip
-
-
-def _falcon3(
-    name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int, block_size: int = 32768
-) -> ModelConfig:
-    return ModelConfig(
-        name=name, block_size=block_size, vocab_size=131072, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        n_query_groups=4, head_size=256, intermediate_size=intermediate_size, rope_base=1000042.0, norm_eps=1e-6,
-    )  # fmt: skip
-
-
-# n_layer, n_embd, n_head, intermediate_size
-_7B, _13B = (32, 4096, 32, 11008), (40, 5120, 40, 13824)
-_30B, _65B = (60, 6656, 52, 17920), (80, 8192, 64, 22016)
-_34B, _70B = (48, 8192, 64, 22016), (80, 8192, 64, 28672)
+_7B, _13B = (32, 4096, 32, 32, 11008), (40, 5120, 40, 40, 13824)
+_30B, _65B = (60, 6656, 52, 52, 17920), (80, 8192, 64, 64, 22016)
+_34B, _70B = (48, 8192, 64, 8, 22016), (80, 8192, 64, 8, 28672)
 
 CONFIGS = [
     # The default: 5.2 million parameters with a vocabulary of 4,096. The vocabulary is the tokenizer's.
-    ModelConfig(
-        name="mini-llama", block_size=256, n_layer=6, n_embd=256, n_head=8, n_query_groups=4, intermediate_size=640,
-        tie_embeddings=True,
-    ),
-    ModelConfig(
-        name="pico-llama", block_size=128, n_layer=2, n_embd=64, n_head=4, n_query_groups=2, intermediate_size=160,
-        tie_embeddings=True,
-    ),
-    _llama2("tiny-llama-1.1b", (22, 2048, 32, 5632), 4, block_size=2048),
-    _llama2("micro-llama-300M", (12, 1024, 16, 5632), 4, block_size=2048),
-    _llama1("llama-7b", _7B),
-    _llama1("llama-13b", _13B),
-    _llama1("llama-30b", _30B),
-    _llama1("llama-65b", _65B),
-    _llama1("open_llama_3b", (26, 3200, 32, 8640)),
-    _llama1("longchat-7b-16k", _7B, block_size=16384, rope_adjustments={"factor": 8.0}),
-    _llama1("longchat-13b-16k", _13B, block_size=16384, rope_adjustments={"factor": 8.0}),
-    _llama1("Nous-Hermes-13b", _13B, vocab_size=32001, padding_multiple=1),
-    _llama2("Llama-2-7b-hf", _7B),
-    _llama2("Llama-2-13b-hf", _13B),
-    _llama2("Llama-2-70b-hf", _70B, 8),
-    _llama2("LLaMA-2-7B-32K", _7B, block_size=32768, rope_adjustments={"factor": 8.0}),
-    _llama2("vicuna-7b-v1.5-16k", _7B, block_size=16384, rope_adjustments={"factor": 4.0}),
-    _llama2("vicuna-13b-v1.5-16k", _13B, block_size=16384, rope_adjustments={"factor": 4.0}),
-    _llama2("Nous-Hermes-Llama2-13b", _13B, vocab_size=32032, padding_multiple=1),
-    _code_llama("CodeLlama-7b-hf", _7B, vocab_size=32016),
-    _code_llama("CodeLlama-7b-Python-hf", _7B),
-    _code_llama("CodeLlama-13b-hf", _13B, vocab_size=32016),
-    _code_llama("CodeLlama-13b-Python-hf", _13B),
-    _code_llama("CodeLlama-34b-hf", _34B, 8),
-    _code_llama("CodeLlama-70b-hf", _70B, 8, vocab_size=32016),
-    _llama3("Llama-3-8B", 32, 4096, 32, 14336, block_size=8192),
-    _llama3("Llama-3-70B", 80, 8192, 64, 28672, block_size=8192),
-    _llama3("Llama-3.1-8B", 32, 4096, 32, 14336, rope_adjustments=_SCALED_8X),
-    _llama3("Llama-3.1-70B", 80, 8192, 64, 28672, rope_adjustments=_SCALED_8X),
-    _llama3("Llama-3.1-405B", 126, 16384, 128, 53248, rope_adjustments=_SCALED_8X),
-    _llama3("Llama-3.2-1B", 16, 2048, 32, 8192, rope_adjustments=_SCALED_32X, tie_embeddings=True),
-    _llama3("Llama-3.2-3B", 28, 3072, 24, 8192, rope_adjustments=_SCALED_32X, tie_embeddings=True),
+    named("mini-llama", 6, 256, 8, 4, 640, block_size=256, tie_embeddings=True),
+    named("pico-llama", 2, 64, 4, 2, 160, block_size=128, tie_embeddings=True),
+    _llama2("tiny-llama-1.1b", 22, 2048, 32, 4, 5632, block_size=2048),
+    _llama2("micro-llama-300M", 12, 1024, 16, 4, 5632, block_size=2048),
+    _llama1("llama-7b", *_7B),
+    _llama1("llama-13b", *_13B),
+    _llama1("llama-30b", *_30B),
+    _llama1("llama-65b", *_65B),
+    _llama1("open_llama_3b", 26, 3200, 32, 32, 8640),
+    _llama1("longchat-7b-16k", *_7B, block_size=16384, rope_adjustments={"factor": 8.0}),
+    _llama1("longchat-13b-16k", *_13B, block_size=16384, rope_adjustments={"factor": 8.0}),
+    _llama1("Nous-Hermes-13b", *_13B, vocab_size=32001, padding_multiple=1),
+    _llama2("Llama-2-7b-hf", *_7B),
+    _llama2("Llama-2-13b-hf", *_13B),
+    _llama2("Llama-2-70b-hf", *_70B),
+    _llama2("LLaMA-2-7B-32K", *_7B, block_size=32768, rope_adjustments={"factor": 8.0}),
+    _llama2("vicuna-7b-v1.5-16k", *_7B, block_size=16384, rope_adjustments={"factor": 4.0}),
+    _llama2("vicuna-13b-v1.5-16k", *_13B, block_size=16384, rope_adjustments={"factor": 4.0}),
+    _llama2("Nous-Hermes-Llama2-13b", *_13B, vocab_size=32032, padding_multiple=1),
+    _code_llama("CodeLlama-7b-hf", *_7B, vocab_size=32016),
+    _code_llama("CodeLlama-7b-Python-hf", *_7B),
+    _code_llama("CodeLlama-13b-hf", *_13B, vocab_size=32016),
+    _code_llama("CodeLlama-13b-Python-hf", *_13B),
+    _code_llama("CodeLlama-34b-hf", *_34B),
+    _code_llama("CodeLlama-70b-hf", *_70B, vocab_size=32016),
+    _llama3("Llama-3-8B", 32, 4096, 32, 8, 14336, block_size=8192),
+    _llama3("Llama-3-70B", 80, 8192, 64, 8, 28672, block_size=8192),
+    _llama3("Llama-3.1-8B", 32, 4096, 32, 8, 14336, rope_adjustments=_SCALED_8X),
+    _llama3("Llama-3.1-70B", 80, 8192, 64, 8, 28672, rope_adjustments=_SCALED_8X),
+    _llama3("Llama-3.1-405B", 126, 16384, 128, 8, 53248, rope_adjustments=_SCALED_8X),
+    _llama3("Llama-3.2-1B", 16, 2048, 32, 8, 8192, rope_adjustments=_SCALED_32X, tie_embeddings=True),
+    _llama3("Llama-3.2-3B", 28, 3072, 24, 8, 8192, rope_adjustments=_SCALED_32X, tie_embeddings=True),
     _smollm("SmolLM-135M", 30, 576, 9, 3, 1536),
     _smollm("SmolLM-360M", 32, 960, 15, 5, 2560),
     _smollm("SmolLM-1.7B", 24, 2048, 32, 32, 8192),
-    _smollm("SmolLM2-135M", 30, 576, 9, 3, 1536, 100000.0, 8192),
-    _smollm("SmolLM2-360M", 32, 960, 15, 5, 2560, 100000.0, 8192),
-    _smollm("SmolLM2-1.7B", 24, 2048, 32, 32, 8192, 130000.0, 8192),
-    _falcon3("Falcon3-1B-Base", 18, 2048, 8, 8192, block_size=4096),
-    _falcon3("Falcon3-3B-Base", 22, 3072, 12, 9216),
-    _falcon3("Falcon3-7B-Base", 28, 3072, 12, 23040),
-    _falcon3("Falcon3-10B-Base", 40, 3072, 12, 23040),
-    _llama2("salamandra-2b", (24, 2048, 16, 5440), block_size=8192, vocab_size=256000),
-    _llama2("salamandra-7b", (32, 4096, 32, 11008), 8, block_size=8192, vocab_size=256000, norm_eps=1e-6),
-]  # fmt: skip
+    _smollm2("SmolLM2-135M", 30, 576, 9, 3, 1536),
+    _smollm2("SmolLM2-360M", 32, 960, 15, 5, 2560),
+    _smollm2("SmolLM2-1.7B", 24, 2048, 32, 32, 8192, rope_base=130000.0),
+    _falcon3("Falcon3-1B-Base", 18, 2048, 8, 4, 8192, block_size=4096),
+    _falcon3("Falcon3-3B-Base", 22, 3072, 12, 4, 9216),
+    _falcon3("Falcon3-7B-Base", 28, 3072, 12, 4, 23040),
+    _falcon3("Falcon3-10B-Base", 40, 3072, 12, 4, 23040),
+    _llama2("salamandra-2b", 24, 2048, 16, 16, 5440, block_size=8192, vocab_size=256000),
+    _llama2("salamandra-7b", 32, 4096, 32, 8, 11008, block_size=8192, vocab_size=256000, norm_eps=1e-6),
+]
 
 ALIASES = {
     "TinyLlama-1.1B": "tiny-llama-1.1b",

@@ -6,30 +6,22 @@ and the embeddings (not tied): MLC LLM's presets.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.named import named
 
-
-def _mistral(
-    name: str, block_size: int, *, size: tuple[int, int, int, int] = (32, 4096, 32, 14336), vocab_size: int = 32768,
-    rope_base: float = 1000000.0, window: int | None = None,
-) -> ModelConfig:  # fmt: skip
-    n_layer, n_embd, n_head, intermediate_size = size
-    return ModelConfig(
-        name=name, family="mistral", block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_embd=n_embd,
-        n_head=n_head, n_query_groups=8, intermediate_size=intermediate_size, rope_base=rope_base,
-        sliding_window_size=window,
-    )  # fmt: skip
-
+_mistral = partial(named, family="mistral", block_size=32768, vocab_size=32768, rope_base=1000000.0)
+_7B = (32, 4096, 32, 8, 14336)
 
 CONFIGS = [
-    _mistral("Mistral-7B-v0.1", 32768, vocab_size=32000, rope_base=10000.0, window=4096),
-    _mistral("Mistral-7B-v0.2", 32768, vocab_size=32000),
-    _mistral("Mistral-7B-v0.3", 32768),
-    _mistral("Mathstral-7B-v0.1", 32768, window=4096),
-    _mistral("Mistral-Large-Instruct-2407", 32768, size=(88, 12288, 96, 28672)),
+    _mistral("Mistral-7B-v0.1", *_7B, vocab_size=32000, rope_base=10000.0, sliding_window_size=4096),
+    _mistral("Mistral-7B-v0.2", *_7B, vocab_size=32000),
+    _mistral("Mistral-7B-v0.3", *_7B),
+    _mistral("Mathstral-7B-v0.1", *_7B, sliding_window_size=4096),
+    _mistral("Mistral-Large-Instruct-2407", 88, 12288, 96, 8, 28672),
 ]
 
 ALIASES = {

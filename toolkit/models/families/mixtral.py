@@ -6,29 +6,22 @@ model: the ``config.json`` files as TensorRT-LLM's tests and others quote them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.named import named
 
-
-def _mixtral(
-    name: str, block_size: int, size: tuple[int, int, int, int], *, vocab_size: int = 32000, balance: float = 0.001
-) -> ModelConfig:
-    n_layer, n_embd, n_head, intermediate_size = size
-    return ModelConfig(
-        name=name, family="mixtral", block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_embd=n_embd,
-        n_head=n_head, n_query_groups=8, intermediate_size=intermediate_size, rope_base=1000000.0,
-        mlp_class_name="LLaMAMoE", n_expert=8, n_expert_per_token=2, norm_topk_prob=True, router_aux_loss_coef=balance,
-    )  # fmt: skip
-
-
-_8X22B = (65536, (56, 6144, 48, 16384))
+_mixtral = partial(
+    named, family="mixtral", block_size=65536, vocab_size=32000, rope_base=1000000.0, mlp_class_name="LLaMAMoE",
+    n_expert=8, n_expert_per_token=2, norm_topk_prob=True, router_aux_loss_coef=0.001,
+)  # fmt: skip
 
 CONFIGS = [
-    _mixtral("Mixtral-8x7B-v0.1", 32768, (32, 4096, 32, 14336), balance=0.02),
-    _mixtral("Mixtral-8x22B-v0.1", *_8X22B),
-    _mixtral("Mixtral-8x22B-Instruct-v0.1", *_8X22B, vocab_size=32768),
+    _mixtral("Mixtral-8x7B-v0.1", 32, 4096, 32, 8, 14336, block_size=32768, router_aux_loss_coef=0.02),
+    _mixtral("Mixtral-8x22B-v0.1", 56, 6144, 48, 8, 16384),
+    _mixtral("Mixtral-8x22B-Instruct-v0.1", 56, 6144, 48, 8, 16384, vocab_size=32768),
 ]
 
 ALIASES = {"Mixtral-8x7B-Instruct-v0.1": "Mixtral-8x7B-v0.1"}

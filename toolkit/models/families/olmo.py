@@ -8,10 +8,12 @@ Sources of the named configurations: LitGPT; tied embeddings: the models' cards.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.named import named
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
 _OLMO1: dict[str, Any] = {"norm_class_name": "LayerNorm", "norm_affine": False, "norm_eps": 1e-5}
@@ -21,25 +23,14 @@ _OLMO2: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _olmo(name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int, tied: bool) -> ModelConfig:
-    return ModelConfig(
-        name=name, family="olmo", block_size=2048, vocab_size=50304, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        intermediate_size=intermediate_size, tie_embeddings=tied, **_OLMO1,
-    )  # fmt: skip
-
-
-def _olmo2(name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int) -> ModelConfig:
-    return ModelConfig(
-        name=name, family="olmo2", block_size=4096, vocab_size=100352, n_layer=n_layer, n_embd=n_embd, n_head=n_head,
-        intermediate_size=intermediate_size, rope_base=500000.0, norm_eps=1e-6, **_OLMO2,
-    )  # fmt: skip
-
+_olmo = partial(named, family="olmo", block_size=2048, vocab_size=50304, **_OLMO1)
+_olmo2 = partial(named, family="olmo2", block_size=4096, vocab_size=100352, rope_base=500000.0, norm_eps=1e-6, **_OLMO2)
 
 CONFIGS = [
-    _olmo("OLMo-1B-hf", 16, 2048, 16, 8192, tied=True),
-    _olmo("OLMo-7B-hf", 32, 4096, 32, 11008, tied=False),
-    _olmo2("OLMo-2-1124-7B", 32, 4096, 32, 11008),
-    _olmo2("OLMo-2-1124-13B", 40, 5120, 40, 13824),
+    _olmo("OLMo-1B-hf", 16, 2048, 16, 16, 8192, tie_embeddings=True),
+    _olmo("OLMo-7B-hf", 32, 4096, 32, 32, 11008),
+    _olmo2("OLMo-2-1124-7B", 32, 4096, 32, 32, 11008),
+    _olmo2("OLMo-2-1124-13B", 40, 5120, 40, 40, 13824),
 ]
 
 ALIASES = {

@@ -6,10 +6,12 @@ Sources of the named configurations: LitGPT; phi-1 has the architecture of phi-1
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.named import named
 
 _GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # the same function
 _FIXED: dict[str, Any] = {
@@ -18,14 +20,12 @@ _FIXED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _phi(name: str, n_layer: int, n_embd: int, rotary_percentage: float) -> ModelConfig:
-    return ModelConfig(
-        name=name, family="phi", block_size=2048, vocab_size=51200, n_layer=n_layer, n_embd=n_embd, n_head=32,
-        rotary_percentage=rotary_percentage, **_FIXED,
-    )  # fmt: skip
+_phi = partial(named, family="phi", block_size=2048, vocab_size=51200, **_FIXED)
 
-
-CONFIGS = [_phi("phi-1_5", 24, 2048, 0.5), _phi("phi-2", 32, 2560, 0.4)]
+CONFIGS = [
+    _phi("phi-1_5", 24, 2048, 32, rotary_percentage=0.5),
+    _phi("phi-2", 32, 2560, 32, rotary_percentage=0.4),
+]
 
 ALIASES = {"phi-1": "phi-1_5", "phi-1.5": "phi-1_5"}
 

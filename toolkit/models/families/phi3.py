@@ -7,10 +7,12 @@ are written here without the rounding errors of float32. A window longer than th
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.named import named
 
 _PHI_3_5_SHORT = [
     1.0, 1.02, 1.03, 1.03, 1.05, 1.05, 1.05, 1.05, 1.05, 1.07, 1.1, 1.11, 1.16, 1.16, 1.17, 1.29, 1.34, 1.68, 1.79,
@@ -39,29 +41,21 @@ def _longrope(short_factor: list[float], long_factor: list[float]) -> dict[str, 
     }  # fmt: skip
 
 
-def _phi3_mini(name: str, block_size: int, **other: Any) -> ModelConfig:
-    fields = {"vocab_size": 32064, "n_head": 32} | other
-    return ModelConfig(
-        name=name, family="phi3", block_size=block_size, n_layer=32, n_embd=3072, intermediate_size=8192, **fields
-    )
-
-
-def _phi4(name: str, block_size: int, rope_base: float) -> ModelConfig:
-    return ModelConfig(
-        name=name, family="phi3", block_size=block_size, vocab_size=100352, n_layer=40, n_embd=5120, n_head=40,
-        n_query_groups=10, intermediate_size=17920, rope_base=rope_base,
-    )  # fmt: skip
-
+_phi3 = partial(named, family="phi3", vocab_size=32064)
+_phi4 = partial(named, family="phi3", vocab_size=100352)
+_MINI, _14B = (32, 3072, 32, 32, 8192), (40, 5120, 40, 10, 17920)
 
 CONFIGS = [
-    _phi3_mini("Phi-3-mini-4k-instruct", 4096, sliding_window_size=2047),
-    _phi3_mini("Phi-3.5-mini-instruct", 131072, rope_adjustments=_longrope(_PHI_3_5_SHORT, _PHI_3_5_LONG)),
-    _phi3_mini(
-        "Phi-4-mini-instruct", 131072, vocab_size=200064, n_head=24, n_query_groups=8, rotary_percentage=0.75,
+    _phi3("Phi-3-mini-4k-instruct", *_MINI, block_size=4096, sliding_window_size=2047),
+    _phi3(
+        "Phi-3.5-mini-instruct", *_MINI, block_size=131072, rope_adjustments=_longrope(_PHI_3_5_SHORT, _PHI_3_5_LONG)
+    ),
+    _phi3(
+        "Phi-4-mini-instruct", 32, 3072, 24, 8, 8192, block_size=131072, vocab_size=200064, rotary_percentage=0.75,
         rope_adjustments=_longrope([1.0] * 48, _PHI_4_MINI_LONG), tie_embeddings=True,
     ),
-    _phi4("phi-4", 16384, 250000.0),
-    _phi4("Phi-4-reasoning", 32768, 500000.0),
+    _phi4("phi-4", *_14B, block_size=16384, rope_base=250000.0),
+    _phi4("Phi-4-reasoning", *_14B, block_size=32768, rope_base=500000.0),
 ]  # fmt: skip
 
 ALIASES = {"Phi-4-mini-reasoning": "Phi-4-mini-instruct", "Phi-4-reasoning-plus": "Phi-4-reasoning"}

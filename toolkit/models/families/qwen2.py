@@ -7,55 +7,48 @@ only in the maximum sequence length, if at all: those that do have a separate en
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.named import named
 
+_qwen = partial(
+    named, family="qwen2", block_size=32768, vocab_size=151936, rope_base=1000000.0, attn_bias=True, norm_eps=1e-6,
+    tie_embeddings=True,
+)  # fmt: skip
+_qwen_7b = partial(_qwen, vocab_size=152064, tie_embeddings=False)
+_qwen_large = partial(_qwen_7b, norm_eps=1e-5)
 
-def _qwen(
-    name: str, block_size: int, n_layer: int, n_embd: int, n_head: int, groups: int, intermediate_size: int,
-    vocab_size: int = 151936, tie_embeddings: bool = True, norm_eps: float = 1e-6, rope_base: float = 1000000.0,
-) -> ModelConfig:  # fmt: skip
-    return ModelConfig(
-        name=name, family="qwen2", block_size=block_size, vocab_size=vocab_size, n_layer=n_layer, n_embd=n_embd,
-        n_head=n_head, n_query_groups=groups, intermediate_size=intermediate_size, rope_base=rope_base,
-        attn_bias=True, norm_eps=norm_eps, tie_embeddings=tie_embeddings,
-    )  # fmt: skip
-
-
-_0_5B = (24, 896, 14, 2, 4864)
-_1_5B = (28, 1536, 12, 2, 8960)
-_3B = (36, 2048, 16, 2, 11008)
-_7B = (28, 3584, 28, 4, 18944, 152064, False)
-_14B = (48, 5120, 40, 8, 13824, 152064, False, 1e-5)
-_32B = (64, 5120, 40, 8, 27648, 152064, False, 1e-5)
-_72B = (80, 8192, 64, 8, 29568, 152064, False, 1e-5)
+_0_5B, _1_5B, _3B = (24, 896, 14, 2, 4864), (28, 1536, 12, 2, 8960), (36, 2048, 16, 2, 11008)
+_7B, _14B = (28, 3584, 28, 4, 18944), (48, 5120, 40, 8, 13824)
+_32B, _72B = (64, 5120, 40, 8, 27648), (80, 8192, 64, 8, 29568)
 
 CONFIGS = [
-    _qwen("Qwen2.5-0.5B", 32768, *_0_5B),
-    _qwen("Qwen2.5-1.5B", 131072, *_1_5B),
-    _qwen("Qwen2.5-1.5B-Instruct", 32768, *_1_5B),
-    _qwen("Qwen2.5-3B", 32768, *_3B),
-    _qwen("Qwen2.5-7B", 131072, *_7B),
-    _qwen("Qwen2.5-7B-Instruct", 32768, *_7B),
-    _qwen("Qwen2.5-7B-Instruct-1M", 1010000, *_7B, norm_eps=1e-5, rope_base=10000000.0),
-    _qwen("Qwen2.5-14B", 131072, *_14B),
-    _qwen("Qwen2.5-14B-Instruct-1M", 1010000, *_14B, rope_base=10000000.0),
-    _qwen("Qwen2.5-32B", 131072, *_32B),
-    _qwen("Qwen2.5-72B", 131072, *_72B),
-    _qwen("Qwen2.5-Coder-0.5B", 32768, *_0_5B),
-    _qwen("Qwen2.5-Coder-1.5B", 32768, *_1_5B),
-    _qwen("Qwen2.5-Coder-3B", 32768, *_3B),
-    _qwen("Qwen2.5-Coder-7B", 32768, *_7B),
-    _qwen("Qwen2.5-Coder-14B", 32768, *_14B),
-    _qwen("Qwen2.5-Coder-32B", 32768, *_32B),
-    _qwen("Qwen2.5-Math-1.5B", 4096, *_1_5B, rope_base=10000.0),
-    _qwen("Qwen2.5-Math-7B", 4096, *_7B, rope_base=10000.0),
-    _qwen("Qwen2.5-Math-72B", 4096, *_72B, rope_base=10000.0),
-    _qwen("QwQ-32B-Preview", 32768, *_32B),
-    _qwen("QwQ-32B", 131072, *_32B),
+    _qwen("Qwen2.5-0.5B", *_0_5B),
+    _qwen("Qwen2.5-1.5B", *_1_5B, block_size=131072),
+    _qwen("Qwen2.5-1.5B-Instruct", *_1_5B),
+    _qwen("Qwen2.5-3B", *_3B),
+    _qwen_7b("Qwen2.5-7B", *_7B, block_size=131072),
+    _qwen_7b("Qwen2.5-7B-Instruct", *_7B),
+    _qwen_7b("Qwen2.5-7B-Instruct-1M", *_7B, block_size=1010000, norm_eps=1e-5, rope_base=10000000.0),
+    _qwen_large("Qwen2.5-14B", *_14B, block_size=131072),
+    _qwen_large("Qwen2.5-14B-Instruct-1M", *_14B, block_size=1010000, rope_base=10000000.0),
+    _qwen_large("Qwen2.5-32B", *_32B, block_size=131072),
+    _qwen_large("Qwen2.5-72B", *_72B, block_size=131072),
+    _qwen("Qwen2.5-Coder-0.5B", *_0_5B),
+    _qwen("Qwen2.5-Coder-1.5B", *_1_5B),
+    _qwen("Qwen2.5-Coder-3B", *_3B),
+    _qwen_7b("Qwen2.5-Coder-7B", *_7B),
+    _qwen_large("Qwen2.5-Coder-14B", *_14B),
+    _qwen_large("Qwen2.5-Coder-32B", *_32B),
+    _qwen("Qwen2.5-Math-1.5B", *_1_5B, block_size=4096, rope_base=10000.0),
+    _qwen_7b("Qwen2.5-Math-7B", *_7B, block_size=4096, rope_base=10000.0),
+    _qwen_large("Qwen2.5-Math-72B", *_72B, block_size=4096, rope_base=10000.0),
+    _qwen_large("QwQ-32B-Preview", *_32B),
+    _qwen_large("QwQ-32B", *_32B, block_size=131072),
 ]
 
 ALIASES = {

@@ -5,31 +5,27 @@ Sources of the named configurations: LitGPT; which embeddings are tied: MLC LLM'
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, qwen2, tables
+from toolkit.models.families.named import named
 
-
-def _qwen3(
-    name: str, n_layer: int, n_embd: int, n_head: int, intermediate_size: int, *, tied: bool = False,
-    block_size: int = 40960, rope_base: float = 1000000.0,
-) -> ModelConfig:  # fmt: skip
-    return ModelConfig(
-        name=name, family="qwen3", block_size=block_size, vocab_size=151936, n_layer=n_layer, n_embd=n_embd,
-        n_head=n_head, n_query_groups=8, head_size=128, intermediate_size=intermediate_size, rope_base=rope_base,
-        norm_eps=1e-6, norm_qk=True, tie_embeddings=tied,
-    )  # fmt: skip
-
+_qwen3 = partial(
+    named, family="qwen3", block_size=40960, vocab_size=151936, head_size=128, rope_base=1000000.0, norm_eps=1e-6,
+    norm_qk=True,
+)  # fmt: skip
+_4B = (36, 2560, 32, 8, 9728)
 
 CONFIGS = [
-    _qwen3("Qwen3-0.6B", 28, 1024, 16, 3072, tied=True),
-    _qwen3("Qwen3-1.7B", 28, 2048, 16, 6144, tied=True),
-    _qwen3("Qwen3-4B", 36, 2560, 32, 9728, tied=True),
-    _qwen3("Qwen3-4B-Instruct-2507", 36, 2560, 32, 9728, tied=True, block_size=262144, rope_base=5000000.0),
-    _qwen3("Qwen3-8B", 36, 4096, 32, 12288),
-    _qwen3("Qwen3-14B", 40, 5120, 40, 17408),
-    _qwen3("Qwen3-32B", 64, 5120, 64, 25600),
+    _qwen3("Qwen3-0.6B", 28, 1024, 16, 8, 3072, tie_embeddings=True),
+    _qwen3("Qwen3-1.7B", 28, 2048, 16, 8, 6144, tie_embeddings=True),
+    _qwen3("Qwen3-4B", *_4B, tie_embeddings=True),
+    _qwen3("Qwen3-4B-Instruct-2507", *_4B, tie_embeddings=True, block_size=262144, rope_base=5000000.0),
+    _qwen3("Qwen3-8B", 36, 4096, 32, 8, 12288),
+    _qwen3("Qwen3-14B", 40, 5120, 40, 8, 17408),
+    _qwen3("Qwen3-32B", 64, 5120, 64, 8, 25600),
 ]
 
 ALIASES = {

@@ -8,67 +8,43 @@ models' files turn it off, which is unsuitable for training experts from scratch
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, qwen2, tables
+from toolkit.models.families.named import named
 
-
-def _qwen2_moe(
-    name: str, block_size: int, size: tuple[int, int, int, int, int], *, n_expert: int, per_token: int, expert: int,
-    shared: int,
-) -> ModelConfig:  # fmt: skip
-    n_layer, n_embd, n_head, groups, intermediate_size = size
-    return ModelConfig(
-        name=name, family="qwen2_moe", block_size=block_size, vocab_size=151936, n_layer=n_layer, n_embd=n_embd,
-        n_head=n_head, n_query_groups=groups, intermediate_size=intermediate_size, rope_base=1000000.0, norm_eps=1e-6,
-        attn_bias=True, mlp_class_name="LLaMAMoE", n_expert=n_expert, n_expert_per_token=per_token,
-        moe_intermediate_size=expert, shared_expert_intermediate_size=shared,
-    )  # fmt: skip
-
-
-def _qwen3_moe(
-    name: str, size: tuple[int, int, int, int, int, int], *, n_expert: int = 128, block_size: int = 40960,
-    rope_base: float = 1000000.0,
-) -> ModelConfig:  # fmt: skip
-    n_layer, n_embd, n_head, groups, intermediate_size, expert = size
-    return ModelConfig(
-        name=name, family="qwen3_moe", block_size=block_size, vocab_size=151936, n_layer=n_layer, n_embd=n_embd,
-        n_head=n_head, n_query_groups=groups, head_size=128, intermediate_size=intermediate_size, rope_base=rope_base,
-        norm_eps=1e-6, norm_qk=True, mlp_class_name="LLaMAMoE", n_expert=n_expert, n_expert_per_token=8,
-        moe_intermediate_size=expert, norm_topk_prob=True,
-    )  # fmt: skip
-
-
-_A2_7B: dict[str, Any] = {
-    "size": (24, 2048, 16, 16, 5632),
-    "n_expert": 60,
-    "per_token": 4,
-    "expert": 1408,
-    "shared": 5632,
-}
-_A14B: dict[str, Any] = {
-    "size": (28, 3584, 28, 4, 18944),
-    "n_expert": 64,
-    "per_token": 8,
-    "expert": 2560,
-    "shared": 20480,
-}
-_30B = (48, 2048, 32, 4, 6144, 768)
-_235B = (94, 4096, 64, 4, 12288, 1536)
+_moe = partial(
+    named, vocab_size=151936, rope_base=1000000.0, norm_eps=1e-6, mlp_class_name="LLaMAMoE", n_expert_per_token=8
+)
+_a2_7b = partial(
+    _moe, family="qwen2_moe", attn_bias=True, n_expert=60, n_expert_per_token=4, moe_intermediate_size=1408,
+    shared_expert_intermediate_size=5632,
+)  # fmt: skip
+_qwen3_moe = partial(
+    _moe, family="qwen3_moe", block_size=40960, head_size=128, norm_qk=True, n_expert=128, norm_topk_prob=True
+)
+_30b, _235b = partial(_qwen3_moe, moe_intermediate_size=768), partial(_qwen3_moe, moe_intermediate_size=1536)
+_A2_7B, _30B, _235B = (24, 2048, 16, 16, 5632), (48, 2048, 32, 4, 6144), (94, 4096, 64, 4, 12288)
 _CODER: dict[str, Any] = {"block_size": 262144, "rope_base": 10000000.0}
 
 CONFIGS = [
-    _qwen2_moe("Qwen1.5-MoE-A2.7B", 8192, **_A2_7B),
-    _qwen2_moe("Qwen1.5-MoE-A2.7B-Chat", 32768, **_A2_7B),
-    _qwen2_moe("Qwen2-57B-A14B", 131072, **_A14B),
-    _qwen3_moe("Qwen3-30B-A3B", _30B),
-    _qwen3_moe("Qwen3-30B-A3B-Instruct-2507", _30B, block_size=262144, rope_base=10000000.0),
-    _qwen3_moe("Qwen3-235B-A22B", _235B),
-    _qwen3_moe("Qwen3-235B-A22B-Instruct-2507", _235B, block_size=262144, rope_base=5000000.0),
-    _qwen3_moe("Qwen3-Coder-30B-A3B-Instruct", (48, 2048, 32, 4, 5472, 768), **_CODER),
-    _qwen3_moe("Qwen3-Coder-480B-A35B-Instruct", (62, 6144, 96, 8, 8192, 2560), n_expert=160, **_CODER),
-]
+    _a2_7b("Qwen1.5-MoE-A2.7B", *_A2_7B, block_size=8192),
+    _a2_7b("Qwen1.5-MoE-A2.7B-Chat", *_A2_7B, block_size=32768),
+    _moe(
+        "Qwen2-57B-A14B", 28, 3584, 28, 4, 18944, family="qwen2_moe", block_size=131072, attn_bias=True, n_expert=64,
+        moe_intermediate_size=2560, shared_expert_intermediate_size=20480,
+    ),
+    _30b("Qwen3-30B-A3B", *_30B),
+    _30b("Qwen3-30B-A3B-Instruct-2507", *_30B, block_size=262144, rope_base=10000000.0),
+    _235b("Qwen3-235B-A22B", *_235B),
+    _235b("Qwen3-235B-A22B-Instruct-2507", *_235B, block_size=262144, rope_base=5000000.0),
+    _30b("Qwen3-Coder-30B-A3B-Instruct", 48, 2048, 32, 4, 5472, **_CODER),
+    _qwen3_moe(
+        "Qwen3-Coder-480B-A35B-Instruct", 62, 6144, 96, 8, 8192, n_expert=160, moe_intermediate_size=2560, **_CODER
+    ),
+]  # fmt: skip
 
 ALIASES = {
     "Qwen3-30B-A3B-Base": "Qwen3-30B-A3B",

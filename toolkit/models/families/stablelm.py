@@ -8,34 +8,25 @@ StableLM (stablelm-base-alpha) is a GPT-NeoX.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.named import named
 
-
-def _stablelm(
-    name: str, n_layer: int, n_embd: int, intermediate_size: int, *, vocab_size: int, **other: Any
-) -> ModelConfig:
-    return ModelConfig(
-        name=name, family="stablelm", block_size=4096, vocab_size=vocab_size, n_layer=n_layer, n_embd=n_embd,
-        n_head=32, intermediate_size=intermediate_size, rotary_percentage=0.25, norm_class_name="LayerNorm",
-        **other,
-    )  # fmt: skip
-
-
-_12B: dict[str, Any] = {
-    "parallel_residual": True,
-    "shared_attention_norm": True,
-    "norm_qk": True,
-    "norm_qk_type": "per_head",
-}
+_stablelm = partial(
+    named, family="stablelm", block_size=4096, vocab_size=100352, rotary_percentage=0.25, norm_class_name="LayerNorm"
+)
 
 CONFIGS = [
-    _stablelm("stablelm-3b-4e1t", 32, 2560, 6912, vocab_size=50304),
-    _stablelm("stablelm-2-1_6b", 24, 2048, 5632, vocab_size=100352, attn_bias=True),
-    _stablelm("stablelm-2-12b", 40, 5120, 13824, vocab_size=100352, n_query_groups=8, **_12B),
-]
+    _stablelm("stablelm-3b-4e1t", 32, 2560, 32, 32, 6912, vocab_size=50304),
+    _stablelm("stablelm-2-1_6b", 24, 2048, 32, 32, 5632, attn_bias=True),
+    _stablelm(
+        "stablelm-2-12b", 40, 5120, 32, 8, 13824, parallel_residual=True, shared_attention_norm=True, norm_qk=True,
+        norm_qk_type="per_head",
+    ),
+]  # fmt: skip
 
 ALIASES = {"stablelm-zephyr-3b": "stablelm-3b-4e1t", "stablelm-2-zephyr-1_6b": "stablelm-2-1_6b"}
 
