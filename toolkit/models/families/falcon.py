@@ -14,9 +14,10 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named
 
-_FIXED: dict[str, Any] = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
-          "parallel_residual": True}  # fmt: skip
-
+_FIXED: dict[str, Any] = {
+    "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
+    "parallel_residual": True,
+}  # fmt: skip
 
 _falcon = partial(named, family="falcon", block_size=2048, vocab_size=65024, tie_embeddings=True, **_FIXED)
 
@@ -113,5 +114,4 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
 
 def check(config: ModelConfig) -> None:
     """Check that FalconForCausalLM can express the config."""
-    own = {"head_size": config.n_embd // config.n_head}
-    hf_config.require_llama(config, free=("shared_attention_norm",), **own, **_FIXED)
+    hf_config.require_llama(config, free=("shared_attention_norm",), has_head_dim=False, **_FIXED)

@@ -25,28 +25,21 @@ _COMMON: dict[str, Any] = {
 }  # fmt: skip
 _POST_NORMS: dict[str, Any] = {"post_attention_norm": True, "post_mlp_norm": True}
 
-
 _gemma = partial(named, family="gemma", block_size=8192, vocab_size=256000, head_size=256, **_COMMON)
-
-
-def _gemma2(name: str, n_layer: int, *sizes: int, **other: Any) -> ModelConfig:
-    fields = {"head_size": 256, "attention_scores_scalar": 256.0, "block_size": 8192, "vocab_size": 256000}
-    fields |= {"attention_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_size": 4096}
-    windows = [(i + 1) % 2 for i in range(n_layer)]
-    fields |= _POST_NORMS | _COMMON | {"sliding_window_indices": windows} | other
-    return named(name, n_layer, *sizes, family="gemma2", **fields)
-
-
-def _gemma3(name: str, n_layer: int, *sizes: int, long: bool = True, **other: Any) -> ModelConfig:
-    every_sixth_is_full = [int((i + 1) % 6 != 0) for i in range(n_layer)]
-    fields = {"head_size": 256, "attention_scores_scalar": 256.0, "vocab_size": 262144, "norm_qk": True}
-    fields |= {"rope_base": 1000000.0, "rope_local_base_freq": 10000.0, "rope_indices": every_sixth_is_full}
-    fields |= {"block_size": 131072, "sliding_window_size": 1024, "rope_adjustments": {"factor": 8.0}}
-    if not long:
-        fields |= {"block_size": 32768, "sliding_window_size": 512, "rope_adjustments": None}
-    fields |= _POST_NORMS | _COMMON | {"sliding_window_indices": every_sixth_is_full} | other
-    return named(name, n_layer, *sizes, family="gemma3_text", **fields)
-
+# Lists with one entry per layer are cut to the number of layers.
+_gemma2 = partial(
+    named, family="gemma2", block_size=8192, vocab_size=256000, head_size=256, attention_scores_scalar=256.0,
+    attention_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window_size=4096,
+    sliding_window_indices=[1, 0] * 23, **_POST_NORMS, **_COMMON,
+)  # fmt: skip
+_EVERY_SIXTH_IS_FULL = [1, 1, 1, 1, 1, 0] * 11
+_gemma3 = partial(
+    named, family="gemma3_text", block_size=131072, vocab_size=262144, head_size=256, attention_scores_scalar=256.0,
+    norm_qk=True, rope_base=1000000.0, rope_adjustments={"factor": 8.0}, rope_local_base_freq=10000.0,
+    rope_indices=_EVERY_SIXTH_IS_FULL, sliding_window_size=1024, sliding_window_indices=_EVERY_SIXTH_IS_FULL,
+    **_POST_NORMS, **_COMMON,
+)  # fmt: skip
+_gemma3_short = partial(_gemma3, block_size=32768, rope_adjustments=None, sliding_window_size=512)
 
 CONFIGS = [
     _gemma("gemma-2b", 18, 2048, 8, 1, 16384),
@@ -54,8 +47,8 @@ CONFIGS = [
     _gemma2("gemma-2-2b", 26, 2304, 8, 4, 9216),
     _gemma2("gemma-2-9b", 42, 3584, 16, 8, 14336),
     _gemma2("gemma-2-27b", 46, 4608, 32, 16, 36864, head_size=128, attention_scores_scalar=144.0),
-    _gemma3("gemma-3-270m", 18, 640, 4, 1, 2048, long=False),
-    _gemma3("gemma-3-1b", 26, 1152, 4, 1, 6912, long=False),
+    _gemma3_short("gemma-3-270m", 18, 640, 4, 1, 2048),
+    _gemma3_short("gemma-3-1b", 26, 1152, 4, 1, 6912),
     _gemma3("gemma-3-4b", 34, 2560, 8, 4, 10240),
     _gemma3("gemma-3-12b", 48, 3840, 16, 8, 15360),
     _gemma3("gemma-3-27b", 62, 5376, 32, 16, 21504, head_size=128, attention_scores_scalar=168.0),

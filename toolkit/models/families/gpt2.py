@@ -113,5 +113,5 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
 
 def check(config: ModelConfig) -> None:
     """Check that GPT2LMHeadModel can express the config."""
-    own = {"n_query_groups": config.n_head, "head_size": config.n_embd // config.n_head}
-    hf_config.require_llama(config, free=("gelu_approximate",), **own, **_FIXED)
+    free = ("gelu_approximate",)
+    hf_config.require_llama(config, free=free, has_head_dim=False, n_query_groups=config.n_head, **_FIXED)

@@ -14,10 +14,12 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named
 
+_FIXED: dict[str, Any] = {"bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP"}
+
 # padding_multiple 1: the published vocabulary is not padded
 _neox = partial(
     named, family="gpt_neox", block_size=2048, padding_multiple=1, rotary_percentage=0.25, parallel_residual=True,
-    bias=True, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP",
+    **_FIXED,
 )  # fmt: skip
 _pythia = partial(_neox, vocab_size=50304, padding_multiple=64)
 _red_pajama = partial(_neox, vocab_size=50432, rotary_percentage=1.0, parallel_residual=False)
@@ -75,7 +77,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         "parallel_residual": config_json.get("use_parallel_residual", True),
         "gelu_approximate": _GELU[config_json.get("hidden_act", "gelu")],
     }
-    return ModelConfig(**fields, bias=True, norm_class_name="LayerNorm", mlp_class_name="GptNeoxMLP")
+    return ModelConfig(**fields, **_FIXED)
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -126,7 +128,5 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
 
 def check(config: ModelConfig) -> None:
     """Check that GPTNeoXForCausalLM can express the config."""
-    hf_config.require_llama(
-        config, free=("parallel_residual", "rotary_percentage", "gelu_approximate"), norm_class_name="LayerNorm",
-        mlp_class_name="GptNeoxMLP", bias=True, n_query_groups=config.n_head, head_size=config.n_embd // config.n_head,
-    )  # fmt: skip
+    free = ("parallel_residual", "rotary_percentage", "gelu_approximate")
+    hf_config.require_llama(config, free=free, has_head_dim=False, n_query_groups=config.n_head, **_FIXED)

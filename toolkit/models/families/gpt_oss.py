@@ -7,6 +7,7 @@ openai/gpt-oss-120b's.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -31,25 +32,18 @@ _FIXED: dict[str, Any] = {
 # loss of at least 0.9 x 4 would dominate the training loss.
 _UNUSED_COEF = 0.9
 
-_YARN: dict[str, Any] = {
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "original_max_seq_len": 4096,
-    "truncate": False,
-}
+_YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 4096, "truncate": False}
+_gpt_oss = partial(
+    named, family="gpt_oss", block_size=131072, vocab_size=201088, head_size=64, rope_base=150000.0,
+    rope_adjustments=_YARN, sliding_window_size=128, sliding_window_indices=[1, 0] * 18, n_expert_per_token=4,
+    swiglu_limit=7.0, **_FIXED,
+)  # fmt: skip
 
-
-def _gpt_oss(name: str, n_layer: int, n_expert: int) -> ModelConfig:
-    return named(
-        name, n_layer, 2880, 64, 8, 2880, family="gpt_oss", block_size=131072, vocab_size=201088, head_size=64,
-        rope_base=150000.0, rope_adjustments=_YARN, sliding_window_size=128,
-        sliding_window_indices=[1, 0] * (n_layer // 2), n_expert=n_expert, n_expert_per_token=4, swiglu_limit=7.0,
-        **_FIXED,
-    )  # fmt: skip
-
-
-CONFIGS = [_gpt_oss("gpt-oss-20b", 24, 32), _gpt_oss("gpt-oss-120b", 36, 128)]
+# The list with one entry per layer is cut to the number of layers.
+CONFIGS = [
+    _gpt_oss("gpt-oss-20b", 24, 2880, 64, 8, 2880, n_expert=32),
+    _gpt_oss("gpt-oss-120b", 36, 2880, 64, 8, 2880, n_expert=128),
+]
 ALIASES: dict[str, str] = {}
 
 

@@ -45,5 +45,4 @@ weight_map = tables.decoder_weights
 
 def check(config: ModelConfig) -> None:
     """Check that GraniteForCausalLM can express the config."""
-    own = {"head_size": config.n_embd // config.n_head}
-    hf_config.require_llama(config, free=(*_MULTIPLIERS, "bias", "attention_scores_scalar"), **own)
+    hf_config.require_llama(config, free=(*_MULTIPLIERS, "bias", "attention_scores_scalar"), has_head_dim=False)

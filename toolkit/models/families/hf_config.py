@@ -68,18 +68,21 @@ def _has_no_effect(config: ModelConfig, name: str) -> bool:
     return name in _NO_EFFECT and _NO_EFFECT[name](config)
 
 
-def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), **other: Any) -> None:
+def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), has_head_dim: bool = True, **other: Any) -> None:
     """Check that a config is a Llama except for what the family's Hugging Face class supports.
 
     Args:
         config: The architecture.
         free: Fields that may have any value.
+        has_head_dim: Whether the class takes a head dimension other than n_embd / n_head.
         **other: Fields with a required value other than Llama's.
 
     Raises:
         UserError: Names the field, its value and the required value.
     """
-    expected = {**_LLAMA_DEFAULTS, "attention_scores_scalar": config.head_size} | other
+    expected = _LLAMA_DEFAULTS | {"attention_scores_scalar": config.head_size} | other
+    if not has_head_dim:
+        expected["head_size"] = config.n_embd // config.n_head
     require(config, **{n: v for n, v in expected.items() if n not in free and not _has_no_effect(config, n)})
 
 

@@ -17,7 +17,6 @@ from toolkit.models.families.named import named
 _SCALED_8X = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
 _SCALED_32X = {**_SCALED_8X, "factor": 32.0}
 
-
 _llama2 = partial(named, block_size=4096, vocab_size=32000)
 _llama1 = partial(_llama2, block_size=2048, norm_eps=1e-6)
 # padding_multiple 1: the published vocabulary is not padded

@@ -67,5 +67,5 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
 
 def check(config: ModelConfig) -> None:
     """Check that PhiForCausalLM can express the config."""
-    own = {"head_size": config.n_embd // config.n_head, "tie_embeddings": False}
-    hf_config.require_llama(config, free=("rotary_percentage", "norm_qk"), **own, **_FIXED)
+    free = ("rotary_percentage", "norm_qk")
+    hf_config.require_llama(config, free=free, has_head_dim=False, tie_embeddings=False, **_FIXED)

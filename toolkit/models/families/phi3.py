@@ -103,7 +103,6 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
 
 def check(config: ModelConfig) -> None:
     """Check that Phi3ForCausalLM can express the config."""
-    own = {"head_size": config.n_embd // config.n_head}
-    hf_config.require_llama(config, free=("rotary_percentage", *hf_config.WINDOWS), **own)
+    hf_config.require_llama(config, free=("rotary_percentage", *hf_config.WINDOWS), has_head_dim=False)
     if config.rope_kind not in (None, "longrope"):
         hf_config.require(config, rope_adjustments="longrope's or None")

@@ -65,8 +65,7 @@ weight_map = tables.decoder_weights
 
 def check(config: ModelConfig) -> None:
     """Check that StableLmForCausalLM can express the config."""
-    hf_config.require_llama(
-        config, free=("rotary_percentage", "attn_bias", "parallel_residual", "norm_qk"), norm_class_name="LayerNorm",
-        shared_attention_norm=config.parallel_residual, head_size=config.n_embd // config.n_head,
-        norm_qk_type="per_head",
-    )  # fmt: skip
+    fixed = {"norm_class_name": "LayerNorm", "norm_qk_type": "per_head"}
+    free = ("rotary_percentage", "attn_bias", "parallel_residual", "norm_qk")
+    shared = config.parallel_residual
+    hf_config.require_llama(config, free=free, has_head_dim=False, shared_attention_norm=shared, **fixed)

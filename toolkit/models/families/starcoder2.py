@@ -65,6 +65,4 @@ def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:
 
 def check(config: ModelConfig) -> None:
     """Check that Starcoder2ForCausalLM can express the config."""
-    hf_config.require_llama(
-        config, free=("bias", *hf_config.WINDOWS), head_size=config.n_embd // config.n_head, **_FIXED,
-    )  # fmt: skip
+    hf_config.require_llama(config, free=("bias", *hf_config.WINDOWS), has_head_dim=False, **_FIXED)
