@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from toolkit.checkpoints.fingerprint import ADAPTERS, base_fingerprint
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import load_state, require_compatible, save_weights
+from toolkit.checkpoints.weights import load_state, only_tensors, require_compatible, save_weights
 from toolkit.errors import UserError, one_line
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
@@ -147,10 +147,7 @@ def load_adapters(folder: str | Path, model: nn.Module) -> dict[str, Tensor]:
         UserError: the file is missing or damaged, or adapters are missing, unexpected or of a different shape.
     """
     path = Path(folder) / ADAPTERS
-    adapters: dict[str, Any] = load_state(path)
-    for name, value in adapters.items():
-        if not (isinstance(name, str) and isinstance(value, Tensor)):
-            raise UserError(f"{path}: {name!r} is not a tensor; the file must hold adapters only")
+    adapters = only_tensors(load_state(path), path, "adapters")
     wanted = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
     require_compatible(adapters, wanted, path, ADAPTER_CONFIG)
     return {name: adapters[name].float() for name in wanted}

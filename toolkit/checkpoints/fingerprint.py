@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.torch_zip import BinaryFile, FileSlice
+from toolkit.checkpoints.torch_zip import DAMAGED, BinaryFile, FileSlice
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
 from toolkit.untrusted import open_regular
@@ -111,5 +111,5 @@ def _checksums(file: BinaryFile, path: Path, prefix: str = "data/") -> list[str]
         with zipfile.ZipFile(file) as archive:
             entries = [(info.filename.partition("/")[2], info) for info in archive.infolist()]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: the file is damaged or cut short; copy or download it again") from error
+        raise UserError(f"{path}: {DAMAGED}") from error
     return [f"{name} {info.file_size} {info.CRC:08x}" for name, info in entries if name.startswith(prefix)]

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from toolkit.errors import UserError
 
+DAMAGED = "the file is damaged or cut short; copy or download it again"
 ZIP_MAGIC = b"PK\x03\x04"
 BinaryFile = IO[bytes] | io.RawIOBase
 
@@ -42,7 +43,7 @@ def describe_load_error(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         what = f"{named[1]}, which could run code" if named else "more than tensors and could run code"
         return f"refused: it holds {what}; only files of tensors are read"
-    return "the file is damaged or cut short; copy or download it again"
+    return DAMAGED
 
 
 class FileSlice(io.RawIOBase):

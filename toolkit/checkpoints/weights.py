@@ -60,10 +60,19 @@ def load_weights(checkpoint_dir: Path) -> dict[str, Tensor]:
     state = load_state(path)
     if isinstance(state.get("model"), dict):  # LitGPT's pretrain stores the optimizer in the same file
         state = state["model"]
+    return {canonical_name(name): tensor for name, tensor in only_tensors(state, path).items()}
+
+
+def only_tensors(state: dict[str, Any], path: Path, what: str = "weights") -> dict[str, Tensor]:
+    """Check that the content of a file is named tensors, and return it; ``what`` they are, for messages.
+
+    Raises:
+        UserError: the file holds anything else.
+    """
     for name, value in state.items():
         if not (isinstance(name, str) and isinstance(value, Tensor)):
-            raise UserError(f"{path}: {name!r} is not a plain tensor; the file must hold weights only")
-    return {canonical_name(name): tensor for name, tensor in state.items()}
+            raise UserError(f"{path}: {name!r:.100} is not a plain tensor; the file must hold {what} only")
+    return state
 
 
 def require_compatible(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path, what: str) -> None:

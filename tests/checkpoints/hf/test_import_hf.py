@@ -298,7 +298,7 @@ BAD = {
     "sparse": (lambda f: pickled(f, extra=torch.zeros(2).to_sparse()), "'extra' is not a plain tensor"),
     "meta": (lambda f: pickled(f, **{QKV: torch.zeros(32, 64, device="meta")}), "k_proj.weight' is not a plain tensor"),
     "number": (lambda f: pickled(f, numbered=True), "pytorch_model.bin: 3 is not a plain tensor"),
-    "no tensor": (lambda f: pickled(f, epoch=3), "pytorch_model.bin: epoch is a int, not a tensor"),
+    "no tensor": (lambda f: pickled(f, epoch=3), "pytorch_model.bin: 'epoch' is not a plain tensor"),
     "old pickle": (old_pickle, "pytorch_model.bin: "),
     "checkpoint": (lambda f: (f / "model.safetensors").rename(f / "lit_model.pth"), "is already a checkpoint folder"),
     "adapter": (adapter, "holds an adapter"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from toolkit import untrusted
-from toolkit.checkpoints.weights import load_state
+from toolkit.checkpoints.weights import load_state, only_tensors
 from toolkit.errors import UserError
 
 # Names of dtypes in the safetensors format.
@@ -48,55 +49,34 @@ class StoredTensor(NamedTuple):
 
     def read(self) -> Tensor:
         """Return the tensor, memory-mapped."""
-        return open_weights(self.file).get_tensor(self.name)
+        opened = _open(self.file)
+        return opened[self.name].contiguous() if isinstance(opened, dict) else opened.get_tensor(self.name)
 
 
 def close() -> None:
     """Close the files."""
-    open_weights.cache_clear()
+    _open.cache_clear()
+
+
+def list_weights(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield name, shape and the safetensors format's name of the dtype of a file's tensors."""
+    opened = _open(path)
+    if isinstance(opened, dict):
+        yield from ((name, tuple(t.shape), _NAMES.get(t.dtype, str(t.dtype))) for name, t in opened.items())
+    else:
+        parts = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118 (not a dictionary)
+        yield from ((name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts)
 
 
 @functools.cache
-def open_weights(path: Path) -> Any:
-    """Open a file, with the interface of ``safe_open``; it stays open until :func:`close`."""
+def _open(path: Path) -> Any:
+    """Open a file: ``safe_open``'s object, or the tensors of a pickle by name; it stays open until :func:`close`."""
     try:
         with untrusted.open_regular(path) as file:
             if file.read(24).startswith(b"version https://git-lfs"):
                 raise UserError(f"{path}: is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
-        return safe_open(path, "pt") if path.suffix == ".safetensors" else _PickleFile(path)
+        return safe_open(path, "pt") if path.suffix == ".safetensors" else only_tensors(load_state(path), path)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; copy or download it again") from error
     except SafetensorError as error:
         raise UserError(f"{path}: the file is damaged or cut short ({error}); copy or download it again") from error
-
-
-class _PickleFile:
-    """A ``torch.save`` file, read with weights_only and memory-mapped, with the interface of ``safe_open``."""
-
-    def __init__(self, path: Path) -> None:
-        self._tensors = load_state(path)
-        for name, value in self._tensors.items():
-            if not isinstance(value, Tensor):
-                raise UserError(f"{path}: {name} is a {type(value).__name__}, not a tensor")
-            if not (isinstance(name, str) and value.layout == torch.strided and value.device.type == "cpu"):
-                raise UserError(f"{path}: {name!r} is not a plain tensor; the file must hold weights only")
-
-    def keys(self) -> list[str]:
-        return list(self._tensors)
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self._tensors[name].contiguous()
-
-    def get_slice(self, name: str) -> _TensorInfo:
-        return _TensorInfo(self._tensors[name])
-
-
-class _TensorInfo:
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def get_dtype(self) -> str:
-        return _NAMES.get(self._tensor.dtype, str(self._tensor.dtype))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoints.hf import fp8, mxfp4
-from toolkit.checkpoints.hf.files import DTYPES, QUANTIZED, StoredTensor, Weight, open_weights
+from toolkit.checkpoints.hf.files import DTYPES, QUANTIZED, StoredTensor, Weight, list_weights
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.untrusted import read_json_object
@@ -42,15 +42,12 @@ def find_weights(hf_dir: Path) -> dict[str, Weight]:
         raise UserError(f"hf_dir {hf_dir}: {_missing_weights_hint(hf_dir)}")
     found: dict[str, StoredTensor] = {}
     for file in files:
-        opened = open_weights(hf_dir / file)
-        for name in opened.keys():  # noqa: SIM118 (not a dictionary)
+        for name, shape, dtype in list_weights(hf_dir / file):
             if (name in found and where.get(name) != file) or _BUFFERS.fullmatch(name):
                 continue
-            info = opened.get_slice(name)
-            dtype = info.get_dtype()
             if dtype not in DTYPES:
                 raise _unsupported_dtype(hf_dir / file, name, dtype)
-            found[name] = StoredTensor(hf_dir / file, name, tuple(info.get_shape()), DTYPES[dtype])
+            found[name] = StoredTensor(hf_dir / file, name, shape, DTYPES[dtype])
     joined: dict[str, Weight] = {**mxfp4.join_blocks(found)}
     if (block := fp8.block_size(read_json_object(hf_dir / CONFIG))) is not None:
         joined |= fp8.join_scales(found, block)

@@ -23,6 +23,7 @@ from toolkit.checkpoints.peft.layers import (
     linear_layers,
 )
 from toolkit.checkpoints.store import WEIGHTS
+from toolkit.checkpoints.torch_zip import DAMAGED
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import adapted_on_meta, attention_rows
@@ -159,7 +160,7 @@ def _read_tensors(folder: Path, config: ModelConfig) -> dict[str, dict[str, Tens
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: the file is damaged or cut short; copy or download it again") from error
+        raise UserError(f"{path}: {DAMAGED}") from error
     vocabulary = (config.padded_vocab_size, config.n_embd)
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
