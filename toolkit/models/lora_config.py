@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 
 # The parts of the model that can have adapters, each a field of LoRAConfig.
 PARTS = ("query", "key", "value", "projection", "mlp", "head")
@@ -47,12 +47,9 @@ class LoRAConfig:
     dora: bool = False
 
     def __post_init__(self) -> None:
-        if self.r <= 0:
-            raise UserError(f"--lora_r {self.r}: must be greater than zero")
-        if not 0 < self.alpha < math.inf:
-            raise UserError(f"--lora_alpha {self.alpha}: must be greater than zero")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"--lora_dropout {self.dropout}: must be at least 0 and below 1")
+        require_option(self.r > 0, "lora_r", self.r, "must be greater than zero")
+        require_option(0 < self.alpha < math.inf, "lora_alpha", self.alpha, "must be greater than zero")
+        require_option(0 <= self.dropout < 1, "lora_dropout", self.dropout, "must be at least 0 and below 1")
         if not self.parts:
             flags = " ".join(f"--lora_{part} false" for part in PARTS)
             raise UserError(f"{flags}: selects nothing to train; set one of them to true")

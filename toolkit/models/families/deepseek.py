@@ -12,6 +12,7 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.models.config import LATENT_ATTENTION, ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.hf_keys import require_key
 
 _SHARED: dict[str, Any] = {
     "block_size": 163840, "norm_eps": 1e-6, "mlp_class_name": "LLaMAMoE", "shared_expert_gate": False,
@@ -70,23 +71,19 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         head_dim=(None, config_json["qk_rope_head_dim"]),  # the number of rotated dimensions
     )  # fmt: skip
     rope = hf_rope.read_rope(config_json)
-    written, read = (
-        config_json.get("rope_scaling") or config_json.get("rope_parameters") or {},
-        rope["rope_adjustments"],
-    )
-    if (share := written.get("mscale_all_dim")) and read is not None and "mscale_all_dim" not in read:
-        raise UserError(f"config.json: mscale_all_dim {share!r}: this version computes it with rope_type 'yarn' only")
+    written = config_json.get("rope_scaling") or config_json.get("rope_parameters") or {}
+    mscale, read = written.get("mscale_all_dim"), rope["rope_adjustments"]
+    is_read = not mscale or read is None or "mscale_all_dim" in read
+    require_key(is_read, "mscale_all_dim", mscale, "this version computes it with rope_type 'yarn' only")
     shared, k = config_json["n_shared_experts"], config_json["num_experts_per_tok"]
-    if not shared:
-        raise UserError(f"config.json: n_shared_experts {shared!r}: this version requires shared experts")
+    require_key(bool(shared), "n_shared_experts", shared, "this version requires shared experts")
     decoder = hf_config.read_decoder(
         config_json, vocab_size=129280 if is_v3 else 102400, block_size=4096 if is_v3 else 2048
     )
-    groups = None if config_json["topk_method"] == "greedy" else config_json["n_group"]
-    if groups is None and config_json["topk_method"] != "greedy":
-        raise UserError(
-            f"config.json: n_group null: topk_method {config_json['topk_method']!r} needs a number of groups"
-        )
+    method = config_json["topk_method"]
+    groups = None if method == "greedy" else config_json["n_group"]
+    if groups is None and method != "greedy":
+        raise UserError(f"config.json: n_group null: topk_method {method!r} needs a number of groups")
     dense = config_json["first_k_dense_replace"]
     return ModelConfig(
         **decoder | {"head_size": None},  # Hugging Face's head_dim is the rotated part

@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
+from toolkit.models.families.hf_keys import require_key
 
 
 def require(config: ModelConfig, **expected: Any) -> None:
@@ -27,12 +28,11 @@ def require(config: ModelConfig, **expected: Any) -> None:
 
 def require_hf(config_json: dict[str, Any], **allowed: tuple[Any, ...]) -> None:
     """Check keys of a ``config.json``, if present, against the values that toolkit supports."""
+    of_model = f"of a {config_json.get('model_type')!r} model, this version computes only"
     for key, values in allowed.items():
-        if key in config_json and config_json[key] not in values:
-            raise UserError(
-                f"config.json: {key} {config_json[key]!r}: of a {config_json.get('model_type')!r} model, "
-                f"this version computes only {' or '.join(repr(v) for v in values)}"
-            )
+        if key in config_json:
+            value, listed = config_json[key], " or ".join(map(repr, values))
+            require_key(value in values, key, value, f"{of_model} {listed}")
 
 
 def model_name(config_json: dict[str, Any]) -> str:
@@ -216,10 +216,7 @@ def read_windows(
         raise UserError(f"config.json: layer_types names {len(types)} layers: must be num_hidden_layers {n_layer}")
     if (SLIDING not in types) if types is not None else (size is None):
         return {}
-    if not size:
-        raise UserError(
-            f"config.json: sliding_window {size!r}: must be greater than zero in a model with sliding windows"
-        )
+    require_key(bool(size), "sliding_window", size, "must be greater than zero in a model with sliding windows")
     indices = None if types is None or FULL not in types else [int(kind == SLIDING) for kind in types]
     return {"sliding_window_size": size, "sliding_window_indices": indices}
 

@@ -47,7 +47,7 @@ _NULLABLE = {
     "n_inner", "num_key_value_heads", "head_dim", "num_kv_heads", "ffn_hidden_size", "sliding_window",
     "num_ln_in_parallel_attn", "q_lora_rank", "n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob",
     "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "rope_theta", "use_bidirectional_attention",
-    "rope_interleave", "original_max_position_embeddings", *_MAPPINGS, *_LISTS,
+    "rope_interleave", "original_max_position_embeddings", *_MAPPINGS,
 }  # fmt: skip
 
 
@@ -66,6 +66,16 @@ def is_integer(value: Any, minimum: int) -> bool:
     return isinstance(value, int) and is_number(value, minimum)
 
 
+def require_key(ok: bool, key: str, value: Any, hint: str) -> None:
+    """Check the value of a key of a ``config.json``; ``hint`` gives the valid values or the reason.
+
+    Raises:
+        UserError: ``ok`` is false.
+    """
+    if not ok:
+        raise UserError(f"config.json: {key} {value!r}: {hint}")
+
+
 def require_types(config_json: dict[str, Any]) -> None:
     """Check the types and ranges of the values of a ``config.json``.
 
@@ -75,23 +85,24 @@ def require_types(config_json: dict[str, Any]) -> None:
     for minimum, keys in _INTEGERS.items():
         _require(config_json, keys, lambda v, m=minimum: is_integer(v, m), f"an integer, {minimum} or greater")
         for key in keys:
-            if (config_json.get(key) or 0) > (maximum := _MAX_VALUES.get(key, MAX_SIZE)):
-                raise UserError(f"config.json: {key} {config_json[key]}: must be at most {maximum:,}")
+            value, maximum = config_json.get(key), _MAX_VALUES.get(key, MAX_SIZE)
+            require_key((value or 0) <= maximum, key, value, f"must be at most {maximum:,}")
     _require(config_json, _POSITIVE, is_positive, "a number greater than zero")
     _require(config_json, _NONNEGATIVE, lambda v: is_number(v, 0), "a number, not less than zero")
     _require(config_json, _NUMBERS, is_number, "a number")
     _require(config_json, _BOOLEANS, lambda v: isinstance(v, bool), "true or false")
     _require(config_json, _MAPPINGS, lambda v: isinstance(v, dict), "a JSON object")
     for key, (item_type, type_name) in _LISTS.items():
-        _require(config_json, (key,), lambda v, t=item_type: isinstance(v, list) and all(type(e) is t for e in v),
-                 f"a list of {type_name}")  # fmt: skip
+        value = config_json.get(key)
+        is_list = isinstance(value, list) and all(type(item) is item_type for item in value)
+        require_key(value is None or is_list, key, value, f"must be a list of {type_name}")
 
 
 def _require(config_json: dict[str, Any], keys: tuple[str, ...], is_valid: Any, expected: str) -> None:
     for key in keys:
-        value = config_json.get(key)
-        if key in config_json and not (is_valid(value) or (value is None and key in _NULLABLE)):
-            raise UserError(f"config.json: {key} {value!r}: must be {expected}")
+        if key in config_json:
+            value = config_json[key]
+            require_key(is_valid(value) or (value is None and key in _NULLABLE), key, value, f"must be {expected}")
 
 
 # Fields of a ModelConfig and the keys they are read from; the first one present applies.

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.models.families.hf_config import FULL, SLIDING, longrope_attention_factor
-from toolkit.models.families.hf_keys import is_integer, is_number, is_positive
+from toolkit.models.families.hf_keys import is_integer, is_number, is_positive, require_key
 
 _THETA, _PARTIAL, _ORIGINAL = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
 
@@ -42,18 +42,16 @@ def read_rope(
     new, old = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     rope, top_level = old or new, {_THETA: theta, _PARTIAL: partial or _PARTIAL}
     for key, value in rope.items():
-        if isinstance(value, dict):
-            raise UserError(f"config.json: {key} {value!r}: a {_kind(config_json)} has the same RoPE in all layers")
+        hint = f"a {_kind(config_json)} has the same RoPE in all layers"
+        require_key(not isinstance(value, dict), key, value, hint)
     read = {
         key: rope.get(key, config_json.get(top_level[key], default))
         for key, default in ((_THETA, default_theta), (_PARTIAL, default_partial))
     }
     _require_numbers(read)
     _require_agreement(config_json, read, top_level)
-    if partial is None and read[_PARTIAL] != 1:
-        raise UserError(
-            f"config.json: {_PARTIAL} {read[_PARTIAL]!r}: a {_kind(config_json)} has no partial rotary; remove it"
-        )
+    hint = f"a {_kind(config_json)} has no partial rotary; remove it"
+    require_key(partial is not None or read[_PARTIAL] == 1, _PARTIAL, read[_PARTIAL], hint)
     original = config_json.get(_ORIGINAL, rope.get(_ORIGINAL, config_json.get("max_position_embeddings")))
     adjustments = _read_scaling(rope | {_ORIGINAL: original}, config_json, aliases or {})
     return {
@@ -105,10 +103,8 @@ def read_rope_by_layer(
     _require_numbers({_THETA: base})
     _require_numbers({local or _THETA: local_base})
     original = full.get(_ORIGINAL, config_json.get("max_position_embeddings"))
-    return {
-        "rope_base": float(base), "rope_local_base_freq": float(local_base),
-        "rope_adjustments": _read_scaling(full | {_ORIGINAL: original}, config_json, {}),
-    }  # fmt: skip
+    adjustments = _read_scaling(full | {_ORIGINAL: original}, config_json, {})
+    return {"rope_base": float(base), "rope_local_base_freq": float(local_base), "rope_adjustments": adjustments}
 
 
 def _full_and_sliding(config_json: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -133,15 +129,10 @@ def _require_plain_windows(config_json: dict[str, Any], full: dict[str, Any], sl
     """Check for settings that ModelConfig cannot express or transformers ignores."""
     if (kind := _rope_type(sliding)) != "default":
         raise UserError(f"config.json: rope_type {kind!r} of {SLIDING}: this version computes only 'default' there")
-    for values in (full, sliding, config_json):
-        if values.get(_PARTIAL, 1) != 1:
-            raise UserError(
-                f"config.json: {_PARTIAL} {values[_PARTIAL]!r}: a {_kind(config_json)} has no partial rotary"
-            )
-    if full.get("truncate", True) is not True:
-        raise UserError(
-            f"config.json: truncate {full['truncate']!r}: transformers ignores it in a {_kind(config_json)}"
-        )
+    for fraction in (values.get(_PARTIAL, 1) for values in (full, sliding, config_json)):
+        require_key(fraction == 1, _PARTIAL, fraction, f"a {_kind(config_json)} has no partial rotary")
+    truncate = full.get("truncate", True)
+    require_key(truncate is True, "truncate", truncate, f"transformers ignores it in a {_kind(config_json)}")
 
 
 def _kind(config_json: dict[str, Any]) -> str:
@@ -178,24 +169,17 @@ def _read_scaling(rope: dict[str, Any], config_json: dict[str, Any], aliases: di
         return {"factor": values["factor"]}
     original = {"original_max_seq_len": values[_ORIGINAL]}
     if kind == "llama3":
-        if values["high_freq_factor"] <= values["low_freq_factor"]:
-            raise UserError(
-                f"config.json: high_freq_factor {values['high_freq_factor']!r}: must be greater than low_freq_factor"
-            )
+        low, high = values["low_freq_factor"], values["high_freq_factor"]
+        require_key(high > low, "high_freq_factor", high, "must be greater than low_freq_factor")
         return {key: values[key] for key in ("factor", "low_freq_factor", "high_freq_factor")} | original
     if kind == "yarn":
         optional = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
         return {"beta_fast": 32.0, "beta_slow": 1.0} | {k: values[k] for k in optional if k in values} | original
-    return (
-        {key: values[key] for key in ("short_factor", "long_factor")} | original | _longrope_factor(values, config_json)
-    )
-
-
-def _longrope_factor(values: dict[str, Any], config_json: dict[str, Any]) -> dict[str, float]:
-    """Return ``attention_factor`` of longrope; by default it is computed from the extension of the context."""
-    original = values[_ORIGINAL]
-    longest = values["factor"] * original if "factor" in values else config_json["max_position_embeddings"]
-    return {"attention_factor": values.get("attention_factor", longrope_attention_factor(longest, original))}
+    longest = values["factor"] * values[_ORIGINAL] if "factor" in values else config_json["max_position_embeddings"]
+    # by default computed from the extension of the context
+    factor = values.get("attention_factor", longrope_attention_factor(longest, values[_ORIGINAL]))
+    factors = {key: values[key] for key in ("short_factor", "long_factor")}
+    return factors | original | {"attention_factor": factor}
 
 
 def _require_numbers(values: dict[str, Any]) -> None:
@@ -211,5 +195,4 @@ def _require_numbers(values: dict[str, Any]) -> None:
             is_valid, expected = is_positive(value), "a number greater than zero"
         else:
             continue
-        if not is_valid:
-            raise UserError(f"config.json: {key} {value!r}: must be {expected}")
+        require_key(is_valid, key, value, f"must be {expected}")

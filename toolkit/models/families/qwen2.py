@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.hf_keys import require_key
 from toolkit.models.families.named import named
 
 _qwen = partial(
@@ -89,11 +89,9 @@ def uses_windows(config_json: dict[str, Any]) -> bool:
         UserError: It disables them but lists layers with sliding windows.
     """
     use = config_json.get("use_sliding_window", False)
-    if not use and hf_config.SLIDING in (config_json.get("layer_types") or ()):
-        raise UserError(
-            f"config.json: use_sliding_window {use!r}: layer_types has layers with a sliding window; set it to true, "
-            f"or those layers to {hf_config.FULL}"
-        )
+    is_listed = hf_config.SLIDING in (config_json.get("layer_types") or ())
+    hint = f"layer_types has layers with a sliding window; set it to true, or those layers to {hf_config.FULL}"
+    require_key(use or not is_listed, "use_sliding_window", use, hint)
     return use
 
 

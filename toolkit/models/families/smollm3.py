@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
+from toolkit.models.families.hf_keys import require_key
 
 CONFIGS = [
     ModelConfig(
@@ -31,10 +31,8 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     rotated = config_json.get("no_rope_layers")  # 1: the layer uses RoPE
     if rotated is None:
         rotated = [int((i + 1) % every != 0) for i in range(n_layer)]
-    if len(rotated) < n_layer:
-        raise UserError(
-            f"config.json: no_rope_layers {rotated!r}: must contain 0 or 1 for each of the {n_layer} layers"
-        )
+    hint = f"must contain 0 or 1 for each of the {n_layer} layers"
+    require_key(len(rotated) >= n_layer, "no_rope_layers", rotated, hint)
     has_windows = config_json.get("use_sliding_window", False) and config_json.get("sliding_window") is not None
     types = [hf_config.SLIDING if has_windows and not rotates else hf_config.FULL for rotates in rotated[:n_layer]]
     return ModelConfig(
