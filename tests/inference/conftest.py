@@ -83,3 +83,13 @@ def make_model(style: str, seed: int = 0) -> GPT:
 @pytest.fixture(params=list(STYLES))
 def model(request) -> GPT:
     return make_model(request.param)
+
+
+@torch.no_grad()
+def greedy_without_cache(model: GPT, prompt: torch.Tensor, count: int) -> list[int]:
+    """Return the greedy continuation of a prompt, with one pass over the complete sequence for each token."""
+    ids = prompt
+    for _ in range(min(count, model.config.block_size - len(prompt))):
+        logits = model(ids[None])[0, -1, : model.config.vocab_size]
+        ids = torch.cat([ids, logits.argmax()[None]])
+    return ids[len(prompt) :].tolist()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from tests.inference.conftest import make_model
+from tests.inference.conftest import greedy_without_cache, make_model
 from toolkit.errors import GuardError, UserError
 from toolkit.inference import generate as module
 from toolkit.inference.generate import generate
@@ -24,7 +24,7 @@ def greedy(model, prompt=PROMPT, count=24, **settings) -> list[int]:
 
 
 def test_cached_equals_uncached(model):
-    cached, uncached = greedy(model), greedy(model, use_cache=False)
+    cached, uncached = greedy(model), greedy_without_cache(model, PROMPT, 24)
     assert cached == uncached
     assert len(set(cached)) > 8  # repetitive text would not be a test
 
@@ -70,7 +70,7 @@ def test_generation_continues_from_partial_cache(model):
     model.register_forward_pre_hook(lambda module, args: seen.extend(args[0][0].tolist()))
     found = greedy(model, cache=cache, count=10)
     assert seen == [*PROMPT[3:].tolist(), *found[:-1]] and cache.length == len(PROMPT) + len(found) - 1
-    assert found == greedy(model, use_cache=False, count=10)
+    assert found == greedy_without_cache(model, PROMPT, 10)
 
 
 def test_generation_through_fabric_wrapper(model):
@@ -98,7 +98,7 @@ def test_full_context_stops_generation_and_is_reported(llama):
     found = greedy(llama, torch.arange(10), count=50, notice=notes.append)
     assert len(found) == 6
     assert notes == ["stopped after 6 new tokens: the model's context of 16 tokens is full"]
-    assert found == greedy(llama, torch.arange(10), count=50, use_cache=False, notice=notes.append)
+    assert found == greedy_without_cache(llama, torch.arange(10), 50)
     notes.clear()
     assert len(greedy(llama, torch.arange(10), count=6, notice=notes.append)) == 6
     assert not notes

@@ -102,10 +102,7 @@ def merge_in_place(
 
 
 def merge_to(
-    folder: Path,
-    out_dir: Path,
-    base_checkpoint_dir: str | Path | None = None,
-    dtype: torch.dtype | None = None,
+    folder: Path, out_dir: Path, base_checkpoint_dir: str | Path | None = None, dtype: torch.dtype | None = None
 ) -> MergedWeights:
     """Write a separate model folder: merged weights, architecture, tokenizer and generation files.
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 # name: (module with setup(...), positional parameters, one-line help)
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "pretrain": ("toolkit.commands.pretrain", ("model_name",), "train a language model, from scratch or further"),
-    "finetune_full": (
-        "toolkit.commands.finetune_full",
-        ("checkpoint_dir",),
-        "train all weights of a checkpoint",
-    ),
+    "finetune_full": ("toolkit.commands.finetune_full", ("checkpoint_dir",), "train all weights of a checkpoint"),
     "finetune_lora": ("toolkit.commands.finetune_lora", ("checkpoint_dir",), "train adapters beside a checkpoint"),
     "prepare_data": ("toolkit.commands.prepare_data", (), "tokenize data before a run"),
     "inspect_data": ("toolkit.commands.inspect_data", (), "show tokens and labels, count trained tokens"),

@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 
-def setup(
-    hf_dir: str,
-    out_dir: str,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-) -> None:
+def setup(hf_dir: str, out_dir: str, dtype: Literal["float32", "bfloat16", "float16"] | None = None) -> None:
     """Convert a Hugging Face folder of any supported architecture, as specified by config.json, to a checkpoint folder.
 
     Also copies all files of the tokenizer, the chat template and generation_config.json. A SentencePiece

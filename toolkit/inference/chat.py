@@ -98,12 +98,7 @@ class Conversation:
         self._cache.truncate(min(n_common, self._cache.length, len(ids) - 1))
         self._seed += 1
         tokens = generate(
-            self._model,
-            torch.tensor(ids),
-            eos_ids=self._eos_ids,
-            cache=self._cache,
-            notice=self._notice,
-            **settings,
+            self._model, torch.tensor(ids), eos_ids=self._eos_ids, cache=self._cache, notice=self._notice, **settings
         )
         return self._answer(messages, ids, tokens)
 

@@ -31,7 +31,6 @@ def generate(
     top_p: float = 1.0,
     eos_ids: Collection[int] = (),
     seed: int | None = None,
-    use_cache: bool = True,
     cache: KVCache | None = None,
     notice: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> Iterator[int]:
@@ -49,7 +48,6 @@ def generate(
         temperature, top_k, top_p: See :func:`toolkit.inference.sampling.sample`.
         eos_ids: End-of-sequence tokens.
         seed: Sampling seed; None for torch's default generator.
-        use_cache: Use a KV cache. Without it every token needs a pass over the complete sequence.
         cache: KV cache of a proper prefix of the prompt. The remaining prompt tokens and the new tokens, except the
             last, are added to it.
         notice: Called with one line for the user.
@@ -65,10 +63,10 @@ def generate(
         raise UserError("--prompt: is empty; provide at least one token")
     if length >= limit:
         raise UserError(f"--prompt: has {length} tokens; the model's context of {limit} leaves no room for new ones")
-    assert cache is None or (use_cache and cache.length < length)
+    assert cache is None or cache.length < length
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "vocab_size": model.config.vocab_size}
     count = min(max_new_tokens, limit - length)
-    return _generate(model, prompt_ids, count, max_new_tokens, settings, set(eos_ids), seed, use_cache, cache, notice)
+    return _generate(model, prompt_ids, count, max_new_tokens, settings, set(eos_ids), seed, cache, notice)
 
 
 def prefill(model: GPT, ids: Tensor, cache: KVCache) -> Tensor:
@@ -98,22 +96,18 @@ def prefill(model: GPT, ids: Tensor, cache: KVCache) -> Tensor:
 
 # not inference_mode: cached tensors of the model may later be used in training, which rejects inference tensors
 @torch.no_grad()
-def _generate(
-    model, prompt_ids, count, max_new_tokens, settings, eos_ids, seed, use_cache, cache, notice
-) -> Iterator[int]:
+def _generate(model, prompt_ids, count, max_new_tokens, settings, eos_ids, seed, cache, notice) -> Iterator[int]:
     weight = model.get_parameter("transformer.wte.weight")  # the head's weight may be quantized
     device = weight.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     ids = prompt_ids.to(device).view(1, -1)
-    if use_cache:
-        max_length = ids.numel() + count
-        if cache is None:
-            cache = KVCache(model.config, 1, max_length, device, weight.dtype)
-        cache.reserve(max_length)
+    max_length = ids.numel() + count
+    if cache is None:
+        cache = KVCache(model.config, 1, max_length, device, weight.dtype)
+    cache.reserve(max_length)
     for _ in range(count):
         with without_cudnn_attention():  # the length of the cache changes with every token
-            inputs = prefill(model, ids, cache) if use_cache else ids
-            logits = model(inputs, kv_cache=cache)[:, -1]
+            logits = model(prefill(model, ids, cache), kv_cache=cache)[:, -1]
         token = ranks.broadcast_from_rank0(int(sample(logits, **settings, generator=generator)))
         if token in eos_ids:
             return

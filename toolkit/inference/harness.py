@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -26,16 +25,8 @@ from toolkit.models.gpt import GPT
 
 T = TypeVar("T")
 DEFAULT_NEW_TOKENS = 256  # lm-eval's default
-_SUPPORTED_SETTINGS = {
-    "until",
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "max_gen_toks",
-    "max_new_tokens",
-    "max_tokens",
-}
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens")  # names of the maximum number of new tokens
+_SUPPORTED_SETTINGS = {"until", "do_sample", "temperature", "top_k", "top_p", *_LIMITS}
 
 
 class HarnessLM(TemplateLM):
@@ -254,10 +245,8 @@ class HarnessLM(TemplateLM):
         ]
 
 
-def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch
+def _batches(items: list[T], size: int) -> Iterator[list[T]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 def _read_settings(given: dict[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
@@ -265,8 +254,7 @@ def _read_settings(given: dict[str, Any]) -> tuple[list[str], int, dict[str, Any
     if unknown := sorted(given.keys() - _SUPPORTED_SETTINGS):
         raise UserError(f"--tasks: requests generation settings that are not supported: {', '.join(unknown)}")
     until = given.get("until") or []
-    limits = (given.get(name) for name in ("max_gen_toks", "max_new_tokens", "max_tokens"))
-    limit = next((limit for limit in limits if limit is not None), DEFAULT_NEW_TOKENS)
+    limit = next((given[name] for name in _LIMITS if given.get(name) is not None), DEFAULT_NEW_TOKENS)
     sampling: dict[str, Any] = {"temperature": 0.0}
     if given.get("do_sample"):
         sampling = {"temperature": given.get("temperature", 1.0)}

@@ -65,10 +65,7 @@ class Materializer:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        value_of: Callable[[str, torch.Size], torch.Tensor],
-        device: torch.device | str = "cpu",
+        self, model: nn.Module, value_of: Callable[[str, torch.Size], torch.Tensor], device: torch.device | str = "cpu"
     ) -> None:
         self._value_of, self._device = value_of, device
         self._names = parameter_names(model)

@@ -118,9 +118,9 @@ class Experts(nn.Module):
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         expert_ids = torch.arange(self.fc_1.weight.size(0), device=order.device)
         ends = torch.searchsorted(experts, expert_ids, right=True, out_int32=True)
-        x = _DispatchToExperts.apply(x, order, inverse)
+        x = _CopyAndPermute.apply(x, order, inverse, topk_indices.size(-1))
         y = self.proj(self._gated_product(self.fc_1(x, ends), self.fc_2(x, ends)), ends)
-        return _Permute.apply(y, inverse, order).view(*topk_indices.shape, -1)
+        return _CopyAndPermute.apply(y, inverse, order, 1).view(*topk_indices.shape, -1)
 
     def _gated_product(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if self.limit is None:
@@ -252,30 +252,22 @@ def mask_until_last_label(labels: torch.Tensor) -> torch.Tensor:
     return supervised.flip(1).cumsum(1).flip(1) > 0
 
 
-class _DispatchToExperts(torch.autograd.Function):
-    """(N, d) -> (N * k, d): k copies of each row, in the order of ``order``."""
+class _CopyAndPermute(torch.autograd.Function):
+    """(N, d) -> (N * copies, d): copies of each row, in the order of ``order``.
+
+    The backward pass is a gather; plain indexing would scatter-add the gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copies: int) -> torch.Tensor:
         ctx.save_for_backward(inverse)
-        ctx.copies = len(order) // len(x)
-        return x[order // ctx.copies]
+        ctx.copies = copies
+        return x[order // copies if copies > 1 else order]
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        return grad_output[inverse].view(-1, ctx.copies, grad_output.size(1)).sum(1), None, None
-
-
-class _Permute(torch.autograd.Function):
-    """x[order], with a gather as its backward; plain indexing would scatter-add the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad_output[inverse], None, None
+        grad = grad_output[inverse]
+        if ctx.copies > 1:
+            grad = grad.view(-1, ctx.copies, grad.size(1)).sum(1)
+        return grad, None, None, None

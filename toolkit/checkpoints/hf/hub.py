@@ -40,11 +40,7 @@ class Snapshot(NamedTuple):
 
 
 def download(
-    repo_id: str,
-    out_dir: str | Path,
-    revision: str = "main",
-    dtype: torch.dtype | None = None,
-    convert: bool = True,
+    repo_id: str, out_dir: str | Path, revision: str = "main", dtype: torch.dtype | None = None, convert: bool = True
 ) -> list[str]:
     """Download a repository's model into a model folder, and record the commit in ``download.yaml``; print progress.
 

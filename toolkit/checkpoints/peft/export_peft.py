@@ -56,10 +56,7 @@ class ExportResult(NamedTuple):
 
 
 def export_peft(
-    checkpoint_dir: Path,
-    out_dir: Path,
-    base_checkpoint_dir: str | Path | None = None,
-    base_model: str | None = None,
+    checkpoint_dir: Path, out_dir: Path, base_checkpoint_dir: str | Path | None = None, base_model: str | None = None
 ) -> ExportResult:
     """Write a folder that ``peft.PeftModel.from_pretrained`` loads, atomically.
 
