@@ -79,14 +79,18 @@ def setup(
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     text_options = {
-        "data": None if isinstance(data, OfRun) else type(data).__name__, "split": None if split == "val" else split,
-        "eval.max_iters": eval.max_iters, "max_seq_length": given(max_seq_length),
+        "data": None if isinstance(data, OfRun) else type(data).__name__,
+        "split": None if split == "val" else split,
+        "eval.max_iters": eval.max_iters,
+        "max_seq_length": given(max_seq_length),
         "trust_checkpoint_data": trust_checkpoint_data or None,
-    }  # fmt: skip
+    }
     task_options = {
-        "num_fewshot": given(num_fewshot), "limit": limit, "include_path": include_path,
+        "num_fewshot": given(num_fewshot),
+        "limit": limit,
+        "include_path": include_path,
         "apply_chat_template": given(apply_chat_template),
-    }  # fmt: skip
+    }
     require_effect(tasks, text_options, task_options)
     if trust_checkpoint_data and not isinstance(data, OfRun):
         require_option(False, "trust_checkpoint_data", trust_checkpoint_data, "has no effect with --data; leave it out")
@@ -94,17 +98,25 @@ def setup(
     from toolkit.training.evaluate import evaluate, evaluate_tasks, open_checkpoint
 
     checkpoint = open_checkpoint(
-        checkpoint_dir, base_checkpoint_dir=base_checkpoint_dir, tokenizer_dir=tokenizer_dir,
-        accelerator=accelerator, precision=precision, verify=verify_checkpoint,
-    )  # fmt: skip
+        checkpoint_dir,
+        base_checkpoint_dir=base_checkpoint_dir,
+        tokenizer_dir=tokenizer_dir,
+        accelerator=accelerator,
+        precision=precision,
+        verify=verify_checkpoint,
+    )
     if tasks is not None:
         print_tasks(evaluate_tasks(checkpoint, tasks, micro_batch_size=micro_batch_size, **task_options), format)
         return
     result = evaluate(
-        checkpoint, None if isinstance(data, OfRun) else data,
-        split=split, micro_batch_size=micro_batch_size, max_iters=eval.max_iters, max_seq_length=given(max_seq_length),
+        checkpoint,
+        None if isinstance(data, OfRun) else data,
+        split=split,
+        micro_batch_size=micro_batch_size,
+        max_iters=eval.max_iters,
+        max_seq_length=given(max_seq_length),
         trust_checkpoint_data=trust_checkpoint_data,
-    )  # fmt: skip
+    )
     if format == "json":
         import json
 

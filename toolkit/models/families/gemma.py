@@ -19,10 +19,10 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.named import named
 
-_COMMON: dict[str, Any] = {
-    "norm_eps": 1e-6, "norm_offset": True, "scale_embeddings": True, "mlp_class_name": "GemmaMLP",
-    "gelu_approximate": "tanh", "tie_embeddings": True,
+_FIXED: dict[str, Any] = {
+    "norm_offset": True, "scale_embeddings": True, "mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh",
 }  # fmt: skip
+_COMMON: dict[str, Any] = {"norm_eps": 1e-6, "tie_embeddings": True, **_FIXED}
 _POST_NORMS: dict[str, Any] = {"post_attention_norm": True, "post_mlp_norm": True}
 
 _gemma = partial(named, family="gemma", block_size=8192, vocab_size=256000, head_size=256, **_COMMON)
@@ -82,19 +82,15 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from a ``config.json`` with ``model_type`` "gemma", "gemma2" or "gemma3_text"."""
     kind = config_json["model_type"]
     allowed = _ACTS if kind == "gemma" else _ACTS[1:]
-    hf_config.require_hf(
-        config_json, hidden_activation=(*allowed, None), attention_bias=(False,),
-        use_bidirectional_attention=(False, None), **({"hidden_act": allowed} if kind == "gemma" else {}),
-    )  # fmt: skip
+    acts = {"hidden_activation": (*allowed, None)} | ({"hidden_act": allowed} if kind == "gemma" else {})
+    hf_config.require_hf(config_json, attention_bias=(False,), use_bidirectional_attention=(False, None), **acts)
     config_json = {"head_dim": 256} | _DEFAULTS[kind] | config_json
     fields = hf_config.read_decoder(config_json, vocab_size=256000, block_size=8192, tied=True)
     if kind != "gemma":
         fields |= _later_fields(config_json)
     if kind != "gemma3_text":
         fields |= hf_rope.read_rope(config_json)
-    return ModelConfig(
-        **fields, norm_offset=True, scale_embeddings=True, mlp_class_name="GemmaMLP", gelu_approximate="tanh"
-    )
+    return ModelConfig(**fields, **_FIXED)
 
 
 def _later_fields(config_json: dict[str, Any]) -> dict[str, Any]:
@@ -105,12 +101,12 @@ def _later_fields(config_json: dict[str, Any]) -> dict[str, Any]:
     # transformers' Gemma 3 reads the soft cap of scores but does not apply it
     score_softcap = None if is_v3 else config_json.get("attn_logit_softcapping", 50.0)
     fields = {
-        "post_attention_norm": True, "post_mlp_norm": True,
+        **_POST_NORMS,
         "attention_scores_scalar": float(config_json.get("query_pre_attn_scalar", 256)),
         "attention_logit_softcapping": score_softcap,
         "final_logit_softcapping": config_json.get("final_logit_softcapping", None if is_v3 else 30.0),
         **hf_config.read_windows(config_json, types, default=4096),
-    }  # fmt: skip
+    }
     if not is_v3:
         return fields
     fields |= hf_rope.read_rope_by_layer(
@@ -151,10 +147,8 @@ def check(config: ModelConfig) -> None:
     free = (*hf_config.LAYERED_WINDOWS, "final_logit_softcapping", "attention_scores_scalar") if later else ()
     # transformers' Gemma 3 reads the soft cap of scores but does not apply it
     own = ("rope_indices", "rope_local_base_freq") if is_v3 else ("attention_logit_softcapping",) if later else ()
-    hf_config.require_llama(
-        config, free=(*free, *own), norm_offset=True, scale_embeddings=True, mlp_class_name="GemmaMLP",
-        gelu_approximate="tanh", post_attention_norm=later, post_mlp_norm=later, norm_qk=is_v3,
-    )  # fmt: skip
+    fixed = _FIXED | dict.fromkeys(_POST_NORMS, later)
+    hf_config.require_llama(config, free=(*free, *own), norm_qk=is_v3, **fixed)
     if (scalar := config.attention_scores_scalar) is not None and scalar != int(scalar):
         hf_config.require(config, attention_scores_scalar=int(scalar))
     if later:

@@ -49,14 +49,11 @@ _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt2"."""
-    hf_config.require_hf(
-        config_json, activation_function=tuple(_GELU), scale_attn_weights=(True,),
-        scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,),
-    )  # fmt: skip
+    disabled = dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False,))
+    hf_config.require_hf(config_json, activation_function=tuple(_GELU), scale_attn_weights=(True,), **disabled)
     # transformers gives these aliases precedence
-    config_json = config_json | {
-        native: config_json[name] for native, name in _ALIAS_KEYS.items() if name in config_json
-    }
+    given = {native: config_json[name] for native, name in _ALIAS_KEYS.items() if name in config_json}
+    config_json = config_json | given
     vocab_size = config_json.get("vocab_size", 50257)
     sizes = {
         name: config_json.get(name, default) for name, default in (("n_layer", 12), ("n_head", 12), ("n_embd", 768))

@@ -68,9 +68,7 @@ _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "gpt_neox"."""
     hf_config.require_hf(config_json, hidden_act=tuple(_GELU), attention_bias=(True,))
-    fields = hf_config.read_decoder(
-        config_json, vocab_size=50432, block_size=2048, norm_eps="layer_norm_eps", default_eps=1e-5
-    )
+    fields = hf_config.read_decoder(config_json, vocab_size=50432, block_size=2048, **hf_config.LAYER_NORM)
     fields |= hf_rope.read_rope(config_json, theta="rotary_emb_base", partial="rotary_pct", default_partial=0.25)
     fields |= {
         "n_query_groups": None,

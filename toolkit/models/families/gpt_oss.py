@@ -100,11 +100,9 @@ def _experts(config: ModelConfig, native: str, hf: str) -> list[tables.WeightMap
     gate_up = tuple(f"{native_part}.{name}" for name in ("fc_1", "fc_2"))
     maps = tables.linear(f"{native}.mlp.gate", f"{hf}.mlp.router", True)
     for kind, suffix, transforms in (("weight", "", (tables.transpose(),)), ("bias", "_bias", ())):
-        maps += [
-            tables.WeightMapping(tuple(f"{name}.{kind}" for name in gate_up), (f"{hf_part}.gate_up_proj{suffix}",),
-                       (*transforms, tables.interleave())),
-            tables.one_to_one(f"{native_part}.proj.{kind}", f"{hf_part}.down_proj{suffix}", *transforms),
-        ]  # fmt: skip
+        names, joined = tuple(f"{name}.{kind}" for name in gate_up), (*transforms, tables.interleave())
+        maps.append(tables.WeightMapping(names, (f"{hf_part}.gate_up_proj{suffix}",), joined))
+        maps.append(tables.one_to_one(f"{native_part}.proj.{kind}", f"{hf_part}.down_proj{suffix}", *transforms))
     return maps
 
 

@@ -116,6 +116,10 @@ def read_bias(config_json: dict[str, Any]) -> bool:
     return attention
 
 
+LAYER_NORM: dict[str, Any] = {"norm_eps": "layer_norm_eps", "default_eps": 1e-5}
+"""Arguments of :func:`read_decoder` of families with this key."""
+
+
 def read_decoder(
     config_json: dict[str, Any],
     *,

@@ -33,8 +33,7 @@ ALIASES = {"phi-1": "phi-1_5", "phi-1.5": "phi-1_5"}
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "phi"."""
     hf_config.require_hf(config_json, hidden_act=_GELU, tie_word_embeddings=(False,))
-    fields = hf_config.read_decoder({"layer_norm_eps": 1e-5} | config_json, vocab_size=51200, block_size=2048,
-                                    norm_eps="layer_norm_eps")  # fmt: skip
+    fields = hf_config.read_decoder(config_json, vocab_size=51200, block_size=2048, **hf_config.LAYER_NORM)
     rope = hf_rope.read_rope(config_json, partial="partial_rotary_factor", default_partial=0.5)
     return ModelConfig(**fields, **rope, norm_qk=config_json.get("qk_layernorm", False), **_FIXED)
 

@@ -90,10 +90,8 @@ def _write_longrope(config: ModelConfig, adjustments: dict[str, Any]) -> dict[st
     """Return three keys that transformers 4 also reads; a fourth if the attention factor is not the default."""
     factor = adjustments["attention_factor"]
     default = hf_config.longrope_attention_factor(config.block_size, adjustments["original_max_seq_len"])
-    return {
-        "type": "longrope", **{name: adjustments[name] for name in ("short_factor", "long_factor")},
-        **({} if math.isclose(factor, default) else {"attention_factor": factor}),
-    }  # fmt: skip
+    factors = {name: adjustments[name] for name in ("short_factor", "long_factor")}
+    return {"type": "longrope"} | factors | ({} if math.isclose(factor, default) else {"attention_factor": factor})
 
 
 def weight_map(config: ModelConfig) -> list[tables.WeightMapping]:

@@ -35,12 +35,9 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "stablelm"."""
     hf_config.require_hf(config_json, hidden_act=("silu",))
     parallel, norm_qk = config_json.get("use_parallel_residual", False), config_json.get("qk_layernorm", False)
-    fields = hf_config.read_decoder(
-        {"layer_norm_eps": 1e-5, "num_key_value_heads": 32} | config_json, vocab_size=50304, block_size=4096,
-        norm_eps="layer_norm_eps",
-    )  # fmt: skip
+    config_json = {"num_key_value_heads": 32} | config_json
     return ModelConfig(
-        **fields,
+        **hf_config.read_decoder(config_json, vocab_size=50304, block_size=4096, **hf_config.LAYER_NORM),
         **hf_rope.read_rope(config_json, partial="partial_rotary_factor", default_partial=0.25),
         norm_class_name="LayerNorm",
         attn_bias=config_json.get("use_qkv_bias", False),

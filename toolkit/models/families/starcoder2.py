@@ -27,12 +27,9 @@ ALIASES: dict[str, str] = {}
 def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "starcoder2"."""
     hf_config.require_hf(config_json, hidden_act=("gelu_pytorch_tanh", "gelu_new"), layer_types=(None,))
-    fields = hf_config.read_decoder(
-        {"norm_epsilon": 1e-5, "num_key_value_heads": 2} | config_json, vocab_size=49152, block_size=4096,
-        norm_eps="norm_epsilon", tied=True,
-    )  # fmt: skip
+    config_json = {"norm_epsilon": 1e-5, "num_key_value_heads": 2} | config_json
     return ModelConfig(
-        **fields,
+        **hf_config.read_decoder(config_json, vocab_size=49152, block_size=4096, norm_eps="norm_epsilon", tied=True),
         **hf_rope.read_rope(config_json),
         **hf_config.read_windows(config_json),
         bias=config_json.get("use_bias", True),

@@ -147,11 +147,11 @@ def experts(config: ModelConfig, native: str, hf: str, projections: dict[str, st
         hf: Hugging Face's name of the experts.
         projections: Native to Hugging Face names of the projections.
     """
-    return [
-        WeightMapping((f"{native}.{native_part}.weight",),
-            tuple(f"{hf}.{e}.{hf_part}.weight" for e in range(config.n_expert)), (stack_experts(),))
-        for native_part, hf_part in projections.items()
-    ]  # fmt: skip
+    maps = []
+    for native_part, hf_part in projections.items():
+        names = tuple(f"{hf}.{e}.{hf_part}.weight" for e in range(config.n_expert))
+        maps.append(WeightMapping((f"{native}.{native_part}.weight",), names, (stack_experts(),)))
+    return maps
 
 
 def one_to_one(native: str, hf: str, *transforms: Transform) -> WeightMapping:
