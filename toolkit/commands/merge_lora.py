@@ -39,17 +39,18 @@ def setup(
     folder, wanted = find_checkpoint_dir(checkpoint_dir), None if dtype is None else getattr(torch, dtype)
     if verify_checkpoint:
         require_intact_model(folder, base_checkpoint_dir)
+    target = folder if out_dir is None else Path(out_dir)
     if out_dir is None:
         merged = merge_in_place(folder, base_checkpoint_dir, wanted)
         print(f"wrote {folder / WEIGHTS}")
     else:
-        merged = merge_to(folder, Path(out_dir), base_checkpoint_dir, wanted)
+        merged = merge_to(folder, target, base_checkpoint_dir, wanted)
         print(f"wrote {out_dir}")
     if merged.nonfinite:
-        print(nonfinite_warning(merged.nonfinite, folder if out_dir is None else out_dir), file=sys.stderr)
+        print(nonfinite_warning(merged.nonfinite, target), file=sys.stderr)
     print(f"base: {merged.info.base}, fingerprint {merged.info.base_hash[:16]}")
     if merged.info.quantize is not None:
         print(f"trained on that base quantized to {merged.info.quantize}; merged into the unquantized weights")
     if verify:
-        difference = logit_difference(folder, folder if out_dir is None else Path(out_dir), base_checkpoint_dir)
+        difference = logit_difference(folder, target, base_checkpoint_dir)
         print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")

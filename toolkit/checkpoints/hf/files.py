@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ from toolkit.errors import UserError
 FORMAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 DTYPES = {name: dtype for dtype, name in FORMAT_NAMES.items()} | QUANTIZED
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Weight(Protocol):
@@ -42,15 +42,18 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def format_name(self) -> str:
-        """The dtype's name in the safetensors format."""
-        return _NAMES[self.dtype]
-
     def read(self) -> Tensor:
         """Return the tensor, memory-mapped."""
         opened = _open(self.file)
         return opened[self.name].contiguous() if isinstance(opened, dict) else opened.get_tensor(self.name)
+
+
+class Dequantized(NamedTuple):
+    """A quantized weight, dequantized to bfloat16 in memory when it is read."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    dtype: torch.dtype = torch.bfloat16
 
 
 def close() -> None:
@@ -62,7 +65,7 @@ def list_weights(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield name, shape and the safetensors format's name of the dtype of a file's tensors."""
     opened = _open(path)
     if isinstance(opened, dict):
-        yield from ((name, tuple(t.shape), _NAMES.get(t.dtype, str(t.dtype))) for name, t in opened.items())
+        yield from ((name, tuple(t.shape), NAMES.get(t.dtype, str(t.dtype))) for name, t in opened.items())
     else:
         parts = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118 (not a dictionary)
         yield from ((name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts)

@@ -6,36 +6,17 @@ A file holds ``X``, (out, in), in float8_e4m3fn, and ``X_scale_inv``, fp32: one 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints.hf.files import StoredTensor
+from toolkit.checkpoints.hf.files import Dequantized, StoredTensor
 
 METHOD = "fp8"  # quant_method in config.json
 BITS = 8  # per weight
 _SCALES = "_scale_inv"
-
-
-class Scaled(NamedTuple):
-    """A weight and its scales, a :class:`~toolkit.checkpoints.hf.files.Weight`."""
-
-    weight: StoredTensor
-    scales: StoredTensor
-    block: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16
-
-    def read(self) -> Tensor:
-        """Return the dequantized weight, in memory."""
-        return dequantize(self.weight.read(), self.scales.read(), self.block)
 
 
 def block_size(config_json: dict[str, Any]) -> tuple[int, int] | None:
@@ -49,16 +30,20 @@ def block_size(config_json: dict[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def join_scales(found: dict[str, StoredTensor], block: tuple[int, int]) -> dict[str, Scaled]:
-    """Move each pair of 8-bit weight and matching scales from ``found`` to one :class:`Scaled` weight."""
+def join_scales(found: dict[str, StoredTensor], block: tuple[int, int]) -> dict[str, Dequantized]:
+    """Move each pair of 8-bit weight and matching scales from ``found`` to one weight."""
     weights = {}
     for name in [name for name in found if f"{name}{_SCALES}" in found]:
         weight, scales = found[name], found[f"{name}{_SCALES}"]
         fits = _n_blocks(weight, block) == scales.shape
         if weight.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32 and len(weight.shape) == 2 and fits:
             del found[name], found[f"{name}{_SCALES}"]
-            weights[name] = Scaled(weight, scales, block)
+            weights[name] = Dequantized(weight.shape, partial(_read, weight, scales, block))
     return weights
+
+
+def _read(weight: StoredTensor, scales: StoredTensor, block: tuple[int, int]) -> Tensor:
+    return dequantize(weight.read(), scales.read(), block)
 
 
 def _n_blocks(weight: StoredTensor, block: tuple[int, int]) -> tuple[int, ...]:

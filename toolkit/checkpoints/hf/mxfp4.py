@@ -8,37 +8,18 @@ weight is X, (experts, in, out).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints.hf.files import StoredTensor
+from toolkit.checkpoints.hf.files import Dequantized, StoredTensor
 
 METHOD = "mxfp4"  # quant_method in config.json
 BITS = 4 + 8 / 32  # per weight
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCKS, _SCALES = "_blocks", "_scales"
-
-
-class Packed(NamedTuple):
-    """Blocks and scales of a weight, a :class:`~toolkit.checkpoints.hf.files.Weight`."""
-
-    blocks: StoredTensor
-    scales: StoredTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        experts, outputs, groups, size = self.blocks.shape
-        return experts, groups * size * 2, outputs
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16
-
-    def read(self) -> Tensor:
-        """Return the dequantized weight, in memory."""
-        return dequantize(self.blocks.read(), self.scales.read())
 
 
 def is_packed(config_json: dict[str, Any]) -> bool:
@@ -47,8 +28,8 @@ def is_packed(config_json: dict[str, Any]) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
 
 
-def join_blocks(found: dict[str, StoredTensor]) -> dict[str, Packed]:
-    """Move each pair of matching blocks and scales from ``found`` to one :class:`Packed` weight."""
+def join_blocks(found: dict[str, StoredTensor]) -> dict[str, Dequantized]:
+    """Move each pair of matching blocks and scales from ``found`` to one weight."""
     weights = {}
     for weight in [name.removesuffix(_BLOCKS) for name in found if name.endswith(_BLOCKS)]:
         blocks, scales = found[f"{weight}{_BLOCKS}"], found.get(f"{weight}{_SCALES}")
@@ -56,8 +37,13 @@ def join_blocks(found: dict[str, StoredTensor]) -> dict[str, Packed]:
             continue
         if len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16):
             del found[f"{weight}{_BLOCKS}"], found[f"{weight}{_SCALES}"]
-            weights[weight] = Packed(blocks, scales)
+            experts, outputs, groups, size = blocks.shape
+            weights[weight] = Dequantized((experts, groups * size * 2, outputs), partial(_read, blocks, scales))
     return weights
+
+
+def _read(blocks: StoredTensor, scales: StoredTensor) -> Tensor:
+    return dequantize(blocks.read(), scales.read())
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoints.hf import fp8, mxfp4
-from toolkit.checkpoints.hf.files import DTYPES, QUANTIZED, StoredTensor, Weight, list_weights
+from toolkit.checkpoints.hf.files import DTYPES, NAMES, QUANTIZED, StoredTensor, Weight, list_weights
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.untrusted import read_json_object
@@ -55,7 +55,7 @@ def find_weights(hf_dir: Path) -> dict[str, Weight]:
         if stored.dtype == torch.float8_e4m3fn and block is not None:
             raise UserError(f"{stored.file}: {fp8.describe_load_error(name, found, block)}; copy or download it again")
         if stored.dtype in QUANTIZED.values():
-            raise _unsupported_dtype(stored.file, name, stored.format_name)
+            raise _unsupported_dtype(stored.file, name, NAMES[stored.dtype])
     return found | joined
 
 

@@ -53,21 +53,16 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
     shared, new = config.shared_attention_norm, _is_new(config)
-    return {
-        "architectures": ["FalconForCausalLM"],
+    return hf_config.write_common(config, "FalconForCausalLM") | {
         "activation": "gelu",
         "alibi": False,
         "attention_dropout": 0.0,
         "bias": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
         "ffn_hidden_size": config.intermediate_size,
         "hidden_dropout": 0.0,
         "hidden_size": config.n_embd,
-        "initializer_range": 0.02,
         "layer_norm_epsilon": config.norm_eps,
         "max_position_embeddings": config.block_size,
-        "model_type": "falcon",
         "multi_query": not new and config.n_query_groups == 1,
         "new_decoder_architecture": new,
         "num_attention_heads": config.n_head,
@@ -77,9 +72,6 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "parallel_attn": True,
         "rope_scaling": hf_config.write_rope_scaling(config),
         "rope_theta": config.rope_base,
-        "tie_word_embeddings": config.tie_embeddings,
-        "use_cache": True,
-        "vocab_size": config.padded_vocab_size,
     }
 
 

@@ -69,26 +69,18 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``; vocab_size is the padded one, as in the weights."""
-    return {
+    """Return the content of ``config.json``."""
+    return hf_config.write_common(config, "GPT2LMHeadModel") | {
         "activation_function": "gelu_new" if config.gelu_approximate == "tanh" else "gelu",
-        "architectures": ["GPT2LMHeadModel"],
         "attn_pdrop": 0.0,
-        "bos_token_id": None,
         "embd_pdrop": 0.0,
-        "eos_token_id": None,
-        "initializer_range": 0.02,
         "layer_norm_epsilon": config.norm_eps,
-        "model_type": "gpt2",
         "n_embd": config.n_embd,
         "n_head": config.n_head,
         "n_inner": config.intermediate_size,
         "n_layer": config.n_layer,
         "n_positions": config.block_size,
         "resid_pdrop": 0.0,
-        "tie_word_embeddings": config.tie_embeddings,
-        "use_cache": True,
-        "vocab_size": config.padded_vocab_size,
     }
 
 

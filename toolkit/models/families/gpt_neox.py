@@ -79,30 +79,22 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of ``config.json``; vocab_size is the padded one, as in the weights."""
-    return {
-        "architectures": ["GPTNeoXForCausalLM"],
+    """Return the content of ``config.json``."""
+    return hf_config.write_common(config, "GPTNeoXForCausalLM") | {
         "attention_bias": True,
         "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
         "hidden_act": "gelu" if config.gelu_approximate == "none" else "gelu_new",
         "hidden_dropout": 0.0,
         "hidden_size": config.n_embd,
-        "initializer_range": 0.02,
         "intermediate_size": config.intermediate_size,
         "layer_norm_eps": config.norm_eps,
         "max_position_embeddings": config.block_size,
-        "model_type": "gpt_neox",
         "num_attention_heads": config.n_head,
         "num_hidden_layers": config.n_layer,
         "rope_scaling": hf_config.write_rope_scaling(config),
         "rotary_emb_base": config.rope_base,
         "rotary_pct": config.rotary_percentage,
-        "tie_word_embeddings": config.tie_embeddings,
-        "use_cache": True,
         "use_parallel_residual": config.parallel_residual,
-        "vocab_size": config.padded_vocab_size,
     }
 
 

@@ -157,24 +157,33 @@ def read_decoder(
     }
 
 
+def write_common(config: ModelConfig, architecture: str) -> dict[str, Any]:
+    """Return the keys of ``config.json`` that all families share; vocab_size is the padded one, as in the weights."""
+    return {
+        "architectures": [architecture],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "initializer_range": 0.02,
+        "model_type": config.family,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": True,
+        "vocab_size": config.padded_vocab_size,
+    }
+
+
 def write_decoder(config: ModelConfig, architecture: str, **other: Any) -> dict[str, Any]:
     """Return the content of ``config.json``: the keys that most families share, and ``other``.
 
-    vocab_size is the padded one, as in the weights. The caller sets the ids of the special tokens.
+    The caller sets the ids of the special tokens.
     """
-    values: dict[str, Any] = {
-        "architectures": [architecture],
+    values = write_common(config, architecture) | {
         "attention_bias": config.bias or config.attn_bias,
         "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
         "head_dim": config.head_size,
         "hidden_act": "silu",
         "hidden_size": config.n_embd,
-        "initializer_range": 0.02,
         "intermediate_size": config.intermediate_size,
         "max_position_embeddings": config.block_size,
-        "model_type": config.family,
         "num_attention_heads": config.n_head,
         "num_hidden_layers": config.n_layer,
         "num_key_value_heads": config.n_query_groups,
@@ -182,10 +191,8 @@ def write_decoder(config: ModelConfig, architecture: str, **other: Any) -> dict[
         "rms_norm_eps": config.norm_eps,
         "rope_scaling": write_rope_scaling(config),
         "rope_theta": config.rope_base,
-        "tie_word_embeddings": config.tie_embeddings,
-        "use_cache": True,
-        "vocab_size": config.padded_vocab_size,
-    } | other
+    }
+    values = dict(sorted(values.items())) | other
     return values | {name: float(values[name]) for name in _FLOAT_KEYS if values.get(name) is not None}
 
 
