@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from typing import Any, Literal
 
 from jsonargparse.typing import PositiveInt
+
+from toolkit.errors import UserError
 
 END = "/quit"
 
@@ -45,9 +50,6 @@ def setup(
         precision: Dtype of weights and computation. Default: that of the checkpoint.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    import sys
-
-    from toolkit.errors import UserError
     from toolkit.inference.chat import Conversation, find_template
     from toolkit.inference.load import load_checkpoint
     from toolkit.inference.sampling import check_sampling
@@ -61,7 +63,6 @@ def setup(
         verify_checkpoint=verify_checkpoint,
     )
     template = find_template(loaded.tokenizer, prompt_style)
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     notes: list[str] = []
     conversation = Conversation(
         loaded.model,
@@ -69,7 +70,7 @@ def setup(
         template,
         system=system,
         max_new_tokens=max_new_tokens,
-        sampling=sampling,
+        sampling={"temperature": temperature, "top_k": top_k, "top_p": top_p},
         seed=seed,
         notice=notes.append,
     )
@@ -98,10 +99,6 @@ def setup(
 
 def answer(conversation: Any, question: str, notes: list[str]) -> None:
     """Stream an answer, then print notes and speed."""
-    import sys
-    import time
-    from contextlib import closing
-
     start = time.perf_counter()
     with closing(conversation.ask(question)) as pieces:
         for piece in pieces:
@@ -115,9 +112,6 @@ def answer(conversation: Any, question: str, notes: list[str]) -> None:
 
 def read_questions(is_interactive: bool) -> Iterator[str]:
     """Yield the non-empty lines of stdin until EOF or /quit."""
-    import sys
-    from contextlib import suppress
-
     on_terminal = is_interactive and sys.stdout.isatty()
     if on_terminal:
         with suppress(ImportError):  # enables line editing in input(); not available on Windows
@@ -141,10 +135,6 @@ def read_questions(is_interactive: bool) -> Iterator[str]:
 
 
 def read_stdin(one_line: bool = False) -> str:
-    import sys
-
-    from toolkit.errors import UserError
-
     try:
         return sys.stdin.readline() if one_line else sys.stdin.read()
     except UnicodeError as error:
@@ -157,8 +147,6 @@ def require_text(text: str) -> str:
     Raises:
         UserError: the question is empty or not valid UTF-8.
     """
-    from toolkit.errors import UserError
-
     try:
         text.encode()
     except UnicodeError as error:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import Literal
 
 from jsonargparse.typing import PositiveInt
+
+from toolkit.errors import UserError
 
 
 def setup(
@@ -37,12 +41,8 @@ def setup(
         precision: Dtype of weights and computation. Default: that of the checkpoint.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
-    import sys
-    import time
-
     import torch
 
-    from toolkit.errors import UserError
     from toolkit.inference.generate import generate
     from toolkit.inference.load import load_checkpoint
     from toolkit.inference.text import TextStream, encode_prompt, stop_tokens

@@ -47,14 +47,6 @@ def parameter_generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Return the name under which each parameter is initialized, by ``id(parameter)``.
-
-    For tied parameters this is the last name, ``transformer.wte.weight``. The ids are valid while the model exists.
-    """
-    return {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-
-
 class Materializer:
     """Materializes and fills the parameters of a model, module by module.
 
@@ -68,7 +60,8 @@ class Materializer:
         self, model: nn.Module, value_of: Callable[[str, torch.Size], torch.Tensor], device: torch.device | str = "cpu"
     ) -> None:
         self._value_of, self._device = value_of, device
-        self._names = parameter_names(model)
+        # of tied parameters the last name counts, transformer.wte.weight
+        self._names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         self._names |= {id(buffer): name for name, buffer in model.named_buffers()}
         self._originals = [*model.parameters(), *model.buffers()]  # keeps the ids valid
         self._filled_parameters: dict[int, torch.Tensor] = {}

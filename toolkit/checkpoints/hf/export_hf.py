@@ -14,7 +14,7 @@ from toolkit.checkpoints.adapters import has_adapters_only, require_adapters
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf.files import FORMAT_NAMES
-from toolkit.checkpoints.hf.reader import CONFIG
+from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE
 from toolkit.checkpoints.merge import MergedWeights, copy_files, random_tokens, relative_difference
 from toolkit.checkpoints.scratch import SMALL
 from toolkit.checkpoints.store import require_new_folder, write_folder
@@ -149,20 +149,15 @@ def _write_weights(
     # The header precedes the tensors: convert on the meta device first to get shapes and dtypes.
     meta = {name: torch.empty_like(t, device="meta", dtype=dtype) for name, t in weights.items()}
     shards = list(_split(to_hf_names(maps, meta)))
-    if len(shards) == 1:
-        files = ["model.safetensors"]
-    else:
-        files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    n = len(shards)
+    files = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
     tensors, nonfinite = to_hf_names(maps, weights, dtype), []
     for file, shard in zip(files, shards, strict=True):
         nonfinite += write_safetensors(folder / file, shard, tensors)
-    if len(shards) > 1:
+    if n > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         size = sum(t.nbytes for shard in shards for t in shard.values())
-        _write_json(
-            folder / "model.safetensors.index.json",
-            {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))},
-        )
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))})
     return nonfinite
 
 

@@ -277,7 +277,7 @@ def _describe_error(error: BaseException, repo_id: str, revision: str) -> str:
     from huggingface_hub import errors
 
     where, hub = f"repo_id {repo_id}", _endpoint()
-    causes = [error, *_causes(error)]
+    causes = list(_causes(error))
     status = next((e.response.status_code for e in causes if isinstance(e, errors.HfHubHTTPError)), None)
     login = "log in with `hf auth login` or set HF_TOKEN"
     if any(isinstance(e, errors.GatedRepoError) for e in causes):
@@ -298,11 +298,10 @@ def _describe_error(error: BaseException, repo_id: str, revision: str) -> str:
     return f"{where}: no download from {hub} ({reason}); check the network, or HF_ENDPOINT if you use a mirror"
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause = error.__cause__ or error.__context__
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _endpoint() -> str:

@@ -39,7 +39,9 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
             disk is full.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
-    _require_new(out_dir, checkpoint_dir)
+    require_new_folder(out_dir)
+    if checkpoint_dir.resolve() in (out_dir.resolve(), *out_dir.resolve().parents):
+        raise UserError(f"out_dir {out_dir}: is inside the checkpoint; give a folder beside it")
     if not (is_sharded(checkpoint_dir / WEIGHTS) or is_sharded(checkpoint_dir / _OPTIMIZER)):
         raise UserError(f"checkpoint_dir {checkpoint_dir}: is not sharded: its {WEIGHTS} is one file already")
     # Not write_checkpoint: it cleans up beside out_dir, which may belong to a running job or be no run at all.
@@ -47,12 +49,6 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
     nonfinite: list[str] = []
     write(out_dir, lambda tmp: nonfinite.extend(_write(tmp, checkpoint_dir)), flag="out_dir")
     return nonfinite
-
-
-def _require_new(out_dir: Path, checkpoint_dir: Path) -> None:
-    require_new_folder(out_dir)
-    if checkpoint_dir.resolve() in (out_dir.resolve(), *out_dir.resolve().parents):
-        raise UserError(f"out_dir {out_dir}: is inside the checkpoint; give a folder beside it")
 
 
 def _write(tmp: Path, source: Path) -> list[str]:

@@ -37,11 +37,9 @@ def full_state(
     options = StateDictOptions(full_state_dict=True, cpu_offload=_on_cuda(module))
     weights = _without_warnings(get_model_state_dict, module, options=options)
     weights |= {second: weights[first] for second, first in tied.items() if first in weights}
-    state = (
-        {}
-        if _has_no_state(optimizer)
-        else _without_warnings(get_optimizer_state_dict, module, optimizer, options=options)["state"]
-    )
+    state = {}
+    if not _has_no_state(optimizer):
+        state = _without_warnings(get_optimizer_state_dict, module, optimizer, options=options)["state"]
     return weights, {"state": state, **_group_state(module, optimizer, state)}
 
 
@@ -90,14 +88,10 @@ def adapter_state(
 
     Adapters are replicated, so nothing is gathered; torch's functions would also gather the base.
     """
-    adapters = _adapters(module)
+    adapters = {canonical_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
     weights = {name: p.detach().cpu() for name, p in adapters.items()}
     state = {name: _on_cpu(optimizer.state[p]) for name, p in adapters.items() if optimizer.state.get(p)}
     return weights, {"adapters": state, **_group_state(module, optimizer, state)}
-
-
-def _adapters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {canonical_name(name): p for name, p in module.named_parameters() if is_adapter(name)}
 
 
 def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
