@@ -29,11 +29,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_head, self.n_groups, self.head_size = config.n_head, config.n_query_groups, config.head_size
-        self.scale, self.softcap, self.clip_qkv = (
-            config.attention_scale,
-            config.attention_logit_softcapping,
-            config.clip_qkv,
-        )
+        self.scale, self.clip_qkv = config.attention_scale, config.clip_qkv
+        self.softcap = config.attention_logit_softcapping
         width = (self.n_head + 2 * self.n_groups) * self.head_size
         self.qkv = nn.Linear(config.n_embd, width, bias=config.bias or config.attn_bias)
         self.proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
@@ -165,9 +162,8 @@ def sink_attention(
         (B, n_head, T, head_size), in the dtype of q.
     """
     size = q.size(-1)
-    q, k, v = (
-        F.pad(x, (0, 8 - size % 8, 1, 0)) for x in (q, k, v)
-    )  # fused kernels require widths that are multiples of 8
+    # fused kernels require widths that are multiples of 8
+    q, k, v = (F.pad(x, (0, 8 - size % 8, 1, 0)) for x in (q, k, v))
     q[..., size] = (sinks / scale)[:, None]
     k[:, :, 0, size] = 1
     mask = None if attn_mask.mask is None else F.pad(attn_mask.mask, (1, 0, 1, 0), value=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from toolkit.errors import UserError
-from toolkit.models.config_checks import FLAG, MAX_EXPERTS, MAX_SIZE, check_values, rope_kind, yarn_mscale
+from toolkit.errors import UserError, require_option
+from toolkit.models.config_checks import FLAG, GROUP, MAX_EXPERTS, MAX_SIZE, check_values, rope_kind, yarn_mscale
 
 # Keys of latent_attention, as in Hugging Face's config.json; q_lora_rank is optional.
 LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -193,8 +193,7 @@ class ModelConfig:
 
     def _require(self, ok: bool, name: str, hint: str) -> None:
         """Raise a UserError about the field ``name`` unless ``ok``."""
-        if not ok:
-            raise UserError(f"{FLAG}{name} {getattr(self, name)}: {hint}")
+        require_option(ok, f"{GROUP}{name}", getattr(self, name), hint)
 
     def _check_together(self) -> None:
         """Check combinations of fields, after all derived fields are set.

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 
-FLAG = "--model_config."
+GROUP, FLAG = "model_config.", "--model_config."
 
 # Far beyond every known model. Building layers takes time even on the meta device, and products of larger sizes
 # overflow.
@@ -46,21 +46,20 @@ def check_values(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     for name, hint in hints.items():
         value, (types, choices) = values[name], _types_and_choices(hint)
         if choices:
-            if value not in choices:
-                raise UserError(f"{FLAG}{name} {value}: must be one of {', '.join(choices)}")
+            require_option(value in choices, f"{GROUP}{name}", value, f"must be one of {', '.join(choices)}")
         elif not _has_type(value, types):
             expected = " or ".join(_TYPE_NAMES.get(t, "a list of integers") for t in types if t is not NoneType)
             raise UserError(f"{FLAG}{name} {value!r}: must be {expected}")
-        elif type(value) in (int, float) and not _is_in_range(name, value):
+        elif type(value) in (int, float):
             bound = "must not be negative" if name in _NONNEGATIVE else "must be greater than zero"
-            raise UserError(f"{FLAG}{name} {value}: {bound}")
-        elif type(value) is int and value > (maximum := MAX_LAYERS if name == "n_layer" else MAX_SIZE):
-            raise UserError(f"{FLAG}{name} {value}: must be at most {maximum:,}")
+            require_option(_is_in_range(name, value), f"{GROUP}{name}", value, bound)
+            maximum = MAX_LAYERS if name == "n_layer" else MAX_SIZE
+            is_small = type(value) is float or value <= maximum
+            require_option(is_small, f"{GROUP}{name}", value, f"must be at most {maximum:,}")
     rotary, base, adjustments = (values[name] for name in ("rotary_percentage", "rope_base", "rope_adjustments"))
-    if not 0 <= rotary <= 1:
-        raise UserError(f"{FLAG}rotary_percentage {rotary}: must be between 0 and 1")
-    if base <= 1 and rope_kind(adjustments) == "yarn":
-        raise UserError(f"{FLAG}rope_base {base}: must be greater than 1 with YaRN, which uses its logarithm")
+    require_option(0 <= rotary <= 1, f"{GROUP}rotary_percentage", rotary, "must be between 0 and 1")
+    hint = "must be greater than 1 with YaRN, which uses its logarithm"
+    require_option(base > 1 or rope_kind(adjustments) != "yarn", f"{GROUP}rope_base", base, hint)
     if rope_kind(adjustments) is not None:
         for name, value in adjustments.items():
             _check_adjustment(name, value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 from toolkit.models.lora_layers import LoRALinear
 
 if TYPE_CHECKING:
@@ -23,10 +23,8 @@ Quantize = Literal["bnb.nf4", "bnb.nf4-dq"]
 
 def refuse_experts(config: ModelConfig, kind: Quantize) -> None:
     """Raise a UserError for models with experts: bitsandbytes quantizes only linear layers."""
-    if config.n_moe_layer:
-        raise UserError(
-            f"--quantize {kind}: the weights of this model's experts cannot be quantized; run without --quantize"
-        )
+    hint = "the weights of this model's experts cannot be quantized; run without --quantize"
+    require_option(not config.n_moe_layer, "quantize", kind, hint)
 
 
 def quantize_linears(
@@ -62,18 +60,14 @@ def quantize_linears(
     for name, layer in list(model.transformer.h.named_modules(prefix="transformer.h")):
         if not isinstance(layer, nn.Linear):
             continue
-        if layer.in_features % BLOCK:
-            # bitsandbytes (0.50) quantizes blocks across row boundaries, but its CPU kernels restart blocks in each row
-            raise UserError(
-                f"--quantize {kind}: {name} has {layer.in_features} input features, not a multiple of {BLOCK}, which "
-                "bitsandbytes computes incorrectly on some devices; train without --quantize"
-            )
-        new: Linear4bit = (LoRALinear4bit if isinstance(layer, LoRALinear) else Linear4bit)(
-            layer.in_features, layer.out_features, bias=False, device="meta"
-        )
-        new.quantize_weight(
-            layer.weight if weight_of is None else weight_of(f"{name}.weight"), kind == "bnb.nf4-dq", device
-        )
+        # bitsandbytes (0.50) quantizes blocks across row boundaries, but its CPU kernels restart blocks in each row
+        hint = f"{name} has {layer.in_features} input features, not a multiple of {BLOCK}, which bitsandbytes "
+        hint += "computes incorrectly on some devices; train without --quantize"
+        require_option(layer.in_features % BLOCK == 0, "quantize", kind, hint)
+        new_class = LoRALinear4bit if isinstance(layer, LoRALinear) else Linear4bit
+        new: Linear4bit = new_class(layer.in_features, layer.out_features, bias=False, device="meta")
+        weight = layer.weight if weight_of is None else weight_of(f"{name}.weight")
+        new.quantize_weight(weight, kind == "bnb.nf4-dq", device)
         new.bias = layer.bias
         if isinstance(layer, LoRALinear) and isinstance(new, LoRALinear4bit):
             new.share_adapters(layer)

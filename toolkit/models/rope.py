@@ -52,9 +52,8 @@ def document_lengths(
         labels: (B, T), -100 for tokens excluded from the loss.
     """
     at = torch.arange(input_ids.size(1), device=input_ids.device).expand_as(input_ids)
-    documents = (
-        torch.zeros_like(at) if documents is None else documents % input_ids.size(1)
-    )  # padding, -1, becomes the last
+    # padding, -1, becomes the last
+    documents = torch.zeros_like(at) if documents is None else documents % input_ids.size(1)
     ends = at + 1 if labels is None else (at + 1) * (labels != IGNORE_INDEX)
     last = torch.zeros_like(at).scatter_reduce(1, documents, ends, "amax")
     first = torch.full_like(at, input_ids.size(1)).scatter_reduce(1, documents, at, "amin")

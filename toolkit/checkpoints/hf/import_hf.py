@@ -143,10 +143,9 @@ def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
     if not hf_dir.is_dir():
         raise UserError(f"hf_dir {hf_dir}: no such folder; give the one that holds {CONFIG} and the weights")
     if not (hf_dir / CONFIG).is_file():
-        is_checkpoint = (hf_dir / WEIGHTS).exists()
-        hint = (
-            f"it is already a checkpoint folder (it has {WEIGHTS})" if is_checkpoint else "give a Hugging Face folder"
-        )
+        hint = "give a Hugging Face folder"
+        if (hf_dir / WEIGHTS).exists():
+            hint = f"it is already a checkpoint folder (it has {WEIGHTS})"
         raise UserError(f"hf_dir {hf_dir}: holds no {CONFIG}; {hint}")
     values = read_json_object(hf_dir / CONFIG)
     if (quantization := values.get("quantization_config")) and quantized_bits(values) is None:

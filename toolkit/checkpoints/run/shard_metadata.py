@@ -130,9 +130,8 @@ def _required_sizes(metadata: Metadata) -> dict[str, int]:
                 raise ValueError(f"a chunk outside {name}")
             if place.offset < 0 or place.length < chunk.sizes.numel() * tensor.properties.dtype.itemsize:
                 raise ValueError(f"a chunk of {name} that is too short")
-            required_sizes[place.relative_path] = max(
-                required_sizes.get(place.relative_path, 0), place.offset + place.length
-            )
+            end, known = place.offset + place.length, required_sizes.get(place.relative_path, 0)
+            required_sizes[place.relative_path] = max(known, end)
         if len({chunk.offsets for chunk in tensor.chunks}) != len(tensor.chunks):
             raise ValueError(f"overlapping chunks of {name}")
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():

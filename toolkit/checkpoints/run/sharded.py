@@ -137,12 +137,9 @@ class ShardReader:
 
     def _load(self, name: str, offsets: torch.Size) -> Tensor:
         place = self._metadata.storage_data[MetadataIndex(name, offsets)]
-        reader = _Reader(self._folder, self._metadata)
-        with (
-            _translate_errors(self._folder / place.relative_path),
-            open_regular(self._folder / place.relative_path) as file,
-        ):
-            return reader.load_chunk(file, place, name)
+        path = self._folder / place.relative_path
+        with _translate_errors(path), open_regular(path) as file:
+            return _Reader(self._folder, self._metadata).load_chunk(file, place, name)
 
 
 class _Writer(dcp.FileSystemWriter):

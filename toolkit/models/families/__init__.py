@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError, did_you_mean, require_option
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import (
     deepseek,
@@ -131,8 +131,8 @@ def family_of(config: ModelConfig) -> Family:
     Raises:
         UserError: ``config.family`` is unknown.
     """
-    if config.family not in FAMILIES:
-        raise UserError(f"--model_config.family {config.family}: must be one of {', '.join(FAMILIES)}")
+    hint = f"must be one of {', '.join(FAMILIES)}"
+    require_option(config.family in FAMILIES, "model_config.family", config.family, hint)
     return Family(FAMILIES[config.family])
 
 
@@ -190,8 +190,7 @@ def _unsupported_message(config_json: dict[str, Any]) -> str:
     text = config_json.get("text_config")
     if isinstance(text, dict) or "vision_config" in config_json:
         inner = str(text.get("model_type")) if isinstance(text, dict) else ""
-        hint = (
-            f"save its text model (model_type {inner!r}) separately" if inner in FAMILIES else "use a text-only model"
-        )
+        separately = f"save its text model (model_type {inner!r}) separately"
+        hint = separately if inner in FAMILIES else "use a text-only model"
         return f"{message}: it is multimodal; {hint}"
     return f"{message}; only {', '.join([*FAMILIES, *MULTIMODAL])}{near}"

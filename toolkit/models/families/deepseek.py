@@ -77,9 +77,8 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     require_key(is_read, "mscale_all_dim", mscale, "this version computes it with rope_type 'yarn' only")
     shared, k = config_json["n_shared_experts"], config_json["num_experts_per_tok"]
     require_key(bool(shared), "n_shared_experts", shared, "this version requires shared experts")
-    decoder = hf_config.read_decoder(
-        config_json, vocab_size=129280 if is_v3 else 102400, block_size=4096 if is_v3 else 2048
-    )
+    vocab_size, block_size = (129280, 4096) if is_v3 else (102400, 2048)
+    decoder = hf_config.read_decoder(config_json, vocab_size=vocab_size, block_size=block_size)
     method = config_json["topk_method"]
     groups = None if method == "greedy" else config_json["n_group"]
     if groups is None and method != "greedy":

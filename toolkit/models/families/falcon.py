@@ -38,9 +38,9 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     """Make a config from the content of a Hugging Face ``config.json`` with ``model_type`` "falcon"."""
     hf_config.require_hf(config_json, activation=("gelu",), alibi=(False,), bias=(False,), parallel_attn=(True,))
     n_head, new = config_json["num_attention_heads"], config_json.get("new_decoder_architecture", False)
-    groups = (
-        (config_json.get("num_kv_heads") or n_head) if new else 1 if config_json.get("multi_query", True) else n_head
-    )
+    groups = 1 if config_json.get("multi_query", True) else n_head
+    if new:
+        groups = config_json.get("num_kv_heads") or n_head
     norms = config_json.get("num_ln_in_parallel_attn") or (2 if new else 1)
     width = config_json.get("ffn_hidden_size") or 4 * config_json["hidden_size"]
     sizes = {"num_key_value_heads": groups, "intermediate_size": width}

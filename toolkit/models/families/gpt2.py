@@ -44,6 +44,7 @@ _ALIAS_KEYS = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }  # fmt: skip
+_SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768}  # of the class
 _GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 
@@ -55,9 +56,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     given = {native: config_json[name] for native, name in _ALIAS_KEYS.items() if name in config_json}
     config_json = config_json | given
     vocab_size = config_json.get("vocab_size", 50257)
-    sizes = {
-        name: config_json.get(name, default) for name, default in (("n_layer", 12), ("n_head", 12), ("n_embd", 768))
-    }
+    sizes = {name: config_json.get(name, default) for name, default in _SIZES.items()}
     sizes["intermediate_size"] = config_json.get("n_inner")
     activation: Any = _GELU[config_json.get("activation_function", "gelu_new")]
     return ModelConfig(

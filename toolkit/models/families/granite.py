@@ -34,9 +34,8 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of ``config.json``."""
-    multipliers = {name: getattr(config, name) for name in _MULTIPLIERS} | {
-        "attention_multiplier": config.attention_scale
-    }
+    multipliers = {name: getattr(config, name) for name in _MULTIPLIERS}
+    multipliers["attention_multiplier"] = config.attention_scale
     return hf_config.write_decoder(config, "GraniteForCausalLM", mlp_bias=config.bias, **multipliers)
 
 

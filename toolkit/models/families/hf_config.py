@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 from toolkit.models.config import ModelConfig
 from toolkit.models.families.hf_keys import require_key
 
@@ -19,11 +19,9 @@ def require(config: ModelConfig, **expected: Any) -> None:
         UserError: Names the field, its value and the required value.
     """
     for name, value in expected.items():
-        if (actual := getattr(config, name)) != value:
-            raise UserError(
-                f"--model_config.{name} {actual}: the Hugging Face model type {config.family!r} only has {value}; "
-                f"such a model cannot be exported"
-            )
+        actual = getattr(config, name)
+        hint = f"the Hugging Face model type {config.family!r} only has {value}; such a model cannot be exported"
+        require_option(actual == value, f"model_config.{name}", actual, hint)
 
 
 def require_hf(config_json: dict[str, Any], **allowed: tuple[Any, ...]) -> None:
@@ -257,15 +255,13 @@ def require_rope_by_window(config: ModelConfig) -> None:
         UserError: Names the field.
     """
     for layer in range(config.n_layer):
-        if (config.window(layer) is not None) != (config.rope_index(layer) == 1):
-            raise UserError(
-                f"--model_config.rope_indices {config.rope_indices}: the Hugging Face model type {config.family!r} has "
-                "index 1 in sliding-window layers and 0 in the others; such a model cannot be exported"
-            )
+        is_consistent = (config.window(layer) is not None) == (config.rope_index(layer) == 1)
+        hint = f"the Hugging Face model type {config.family!r} has index 1 in sliding-window layers and 0 in the others"
+        hint += "; such a model cannot be exported"
+        require_option(is_consistent, "model_config.rope_indices", config.rope_indices, hint)
+    # transformers reads truncate outside the per-layer parameters
     if (adjustments := config.rope_adjustments) and not adjustments.get("truncate", True):
-        require(
-            config, rope_adjustments="YaRN with truncate true"
-        )  # transformers reads truncate outside the per-layer parameters
+        require(config, rope_adjustments="YaRN with truncate true")
 
 
 def longrope_attention_factor(longest: float, original: int) -> float:
