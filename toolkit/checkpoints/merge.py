@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 
 from toolkit.checkpoints.adapters import AdapterInfo, is_adapter_dir, load_adapters, read_adapter
+from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
 from toolkit.checkpoints.finite import nonfinite_tensors
-from toolkit.checkpoints.folder import (
-    CONFIG,
-    HYPERPARAMETERS,
-    load_compatible_weights,
-    load_model,
-    read_model_config,
-    write_model_config,
-)
+from toolkit.checkpoints.folder import load_compatible_weights, load_model, read_model_config, write_model_config
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_model_folder
 from toolkit.checkpoints.weights import save_weights

@@ -281,18 +281,12 @@ def _describe_write_error(error: BaseException, tmp: Path, folder: Path) -> str 
         )
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError):  # from save_sharded
         return f"{error}; choose a folder that all ranks can write to"
-    if (
-        isinstance(error, OSError)
-        and not os.path.exists(tmp)
-        and (error.errno in _UNWRITABLE or _is_creation_error(error, tmp))
-    ):
-        return f"{error.strerror}; choose another folder"
+    if isinstance(error, OSError) and not os.path.exists(tmp):
+        # creating tmp or one of its parents may fail with any errno (/proc reports ENOENT)
+        is_creation_error = error.filename is not None and Path(str(error.filename)) in (tmp, *tmp.parents)
+        if error.errno in _UNWRITABLE or is_creation_error:
+            return f"{error.strerror}; choose another folder"
     return None
-
-
-def _is_creation_error(error: OSError, tmp: Path) -> bool:
-    """Whether creating ``tmp`` or one of its parents failed, with any errno (/proc reports ENOENT)."""
-    return error.filename is not None and Path(str(error.filename)) in (tmp, *tmp.parents)
 
 
 def disk_full_reason(error: BaseException | None) -> str | None:

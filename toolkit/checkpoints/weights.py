@@ -106,11 +106,8 @@ def load_state(path: Path) -> dict[str, Any]:
     _require_zip(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        unusable = [
-            name
-            for name, tensor in named_tensors(state)
-            if tensor.layout != torch.strided or tensor.device.type != "cpu"
-        ]
+        tensors = named_tensors(state)
+        unusable = [name for name, t in tensors if t.layout != torch.strided or t.device.type != "cpu"]
     except Exception as error:  # a hostile file can make the reader raise anything
         raise UserError(f"{path}: {describe_load_error(error)}") from error
     if not isinstance(state, dict):

@@ -83,9 +83,8 @@ def prefill(model: GPT, ids: Tensor, cache: KVCache) -> Tensor:
         (B, 1): the next inputs of the model.
     """
     length, original_max = ids.size(1), model.config.original_max_position
-    if original_max is not None and (max(cache.sequence_length, cache.length) > original_max) != (
-        length > original_max
-    ):
+    cached_for = max(cache.sequence_length, cache.length)
+    if original_max is not None and (cached_for > original_max) != (length > original_max):
         cache.truncate(0)
     cache.sequence_length = length
     for chunk in ids[:, cache.length : -1].split(PREFILL, dim=1):

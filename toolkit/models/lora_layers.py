@@ -95,9 +95,8 @@ class LoRAMixin(nn.Module):
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             norms = torch.addmm(self.base_weight().float(), b, a, alpha=self.scaling).norm(dim=1)
         # Section 4.3 of the paper: the norms are constants. Scales are near 1, where bf16 has steps of 1/256: use fp32.
-        y = self._row_scales(norms) * _add_product(
-            dropped_plain, self._hidden(dropped, a, plain.dtype), b.to(plain.dtype)
-        )
+        hidden = self._hidden(dropped, a, plain.dtype)
+        y = self._row_scales(norms) * _add_product(dropped_plain, hidden, b.to(plain.dtype))
         if dropped_plain is not plain:
             y = y + (plain - dropped_plain)
         return (y if self.bias is None else y + self.bias).to(plain.dtype)

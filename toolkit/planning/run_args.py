@@ -14,19 +14,8 @@ import toolkit.data
 from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
 from toolkit.checkpoints.peft.import_peft import check_base, import_peft
-from toolkit.config import (
-    AUTO,
-    FINETUNE,
-    PRETRAIN,
-    Auto,
-    Command,
-    CommandDefaults,
-    EvalArgs,
-    OptimizerArgs,
-    Precision,
-    RunOptions,
-    TrainArgs,
-)
+from toolkit.config import AUTO, Auto, Command, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
+from toolkit.config.options import FINETUNE, PRETRAIN, CommandDefaults
 from toolkit.data.base import DataModule
 from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.errors import UserError

@@ -256,20 +256,12 @@ def _hub_errors(repo_id: str, revision: str, hint: str = "") -> Iterator[None]:
 
     # The bases are the errors of the HTTP library, which differs between major versions. hf_xet raises RuntimeError;
     # the others are caused by malformed responses.
-    errors: tuple[type[BaseException], ...] = (
-        HfHubHTTPError,
-        *HfHubHTTPError.__bases__,
-        OSError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-        TypeError,
-    )
+    of_http: tuple[type[BaseException], ...] = (HfHubHTTPError, *HfHubHTTPError.__bases__)
     try:
         yield
     except UserError:
         raise
-    except errors as error:
+    except (*of_http, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
         raise UserError(_describe_error(error, repo_id, revision) + hint) from error
 
 

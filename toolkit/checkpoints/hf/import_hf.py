@@ -187,10 +187,8 @@ def _convert_tokenizer(hf_dir: Path, config: ModelConfig) -> tuple[bytes | None,
         size_warning = _vocab_size_warning(Tokenizer({"tokenizer.json": tokenizer_json}, model.name), config)
     except ValueError as error:
         return None, [f"warning: {hf_dir} holds no tokenizer.json, and {model.name} was not converted: {error}; {hint}"]
-    return tokenizer_json, [
-        f"converted {model.name} to tokenizer.json; both encode the probe texts identically",
-        *size_warning,
-    ]
+    note = f"converted {model.name} to tokenizer.json; both encode the probe texts identically"
+    return tokenizer_json, [note, *size_warning]
 
 
 def _vocab_size_warning(tokenizer: Tokenizer, config: ModelConfig) -> list[str]:

@@ -7,16 +7,10 @@ from typing import Any
 
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import CONFIG, load_compatible_weights, read_model_config
+from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.run.sharded import is_sharded, read_sharded
-from toolkit.checkpoints.store import (
-    COMPLETE,
-    WEIGHTS,
-    is_complete,
-    require_new_folder,
-    write_folder,
-    write_model_folder,
-)
+from toolkit.checkpoints.store import WEIGHTS, is_complete, require_new_folder, write_folder, write_model_folder
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
 from toolkit.errors import UserError
 from toolkit.models.gpt import model_on_meta

@@ -5,15 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from toolkit.checkpoints.store import (
-    COMPLETE,
-    WEIGHTS,
-    checkpoint_folders,
-    complete_checkpoints,
-    is_complete,
-    newest,
-    step_of,
-)
+from toolkit.checkpoints.manifest import COMPLETE
+from toolkit.checkpoints.store import WEIGHTS, checkpoint_folders, complete_checkpoints, is_complete, newest, step_of
 from toolkit.errors import UserError
 
 

@@ -35,11 +35,8 @@ CONFIGS = [
 
 ALIASES = {
     "OLMo-7B-Instruct-hf": "OLMo-7B-hf",
-    **{
-        f"OLMo-2-1124-{size}-{kind}": f"OLMo-2-1124-{size}"
-        for size in ("7B", "13B")
-        for kind in ("SFT", "DPO", "Instruct")
-    },
+    **{f"OLMo-2-1124-7B-{kind}": "OLMo-2-1124-7B" for kind in ("SFT", "DPO", "Instruct")},
+    **{f"OLMo-2-1124-13B-{kind}": "OLMo-2-1124-13B" for kind in ("SFT", "DPO", "Instruct")},
 }
 
 
