@@ -1,6 +1,7 @@
 """Model folders: round trips, LitGPT's layouts, and what does not fit."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import yaml
 
 from toolkit.checkpoints.folder import (
     find_checkpoint_dir,
+    find_model,
     load_compatible_weights,
     load_model,
     read_model_config,
@@ -224,3 +226,18 @@ def test_find_checkpoint_dir(tmp_path, monkeypatch):
     ]:
         with pytest.raises(UserError, match=message):
             find_checkpoint_dir(value)
+
+
+def test_model_to_read_is_found_and_verified(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "checkpoints" / "m", LLAMA)
+    assert find_model("m") == Path("checkpoints/m")
+    with pytest.raises(UserError, match="^checkpoint_dir n: no such folder"):
+        find_model("n")
+    config = tmp_path / "checkpoints" / "m" / "model_config.yaml"
+    config.write_text(config.read_text().replace("block_size: 32", "block_size: 16"))
+    with pytest.raises(UserError, match="--base_checkpoint_dir x: would have no effect"):  # before the files are read
+        find_model("m", "x")
+    with pytest.raises(UserError, match=r"damaged: model_config\.yaml"):
+        find_model("m")
+    assert find_model("m", verify=False) == Path("checkpoints/m")

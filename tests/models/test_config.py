@@ -208,3 +208,11 @@ def test_longrope_needs_one_factor_per_pair(name):
     ModelConfig(rope_adjustments=factors)  # head_size 16
     with pytest.raises(UserError, match=f"rope_adjustments: {name} has 6 factors; heads with 16 rotated .* need 8"):
         ModelConfig(rope_adjustments=factors | {name: [1.0] * 6})
+
+
+def test_vocabulary_must_be_known():
+    config = ModelConfig(name="it")
+    assert config.with_vocab_size(100).vocab_size == 100
+    assert config.with_vocab_size(100).with_vocab_size(None).vocab_size == 100
+    with pytest.raises(UserError, match="^--tokenizer_dir: it takes its vocabulary .*, or --model_config.vocab_size$"):
+        config.with_vocab_size(None)

@@ -12,7 +12,7 @@ from toolkit.errors import UserError
 from toolkit.models import loss as loss_module
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.models.lora import attention_rows, draw_adapter, initial_magnitude, is_adapter
+from toolkit.models.lora import adapted_on_meta, attention_rows, draw_adapter, initial_magnitude, is_adapter
 from toolkit.models.lora_config import PARTS, LoRAConfig
 from toolkit.models.lora_layers import LoRALinear
 
@@ -289,3 +289,20 @@ def test_no_gradient_buffer_for_frozen_head(monkeypatch):
 def test_invalid_options_name_the_flag(options, message):
     with pytest.raises(UserError, match=message):
         LoRAConfig(**options)
+
+
+def test_options_of_the_command_and_config_are_inverse():
+    config = LoRAConfig(r=4, alpha=6.0, key=True, value=False, rslora=True)
+    options = config.to_options()
+    assert options["lora_r"] == 4 and options["lora_key"] and not options["lora_value"]
+    assert LoRAConfig.from_options(options | {"out_dir": "x"}) == config
+    with pytest.raises(UserError, match="^--lora_r 0: must be greater than zero$"):
+        LoRAConfig.from_options(options | {"lora_r": 0})
+
+
+def test_adapted_model_on_meta():
+    plain, adapted = adapted_on_meta(LLAMA, None), adapted_on_meta(LLAMA, LoRAConfig())
+    assert all(p.is_meta and p.requires_grad for p in plain.parameters())
+    names = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert names == {name for name, _ in adapted.named_parameters() if is_adapter(name)} != set()
+    assert plain.state_dict().keys() == {name for name in adapted.state_dict() if not is_adapter(name)}

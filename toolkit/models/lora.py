@@ -33,8 +33,8 @@ def adapted_on_meta(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
 def add_lora(model: GPT, config: LoRAConfig) -> None:
     """Add adapters to the selected layers of a GPT, in place, and freeze everything else.
 
-    The adapters are on the device of the weights and have no effect until :func:`adapter_values` or a checkpoint sets
-    them: A and B are zero.
+    The adapters are on the device of the weights. Their values (A and B are zero here, magnitudes one) come from
+    :func:`adapter_values` or a checkpoint.
 
     Raises:
         UserError: Adapters are requested for the MLPs of a model with experts.
