@@ -15,7 +15,7 @@ from toolkit.models.init import parameter_generator
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.lora_layers import Adapter, LoRALinear
 
-WHOLE = "whole"
+_ALL_ROWS = "whole"  # name of the adapter of a layer that is not fused, in files
 
 
 def adapted_on_meta(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
@@ -45,11 +45,11 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
     for block in model.blocks:
         for name, rows_of in attention_rows(model.config).items():
             _adapt(block.attn, name, config, {part: rows for part, rows in rows_of.items() if getattr(config, part)})
-        _adapt(block.attn, "proj", config, {WHOLE: config.projection})
+        _adapt(block.attn, "proj", config, {_ALL_ROWS: config.projection})
         for name, layer in list(block.mlp.named_children()):
             if isinstance(layer, nn.Linear):
-                _adapt(block.mlp, name, config, {WHOLE: config.mlp})
-    _adapt(model, "lm_head", config, {WHOLE: config.head})
+                _adapt(block.mlp, name, config, {_ALL_ROWS: config.mlp})
+    _adapt(model, "lm_head", config, {_ALL_ROWS: config.head})
 
 
 def is_adapter(name: str) -> bool:
