@@ -256,12 +256,13 @@ def _hub_errors(repo_id: str, revision: str, hint: str = "") -> Iterator[None]:
 
     # The bases are the errors of the HTTP library, which differs between major versions. hf_xet raises RuntimeError;
     # the others are caused by malformed responses.
-    of_http: tuple[type[BaseException], ...] = (HfHubHTTPError, *HfHubHTTPError.__bases__)
+    kinds = (HfHubHTTPError, *HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError, KeyError, TypeError)
+    errors: tuple[type[BaseException], ...] = kinds
     try:
         yield
     except UserError:
         raise
-    except (*of_http, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+    except errors as error:
         raise UserError(_describe_error(error, repo_id, revision) + hint) from error
 
 

@@ -182,7 +182,7 @@ def check(config: ModelConfig) -> None:
         "latent_attention", "routed_scaling_factor", "n_expert_groups", "n_topk_groups", "moe_indices",
         "shared_expert_intermediate_size", *(("norm_topk_prob",) if is_v3 else ()),
     )  # fmt: skip
-    fixed = {"mlp_class_name": "LLaMAMoE", "shared_expert_gate": False}
+    fixed: dict[str, Any] = {"mlp_class_name": "LLaMAMoE", "shared_expert_gate": False}
     hf_config.require_llama(config, free=free, router_scores="sigmoid" if is_v3 else "softmax", **fixed)
     if not is_v3:
         hf_config.require_divisible_heads(config)

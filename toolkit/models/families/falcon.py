@@ -7,19 +7,18 @@ Sources of the named configurations: LitGPT; tied embeddings: the default of tra
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
 _FIXED: dict[str, Any] = {
     "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
     "parallel_residual": True,
 }  # fmt: skip
 
-_falcon = partial(named, family="falcon", block_size=2048, vocab_size=65024, tie_embeddings=True, **_FIXED)
+_falcon = named_with(family="falcon", block_size=2048, vocab_size=65024, tie_embeddings=True, **_FIXED)
 
 CONFIGS = [
     _falcon("falcon-7b", 32, 4544, 71, 1, shared_attention_norm=True),
@@ -44,7 +43,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
     norms = config_json.get("num_ln_in_parallel_attn") or (2 if new else 1)
     width = config_json.get("ffn_hidden_size") or 4 * config_json["hidden_size"]
     sizes = {"num_key_value_heads": groups, "intermediate_size": width}
-    norm = {"norm_eps": "layer_norm_epsilon", "default_eps": 1e-5}
+    norm: dict[str, Any] = {"norm_eps": "layer_norm_epsilon", "default_eps": 1e-5}
     fields = hf_config.read_decoder(config_json | sizes, vocab_size=65024, block_size=2048, tied=True, **norm)
     fields |= hf_rope.read_rope(config_json)
     return ModelConfig(**fields, shared_attention_norm=not (new and norms == 2), **_FIXED)

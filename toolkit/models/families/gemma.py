@@ -17,7 +17,7 @@ from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
 _FIXED: dict[str, Any] = {
     "norm_offset": True, "scale_embeddings": True, "mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh",
@@ -25,16 +25,16 @@ _FIXED: dict[str, Any] = {
 _COMMON: dict[str, Any] = {"norm_eps": 1e-6, "tie_embeddings": True, **_FIXED}
 _POST_NORMS: dict[str, Any] = {"post_attention_norm": True, "post_mlp_norm": True}
 
-_gemma = partial(named, family="gemma", block_size=8192, vocab_size=256000, head_size=256, **_COMMON)
+_gemma = named_with(family="gemma", block_size=8192, vocab_size=256000, head_size=256, **_COMMON)
 # Lists with one entry per layer are cut to the number of layers.
-_gemma2 = partial(
-    named, family="gemma2", block_size=8192, vocab_size=256000, head_size=256, attention_scores_scalar=256.0,
+_gemma2 = named_with(
+    family="gemma2", block_size=8192, vocab_size=256000, head_size=256, attention_scores_scalar=256.0,
     attention_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window_size=4096,
     sliding_window_indices=[1, 0] * 23, **_POST_NORMS, **_COMMON,
 )  # fmt: skip
 _EVERY_SIXTH_IS_FULL = [1, 1, 1, 1, 1, 0] * 11
-_gemma3 = partial(
-    named, family="gemma3_text", block_size=131072, vocab_size=262144, head_size=256, attention_scores_scalar=256.0,
+_gemma3 = named_with(
+    family="gemma3_text", block_size=131072, vocab_size=262144, head_size=256, attention_scores_scalar=256.0,
     norm_qk=True, rope_base=1000000.0, rope_adjustments={"factor": 8.0}, rope_local_base_freq=10000.0,
     rope_indices=_EVERY_SIXTH_IS_FULL, sliding_window_size=1024, sliding_window_indices=_EVERY_SIXTH_IS_FULL,
     **_POST_NORMS, **_COMMON,

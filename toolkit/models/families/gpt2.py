@@ -5,12 +5,11 @@ Sources of the named configurations: the ``config.json`` files of the Hugging Fa
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
 _FIXED: dict[str, Any] = {
     "position_embedding": "learned", "bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",
@@ -18,8 +17,8 @@ _FIXED: dict[str, Any] = {
 
 
 # padding_multiple 1: the published vocabulary is not padded
-_gpt2 = partial(
-    named, family="gpt2", block_size=1024, vocab_size=50257, padding_multiple=1, gelu_approximate="tanh",
+_gpt2 = named_with(
+    family="gpt2", block_size=1024, vocab_size=50257, padding_multiple=1, gelu_approximate="tanh",
     tie_embeddings=True, **_FIXED,
 )  # fmt: skip
 

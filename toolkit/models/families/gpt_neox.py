@@ -12,13 +12,13 @@ from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
 _FIXED: dict[str, Any] = {"bias": True, "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP"}
 
 # padding_multiple 1: the published vocabulary is not padded
-_neox = partial(
-    named, family="gpt_neox", block_size=2048, padding_multiple=1, rotary_percentage=0.25, parallel_residual=True,
+_neox = named_with(
+    family="gpt_neox", block_size=2048, padding_multiple=1, rotary_percentage=0.25, parallel_residual=True,
     **_FIXED,
 )  # fmt: skip
 _pythia = partial(_neox, vocab_size=50304, padding_multiple=64)

@@ -7,12 +7,11 @@ openai/gpt-oss-120b's.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
 # Defaults of transformers' class.
 _DEFAULTS: dict[str, Any] = {
@@ -33,8 +32,8 @@ _FIXED: dict[str, Any] = {
 _UNUSED_COEF = 0.9
 
 _YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_seq_len": 4096, "truncate": False}
-_gpt_oss = partial(
-    named, family="gpt_oss", block_size=131072, vocab_size=201088, head_size=64, rope_base=150000.0,
+_gpt_oss = named_with(
+    family="gpt_oss", block_size=131072, vocab_size=201088, head_size=64, rope_base=150000.0,
     rope_adjustments=_YARN, sliding_window_size=128, sliding_window_indices=[1, 0] * 18, n_expert_per_token=4,
     swiglu_limit=7.0, **_FIXED,
 )  # fmt: skip

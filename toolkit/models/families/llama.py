@@ -12,19 +12,19 @@ from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named, named_with
 
 _SCALED_8X = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
 _SCALED_32X = {**_SCALED_8X, "factor": 32.0}
 
-_llama2 = partial(named, block_size=4096, vocab_size=32000)
+_llama2 = named_with(block_size=4096, vocab_size=32000)
 _llama1 = partial(_llama2, block_size=2048, norm_eps=1e-6)
 # padding_multiple 1: the published vocabulary is not padded
 _code_llama = partial(_llama2, block_size=16384, padding_multiple=1, rope_base=1000000.0)
-_llama3 = partial(named, block_size=131072, vocab_size=128256, rope_base=500000.0)
-_smollm = partial(named, block_size=2048, vocab_size=49152, tie_embeddings=True)
+_llama3 = named_with(block_size=131072, vocab_size=128256, rope_base=500000.0)
+_smollm = named_with(block_size=2048, vocab_size=49152, tie_embeddings=True)
 _smollm2 = partial(_smollm, block_size=8192, rope_base=100000.0)
-_falcon3 = partial(named, block_size=32768, vocab_size=131072, head_size=256, rope_base=1000042.0, norm_eps=1e-6)
+_falcon3 = named_with(block_size=32768, vocab_size=131072, head_size=256, rope_base=1000042.0, norm_eps=1e-6)
 
 _7B, _13B = (32, 4096, 32, 32, 11008), (40, 5120, 40, 40, 13824)
 _30B, _65B = (60, 6656, 52, 52, 17920), (80, 8192, 64, 64, 22016)

@@ -6,14 +6,13 @@ and the embeddings (not tied): MLC LLM's presets.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
-_mistral = partial(named, family="mistral", block_size=32768, vocab_size=32768, rope_base=1000000.0)
+_mistral = named_with(family="mistral", block_size=32768, vocab_size=32768, rope_base=1000000.0)
 _7B = (32, 4096, 32, 8, 14336)
 
 CONFIGS = [

@@ -6,15 +6,14 @@ model: the ``config.json`` files as TensorRT-LLM's tests and others quote them.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
-_mixtral = partial(
-    named, family="mixtral", block_size=65536, vocab_size=32000, rope_base=1000000.0, mlp_class_name="LLaMAMoE",
+_mixtral = named_with(
+    family="mixtral", block_size=65536, vocab_size=32000, rope_base=1000000.0, mlp_class_name="LLaMAMoE",
     n_expert=8, n_expert_per_token=2, norm_topk_prob=True, router_aux_loss_coef=0.001,
 )  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
@@ -17,4 +19,10 @@ def named(name: str, *sizes: int, **fields: Any) -> ModelConfig:
         *sizes: n_layer, n_embd, n_head, n_query_groups, intermediate_size; the last ones may be left out.
         **fields: All other fields that differ from their defaults.
     """
-    return ModelConfig(name=name, **dict(zip(_SIZES, sizes, strict=False)), **fields)
+    values: dict[str, Any] = dict(zip(_SIZES, sizes, strict=False))
+    return ModelConfig(name=name, **values, **fields)
+
+
+def named_with(**fields: Any) -> Callable[..., ModelConfig]:
+    """Return :func:`named` with these fields, which a call may override."""
+    return partial(named, **fields)

@@ -8,12 +8,11 @@ Sources of the named configurations: LitGPT; tied embeddings: the models' cards.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
 _ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM"}
 _OLMO1: dict[str, Any] = {"norm_class_name": "LayerNorm", "norm_affine": False, "norm_eps": 1e-5}
@@ -23,8 +22,8 @@ _OLMO2: dict[str, Any] = {
 }  # fmt: skip
 
 
-_olmo = partial(named, family="olmo", block_size=2048, vocab_size=50304, **_OLMO1)
-_olmo2 = partial(named, family="olmo2", block_size=4096, vocab_size=100352, rope_base=500000.0, norm_eps=1e-6, **_OLMO2)
+_olmo = named_with(family="olmo", block_size=2048, vocab_size=50304, **_OLMO1)
+_olmo2 = named_with(family="olmo2", block_size=4096, vocab_size=100352, rope_base=500000.0, norm_eps=1e-6, **_OLMO2)
 
 CONFIGS = [
     _olmo("OLMo-1B-hf", 16, 2048, 16, 16, 8192, tie_embeddings=True),

@@ -6,12 +6,11 @@ Sources of the named configurations: LitGPT; phi-1 has the architecture of phi-1
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
 _GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # the same function
 _FIXED: dict[str, Any] = {
@@ -20,7 +19,7 @@ _FIXED: dict[str, Any] = {
 }  # fmt: skip
 
 
-_phi = partial(named, family="phi", block_size=2048, vocab_size=51200, **_FIXED)
+_phi = named_with(family="phi", block_size=2048, vocab_size=51200, **_FIXED)
 
 CONFIGS = [
     _phi("phi-1_5", 24, 2048, 32, rotary_percentage=0.5),

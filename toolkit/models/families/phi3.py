@@ -7,12 +7,11 @@ are written here without the rounding errors of float32. A window longer than th
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
 _PHI_3_5_SHORT = [
     1.0, 1.02, 1.03, 1.03, 1.05, 1.05, 1.05, 1.05, 1.05, 1.07, 1.1, 1.11, 1.16, 1.16, 1.17, 1.29, 1.34, 1.68, 1.79,
@@ -41,8 +40,8 @@ def _longrope(short_factor: list[float], long_factor: list[float]) -> dict[str, 
     }  # fmt: skip
 
 
-_phi3 = partial(named, family="phi3", vocab_size=32064)
-_phi4 = partial(named, family="phi3", vocab_size=100352)
+_phi3 = named_with(family="phi3", vocab_size=32064)
+_phi4 = named_with(family="phi3", vocab_size=100352)
 _MINI, _14B = (32, 3072, 32, 32, 8192), (40, 5120, 40, 10, 17920)
 
 CONFIGS = [

@@ -13,10 +13,10 @@ from typing import Any
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
 from toolkit.models.families.hf_keys import require_key
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
-_qwen = partial(
-    named, family="qwen2", block_size=32768, vocab_size=151936, rope_base=1000000.0, attn_bias=True, norm_eps=1e-6,
+_qwen = named_with(
+    family="qwen2", block_size=32768, vocab_size=151936, rope_base=1000000.0, attn_bias=True, norm_eps=1e-6,
     tie_embeddings=True,
 )  # fmt: skip
 _qwen_7b = partial(_qwen, vocab_size=152064, tie_embeddings=False)

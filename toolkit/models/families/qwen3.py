@@ -5,15 +5,14 @@ Sources of the named configurations: LitGPT; which embeddings are tied: MLC LLM'
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, qwen2, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
-_qwen3 = partial(
-    named, family="qwen3", block_size=40960, vocab_size=151936, head_size=128, rope_base=1000000.0, norm_eps=1e-6,
+_qwen3 = named_with(
+    family="qwen3", block_size=40960, vocab_size=151936, head_size=128, rope_base=1000000.0, norm_eps=1e-6,
     norm_qk=True,
 )  # fmt: skip
 _4B = (36, 2560, 32, 8, 9728)

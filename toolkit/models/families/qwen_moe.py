@@ -13,10 +13,10 @@ from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, qwen2, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
-_moe = partial(
-    named, vocab_size=151936, rope_base=1000000.0, norm_eps=1e-6, mlp_class_name="LLaMAMoE", n_expert_per_token=8
+_moe = named_with(
+    vocab_size=151936, rope_base=1000000.0, norm_eps=1e-6, mlp_class_name="LLaMAMoE", n_expert_per_token=8
 )
 _a2_7b = partial(
     _moe, family="qwen2_moe", attn_bias=True, n_expert=60, n_expert_per_token=4, moe_intermediate_size=1408,

@@ -8,15 +8,14 @@ StableLM (stablelm-base-alpha) is a GPT-NeoX.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import hf_config, hf_rope, tables
-from toolkit.models.families.named import named
+from toolkit.models.families.named import named_with
 
-_stablelm = partial(
-    named, family="stablelm", block_size=4096, vocab_size=100352, rotary_percentage=0.25, norm_class_name="LayerNorm"
+_stablelm = named_with(
+    family="stablelm", block_size=4096, vocab_size=100352, rotary_percentage=0.25, norm_class_name="LayerNorm"
 )
 
 CONFIGS = [
