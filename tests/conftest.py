@@ -8,6 +8,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import random
 import signal
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,28 +18,8 @@ for _number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of a
     if signal.getsignal(_number) is signal.SIG_IGN:  # that tests start would inherit it
         signal.signal(_number, signal.default_int_handler)
 
-WORDS = [
-    "the",
-    "model",
-    "reads",
-    "a",
-    "line",
-    "of",
-    "text",
-    "and",
-    "learns",
-    "which",
-    "token",
-    "comes",
-    "next",
-    "in",
-    "every",
-    "step",
-    "of",
-    "its",
-    "training",
-    "run",
-]
+SENTENCE = "the model reads a line of text and learns which token comes next in every step of its training run"
+WORDS = SENTENCE.split()
 
 
 # Workers take one file after another: expensive ones first, so that cheap ones fill the end of the run.
@@ -73,6 +55,22 @@ def corpus(tmp_path_factory) -> Path:
         text = ". ".join(" ".join(rng.choices(WORDS, k=rng.randint(4, 12))) for _ in range(100))
         (folder / f"part{i:02}.txt").write_text(text + "\n")
     return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system of a given size, such as "3m", and returns its folder; skips where that is not permitted."""
+    disk = tmp_path / "disk"
+
+    def mount(size: str) -> Path:
+        disk.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", disk], capture_output=True).returncode:
+            pytest.skip("mounting a small file system is not permitted here")
+        return disk
+
+    yield mount
+    if disk.is_mount():
+        subprocess.run(["umount", disk], check=True)
 
 
 @pytest.fixture(scope="session")

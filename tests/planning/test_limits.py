@@ -42,13 +42,6 @@ def test_max_time_is_in_minutes():
     assert limits(max_time=1.5).max_seconds == 90
 
 
-@pytest.mark.parametrize("name", ["max_steps", "max_tokens", "epochs", "max_time", "learning_rate", "log_interval"])
-@pytest.mark.parametrize("value", [0, -1])
-def test_zero_and_negative_limits_are_errors(name, value):
-    with pytest.raises(UserError, match=f"--train.{name} {value}"):
-        TrainArgs(**{name: value})
-
-
 def test_tokens_of_ragged_rows_are_estimated_for_the_schedule_only():
     args = TrainArgs(global_batch_size=10, max_tokens=160)
     found = build_limits(args, Progress(), n_rows=25, tokens_per_row=8.0, is_ragged=True)

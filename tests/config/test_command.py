@@ -1,0 +1,340 @@
+"""Options of a command: documented spellings, YAML files, one-line errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import yaml
+from jsonargparse.typing import NonNegativeFloat, PositiveInt, restricted_number_type
+
+from toolkit import cli_parser
+from toolkit.commands import pretrain
+from toolkit.config import EvalArgs, TrainArgs
+from toolkit.data import LitData, PythonStdlib, SyntheticTokens, TextFiles
+from toolkit.errors import UserError
+
+
+def parse(*argv: str, setup=pretrain.setup, positionals=("model_name",)) -> dict:
+    return cli_parser.parse("pretrain", setup, positionals, list(argv))
+
+
+def error_of(*argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(*argv)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+Fraction = restricted_number_type("Fraction", float, [(">=", 0), ("<", 1)])
+
+
+def test_restricted_numbers_are_described_in_help_and_errors(capsys):
+    def setup(steps: PositiveInt | Literal["auto"] = 3, decay: NonNegativeFloat = 0.1, part: Fraction = 0.5) -> None:
+        """Try."""
+
+    parse("--help", setup=setup, positionals=())
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("an integer or auto; greater than zero; default: 3", "at least zero", "at least 0 and less than 1"):
+        assert text in shown
+    found = parse("--steps", "1e3", "--decay", "0", setup=setup, positionals=())
+    assert found == {"steps": 1000, "decay": 0.0, "part": 0.5}
+    assert [type(value) for value in found.values()] == [int, float, float]
+    for argv, message in (
+        (("--steps", "0"), "--steps 0: must be greater than zero"),
+        (("--steps", "-1e3"), "--steps -1000: must be greater than zero"),
+        (("--steps", "x"), "--steps x: must be an integer or auto"),
+        (("--decay", "-1"), "--decay -1.0: must not be negative"),
+        (("--part", "1"), "--part 1.0: must be at least 0 and less than 1"),
+    ):
+        with pytest.raises(UserError) as caught:
+            parse(*argv, setup=setup, positionals=())
+        assert str(caught.value) == message
+
+
+# ---- spellings
+
+
+@pytest.mark.parametrize(
+    ("argv", "path", "value"),
+    [
+        ("pico-llama", "model_name", "pico-llama"),
+        ("--model_name pico-llama", "model_name", "pico-llama"),
+        ("--train.micro_batch_size 4", "train.micro_batch_size", 4),
+        ("--train.micro_batch_size=4", "train.micro_batch_size", 4),
+        ("--train.max_tokens 1e6", "train.max_tokens", 1_000_000),
+        ("--train.max_tokens 1.5e6", "train.max_tokens", 1_500_000),
+        ("--train.max_tokens 1_000_000", "train.max_tokens", 1_000_000),
+        ("--train.learning_rate 4e-4", "train.learning_rate", 4e-4),
+        ("--train.epochs 1e1", "train.epochs", 10.0),
+        ("--train.lr_schedule wsd", "train.lr_schedule", "wsd"),
+        ("--train.tie_embeddings true", "train.tie_embeddings", True),
+        ("--train.tie_embeddings null", "train.tie_embeddings", None),
+        ('--train {"max_steps":3,"learning_rate":2e-3}', "train.max_steps", 3),
+        ('--train {"max_steps":3,"learning_rate":2e-3}', "train.learning_rate", 2e-3),
+        ("--eval.initial_validation true", "eval.initial_validation", True),
+        ("--eval.final_validation false", "eval.final_validation", False),
+        ("--eval.max_iters null", "eval.max_iters", None),
+        ("--log.run 5", "log.run", "5"),
+        ("--model_config.n_layer 2", "model_config.n_layer", 2),
+        ("--model_config.bias true", "model_config.bias", True),
+        ("--model_config.rope_base 5e5", "model_config.rope_base", 5e5),
+        ("--optimizer.name SGD", "optimizer.name", "SGD"),
+        ("--optimizer.betas [0.8,0.9]", "optimizer.betas", (0.8, 0.9)),
+        ("--optimizer.weight_decay 0.1", "optimizer.weight_decay", 0.1),
+        ('--optimizer.options {"momentum":0.9}', "optimizer.options", {"momentum": 0.9}),
+        ("--optimizer.options.momentum 0.9", "optimizer.options", {"momentum": 0.9}),
+        ("--resume true", "resume", True),
+        ("--resume false", "resume", False),
+        ("--resume auto", "resume", "auto"),
+        ("--resume out/run/step-00000010", "resume", "out/run/step-00000010"),
+        ("--out_dir 7", "out_dir", "7"),
+        ("--out_dir=", "out_dir", ""),
+        ("--precision bf16-mixed", "precision", "bf16-mixed"),
+        ("--initial_checkpoint_dir null", "initial_checkpoint_dir", None),
+        ("--seed 7", "seed", 7),
+        ("--data.vocab_size 512", "data", PythonStdlib(vocab_size=512)),
+        ("--data PythonStdlib", "data", PythonStdlib()),
+        ("--data TextFiles --data.train_data_path x", "data", TextFiles(train_data_path="x")),
+        ("--data.train_data_path x --data TextFiles", "data", TextFiles(train_data_path="x")),
+        ("--data toolkit.data.TextFiles --data.train_data_path x", "data", TextFiles(train_data_path="x")),
+        ("--data SyntheticTokens --data.num_rows 1e3", "data", SyntheticTokens(num_rows=1000)),
+        ('--data {"class_path":"LitData","init_args":{"data_path":"x"}}', "data", LitData(data_path="x")),
+    ],
+)
+def test_documented_spellings(argv, path, value):
+    found = parse(*argv.split(" "))
+    for name in path.split("."):
+        found = found[name] if isinstance(found, dict) else getattr(found, name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_defaults_are_those_of_the_signature():
+    found = parse()
+    assert found["train"] == TrainArgs() and found["eval"] == EvalArgs() and found["data"] == PythonStdlib()
+    assert found["seed"] == 42 and found["resume"] is False and found["model_name"] is None
+
+
+def test_string_values_are_not_converted():
+    def setup(checkpoint_dir: str, prompt: str = "x", temperature: float = 1.0) -> None:
+        """Try."""
+
+    for prompt in ("-", "", " two words\n", "true", "null", "1e3", "{a: 1}", "a=b", "-1", "# no comment", "café"):
+        assert parse("d", "--prompt", prompt, setup=setup, positionals=("checkpoint_dir",))["prompt"] == prompt
+    given = parse("--prompt=--dashes", "d", "--temperature", "-1", setup=setup, positionals=("checkpoint_dir",))
+    assert given == {"checkpoint_dir": "d", "prompt": "--dashes", "temperature": -1.0}
+
+
+@dataclass
+class Shared:
+    """Shared.
+
+    Args:
+        seed: Seed of everything.
+        betas: Two numbers.
+    """
+
+    seed: int = 42
+    betas: tuple[float, float] = (0.9, 0.95)
+
+
+def forwarding_setup(out_dir: str = "out", train: TrainArgs = TrainArgs(max_steps=4), **shared: Any) -> Shared:  # noqa: B008
+    """Try.
+
+    Args:
+        out_dir: Folder.
+        train: Training options.
+        shared: Options of all commands.
+    """
+    return Shared(**shared)
+
+
+def test_forwarded_keyword_arguments_are_options(capsys):
+    found = parse("--seed", "1e3", "--out_dir", "x", setup=forwarding_setup, positionals=())
+    assert found == {"out_dir": "x", "train": TrainArgs(max_steps=4), "seed": 1000, "betas": (0.9, 0.95)}
+    assert forwarding_setup(**found) == Shared(seed=1000)
+    parse("--help", setup=forwarding_setup, positionals=())
+    assert "Seed of everything" in capsys.readouterr().out
+
+
+# ---- YAML files
+
+
+def test_null_in_a_yaml_file_means_the_default_where_the_type_does_not_take_it(tmp_path):
+    file = tmp_path / "hyperparameters.yaml"
+    file.write_text(
+        "seed: null\nout_dir: null\nlogger_name: null\nmodel_name: null\n"
+        "train: {log_interval: null, max_steps: null, lr_schedule: null, save_every_minutes: null}\n"
+        "data: {class_path: SyntheticTokens, init_args: {seed: null, num_rows: 3}}\n"
+    )
+    found = parse("--config", str(file))
+    assert found == parse() | {"train": TrainArgs(save_every_minutes=None), "data": SyntheticTokens(num_rows=3)}
+    assert parse("--config", str(file), "--out_dir", "null")["out_dir"] == "null"
+
+
+def test_yaml_file_sets_options_and_flags_override_it(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model_name: pico-llama\n"
+        "data: {class_path: TextFiles, init_args: {train_data_path: x, vocab_size: 300}}\n"
+        "train: {max_tokens: 1e6, learning_rate: 4e-4, micro_batch_size: 2}\n"
+        "optimizer: {betas: [0.9, 0.95], options: {momentum: 1e-1}}\n"
+        "resume: auto\n"
+    )
+    found = parse("--config", str(file))
+    assert (found["model_name"], found["resume"]) == ("pico-llama", "auto")
+    assert found["data"] == TextFiles(train_data_path="x", vocab_size=300)
+    assert found["train"] == TrainArgs(max_tokens=1_000_000, learning_rate=4e-4, micro_batch_size=2)
+    assert found["optimizer"].betas == (0.9, 0.95) and found["optimizer"].options == {"momentum": 0.1}
+    found = parse("tiny", "--train.micro_batch_size", "8", "--data.vocab_size", "400", "--config", str(file))
+    assert found["model_name"] == "tiny"
+    assert found["train"] == TrainArgs(max_tokens=1_000_000, learning_rate=4e-4, micro_batch_size=8)
+    assert found["data"] == TextFiles(train_data_path="x", vocab_size=400)
+
+
+def test_changing_the_data_class_resets_its_options(tmp_path):
+    """jsonargparse would keep options of the same name, here vocab_size 300."""
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {class_path: TextFiles, init_args: {train_data_path: x, vocab_size: 300}}\n")
+    found = parse("--config", str(file), "--data", "SyntheticTokens", "--data.seed", "3")
+    assert found["data"] == SyntheticTokens(seed=3)
+
+
+def test_later_yaml_files_override_earlier_ones(tmp_path):
+    for name, text in (("a", "seed: 1\ntrain: {max_steps: 5, epochs: 2}\n"), ("b", "train: {max_steps: 6}\nlog:\n")):
+        (tmp_path / name).write_text(text)
+    found = parse("--config", str(tmp_path / "a"), "--config", str(tmp_path / "b"))
+    assert found["seed"] == 1 and found["train"] == TrainArgs(max_steps=6, epochs=2)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "",
+        "pico-llama --resume true --data TextFiles --data.train_data_path x --model_config.n_layer 3",
+        "--eval.max_iters null --optimizer.betas [0.8,0.9] --optimizer.options.foreach true --train.min_lr 1e-5",
+        "--data LitData --data.data_path x --out_dir 5 --log.run null --train.max_tokens 3e9",
+    ],
+)
+def test_print_config_round_trip(argv, tmp_path, capsys):
+    assert parse(*argv.split(), "--print_config") is None
+    printed = capsys.readouterr().out
+    file = tmp_path / "hyperparameters.yaml"
+    file.write_text(printed)
+    assert parse("--config", str(file)) == parse(*argv.split())
+    parse("--config", str(file), "--print_config")
+    assert capsys.readouterr().out == printed
+    assert list(yaml.safe_load(printed)) == list(parse())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {max_step: 3}", "FILE: train.max_step: 3: no such option; did you mean train.max_steps?"),
+        ("max_steps: 3", "FILE: max_steps: 3: no such option; did you mean train.max_steps?"),
+        ("data: {class_path: TextFile}", "FILE: data: TextFile: no such class; did you mean 'TextFiles'?"),
+        ("data: {vocabsize: 3}", "FILE: data.vocabsize: 3: no such option; did you mean data.vocab_size?"),
+        ("train: {max_steps: x}", "FILE: train.max_steps: x: must be an integer"),
+        ("seed: [1]", "FILE: seed: [1]: must be an integer"),
+        ("train: 3", "FILE: train: 3: a group; it takes `name: value` pairs"),
+        ("- 1", "--config FILE: must contain `name: value` pairs"),
+        ("", "--config FILE: must contain `name: value` pairs"),
+    ],
+)
+def test_errors_in_a_yaml_file(text, message, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert error_of("--config", str(file)) == message.replace("FILE", str(file))
+
+
+def test_unreadable_yaml_files(tmp_path):
+    assert error_of("--config", f"{tmp_path}/no.yaml") == f"--config {tmp_path}/no.yaml: No such file or directory"
+    assert error_of("--config") == "--config: needs a value: the path of a YAML file"
+    for name, content in (("broken", b"x: ["), ("code", b"x: !!python/object/apply:os.getcwd []"), ("bytes", b"\xff")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match="not a YAML file"):
+            parse("--config", str(tmp_path / name))
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--train.micro_batchsize 4", "--train.micro_batchsize 4: no such option; did you mean --train.micro_batch"),
+        ("--micro_batch_size=4", "--micro_batch_size 4: no such option; did you mean --train.micro_batch_size?"),
+        ("--micro-batch-size 4", "--micro-batch-size 4: no such option; did you mean --train.micro_batch_size?"),
+        ("--resum true", "--resum true: no such option; did you mean --resume?"),
+        ("--training.max_steps 3", "--training.max_steps 3: no such option; did you mean --train.max_steps?"),
+        ("--print_configs", "--print_configs: no such option; did you mean --print_config?"),
+        ("--qqq 1", "--qqq 1: no such option; see --help"),
+        ("--data.vocabsize 3", "--data.vocabsize 3: no such option; did you mean --data.vocab_size?"),
+        ("--data.train_data_path x",
+         "--data.train_data_path x: no such option of --data PythonStdlib; add --data TextFiles"),
+        ("--data.json_path x", "--data.json_path x: no such option of --data PythonStdlib; add --data JSON"),
+        ("--optimizer AdamW",
+         "--optimizer AdamW: optimizer is a group; set its options, did you mean --optimizer.name AdamW?"),
+        ("--lr 1e-3", "--lr 1e-3: no such option; did you mean --train.learning_rate?"),
+        ("--optimizer.lr 1e-3", "--optimizer.lr 1e-3: no such option; did you mean --train.learning_rate?"),
+        ("--gradient_checkpointing true", "--gradient_checkpointing true: no such option; toolkit has no activation"),
+        ("--data TextFile", "--data TextFile: no such class; did you mean 'TextFiles'?"),
+        ("--data os.zzz", "--data os.zzz: no such class; known are CSV, JSON, LIMA"),
+        ("--data TextFiles", "--data.train_data_path: must be given"),
+        ("--data", "--data: needs a value: CSV, JSON, LIMA"),
+        ("--seed", "--seed: needs a value: an integer"),
+        ("--train.max_steps --seed 3", "--train.max_steps: needs a value: an integer"),
+        ("--train.max_steps abc", "--train.max_steps abc: must be an integer"),
+        ("--train.max_steps 1.5", "--train.max_steps 1.5: must be an integer"),
+        ("--seed null", "--seed null: must be an integer"),
+        ("--train.learning_rate 4e-4x", "--train.learning_rate 4e-4x: must be a number"),
+        ("--train.learning_rate -1", "--train.learning_rate -1.0: must be greater than zero"),
+        ("--eval.initial_validation maybe", "--eval.initial_validation maybe: must be true or false"),
+        ("--accelerator gpu", "--accelerator gpu: must be one of auto, cpu, cuda, mps; did you mean 'cpu'?"),
+        ("--model_config.n_layer x", "--model_config.n_layer x: must be an integer"),
+        ("--model_config.position_embedding learnt", "--model_config.position_embedding learnt: must be one of rope, "),
+        ("--optimizer.betas 0.9", "--optimizer.betas 0.9: must be a list of 2 such as [0.9, 0.95]"),
+        ("--optimizer.options 3", "--optimizer.options 3: must be a mapping such as "),
+        ("--train 3", "--train 3: train is a group; set its options, for example --train.NAME VALUE"),
+        ("pico-llama extra", "extra: unexpected word; options are given as --name value"),
+        ("-x", "-x: unexpected word; options are given as --name value"),
+    ],
+)  # fmt: skip
+def test_errors_name_flag_value_and_fix(argv, message):
+    assert error_of(*argv.split()).startswith(message)
+
+
+def test_missing_positional_shows_the_usage():
+    def setup(checkpoint_dir: str, out_dir: str, dtype: str | None = None) -> None:
+        """Try."""
+
+    with pytest.raises(UserError) as caught:
+        parse("x", setup=setup, positionals=("checkpoint_dir", "out_dir"))
+    usage = "toolkit pretrain CHECKPOINT_DIR OUT_DIR [--option value ...]"
+    assert str(caught.value) == f"--out_dir: must be given; usage: {usage}"
+
+
+def test_user_provided_data_class(tmp_path, monkeypatch, capsys):
+    (tmp_path / "user_data.py").write_text(
+        "from dataclasses import dataclass\nfrom toolkit.data import DataModule\n"
+        "@dataclass\nclass UserData(DataModule):\n    size: int = 3\n    def prepare(self, **kwargs): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    data = parse("--data", "user_data.UserData", "--data.size", "4")["data"]
+    assert type(data).__name__ == "UserData" and data.size == 4
+    parse("--data", "user_data.UserData", "--data.size", "4", "--print_config")
+    assert yaml.safe_load(capsys.readouterr().out)["data"] == {
+        "class_path": "user_data.UserData",
+        "init_args": {"size": 4},
+    }
+
+
+def test_options_extend_a_default_object(capsys):
+    """The default of `data` may have options set."""
+
+    def setup(data: pretrain.DataModule = SyntheticTokens(seed=9)) -> None:  # noqa: B008
+        """Try."""
+
+    assert parse("--data.num_rows", "5", setup=setup, positionals=())["data"] == SyntheticTokens(num_rows=5, seed=9)

@@ -1,0 +1,66 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from toolkit.models.families import get_config
+from toolkit.models.gpt import GPT
+from toolkit.planning.speed import flops_per_token, matmul_parameters, peak_flops
+
+
+def test_n8_only_active_experts_count():
+    options = {"mlp_class_name": "LLaMAMoE", "n_expert": 8, "n_expert_per_token": 2, "moe_intermediate_size": 24}
+    dense = replace(get_config("pico-llama").with_vocab_size(512), intermediate_size=48)
+    sparse = replace(dense, moe_indices=[0, 1], shared_expert_intermediate_size=16, **options)
+    with torch.device("meta"):
+        one, other = GPT(dense), GPT(sparse)
+    router_and_shared_expert = 8 * 64 + 3 * 64 * 16 + 64
+    assert matmul_parameters(other) - matmul_parameters(one) == router_and_shared_expert  # 2 x 24 = 48
+    more = flops_per_token(other, sparse, 64) - flops_per_token(one, dense, 64)
+    assert more == 6 * router_and_shared_expert
+
+
+@pytest.mark.parametrize("name", ["pico-llama", "pythia-14m", "gpt2"])
+def test_n8_flops_match_torch_flop_counter(name):
+    """Compared with torch's count of a forward pass, times three for forward and backward."""
+    config = get_config(name).with_vocab_size(512)
+    T = 64
+    with torch.device("meta"):
+        model = GPT(config)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(2, T, dtype=torch.int64))
+    counted = 3 * counter.get_total_flops() / (2 * T)
+    assert flops_per_token(model, config, T) == pytest.approx(counted, rel=0.01)
+
+
+def test_n8_tied_head_counts_once_and_embedding_lookup_does_not():
+    config = get_config("pico-llama").with_vocab_size(512)
+    with torch.device("meta"):
+        model = GPT(config)
+    embedding = 512 * config.n_embd
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert config.tie_embeddings and sum(p.numel() for p in model.parameters()) == matmul_parameters(model) + norms
+    assert matmul_parameters(model) > embedding
+    full, causal = (flops_per_token(model, config, 1000, causal=half) for half in (False, True))
+    assert full - causal == 6 * config.n_layer * config.n_embd * 1000
+
+
+@pytest.mark.parametrize(
+    ("device_name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("Radeon", None),
+        ("NVIDIA H200 MIG 1g.18gb", 989e12 / 7),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 312e12 * 3 / 7),
+        ("NVIDIA H100 80GB HBM3 MIG 1c.4g.40gb", 989e12 / 7),
+        ("NVIDIA H100 80GB HBM3 MIG 7g.80gb", 989e12),
+    ],  # fmt: skip
+)
+def test_n8_peaks_are_dense_and_unknown_devices_have_none(monkeypatch, device_name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: device_name)
+    assert peak_flops(torch.device("cuda"), "bf16-mixed") == pytest.approx(peak)
+    assert peak_flops(torch.device("cuda"), "32-true") is None
+    assert peak_flops(torch.device("cpu"), "bf16-mixed") is None
