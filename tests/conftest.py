@@ -23,7 +23,16 @@ WORDS = SENTENCE.split()
 
 
 # Workers take one file after another: expensive ones first, so that cheap ones fill the end of the run.
-FIRST = ["distributed", "training", "test_api.py", "test_tutorials.py", "checkpoints", "models", "inference"]
+FIRST = [
+    "distributed",
+    "training",
+    "test_api.py",
+    "test_tutorials.py",
+    "checkpoints",
+    "models",
+    "planning",
+    "inference",
+]
 
 
 def pytest_collection_modifyitems(items):

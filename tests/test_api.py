@@ -26,7 +26,7 @@ from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.errors import PeerShutdownError, UserError
 from toolkit.models.gpt import GPT
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
-from toolkit.training import trainer
+from toolkit.training import build, trainer
 from toolkit.training.evaluate import open_checkpoint
 from toolkit.ui.loggers import read_metrics
 
@@ -324,8 +324,8 @@ def test_module_is_trained_saved_and_resumed_bit_equal(tmp_path):
 
 def test_biases_norms_and_embeddings_of_a_user_module_do_not_decay(tmp_path, monkeypatch):
     built = []
-    build = trainer.build_optimizer
-    monkeypatch.setattr(trainer, "build_optimizer", lambda *args, **kw: built.append(build(*args, **kw)) or built[-1])
+    original = build.build_optimizer
+    monkeypatch.setattr(build, "build_optimizer", lambda *args, **kw: built.append(original(*args, **kw)) or built[-1])
     model = Net()
     train(model, out_dir=tmp_path / "run")
     decays = {id(p): group["weight_decay"] for group in built[0].param_groups for p in group["params"]}

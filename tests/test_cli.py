@@ -14,7 +14,7 @@ import pytest
 from tests.config.test_command import error_of, parse
 from toolkit import cli, cli_parser
 from toolkit.commands import pretrain
-from toolkit.config.command import Command
+from toolkit.config.command import CommandOptions
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 
 
@@ -92,7 +92,7 @@ def test_help_all_shows_every_option_in_the_order_of_use(capsys):
     shown = capsys.readouterr().out
     flags = re.findall(r"^  --([\w.]+)", shown, re.MULTILINE)
     assert sorted({*flags, "model_name"}) == sorted(
-        [*Command(pretrain.setup).options(), "data", "config", "print_config"]
+        [*CommandOptions(pretrain.setup).options(), "data", "config", "print_config"]
     )
     groups = [group for group, _ in itertools.groupby(flag.rpartition(".")[0] for flag in flags if flag != "data")]
     assert groups == ["", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "model_config"]

@@ -13,7 +13,7 @@ import toolkit
 from tests.checkpoints.test_adapters import make
 from tests.commands.test_consolidate import make_checkpoint, shard
 from toolkit.cli import COMMANDS, main
-from toolkit.config.command import Command
+from toolkit.config.command import CommandOptions
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.paths import is_path_option
@@ -33,7 +33,7 @@ def path_options() -> list[tuple[str, list[str], str]]:
         setup = importlib.import_module(module).setup
         if hasattr(setup, "choose"):
             continue  # the options of another command
-        command = Command(setup)
+        command = CommandOptions(setup)
         kinds = [(group, kind) for group in command.bases for kind in command.choices(group).items()] or [None]
         for chosen in kinds:
             words = []

@@ -20,7 +20,7 @@ from toolkit.checkpoints.folder import find_model, load_model
 from toolkit.checkpoints.store import FINAL
 from toolkit.commands import finetune_full, finetune_lora, pretrain
 from toolkit.commands import generate as generate_command
-from toolkit.config import AUTO, Command
+from toolkit.config import AUTO, TrainingCommand, none_if_auto
 from toolkit.config.command import as_mapping, parse_object
 from toolkit.data.base import DataModule
 from toolkit.data.tokenizer import Tokenizer
@@ -209,7 +209,7 @@ def finetune(
     Raises:
         See :func:`train`.
     """
-    command: Command = "finetune_lora" if lora else "finetune_full"
+    command: TrainingCommand = "finetune_lora" if lora else "finetune_full"
     setup = finetune_lora.setup if lora else finetune_full.setup
     if dataset is None and "data" not in options:
         raise UserError("dataset: must be given, a DataModule or rows of tokens")
@@ -220,7 +220,7 @@ def finetune(
     return _run(command, arguments, callbacks)
 
 
-def _run(command: Command, arguments: dict[str, Any], callbacks: Iterable[Callback]) -> TrainResult:
+def _run(command: TrainingCommand, arguments: dict[str, Any], callbacks: Iterable[Callback]) -> TrainResult:
     callbacks, data = list(callbacks), arguments["data"]
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -334,8 +334,7 @@ def _read_data(
         if isinstance(arguments.get("module"), LossWrapper) and train.max_seq_length == AUTO:
             raise UserError("train.max_seq_length: must be given, the model's context length is not known")
         return arguments["data"] if dataset is None else dataset
-    max_length = None if train.max_seq_length == AUTO else train.max_seq_length
-    ready = InMemoryData(dataset, val_dataset, num_workers, max_length)
+    ready = InMemoryData(dataset, val_dataset, num_workers, none_if_auto(train.max_seq_length))
     other_limits = (train.max_steps, train.epochs, train.max_time)
     if ready.is_ragged and (train.max_tokens is not None or other_limits == (None, None, None)):
         raise UserError(

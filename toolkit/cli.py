@@ -9,7 +9,7 @@ import traceback
 
 from toolkit.commands import COMMANDS, HINTS, TRAINING
 from toolkit.distributed.rendezvous import report_failure
-from toolkit.errors import CommandError, did_you_mean
+from toolkit.errors import CommandError, did_you_mean, one_line
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
 
@@ -62,7 +62,7 @@ def run(name: str, argv: list[str]) -> int:
 
 
 def _end(program: str, message: object, code: int, is_internal: bool = False) -> int:
-    error, line = sys.exc_info()[1], " ".join(str(message).split())
+    error, line = sys.exc_info()[1], one_line(message)
     text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)  # no control sequences from untrusted files
     if is_internal or (os.environ.get("TOOLKIT_TRACEBACK") == "1" and error):
         traceback.print_exc()

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal, get_origin
 
 from toolkit.commands import EXAMPLES
-from toolkit.config.command import Command, Option, describe, is_restricted, limits, parts
+from toolkit.config.command import CommandOptions, Option, describe, is_restricted, limits, parts
 from toolkit.errors import UserError, did_you_mean
 from toolkit.paths import is_path_option
 
@@ -27,7 +27,7 @@ FREQUENT = (
 Entries = dict[str, tuple[str, str]]  # option -> its value and its text
 
 
-def format_help(name: str, command: Command, usage: str, positionals: tuple[str, ...], topic: str | None) -> str:
+def format_help(name: str, command: CommandOptions, usage: str, positionals: tuple[str, ...], topic: str | None) -> str:
     """Return the help.
 
     Args:
@@ -70,7 +70,7 @@ def format_help(name: str, command: Command, usage: str, positionals: tuple[str,
     return printer.format_help()
 
 
-def _groups(command: Command) -> dict[str, Entries]:
+def _groups(command: CommandOptions) -> dict[str, Entries]:
     """Return the texts of all options by group, the groups in the order of use."""
     groups: dict[str, Entries] = {name: {} for name in ORDER}
     for name in command.bases:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.command import COMMON_OPTIONS, Command, Given
+from toolkit.config.command import COMMON_OPTIONS, CommandOptions, Given, class_path
 from toolkit.errors import UserError
 from toolkit.paths import require_local
 from toolkit.untrusted import parse_yaml, read_yaml
@@ -20,7 +20,7 @@ def parse(
 
     Args:
         name: The subcommand, for the help.
-        setup: As of :class:`Command`.
+        setup: As of :class:`CommandOptions`.
         positionals: Parameters that may be given without their flag.
         argv: The words after the subcommand.
 
@@ -30,7 +30,7 @@ def parse(
     functions = (setup,)
     if hasattr(setup, "choose"):  # argv names another command, whose options it also takes
         functions, positionals = setup.choose(argv)
-    command = Command(*functions)
+    command = CommandOptions(*functions)
     words = read_words(argv, positionals)
     for key, file in words:
         if key == "config":
@@ -93,7 +93,7 @@ def read_config(path: str | None) -> dict[str, Any]:
     return values
 
 
-def expand_flag(command: Command, key: str, text: str | None) -> Iterator[tuple[str, Given]]:
+def expand_flag(command: CommandOptions, key: str, text: str | None) -> Iterator[tuple[str, Given]]:
     """Yield a flag, or the options of a group flag such as ``--train '{"max_steps": 3}'``."""
     given = Given("", text)
     if key not in command.groups and not (key in command.bases and (text or "").startswith("{")):
@@ -110,13 +110,12 @@ def expand_flag(command: Command, key: str, text: str | None) -> Iterator[tuple[
     yield from ((option, Given("", inner.text)) for option, inner in command.flatten({key: values}, ""))
 
 
-def dump(command: Command, values: dict[str, Any]) -> str:
+def dump(command: CommandOptions, values: dict[str, Any]) -> str:
     """Return all options as YAML; ``toolkit SUB --config`` with it gives the same configuration."""
     import yaml
 
     for name, chosen in command.chosen.items():
-        is_known = chosen in command.choices(name).values()
-        path = chosen.__name__ if is_known else f"{chosen.__module__}.{chosen.__name__}"
+        path = class_path(chosen, command.bases[name])
         values[name] = {"class_path": path, "init_args": values.get(name, {})}
     ordered = {name: values[name] for name in command.parameters if name in values}
     plain = json.loads(json.dumps(ordered))  # tuples become lists

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.small_runs import text_data
 
 from toolkit.cli import COMMANDS, main
 
@@ -18,12 +19,8 @@ ROOT = Path(__file__).parents[2]
 def trained(corpus, tmp_path_factory) -> Path:
     """A pico model, trained by the real command."""
     out = tmp_path_factory.mktemp("run") / "out"
-    assert main(["pretrain", "pico-llama", *data(corpus), *run(out), "--train.max_steps", "30"]) == 0
+    assert main(["pretrain", "pico-llama", *text_data(corpus), *run(out), "--train.max_steps", "30"]) == 0
     return out
-
-
-def data(corpus: Path) -> list[str]:
-    return ["--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300"]
 
 
 def run(out: Path) -> list[str]:
@@ -33,7 +30,7 @@ def run(out: Path) -> list[str]:
 
 def test_evaluate_repeats_the_validation_of_the_run(corpus, trained, capsys):
     options = ["--max_seq_length", "64", "--format", "json", "--accelerator", "cpu"]
-    assert main(["evaluate", str(trained / "final"), *data(corpus)[:4], *options]) == 0
+    assert main(["evaluate", str(trained / "final"), *text_data(corpus)[:4], *options]) == 0
     result = json.loads(capsys.readouterr().out)
     last = (trained / "logs" / "metrics.csv").read_text().splitlines()[-1].split(",")
     header = (trained / "logs" / "metrics.csv").read_text().splitlines()[0].split(",")
@@ -46,7 +43,7 @@ def test_evaluate_repeats_the_validation_of_the_run(corpus, trained, capsys):
 
 def test_max_iters_has_the_same_name_as_in_training(corpus, trained, capsys):
     options = ["--max_seq_length", "64", "--format", "json", "--accelerator", "cpu", "--eval.max_iters"]
-    command = ["evaluate", str(trained / "final"), *data(corpus)[:4], *options]
+    command = ["evaluate", str(trained / "final"), *text_data(corpus)[:4], *options]
     assert main([*command, "1"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 4 * 64
     assert main([*command, "0"]) == 2
@@ -56,7 +53,7 @@ def test_max_iters_has_the_same_name_as_in_training(corpus, trained, capsys):
 def test_evaluate_counts_bits_per_byte_of_the_text(corpus, trained, capsys):
     """On all of the training rows the bytes of the targets are those of the text, but for the first of each row."""
     options = ["--max_seq_length", "64", "--format", "json", "--accelerator", "cpu", "--split", "train"]
-    assert main(["evaluate", str(trained / "final"), *data(corpus)[:4], *options]) == 0
+    assert main(["evaluate", str(trained / "final"), *text_data(corpus)[:4], *options]) == 0
     result = json.loads(capsys.readouterr().out)
     n_bytes = result["loss"] / math.log(2) * result["tokens"] / result["bits_per_byte"]
     text = sum(len(path.read_bytes()) for path in corpus.iterdir())
@@ -73,16 +70,16 @@ def test_hyperparameters_repeat_the_run(trained, tmp_path):
 
 def test_prepared_data_is_found_by_the_run(corpus, tmp_path, capsys):
     cache = ["--data.cache_dir", str(tmp_path / "cache")]
-    assert main(["prepare_data", *data(corpus), *cache, "--max_seq_length", "64"]) == 0
+    assert main(["prepare_data", *text_data(corpus), *cache, "--max_seq_length", "64"]) == 0
     assert "preparing" in capsys.readouterr().out
-    options = [*data(corpus), *cache, *run(tmp_path / "out"), "--train.max_steps", "1"]
+    options = [*text_data(corpus), *cache, *run(tmp_path / "out"), "--train.max_steps", "1"]
     assert main(["pretrain", "pico-llama", *options]) == 0
     assert "using cached" in capsys.readouterr().out
 
 
 def test_tensorboard_gets_the_metrics(corpus, tmp_path):
     pytest.importorskip("tensorboard")
-    options = [*data(corpus), *run(tmp_path / "out"), "--train.max_steps", "3", "--logger_name", "csv,tensorboard"]
+    options = [*text_data(corpus), *run(tmp_path / "out"), "--train.max_steps", "3", "--logger_name", "csv,tensorboard"]
     assert main(["pretrain", "pico-llama", *options]) == 0
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -123,7 +120,7 @@ def test_page_names_only_existing_options(page, count, capsys, monkeypatch):
 
 def test_a_finished_run_prints_commands_that_work_on_its_model(corpus, tmp_path, capsys):
     out = tmp_path / "a folder"
-    assert main(["pretrain", "pico-llama", *data(corpus), *run(out), "--train.max_steps", "1"]) == 0
+    assert main(["pretrain", "pico-llama", *text_data(corpus), *run(out), "--train.max_steps", "1"]) == 0
     _, _, after = capsys.readouterr().out.partition("finished after 1 steps")
     commands = [shlex.split(line) for line in after.splitlines()[1:]]
     assert [words[:2] for words in commands] == [["toolkit", c] for c in ("generate", "evaluate", "convert_to_hf")]

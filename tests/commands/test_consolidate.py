@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.peak_memory import with_path
 from helpers.sealing import seal
+from helpers.small_runs import text_data
 
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.checkpoints.run.sharded import save_sharded
@@ -95,10 +96,11 @@ def test_consolidated_equals_unsharded_checkpoint(checkpoint, sharded, tmp_path,
 
 def test_run_resumes_from_consolidated_checkpoint(corpus, tmp_path):
     def run(out, steps, *more):
-        data = ["--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300"]
         sizes = ["--train.global_batch_size", "4", "--train.max_seq_length", "32", "--train.save_interval", "2"]
         more = [*more, "--accelerator", "cpu", "--train.max_steps", str(steps), "--train.lr_schedule", "constant"]
-        assert main(["pretrain", "pico-llama", *data, *sizes, "--out_dir", str(tmp_path / out), *more]) == 0
+        assert (
+            main(["pretrain", "pico-llama", *text_data(corpus), *sizes, "--out_dir", str(tmp_path / out), *more]) == 0
+        )
 
     run("straight", 4)
     source = tmp_path / "straight" / "step-00000002"

@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+from helpers.small_runs import text_data
 from rich.console import Console
 
 from toolkit.cli import main
@@ -104,9 +105,8 @@ def test_color_marks_trained_tokens(inspect):
 
 
 def test_pretraining_data(corpus, tmp_path, capsys):
-    data = ["--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300"]
     options = ["--data.cache_dir", str(tmp_path), "--max_seq_length", "32", "--num_samples", "2"]
-    assert main(["inspect_data", *data, *options]) == 0
+    assert main(["inspect_data", *text_data(corpus), *options]) == 0
     out = capsys.readouterr().out
     assert "Sample 2: row 2: 32 of 33 tokens trained" in out and "trained              100.0 %" in out
 

@@ -14,7 +14,6 @@ from toolkit.cli_parser import parse
 from toolkit.commands import finetune_lora, pretrain
 from toolkit.errors import UserError
 from toolkit.planning import advice
-from toolkit.planning.advice import out_of_memory
 from toolkit.planning.plan import device_spec_of, run_args_of
 from toolkit.planning.resolve import DeviceSpec
 
@@ -142,10 +141,10 @@ def test_the_table_has_a_line_for_each_part(capsys):
 
 
 def test_oom_advice_uses_the_runs_values(monkeypatch):
+    monkeypatch.setattr(advice, "device_memory", lambda device: 24e9)
     arguments = parse("pretrain", pretrain.setup, ("model_name",), ["pythia-160m", "--train.micro_batch_size", "64"])
     with run_args_of("pretrain", arguments) as args:
-        monkeypatch.setattr(advice, "device_memory", lambda device: 24e9)
-        error = out_of_memory(args, DeviceSpec("cuda", 1, 1))
+        error = advice.out_of_memory(args, DeviceSpec("cuda", 1, 1))
     assert isinstance(error, UserError)
     assert str(error).startswith("--train.micro_batch_size 64: out of memory on cuda: this run needs about 49.7 GB")
     assert "activations 4" in str(error) and "use --train.micro_batch_size 16 (1" in str(error)

@@ -12,6 +12,7 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt, restricted_number
 from toolkit import cli_parser
 from toolkit.commands import pretrain
 from toolkit.config import EvalArgs, TrainArgs
+from toolkit.config.command import class_path, classes_of
 from toolkit.data import LitData, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.errors import UserError
 
@@ -329,6 +330,15 @@ def test_user_provided_data_class(tmp_path, monkeypatch, capsys):
         "class_path": "user_data.UserData",
         "init_args": {"size": 4},
     }
+
+
+def test_own_classes_have_short_names():
+    class Text(TextFiles):
+        """Not exported, though derived from one that is."""
+
+    assert class_path(TextFiles, pretrain.DataModule) == "TextFiles"
+    assert class_path(Text, pretrain.DataModule).startswith(f"{__name__}.")
+    assert "DataModule" not in classes_of(pretrain.DataModule) and "PreparedData" not in classes_of(pretrain.DataModule)
 
 
 def test_options_extend_a_default_object(capsys):

@@ -180,7 +180,7 @@ def test_max_rows_selects_the_same_rows_on_any_layout(micro_batch_size, world_si
 
 LISTENING = """
 import signal, sys
-from toolkit.data.loader import val_batches
+from toolkit.data.loader import train_batches
 from toolkit.data.tokens.synthetic import SyntheticRows
 
 if __name__ == "__main__":
@@ -188,7 +188,10 @@ if __name__ == "__main__":
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
         signal.signal(getattr(signal, name), lambda number, frame: received.append(number))
     rows = SyntheticRows(vocab_size=100, num_rows=1000, seed=0, block_size=9)
-    batches = val_batches(rows, micro_batch_size=1, rank=0, world_size=1, max_rows=None, num_workers=2)
+    batches = train_batches(
+        rows, seed=0, start_position=0, total_positions=None, global_batch_size=1, micro_batch_size=1, rank=0,
+        world_size=1, num_workers=2,
+    )
     for _ in range(4):  # both workers have returned a batch
         next(batches)
     print("ready", flush=True)

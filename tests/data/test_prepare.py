@@ -255,7 +255,7 @@ def test_s5_concurrent_preparations_agree(prepare, text, tmp_path):
 
 
 def test_s5_slower_process_uses_the_published_data(prepare, text, tmp_path, monkeypatch):
-    import toolkit.data.text.prepare as module
+    import toolkit.data.cache as module
 
     publish, quicker = module.publish, []
 

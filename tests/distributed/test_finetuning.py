@@ -1,21 +1,16 @@
 """Finetuning on several ranks equals one process: ragged masked rows, packed rows, adapters only."""
 
 import csv
-import json
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.groups import Case, losses, run_group, run_uninterrupted_and_killed_twice
-from helpers.initialize import initialize
+from helpers.small_runs import write_base, write_rows
 
 from toolkit.checkpoints.adapters import ADAPTERS
-from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.weights import load_state, load_weights
-from toolkit.data.tokenizer import train_bpe
-from toolkit.models.families import get_config
-from toolkit.models.gpt import GPT
 
 EAGER = "compile with the eager backend"
 FSDP = ["--strategy", "fsdp"]
@@ -49,15 +44,9 @@ def cases(size: int) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory, corpus) -> list[str]:
-    folder = tmp_path_factory.mktemp("finetuning-input")
-    tokenizer = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 300)
-    config = replace(get_config("pico-llama"), intermediate_size=192)  # a multiple of 64, for QLoRA
-    model = GPT(config.with_vocab_size(tokenizer.vocab_size))
-    initialize(model, seed=3)
-    state = model.state_dict()
-    write_model_files(folder, state_dict=state, config=model.config, hyperparameters=None, tokenizer=tokenizer)
-    rows = [{"prompt": f"token {i}", "completion": "reads a line " * (1 + i % 4)} for i in range(30)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # the size is a multiple of 64, for QLoRA
+    folder = write_base(tmp_path_factory.mktemp("finetuning-input"), corpus, intermediate_size=192)
+    write_rows(folder)
     return [
         str(folder), "--accelerator", "cpu", "--data", "JSON", "--data.json_path", str(folder / "rows.jsonl"),
         "--data.prompt_style", "plain", "--train.global_batch_size", "8", "--train.micro_batch_size", "1",

@@ -15,6 +15,7 @@ def broken(tmp_path_factory, shared_flags):
         Case("nan-ddp", ["--strategy", "ddp", "--train.save_interval", "1"], fault="nan on rank 1"),
         Case("nan-fsdp", [*fsdp, "--train.save_interval", "1"], fault="nan on rank 1"),
         Case("inf", [*sharded, "--train.save_interval", "1"], fault="inf in a moment on rank 1"),
+        Case("search", [*sharded, "--train.save_interval", "2"], fault="the search for NaN fails on rank 1"),
         Case("forbidden", [*sharded, "--train.save_interval", "2"], fault="no permission on rank 1"),
     ]
     results = {}
@@ -64,6 +65,14 @@ def test_n7_nonfinite_optimizer_state_on_one_rank_is_not_saved(broken):
     text = output_of(folder, "inf")
     assert text.count("toolkit pretrain:") == 1 and "step-00000003 was not saved: " in text and "|exp_avg_sq" in text
     assert sorted(p.name for p in (folder / "inf").glob("*step-*")) == ["step-00000001", "step-00000002"]
+
+
+def test_n7_failure_of_the_search_itself_ends_all_with_its_reason(broken):
+    folder, results = broken
+    assert [seen["exit"] for seen in results["search"]] == [1, 1]
+    text = output_of(folder, "search")
+    assert "toolkit pretrain: rank 1: RuntimeError: no memory for the search" in text
+    assert "not saved" not in text and not list((folder / "search").glob("*step-*"))
 
 
 def test_s1_rank_without_write_permission_ends_all_with_one_line(broken):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Union
 
 from helpers.groups import SERVER, start_server
+from helpers.small_runs import text_data
 from toolkit import cli
 
 PRETRAIN = ["-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu"]
@@ -24,8 +25,7 @@ Process = Union[subprocess.Popen, "Forked"]
 
 
 def flags_for(corpus: Path, out: Path, **train) -> list[str]:
-    flags = ["--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300"]
-    return flags + common_flags(out, **train)
+    return text_data(corpus) + common_flags(out, **train)
 
 
 def common_flags(out: Path, **train) -> list[str]:

@@ -26,7 +26,7 @@ from toolkit import cli
 from toolkit.checkpoints.run import sharded
 from toolkit.checkpoints.run.states import full_state
 from toolkit.distributed import fsdp
-from toolkit.training import trainer
+from toolkit.training import build, checkpointer, trainer
 from toolkit.training.callbacks import metrics
 from toolkit.training.model import unwrapped
 
@@ -55,7 +55,7 @@ def watch(seen: dict, fit):
 
     def watched(training):
         module, optimizer = unwrapped(training.model), training.checkpointer.optimizer
-        weights, _ = full_state(module, optimizer, training.checkpointer.tied)
+        weights, _ = full_state(module, optimizer, training.state.model.tied)
         waiting = [0]
         module.register_forward_pre_hook(lambda *_: waiting.append(local_bytes(module, optimizer, "gradients")))
         seen["initial"] = {name: [float(w.double().sum()), float(w.double().norm())] for name, w in weights.items()}
@@ -138,9 +138,18 @@ def broken(kind: str):
         return mock.patch.object(sharded._Writer, "write_data", forbidden(sharded._Writer.write_data))
     if kind == "inf in a moment on rank 1":
         return mock.patch.object(trainer, "train_step", with_inf(trainer.train_step))
+    if kind == "the search for NaN fails on rank 1":
+        return mock.patch.object(checkpointer, "nonfinite_state", failing_search)
     if kind == "nan on rank 1":
         return mock.patch.object(trainer, "train_step", with_nan(trainer.train_step))
     raise ValueError(kind)
+
+
+def failing_search(module, optimizer):
+    """Find nothing, except on rank 1, where the search itself fails."""
+    if dist.get_rank() == 1:
+        raise RuntimeError("no memory for the search")
+    return []
 
 
 def forbidden(write_data):
@@ -200,7 +209,7 @@ def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) 
             stack.enter_context(mock.patch.object(trainer.Trainer, "_train", watch(seen, trainer.Trainer._train)))
             stack.enter_context(mock.patch.object(metrics, "plot_loss"))  # drawing takes as long as training
             if case["look_at"] == "memory":
-                stack.enter_context(mock.patch.object(trainer, "set_up_model", measuring(seen, trainer.set_up_model)))
+                stack.enter_context(mock.patch.object(build, "set_up_model", measuring(seen, build.set_up_model)))
             if case["look_at"] == "collectives":
                 stack.enter_context(mock.patch.object(trainer, "train_step", counting(seen, trainer.train_step)))
             if case["fault"]:

@@ -21,7 +21,7 @@ from toolkit.models.quantize import quantize_linears
 from toolkit.planning import activations
 from toolkit.planning.memory import count_parameters, plan_memory, state_bytes
 from toolkit.planning.setup import TrainingSetup
-from toolkit.training.optimizer import build_optimizer
+from toolkit.training.optimizer import build_optimizer, no_decay_params
 
 SINGLE = StrategyPlan("single", None, (1, 1), "")
 ADAMW = {"name": "AdamW", "weight_decay": 0.1}
@@ -198,7 +198,7 @@ def test_weights_gradients_and_optimizer_are_exact(precision, family, lora, opti
     setup = setup_of(family, precision, LORAS[lora], optimizer=optimizer)
     model, memory = build(setup), plan_memory(setup)
     loss_of(model, setup).backward()
-    built = build_optimizer(model, optimizer, 1e-3, precision)
+    built = build_optimizer(model, optimizer, 1e-3, precision, no_decay_params(model))
     gradients = nbytes(p.grad for p in model.parameters() if p.grad is not None)
     built.step()
     states = [v for state in built.state.values() for v in state.values() if isinstance(v, torch.Tensor)]

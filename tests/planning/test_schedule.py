@@ -1,12 +1,12 @@
 import pytest
 
-from toolkit.config import TrainArgs
+from toolkit.config import PRETRAIN, TrainArgs
 from toolkit.errors import UserError
 from toolkit.planning.schedule import build_schedule
 
 
 def schedule(total_steps=100, **options):
-    return build_schedule(TrainArgs(**options), total_steps)
+    return build_schedule(TrainArgs(**options), total_steps, PRETRAIN)
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "wsd"])

@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+from helpers.small_runs import text_data
 
 from toolkit.cli import main
 from toolkit.training.trainer import Trainer
@@ -72,8 +73,7 @@ def pretrain(corpus, tmp_path, monkeypatch):
 
     def run(*flags, steps=4) -> int:
         return main([
-            "pretrain", "pico-llama", "--accelerator", "cpu", "--data", "TextFiles",
-            "--data.train_data_path", str(corpus), "--data.vocab_size", "300", "--train.global_batch_size", "4",
+            "pretrain", "pico-llama", "--accelerator", "cpu", *text_data(corpus), "--train.global_batch_size", "4",
             "--train.micro_batch_size", "2", "--train.max_seq_length", "32", "--train.save_interval", "0",
             "--out_dir", "run", "--train.max_steps", str(steps), *flags,
         ])  # fmt: skip
@@ -121,7 +121,7 @@ def test_one_rank_that_asks_stops_all(corpus, tmp_path):
     stop = '[{"class_path": "my_callbacks.StopAfter", "init_args": {"step": 2}}]'
     command = [
         sys.executable, "-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu", "--devices", "2",
-        "--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300",
+        *text_data(corpus),
         "--train.global_batch_size", "4", "--train.micro_batch_size", "1", "--train.max_seq_length", "32",
         "--train.max_steps", "4", "--out_dir", "run", "--callbacks", stop,
     ]  # fmt: skip

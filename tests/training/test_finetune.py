@@ -3,18 +3,17 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from helpers.initialize import initialize
+from helpers.small_runs import write_base
 from torch.nn import functional as F
 
 from toolkit.checkpoints.adapters import read_adapter
 from toolkit.checkpoints.fingerprint import ADAPTERS
-from toolkit.checkpoints.folder import load_model, read_model_config, write_model_files
+from toolkit.checkpoints.folder import load_model, read_model_config
 from toolkit.checkpoints.merge import merge_in_place
 from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main
@@ -25,8 +24,6 @@ from toolkit.data import JSON
 from toolkit.data.loader import train_batches
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
-from toolkit.models.families import get_config
-from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.planning.run_args import run_args
@@ -44,16 +41,8 @@ COMPANIONS = {
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, corpus) -> Path:
     """A small random model with a tokenizer and all its companion files."""
-    folder = tmp_path_factory.mktemp("base")
-    plain = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 400)
-    tokenizer = plain.with_files({name: content.encode() for name, content in COMPANIONS.items()})
-    config = replace(get_config("pico-llama"), intermediate_size=192)  # a multiple of 64, for QLoRA
-    model = GPT(config.with_vocab_size(tokenizer.vocab_size))
-    initialize(model, seed=3)
-    write_model_files(
-        folder, state_dict=model.state_dict(), config=model.config, hyperparameters=None, tokenizer=tokenizer
-    )
-    return folder
+    # the size is a multiple of 64, for QLoRA
+    return write_base(tmp_path_factory.mktemp("base"), corpus, 400, COMPANIONS, intermediate_size=192)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.groups import Case, run_group
+from helpers.small_runs import text_data
 
 from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.folder import load_model
@@ -21,8 +22,8 @@ LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: 1.5, 12: 1.9}  # the best so far: 
 @pytest.fixture
 def flags(corpus) -> list[str]:
     return [
-        "pico-llama", "--accelerator", "cpu", "--data", "TextFiles", "--data.train_data_path", str(corpus),
-        "--data.vocab_size", "300", "--train.global_batch_size", "4", "--train.micro_batch_size", "2",
+        "pico-llama", "--accelerator", "cpu", *text_data(corpus),
+        "--train.global_batch_size", "4", "--train.micro_batch_size", "2",
         "--train.max_seq_length", "32", "--train.learning_rate", "3e-3", "--train.lr_schedule", "constant",
         "--train.save_interval", "0", "--eval.interval", "2", "--train.keep_best", "true",
     ]  # fmt: skip

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.config import OptimizerArgs
+from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.errors import UserError
 from toolkit.planning.optimizer import resolve_optimizer
 from toolkit.training.optimizer import build_optimizer, no_decay_params, parameter_groups
@@ -38,8 +38,9 @@ def test_frozen_parameters_are_in_no_group():
 
 
 def build(precision="32-true", **options):
-    resolved = resolve_optimizer(OptimizerArgs(**options), precision)
-    return build_optimizer(Small(), resolved, 1e-3, precision)
+    resolved = resolve_optimizer(OptimizerArgs(**options), precision, PRETRAIN)
+    model = Small()
+    return build_optimizer(model, resolved, 1e-3, precision, no_decay_params(model))
 
 
 def test_not_fused_under_fp16_mixed_precision():

@@ -14,6 +14,7 @@ import torch
 import yaml
 from helpers.groups import read_until
 from helpers.processes import pretrain
+from helpers.small_runs import text_data
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 
@@ -138,8 +139,7 @@ def test_s2_resumed_run_is_bit_equal_across_an_epoch_end(corpus, tmp_path, optim
 
 def flags_for(corpus: Path, out: Path, **train) -> list[str]:
     train = {"global_batch_size": 8, "micro_batch_size": 4, "max_seq_length": 32, "max_steps": 400} | train
-    flags = ["--data", "TextFiles", "--data.train_data_path", str(corpus), "--data.vocab_size", "300"]
-    flags += ["--out_dir", str(out), "--resume", "auto", "--eval.interval", "0"]
+    flags = [*text_data(corpus), "--out_dir", str(out), "--resume", "auto", "--eval.interval", "0"]
     return flags + [part for name, value in train.items() for part in (f"--train.{name}", str(value))]
 
 
@@ -431,7 +431,7 @@ def test_optimizer_that_needs_unsharded_matrices_is_an_error_under_fsdp(corpus, 
 )
 def test_different_options_per_node_are_an_error(corpus, tmp_path, monkeypatch, change, flag):
     args = arguments(corpus, tmp_path)
-    identity = RunFingerprint({}, "data", 8, 42, "32-true", {})
+    fingerprint = RunFingerprint({}, "data", 8, 42, "32-true", {})
     gathered = []
 
     def gather(fingerprint):
@@ -439,13 +439,13 @@ def test_different_options_per_node_are_an_error(corpus, tmp_path, monkeypatch, 
         return gathered
 
     monkeypatch.setattr(agreement.ranks, "all_gather_object", gather)
-    agreement.require_same_options(args, identity)
+    agreement.require_same_options(args, fingerprint)
     with pytest.raises(UserError, match=f"{flag}: on rank 1"):
-        agreement.require_same_options(replace(args, **change), identity)
+        agreement.require_same_options(replace(args, **change), fingerprint)
     model = {"rope_base": 5000.0}
     with pytest.raises(UserError, match="--model_config.rope_base 5000.0: on rank 2, and None on rank 0; start"):
         gathered[1:] = gathered[:1]
-        agreement.require_same_options(args, replace(identity, model_config=model))
+        agreement.require_same_options(args, replace(fingerprint, model_config=model))
 
 
 @pytest.mark.parametrize(

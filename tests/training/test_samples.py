@@ -1,7 +1,6 @@
 """Samples during training: the prompt, the text, and that they do not affect training."""
 
 import csv
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.groups import Case, run_group
-from helpers.initialize import initialize
+from helpers.small_runs import write_base, write_rows
 from torch import nn
 
 from toolkit import api
 from toolkit.checkpoints.adapters import ADAPTERS
-from toolkit.checkpoints.folder import load_model, write_model_files
+from toolkit.checkpoints.folder import load_model
 from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
 from toolkit.data.base import PreparedData
-from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import GuardError, UserError
 from toolkit.inference.generate import generate
 from toolkit.models.families import get_config
@@ -29,14 +28,8 @@ from toolkit.training.callbacks.samples import Sampler, first_prompt, make_sampl
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, corpus) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    tokenizer = train_bpe([file.read_text() for file in sorted(corpus.iterdir())], 300)
-    model = GPT(get_config("pico-llama").with_vocab_size(tokenizer.vocab_size))
-    initialize(model, seed=3)
-    state = model.state_dict()
-    write_model_files(folder, state_dict=state, config=model.config, hyperparameters=None, tokenizer=tokenizer)
-    rows = [{"prompt": f"token {i}", "completion": "reads a line " * (1 + i % 4)} for i in range(30)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = write_base(tmp_path_factory.mktemp("base"), corpus)
+    write_rows(folder)
     return folder
 
 

@@ -1,5 +1,8 @@
+from types import SimpleNamespace
+
 import torch
 
+from toolkit.training.callbacks import ThroughputMonitor
 from toolkit.training.throughput import Throughput, peak_memory_gb
 
 
@@ -11,6 +14,15 @@ def test_n8_throughput_since_the_last_read():
     counter.add(30, 1.0)
     assert counter.read()["tokens_per_sec"] == 30.0
     assert Throughput(10.0, None).read().keys() == {"tokens_per_sec"}
+
+
+def test_n8_monitor_declares_the_columns_that_it_adds():
+    monitor, trainer = ThroughputMonitor(Throughput(10.0, 1000.0)), SimpleNamespace(fabric=SimpleNamespace())
+    trainer.fabric.device = torch.device("cpu")
+    monitor.on_step_end(trainer, {"step_tokens": 100, "step_seconds": 1.0})
+    metrics = {"loss": 1.0}
+    monitor.on_log(trainer, metrics)
+    assert metrics.keys() - {"loss"} == set(monitor.columns)
 
 
 def test_n8_peak_memory_of_the_process():

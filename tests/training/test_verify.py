@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.small_runs import text_data
 
 from toolkit.checkpoints.finite import require_finite
 from toolkit.checkpoints.manifest import DamagedCheckpointError
@@ -18,8 +19,8 @@ from toolkit.cli import main
 @pytest.fixture(scope="module")
 def flags(corpus) -> list[str]:
     return [
-        "pretrain", "pico-llama", "--accelerator", "cpu", "--data", "TextFiles", "--data.train_data_path", str(corpus),
-        "--data.vocab_size", "300", "--train.global_batch_size", "8", "--train.max_seq_length", "32",
+        "pretrain", "pico-llama", "--accelerator", "cpu", *text_data(corpus),
+        "--train.global_batch_size", "8", "--train.max_seq_length", "32",
         "--train.lr_schedule", "constant", "--train.save_interval", "2", "--train.keep_last", "0",
         "--train.max_steps", "7",
     ]  # fmt: skip

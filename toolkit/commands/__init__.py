@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+from toolkit.config import TrainingCommand
+
 # name: (module with setup(...), positional parameters, one-line help)
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "pretrain": ("toolkit.commands.pretrain", ("model_name",), "train a language model, from scratch or further"),
@@ -22,7 +26,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "consolidate": ("toolkit.commands.consolidate", ("checkpoint_dir", "out_dir"), "join the shards of a checkpoint"),
 }
 
-TRAINING = ("pretrain", "finetune_full", "finetune_lora")
+TRAINING: tuple[str, ...] = get_args(TrainingCommand)
 """Commands of several processes."""
 
 EXAMPLES = {

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from toolkit.config import AUTO, Auto, Precision
+from toolkit.config import AUTO, Auto, Precision, none_if_auto
 from toolkit.data import DataModule, PreparedData
 from toolkit.errors import require_option
 
@@ -82,14 +82,14 @@ def setup(
         "data": None if isinstance(data, OfRun) else type(data).__name__,
         "split": None if split == "val" else split,
         "eval.max_iters": eval.max_iters,
-        "max_seq_length": given(max_seq_length),
+        "max_seq_length": none_if_auto(max_seq_length),
         "trust_checkpoint_data": trust_checkpoint_data or None,
     }
-    task_options = {
-        "num_fewshot": given(num_fewshot),
+    task_options: dict[str, Any] = {
+        "num_fewshot": none_if_auto(num_fewshot),
         "limit": limit,
         "include_path": include_path,
-        "apply_chat_template": given(apply_chat_template),
+        "apply_chat_template": none_if_auto(apply_chat_template),
     }
     require_effect(tasks, text_options, task_options)
     if trust_checkpoint_data and not isinstance(data, OfRun):
@@ -114,7 +114,7 @@ def setup(
         split=split,
         micro_batch_size=micro_batch_size,
         max_iters=eval.max_iters,
-        max_seq_length=given(max_seq_length),
+        max_seq_length=none_if_auto(max_seq_length),
         trust_checkpoint_data=trust_checkpoint_data,
     )
     if format == "json":
@@ -125,11 +125,6 @@ def setup(
         for name, value in result.items():
             shown = {float: "{:,.4f}", int: "{:,}"}.get(type(value), "{}").format(value)
             print(f"{name:16} {shown}")
-
-
-def given(value: Any) -> Any:
-    """Return None for "auto", otherwise the value."""
-    return None if value == AUTO else value
 
 
 def require_effect(tasks: str | None, text_options: dict[str, Any], task_options: dict[str, Any]) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jsonargparse.typing import PositiveFloat
 
-from toolkit.commands import COMMANDS
-from toolkit.config import Command
+from toolkit.commands import COMMANDS, TRAINING
+from toolkit.config import TrainingCommand
 from toolkit.errors import UserError, did_you_mean
-
-PLANNABLE = get_args(Command)
 
 
 def setup(
-    command: Command,
+    command: TrainingCommand,
     device_memory_gb: PositiveFloat | None = None,
     format: Literal["text", "json"] = "text",
     **run: Any,
@@ -44,7 +42,7 @@ def setup(
     with run_args_of(command, run) as args:
         plan = plan_run(args, device_spec_of(args))
         advice = [] if device_memory_gb is None else advice_for(plan, device_memory_gb)
-    summary = plan_summary(command, plan, device_memory_gb, advice)
+    summary = plan_summary(plan, device_memory_gb, advice)
     if format == "json":
         import json
 
@@ -61,14 +59,12 @@ def choose(argv: list[str]) -> tuple[tuple[Callable[..., None], ...], tuple[str,
         UserError: it does not begin with a command that can be planned.
     """
     name = argv[0] if argv else "--help"
-    if name in PLANNABLE:
+    if name in TRAINING:
         module, positionals, _ = COMMANDS[name]
         return (setup, importlib.import_module(module).setup), ("command", *positionals)
     if argv and name not in ("--help", "-h"):
-        commands = ", ".join(PLANNABLE)
-        raise UserError(
-            f"{name}: the command to plan must come first, one of {commands}{did_you_mean(name, PLANNABLE)}"
-        )
+        commands = ", ".join(TRAINING)
+        raise UserError(f"{name}: the command to plan must come first, one of {commands}{did_you_mean(name, TRAINING)}")
     return (setup,), ("command",)
 
 

@@ -6,10 +6,8 @@ from toolkit.config.options import (
     PRETRAIN,
     Accelerator,
     Auto,
-    Command,
     CommandDefaults,
     DDPArgs,
-    Devices,
     Dtype,
     EvalArgs,
     FSDPArgs,
@@ -19,9 +17,12 @@ from toolkit.config.options import (
     RunOptions,
     Strategy,
     TrainArgs,
+    TrainingCommand,
+    none_if_auto,
 )
 
 __all__ = [
-    "AUTO", "FINETUNE", "PRETRAIN", "Accelerator", "Auto", "Command", "CommandDefaults", "DDPArgs", "Devices", "Dtype",
-    "EvalArgs", "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision", "RunOptions", "Strategy", "TrainArgs",
+    "AUTO", "FINETUNE", "PRETRAIN", "Accelerator", "Auto", "CommandDefaults", "DDPArgs", "Dtype", "EvalArgs",
+    "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision", "RunOptions", "Strategy", "TrainArgs",
+    "TrainingCommand", "none_if_auto",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.paths import require_local
 
 COMMON_OPTIONS = ("help", "config", "print_config")  # of every command
@@ -73,13 +73,13 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
     """Return the arguments for ``setup`` from Python values by name.
 
     Args:
-        setup: A function or class as of :class:`Command`.
+        setup: A function or class as of :class:`CommandOptions`.
         values: Groups as dictionaries or dataclasses, paths as strings or path objects, objects for choices.
 
     Raises:
         UserError: an unknown name, with a suggestion, or a value of the wrong type.
     """
-    command = Command(setup)
+    command = CommandOptions(setup)
     objects = {name: values.get(name, command.parameters[name].default) for name in command.bases}
     for name, value in objects.items():
         if not isinstance(value, base := command.bases[name]):
@@ -87,6 +87,19 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
     command.chosen = {}
     command.give(command.flatten({n: v for n, v in values.items() if n not in objects}, None))
     return command.arguments(command.resolve()) | objects
+
+
+def classes_of(base: type) -> dict[str, type]:
+    """Return toolkit's own classes derived from ``base``, by short name: those that the package of ``base`` exports."""
+    package = importlib.import_module(base.__module__.rpartition(".")[0])
+    exported = {name: getattr(package, name) for name in package.__all__}
+    derived = {name: c for name, c in exported.items() if inspect.isclass(c) and issubclass(c, base)}
+    return {name: cls for name, cls in derived.items() if not inspect.isabstract(cls)}
+
+
+def class_path(cls: type, base: type) -> str:
+    """Return how options name a class: the short name of toolkit's own, otherwise module and name."""
+    return cls.__name__ if cls in classes_of(base).values() else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -100,7 +113,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-class Command:
+class CommandOptions:
     """The options of a command, the classes chosen, and the values given.
 
     Args:
@@ -131,11 +144,8 @@ class Command:
         return found
 
     def choices(self, name: str) -> dict[str, type]:
-        """Return the classes for a parameter by short name: those that the package of its base class exports."""
-        package = importlib.import_module(self.bases[name].__module__.rpartition(".")[0])
-        exported = {name: getattr(package, name) for name in package.__all__}
-        is_choice = {n: inspect.isclass(c) and issubclass(c, self.bases[name]) for n, c in exported.items()}
-        return {n: c for n, c in exported.items() if is_choice[n] and not inspect.isabstract(c)}
+        """Return the classes for a parameter by short name, see :func:`classes_of`."""
+        return classes_of(self.bases[name])
 
     # ---- what the user gives
 
@@ -278,7 +288,7 @@ class Command:
 
     def _explain(self, error: ArgumentError, known: dict[str, Option]) -> str:
         """Return jsonargparse's error as one line with option, value and what it must be."""
-        message = " ".join(str(error).split())
+        message = one_line(error)
         named = re.search(r'[Kk]ey "([^"]+)"', message)
         key = named[1] if named else ""
         if key not in self.given:

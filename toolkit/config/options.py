@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from toolkit.errors import require_option
 
+T = TypeVar("T")
 Accelerator = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
-Devices = int | Literal["auto"]
-Command = Literal["pretrain", "finetune_full", "finetune_lora"]
+TrainingCommand = Literal["pretrain", "finetune_full", "finetune_lora"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Auto = Literal["auto"]
@@ -46,6 +46,11 @@ class CommandDefaults:
 
 PRETRAIN = CommandDefaults(64, None, warmup=0.05, max_warmup_steps=2000, weight_decay=0.1, betas=(0.9, 0.95))
 FINETUNE = CommandDefaults(16, 3.0, warmup=0.03, max_warmup_steps=math.inf, weight_decay=0.0, betas=(0.9, 0.999))
+
+
+def none_if_auto(value: T | Auto) -> T | None:
+    """Return None for "auto", otherwise the value."""
+    return None if value == AUTO else cast("T", value)
 
 
 def _positive(group: str, args: Any, *names: str) -> None:
@@ -120,15 +125,10 @@ class TrainArgs:
             "max_seq_length", "learning_rate", "save_every_minutes", "log_interval", "patience",
         )  # fmt: skip
         _not_negative("train", self, "lr_warmup_steps", "min_lr", "max_norm", "save_interval", "keep_last")
-        fraction = self.lr_warmup_fraction
-        require_option(
-            fraction is None or 0 <= fraction < 1,
-            "train.lr_warmup_fraction", fraction, "must be at least 0 and less than 1",
-        )  # fmt: skip
-        require_option(
-            fraction is None or self.lr_warmup_steps == AUTO,
-            "train.lr_warmup_fraction", fraction, "give either this or --train.lr_warmup_steps, not both",
-        )  # fmt: skip
+        name, fraction = "train.lr_warmup_fraction", self.lr_warmup_fraction
+        both = fraction is not None and self.lr_warmup_steps != AUTO
+        require_option(fraction is None or 0 <= fraction < 1, name, fraction, "must be at least 0 and less than 1")
+        require_option(not both, name, fraction, "give either this or --train.lr_warmup_steps, not both")
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,9 @@ class OptimizerArgs:
     def __post_init__(self) -> None:
         _not_negative("optimizer", self, "weight_decay")
         _positive("optimizer", self, "eps")
-        require_option(
-            self.betas == AUTO or all(0 <= b < 1 for b in self.betas),
-            "optimizer.betas", self.betas, "must be two numbers from 0 (inclusive) to 1 (exclusive)",
-        )  # fmt: skip
+        is_valid = self.betas == AUTO or all(0 <= beta < 1 for beta in self.betas)
+        hint = "must be two numbers from 0 (inclusive) to 1 (exclusive)"
+        require_option(is_valid, "optimizer.betas", self.betas, hint)
 
 
 @dataclass(frozen=True)
@@ -276,7 +275,7 @@ class RunOptions:
     verify_checkpoint: bool = True
     tokenizer_dir: str | None = None
     accelerator: Accelerator = "auto"
-    devices: Devices = "auto"
+    devices: int | Auto = AUTO
     num_nodes: int | Auto = AUTO
     strategy: Strategy = "auto"
     fsdp: FSDPArgs = FSDPArgs()

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from toolkit.errors import require_option
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from toolkit.data.tokenizer import Tokenizer
 
 
@@ -37,9 +39,14 @@ class TokenDataset(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
+def row_lengths(dataset: TokenDataset | None) -> np.ndarray | None:
+    """Return the input tokens of each row, (n,) int64; None if they are unknown, or the same in all rows."""
+    return getattr(dataset, "lengths", None)
+
+
 def is_ragged(dataset: TokenDataset | None) -> bool:
     """Whether rows differ in length, so that batch shapes may vary."""
-    return getattr(dataset, "lengths", None) is not None or getattr(dataset, "is_ragged", False)
+    return row_lengths(dataset) is not None or getattr(dataset, "is_ragged", False)
 
 
 @dataclass

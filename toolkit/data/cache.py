@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from toolkit.checksums import check_entries, checksum_files, find_damage
+from toolkit.errors import UserError
 from toolkit.leftovers import sweep, temporary_prefix
 
 T = TypeVar("T")
@@ -76,6 +77,35 @@ def publish(temporary: Path, folder: Path, is_intact: Callable[[], bool]) -> Non
         os.rename(folder, damaged)
         os.rename(temporary, folder)
         shutil.rmtree(damaged, ignore_errors=True)
+
+
+def load_or_prepare(
+    folder: Path, what: str, read: Callable[[], T], make: Callable[[Path], None], report: Callable[[str], None]
+) -> tuple[T, bool]:
+    """Return what ``read`` returns of a prepared folder, and whether it was in the cache.
+
+    Args:
+        folder: In the cache folder, named after the key of the data.
+        what: What there is to prepare, for the log.
+        read: Reads ``folder``; raises one of DAMAGE_ERRORS if it is damaged.
+        make: Fills the folder that it is given.
+        report: Receives progress lines.
+
+    Raises:
+        UserError: The cache folder cannot be read or written.
+    """
+    try:
+        found, reason = find_prepared(folder, read, report)
+        if found is not None:
+            return found, True
+        report(f"Data: preparing {folder} ({reason}): {what}")
+        clean_up(folder.parent)
+        with staging_folder(folder) as temporary:
+            make(temporary)
+            publish(temporary, folder, lambda: find_prepared(folder, read, report)[0] is not None)
+        return read(), False
+    except OSError as error:
+        raise UserError(f"--data.cache_dir {folder.parent}: cannot be used: {error.strerror or error}") from error
 
 
 def find_prepared(folder: Path, read: Callable[[], T], report: Callable[[str], None]) -> tuple[T | None, str]:

@@ -24,7 +24,7 @@ def inspect_rows(prepared: PreparedData, num_samples: int) -> dict[str, Any]:
     statistics = getattr(prepared.train, "statistics", None)
     return {
         "counts": _count_rows(prepared) if statistics is None else _select_counts(statistics, prepared),
-        "longest": [] if statistics is None else _describe_longest(prepared.train, statistics),
+        "longest": _describe_longest(prepared.train, [] if statistics is None else statistics["longest"]),
         "samples": [
             _describe_sample(prepared, *document) for document in _iterate_documents(prepared.train, num_samples)
         ],
@@ -70,10 +70,8 @@ def _count_rows(prepared: PreparedData) -> dict[str, Any]:
     }
 
 
-def _describe_longest(rows: Any, statistics: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {"where": rows.describe_row(source, row), "tokens": tokens} for tokens, source, row in statistics["longest"]
-    ]
+def _describe_longest(rows: Any, longest: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    return [{"where": rows.describe_row(source, row), "tokens": tokens} for tokens, source, row in longest]
 
 
 def _iterate_documents(rows: TokenDataset, count: int) -> Iterator[tuple[str, list[int], list[bool]]]:

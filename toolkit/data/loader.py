@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from toolkit.data.base import TokenDataset
+from toolkit.data.base import TokenDataset, row_lengths
 from toolkit.data.order import shuffled_index
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -242,7 +242,7 @@ def train_batches(
     n = len(rows)
     if n < 1:
         raise ValueError("there are no rows to train on")
-    lengths = getattr(rows, "lengths", None)
+    lengths = row_lengths(rows)
     micro_batches = (
         ids for start in starts for ids in _step_ids(start, n, seed, total_positions, batch_shape, lengths).tolist()
     )
@@ -258,7 +258,6 @@ def val_batches(
     rank: int,
     world_size: int,
     max_rows: int | None,
-    num_workers: int = 0,
     padding: Padding = NO_ROUNDING,
 ) -> Iterator[Batch]:
     """Yield the validation batches of this rank: rows in order, or longest first, each exactly once over all ranks.
@@ -270,7 +269,7 @@ def val_batches(
     rounds = -(-n // per_round)
     ids = np.full(rounds * per_round, FILLER)
     ids[:n] = np.arange(n)
-    if (lengths := getattr(rows, "lengths", None)) is not None:
+    if (lengths := row_lengths(rows)) is not None:
         ids = ids[_longest_first(ids, lengths)]
     micro_batches = ids.reshape(rounds, world_size, micro_batch_size)[:, rank].tolist()
-    return _load(rows, micro_batches, num_workers, padding)
+    return _load(rows, micro_batches, 0, padding)

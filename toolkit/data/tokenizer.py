@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.data.tokenizer_growth import require_bounded
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.paths import require_inside
 from toolkit.untrusted import parse_json
 
@@ -94,7 +94,7 @@ class Tokenizer:
         except UserError:
             raise
         except (ValueError, OSError) as error:
-            raise UserError(f"{flag} {path}: {' '.join(str(error).split())}") from error
+            raise UserError(f"{flag} {path}: {one_line(error)}") from error
 
     @property
     def fingerprint(self) -> str:
@@ -241,8 +241,9 @@ def _translate_panic(name: str) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        reason = " ".join(str(error).split())
-        raise UserError(f"{name}: tokenizer.json: the tokenizers library fails on this text: {reason}") from None
+        raise UserError(
+            f"{name}: tokenizer.json: the tokenizers library fails on this text: {one_line(error)}"
+        ) from None
 
 
 def _read_tokenizer_files(folder: Path) -> dict[str, bytes]:

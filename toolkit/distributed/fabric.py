@@ -43,10 +43,13 @@ def single_device_fabric(accelerator: Accelerator, precision: Precision | Auto) 
     """
     device = pick_accelerator(accelerator)
     keep_freed_memory(device)
-    picked = pick_precision(precision, device)
-    if picked == "bf16-true":
-        return Fabric(accelerator=device, devices=1, plugins=[_True16Bits(picked)])
-    return Fabric(accelerator=device, devices=1, precision=picked)
+    given, plugins = _precision_options(pick_precision(precision, device))
+    return Fabric(accelerator=device, devices=1, precision=given, plugins=plugins)
+
+
+def _precision_options(precision: Precision) -> tuple[Precision | None, list[Any]]:
+    """Return Fabric's arguments ``precision`` and ``plugins``."""
+    return (None, [_True16Bits("bf16-true")]) if precision == "bf16-true" else (precision, [])
 
 
 def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..., None]) -> None:
@@ -75,24 +78,21 @@ def build_fabric(
         block_classes: The modules that each become one FSDP unit.
     """
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it logs a banner on every rank
-    precision_options: dict[str, Any] = {"precision": precision}
-    plugins: list[Any] = []
-    if precision == "bf16-true":
-        precision_options, plugins = {}, [_True16Bits("bf16-true")]
+    given, plugins = _precision_options(precision)
     if plan.kind == "single":
-        return Fabric(accelerator=accelerator, devices=1, plugins=plugins, **precision_options)
-    options: dict[str, Any] = {
-        "accelerator": accelerator,
-        "devices": world.devices,
-        "num_nodes": world.num_nodes,
-        "plugins": [cluster_environment(world)],
-    }
+        return Fabric(accelerator=accelerator, devices=1, precision=given, plugins=plugins)
+    strategy: DDPStrategy | ShardedStrategy
     if plan.kind == "ddp":
-        strategy = _DDP(
-            bucket_cap_mb=ddp.bucket_cap_mb,
-            gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-        )
-        options["plugins"] += plugins
-        return Fabric(strategy=strategy, **precision_options, **options)
-    assert plan.sharding is not None
-    return Fabric(strategy=_Sharded(block_classes, plan.mesh, plan.sharding, fsdp, precision, accelerator), **options)
+        strategy = _DDP(bucket_cap_mb=ddp.bucket_cap_mb, gradient_as_bucket_view=ddp.gradient_as_bucket_view)
+    else:
+        assert plan.sharding is not None
+        strategy = _Sharded(block_classes, plan.mesh, plan.sharding, fsdp, precision, accelerator)
+        given, plugins = None, []  # the strategy has its own
+    return Fabric(
+        accelerator=accelerator,
+        strategy=strategy,
+        devices=world.devices,
+        num_nodes=world.num_nodes,
+        precision=given,
+        plugins=[cluster_environment(world), *plugins],
+    )

@@ -62,7 +62,9 @@ class Lifeline:
                             connection = _keep_alive(server.accept()[0])
                             selector.register(connection, selectors.EVENT_READ, connection)
                         continue
-                    data = _receive(peer)
+                    data = b""
+                    with suppress(OSError):
+                        data = peer.recv(4)
                     if data:  # the first message is the peer's rank
                         rank_of.setdefault(peer, int.from_bytes(data, "big"))
                         continue
@@ -121,10 +123,3 @@ def _keep_alive(connection: socket.socket) -> socket.socket:
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
-
-
-def _receive(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(4)
-    except OSError:
-        return b""

@@ -102,13 +102,12 @@ def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
 
 
 def _full_shard(plan: RunPlan) -> Iterator[Change]:
-    if plan.config.strategy.shards < plan.config.batch.world_size or plan.config.strategy.sharding == "SHARD_GRAD_OP":
-        named = plan.config.args.strategy not in ("auto", "fsdp")
-        fsdp = replace(plan.config.args.fsdp, sharding_strategy="FULL_SHARD")
-        args = replace(
-            plan.config.args, strategy="fsdp" if named else plan.config.args.strategy, fsdp=fsdp, ddp=DDPArgs()
-        )
-        yield "--strategy fsdp " * named + "--fsdp.sharding_strategy FULL_SHARD", args, plan.config.devices
+    args, strategy = plan.config.args, plan.config.strategy
+    if strategy.shards < plan.config.batch.world_size or strategy.sharding == "SHARD_GRAD_OP":
+        named = args.strategy not in ("auto", "fsdp")
+        fsdp = replace(args.fsdp, sharding_strategy="FULL_SHARD")
+        changed = replace(args, strategy="fsdp" if named else args.strategy, fsdp=fsdp, ddp=DDPArgs())
+        yield "--strategy fsdp " * named + "--fsdp.sharding_strategy FULL_SHARD", changed, plan.config.devices
 
 
 def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
@@ -118,25 +117,26 @@ def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
 
 def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
     """Under accumulation FSDP keeps gradients unsharded: see distributed/fsdp.py."""
-    if plan.config.strategy.kind == "fsdp" and plan.config.batch.accumulation > 1:
-        size = plan.config.batch.micro_batch_size * plan.config.batch.world_size
+    batch = plan.config.batch
+    if plan.config.strategy.kind == "fsdp" and batch.accumulation > 1:
+        size = batch.micro_batch_size * batch.world_size
         yield f"--train.global_batch_size {size}", *_train(plan, global_batch_size=size)
 
 
 def _adapters(plan: RunPlan) -> Iterator[Change]:
-    if plan.config.args.command == "finetune_full":
-        yield (
-            "toolkit finetune_lora",
-            replace(plan.config.args, command="finetune_lora", lora=LoRAConfig()),
-            plan.config.devices,
-        )
+    args = plan.config.args
+    if args.command == "finetune_full":
+        changed = replace(args, command="finetune_lora", lora=LoRAConfig())
+        yield "toolkit finetune_lora", changed, plan.config.devices
 
 
 def _quantized(plan: RunPlan) -> Iterator[Change]:
-    if plan.config.args.lora is not None and plan.config.args.quantize is None:
-        yield "--quantize bnb.nf4", replace(plan.config.args, quantize="bnb.nf4"), plan.config.devices
-        replicated = replace(plan.config.args, quantize="bnb.nf4", strategy="ddp")  # 4-bit weights are not sharded
-        yield "--quantize bnb.nf4 --strategy ddp", replicated, plan.config.devices
+    args, devices = plan.config.args, plan.config.devices
+    if args.lora is not None and args.quantize is None:
+        quantized = replace(args, quantize="bnb.nf4")
+        yield "--quantize bnb.nf4", quantized, devices
+        # 4-bit weights are not sharded
+        yield "--quantize bnb.nf4 --strategy ddp", replace(quantized, strategy="ddp"), devices
 
 
 def _shorter(plan: RunPlan) -> Iterator[Change]:
@@ -147,19 +147,19 @@ def _shorter(plan: RunPlan) -> Iterator[Change]:
 
 
 def _more_devices(plan: RunPlan) -> Iterator[Change]:
-    devices = plan.config.devices.devices * 2
-    while plan.config.devices.device == "cuda" and devices <= MAX_ADVISED_DEVICES:
-        strategy = "auto" if plan.config.args.strategy == "single" else plan.config.args.strategy
-        args = replace(plan.config.args, strategy=strategy)
-        yield f"--devices {devices}", args, replace(plan.config.devices, devices=devices)
+    args, spec = plan.config.args, plan.config.devices
+    changed = replace(args, strategy="auto" if args.strategy == "single" else args.strategy)
+    devices = spec.devices * 2
+    while spec.device == "cuda" and devices <= MAX_ADVISED_DEVICES:
+        yield f"--devices {devices}", changed, replace(spec, devices=devices)
         devices *= 2
 
 
 def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
-    layers = plan.model.n_layer // 2
-    while plan.config.args.initial_checkpoint_dir is None and plan.config.args.lora is None and layers:
-        config = ModelOverrides(**{**vars(plan.config.args.model_config), "n_layer": layers})
-        yield f"--model_config.n_layer {layers}", replace(plan.config.args, model_config=config), plan.config.devices
+    args, layers = plan.config.args, plan.model.n_layer // 2
+    while args.initial_checkpoint_dir is None and args.lora is None and layers:
+        config = ModelOverrides(**{**vars(args.model_config), "n_layer": layers})
+        yield f"--model_config.n_layer {layers}", replace(args, model_config=config), plan.config.devices
         layers //= 2
 
 

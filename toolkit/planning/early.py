@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import toolkit.data
 from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.run.resume import resolve_resume
+from toolkit.config.command import classes_of
+from toolkit.data import DataModule
 from toolkit.errors import UserError
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.models.lora_config import LoRAConfig
@@ -52,8 +53,9 @@ def _check_batch(train: Any, devices: Any, num_nodes: Any) -> None:
 
 def _check_files(data: Any) -> None:
     """Check the paths of toolkit's own data modules."""
-    is_own = getattr(toolkit.data, type(data).__name__, None) is type(data)
-    for name, value in vars(data).items() if is_own else ():
+    if type(data) not in classes_of(DataModule).values():
+        return
+    for name, value in vars(data).items():
         if name == "json_path" and not value:  # the default of the finetuning commands
             raise UserError("--data.json_path: must be given")
         if name.endswith("_path") and value and not glob.has_magic(value) and not Path(value).expanduser().exists():

@@ -130,6 +130,8 @@ class Intervals:
 
 def build_intervals(train: TrainArgs, evaluation: EvalArgs, limits: Limits) -> Intervals:
     """Resolve auto intervals from the length of the run; explicit intervals are unchanged."""
+    eval_steps = _interval(evaluation.interval, VALIDATIONS, limits)
+    save_steps = _interval(train.save_interval, CHECKPOINTS, limits)
     eval_seconds = save_seconds = None
     if evaluation.interval == AUTO and limits.max_seconds is not None:
         eval_seconds = limits.max_seconds / VALIDATIONS
@@ -137,10 +139,7 @@ def build_intervals(train: TrainArgs, evaluation: EvalArgs, limits: Limits) -> I
         save_seconds = train.save_every_minutes * 60
     elif train.save_every_minutes == AUTO and train.save_interval == AUTO:
         save_seconds = min(MAX_SAVE_SECONDS, (limits.max_seconds or math.inf) / CHECKPOINTS)
-    return Intervals(
-        _interval(evaluation.interval, VALIDATIONS, limits), eval_seconds,
-        _interval(train.save_interval, CHECKPOINTS, limits), save_seconds,
-    )  # fmt: skip
+    return Intervals(eval_steps, eval_seconds, save_steps, save_seconds)
 
 
 def _interval(given: int | Auto, per_run: int, limits: Limits) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from toolkit.config import AUTO, PRETRAIN, CommandDefaults, OptimizerArgs
+from toolkit.config import AUTO, CommandDefaults, OptimizerArgs
 from toolkit.errors import UserError, did_you_mean
 
 UNSUPPORTED = {
@@ -24,9 +24,8 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     Raises:
         UserError: no such class, or the training loop does not support it.
     """
-    known = {
-        n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)
-    }  # fmt: skip
+    base = torch.optim.Optimizer
+    known = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base)}
     match = next((n for n in known if n.lower() == name.lower()), None)
     if match is None:
         usable = sorted(known.keys() - UNSUPPORTED.keys())
@@ -41,7 +40,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def resolve_optimizer(
     args: OptimizerArgs,
     precision: str,
-    defaults: CommandDefaults = PRETRAIN,
+    defaults: CommandDefaults,
     given_class: type[torch.optim.Optimizer] | None = None,
 ) -> dict[str, Any]:
     """Return the resolved options of the optimizer, with its ``name``.

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from toolkit.checkpoints.folder import write_model_files
-from toolkit.config import Command
+from toolkit.config import TrainingCommand
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import count_devices, device_memory
 from toolkit.distributed.world import detect_world
@@ -70,11 +70,21 @@ def setup_of(config: ResolvedConfig, model: ModelConfig) -> TrainingSetup:
     """Return the inputs of the memory formulas; ``model`` includes the vocabulary size."""
     args, batch = config.args, config.batch
     return TrainingSetup(
-        model, config.precision, config.strategy, batch.micro_batch_size, batch.accumulation,
-        config.max_seq_length or model.block_size, config.optimizer, config.device,
-        args.lora, args.quantize, getattr(args.data, "packing", "none") != "none", args.fsdp, args.ddp,
-        args.optimizer_class,
-    )  # fmt: skip
+        config=model,
+        precision=config.precision,
+        strategy=config.strategy,
+        micro_batch_size=batch.micro_batch_size,
+        accumulation=batch.accumulation,
+        seq_length=config.max_seq_length or model.block_size,
+        optimizer=config.optimizer,
+        device=config.device,
+        lora=args.lora,
+        quantize=args.quantize,
+        packed=getattr(args.data, "packing", "none") != "none",
+        fsdp=args.fsdp,
+        ddp=args.ddp,
+        optimizer_class=args.optimizer_class,
+    )
 
 
 def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:
@@ -137,7 +147,7 @@ def device_spec_of(args: RunArgs) -> DeviceSpec:
 
 
 @contextmanager
-def run_args_of(command: Command, given: dict[str, Any]) -> Iterator[RunArgs]:
+def run_args_of(command: TrainingCommand, given: dict[str, Any]) -> Iterator[RunArgs]:
     """Yield the run arguments that a training command derives from its options.
 
     A missing checkpoint folder is replaced by a temporary folder with the config of the named architecture.

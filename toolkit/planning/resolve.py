@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoints.folder import read_model_config
-from toolkit.config import AUTO, Precision, TrainArgs
+from toolkit.config import AUTO, Precision, TrainArgs, none_if_auto
 from toolkit.distributed.device import pick_precision
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.errors import UserError
@@ -180,7 +180,7 @@ def choose_length(train: TrainArgs, config: ModelConfig | None) -> int | None:
     Raises:
         UserError: longer than the model's context.
     """
-    given = None if train.max_seq_length == AUTO else train.max_seq_length
+    given = none_if_auto(train.max_seq_length)
     if config is None:
         return given
     length = given or config.block_size

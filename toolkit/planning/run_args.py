@@ -10,12 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
-import toolkit.data
 from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
 from toolkit.checkpoints.peft.import_peft import check_base, import_peft
-from toolkit.config import AUTO, Auto, Command, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
-from toolkit.config.options import FINETUNE, PRETRAIN, CommandDefaults
+from toolkit.config import (
+    AUTO,
+    FINETUNE,
+    PRETRAIN,
+    Auto,
+    CommandDefaults,
+    EvalArgs,
+    OptimizerArgs,
+    Precision,
+    RunOptions,
+    TrainArgs,
+    TrainingCommand,
+)
+from toolkit.config.command import class_path
 from toolkit.data.base import DataModule
 from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.errors import UserError
@@ -39,7 +50,7 @@ class RunArgs(RunOptions):
         optimizer_class: A class outside torch.optim; ``optimizer.name`` is its name.
     """
 
-    command: Command
+    command: TrainingCommand
     data: DataModule
     train: TrainArgs
     eval: EvalArgs
@@ -75,7 +86,7 @@ class RunArgs(RunOptions):
         return None if self.initial_checkpoint_dir is None else find_checkpoint_dir(self.initial_checkpoint_dir)
 
 
-def run_args(command: Command, options: Mapping[str, Any]) -> RunArgs:
+def run_args(command: TrainingCommand, options: Mapping[str, Any]) -> RunArgs:
     """Build the arguments of a run from the options of a command, by name; other names are ignored.
 
     Raises:
@@ -126,8 +137,6 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
     plain = {k: asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for k, v in values.items()}
     if "model_config" in plain:
         plain["model_config"] = {k: v for k, v in plain["model_config"].items() if v is not None}
-    kind = type(args.data)
-    is_own = getattr(toolkit.data, kind.__name__, None) is kind
-    path = kind.__name__ if is_own else f"{kind.__module__}.{kind.__qualname__}"
-    plain["data"] = {"class_path": path, "init_args": {} if isinstance(args.data, InMemoryData) else plain["data"]}
+    options = {} if isinstance(args.data, InMemoryData) else plain["data"]
+    plain["data"] = {"class_path": class_path(type(args.data), DataModule), "init_args": options}
     return plain

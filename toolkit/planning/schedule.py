@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from toolkit.config import AUTO, PRETRAIN, CommandDefaults, TrainArgs
+from toolkit.config import AUTO, CommandDefaults, TrainArgs
 from toolkit.errors import UserError
 
 WSD_DECAY_FRACTION = 0.2
@@ -46,7 +46,7 @@ class Schedule:
         return self.minimum + (self.peak - self.minimum) * factor
 
 
-def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults = PRETRAIN) -> Schedule:
+def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> Schedule:
     """Build the LR schedule of a run; ``defaults`` are those of its command.
 
     ``lr_scaling`` multiplies the learning rates by (global_batch_size / the command's default), or by its square root,

@@ -1,4 +1,4 @@
-"""What a run needs to know of low-rank adapters: what they stand on, where they begin, what may not change."""
+"""The low-rank adapters of a run: their base, their initial values, and what may not change on resume."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from toolkit.training.model import ModelSpec
 
 
 def describe_base(args: RunArgs) -> AdapterInfo:
-    """What the adapters of a run are, and of which base."""
+    """Return the configuration of the adapters, and path and hash of their base."""
     assert args.lora is not None and args.base_dir is not None
     base_hash = base_fingerprint(args.base_dir)
     return AdapterInfo(lora=args.lora, base=args.base_dir, base_hash=base_hash, quantize=args.quantize)
 
 
-def facts(info: AdapterInfo) -> dict[str, Any]:
-    """What may not change on resume, by flag."""
+def fingerprint(info: AdapterInfo) -> dict[str, Any]:
+    """Return what may not change on resume, by flag."""
     return info.lora.to_options() | {"quantize": info.quantize, "checkpoint_dir": info.base_hash}
 
 
 def initial_adapters(
     args: RunArgs, spec: ModelSpec, resume_from: Path | None, report: Callable[[str], None]
 ) -> dict[str, torch.Tensor] | None:
-    """The adapters that a run begins with: those of its checkpoint, or of peft's folder; None for new ones, or none.
+    """Return the initial adapters: of the checkpoint to resume, or of the peft folder; None for new ones, or none.
 
-    ``report`` takes a line about the base of peft's, where it cannot be compared.
+    ``report`` receives a line if the base of the peft folder cannot be compared.
     """
     if args.lora is None:
         return None

@@ -17,7 +17,7 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.training.state import RunFingerprint, by_flag
 
 
-def require_same_options(args: RunArgs, identity: RunFingerprint) -> None:
+def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
     """Check that all ranks run the same options on the same data.
 
     Raises:
@@ -28,7 +28,7 @@ def require_same_options(args: RunArgs, identity: RunFingerprint) -> None:
         options |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
     names = ("strategy", "compiler", "deterministic", "timeout", "resume", "callbacks")
     options |= {f"--{name}": getattr(args, name) for name in names}
-    everywhere = ranks.all_gather_object(options | by_flag(asdict(identity)))
+    everywhere = ranks.all_gather_object(options | by_flag(asdict(fingerprint)))
     first = everywhere[0]
     for rank, there in enumerate(everywhere):
         for flag in first | there:

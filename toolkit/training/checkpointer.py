@@ -11,13 +11,13 @@ import random
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from toolkit.checkpoints.adapters import AdapterInfo, write_adapter_files
+from toolkit.checkpoints.adapters import write_adapter_files
 from toolkit.checkpoints.finite import nonfinite_state
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
@@ -29,38 +29,50 @@ from toolkit.checksums import Checksum, checksum_files
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError, PeerLostError, UserError, join_first
-from toolkit.models.config import ModelConfig
 from toolkit.planning.limits import Progress
-from toolkit.planning.schedule import Schedule
-from toolkit.training.state import FORMAT_VERSION, RunFingerprint
+from toolkit.planning.resolve import ResolvedConfig
+from toolkit.training.run_state import RunState
+from toolkit.training.state import FORMAT_VERSION
 
 TRAINER, STATE, OPTIMIZER = "trainer", "state.pth", "optimizer"
 
 
+class _Snapshot(NamedTuple):
+    """The state of one step, gathered from all ranks where it is not sharded."""
+
+    progress: Progress
+    rng: list[dict[str, Any]]  # by rank
+    weights: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]  # of sharded checkpoints; of others they are part of the optimizer
+    optimizer: dict[str, Any]
+
+
 @dataclass
 class Checkpointer:
-    """Saves and restores one run."""
+    """Saves and restores one run.
 
-    out_dir: Path
+    Args:
+        config: Of the run.
+        state: Its start and end.
+        tokenizer: None if the data came as tokens without one.
+        module: As the strategy has wrapped it.
+        optimizer: Before Fabric has wrapped it.
+        scaler: The GradScaler of 16-mixed, otherwise None.
+        device: Where this rank computes.
+    """
+
+    config: ResolvedConfig
+    state: RunState
+    tokenizer: Tokenizer | None
     module: nn.Module
-    """As the strategy has wrapped it."""
     optimizer: torch.optim.Optimizer
     scaler: Any | None
-    config: ModelConfig | None
-    tokenizer: Tokenizer | None
-    hyperparameters: dict[str, Any] | None
-    identity: RunFingerprint
-    schedule: Schedule
-    keep_last: int
-    """Step checkpoints to keep; 0 keeps all."""
-    tied: dict[str, str]
-    """Further names of parameters; see :func:`toolkit.checkpoints.run.states.tied_names`."""
-    sharded: bool
-    seed: int
     device: torch.device
-    """Where this rank computes."""
-    adapters: AdapterInfo | None = None
-    """The base of the adapters, if only adapters are trained and saved."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every rank writes its shards, instead of rank 0 one file."""
+        return self.config.args.fsdp.state_dict_type == "sharded"
 
     def save(self, name: str, progress: Progress) -> Path:
         """Write the checkpoint folder ``out_dir/name``, complete or not at all, then delete what is too old.
@@ -69,24 +81,26 @@ class Checkpointer:
             UserError: it cannot be written.
             GuardError: weights or optimizer state contain NaN or Inf; no checkpoint is created.
         """
-        folder = self.out_dir / name
+        args, tied = self.config.args, self.state.model.tied
+        folder = Path(args.out_dir) / name
         rng = ranks.all_gather_object(rng_state(self.device))
         # Not within the try: a rank that fails in these collectives must exit at once, because the others wait in them.
         moments: dict[str, torch.Tensor] = {}
-        if self.adapters is not None:
+        if self.state.base is not None:
             weights, rest = adapter_state(self.module, self.optimizer)
         elif self.sharded:
-            weights, moments, rest = sharded_state(self.module, self.optimizer, self.tied)
+            weights, moments, rest = sharded_state(self.module, self.optimizer, tied)
         else:
-            weights, rest = full_state(self.module, self.optimizer, self.tied)
+            weights, rest = full_state(self.module, self.optimizer, tied)
+        snapshot = _Snapshot(progress, rng, weights, moments, rest)
         error: Exception | None = None
         # Every rank searches its own shard on its own device: on a CPU 5 % of the time of the write, on idle cores.
         with ThreadPoolExecutor(1) as pool:
             search = pool.submit(nonfinite_state, self.module, self.optimizer)
             try:
-                self._write_folder(folder, progress, rng, weights, moments, rest, search)
-                if self.keep_last and ranks.global_rank() == 0:
-                    prune(self.out_dir, self.keep_last)
+                self._write_folder(folder, snapshot, search)
+                if args.train.keep_last and ranks.global_rank() == 0:
+                    prune(folder.parent, args.train.keep_last)
             except Exception as caught:
                 error = caught
         if ranks.all_reduce_sum(failed=int(error is not None))["failed"]:
@@ -96,25 +110,16 @@ class Checkpointer:
             raise error
         return folder
 
-    def _write_folder(
-        self,
-        folder: Path,
-        progress: Progress,
-        rng: list[dict[str, Any]],
-        weights: dict[str, torch.Tensor],
-        moments: dict[str, torch.Tensor],
-        rest: dict[str, Any],
-        search: Future[list[str]],
-    ) -> None:
+    def _write_folder(self, folder: Path, snapshot: _Snapshot, search: Future[list[str]]) -> None:
         """Write on all ranks, agree that all succeeded, then rename the folder into place on rank 0."""
 
         def write_own(tmp: Path) -> dict[str, Checksum]:
             checksums = {}
             if self.sharded:
-                save_sharded(weights, tmp / WEIGHTS)
-                save_sharded(moments, tmp / TRAINER / OPTIMIZER)
+                save_sharded(snapshot.weights, tmp / WEIGHTS)
+                save_sharded(snapshot.moments, tmp / TRAINER / OPTIMIZER)
                 checksums = checksums_of_shards(tmp)
-            _require_finite(folder, search.result())
+            _require_finite(folder, search)
             return checksums
 
         if ranks.global_rank() != 0:
@@ -126,7 +131,7 @@ class Checkpointer:
 
         def write(tmp: Path) -> dict[str, Checksum]:
             nonlocal is_announced
-            self._write(tmp, weights, rest, progress, rng)
+            self._write(tmp, snapshot)
             is_announced = True
             ranks.broadcast_from_rank0(tmp)
             checksums = write_own(tmp)
@@ -141,34 +146,30 @@ class Checkpointer:
             if not is_announced:  # the other ranks wait for the folder's name
                 ranks.broadcast_from_rank0(None)
 
-    def _write(
-        self,
-        folder: Path,
-        weights: dict[str, torch.Tensor],
-        optimizer: dict[str, Any],
-        progress: Progress,
-        rng: list[dict[str, Any]],
-    ) -> None:
-        if self.adapters is not None:
-            write_adapter_files(folder, weights, self.adapters)
+    def _write(self, folder: Path, snapshot: _Snapshot) -> None:
+        """Write everything but the shards."""
+        state = self.state
+        if state.base is not None:
+            write_adapter_files(folder, snapshot.weights, state.base)
         write_model_files(
             folder,
-            state_dict=None if self.sharded or self.adapters is not None else weights,
-            config=self.config,
-            hyperparameters=self.hyperparameters,
+            state_dict=None if self.sharded or state.base is not None else snapshot.weights,
+            config=state.model.config,
+            hyperparameters=self.config.hyperparameters() if self.config.args.is_repeatable else None,
             tokenizer=self.tokenizer,
         )
         (folder / TRAINER).mkdir()
         meta = {
             "format_version": FORMAT_VERSION,
-            **asdict(progress),
-            "schedule": asdict(self.schedule),
-            "identity": asdict(self.identity),
-            "tied": {canonical_name(second): canonical_name(first) for second, first in self.tied.items()},
+            **asdict(snapshot.progress),
+            "schedule": asdict(state.schedule),
+            "identity": asdict(state.fingerprint),
+            "tied": {canonical_name(second): canonical_name(first) for second, first in state.model.tied.items()},
         }
         (folder / TRAINER / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        save_state({"optimizer": optimizer, "scaler": scaler, "rng": rng}, folder / TRAINER / STATE)
+        trainer_state = {"optimizer": snapshot.optimizer, "scaler": scaler, "rng": snapshot.rng}
+        save_state(trainer_state, folder / TRAINER / STATE)
 
     def restore(self, folder: Path, step: int) -> None:
         """Restore the optimizer, the scaler and the random generators; the model already has its weights.
@@ -194,12 +195,22 @@ class Checkpointer:
             except Exception as error:  # these functions raise anything for invalid states
                 raise UserError(f"{file}: rng: {error}; resume from another checkpoint") from error
         else:
-            seed_from(self.seed, step, ranks.global_rank())
+            seed_generators(self.config.args.seed, step, ranks.global_rank())
 
 
-def _require_finite(folder: Path, found: list[str]) -> None:
-    """Raise GuardError on every rank if any rank has found weights or optimizer state that are not finite."""
-    if ranks.all_reduce_sum(nonfinite=len(found))["nonfinite"]:
+def _require_finite(folder: Path, search: Future[list[str]]) -> None:
+    """Check that the search of no rank has found weights or optimizer state that are not finite.
+
+    Raises:
+        GuardError: it has, on some rank; on every rank.
+        PeerLostError: the search itself failed on another rank. On that rank, its own error.
+    """
+    error = search.exception()
+    found = [] if error is not None else search.result()
+    votes = ranks.all_reduce_sum(failed=int(error is not None), nonfinite=len(found))
+    if votes["failed"]:  # only now: the other ranks take part in this collective, too
+        raise error if error is not None else PeerLostError(f"{folder} could not be checked for NaN and Inf")
+    if votes["nonfinite"]:
         names = sorted({name for names in ranks.all_gather_object(found) for name in names})
         raise GuardError(
             f"{folder} was not saved: NaN, Inf or too large numbers in {join_first(names)}; lower "
@@ -234,9 +245,9 @@ def checksums_of_shards(folder: Path) -> dict[str, Checksum]:
     return checksums
 
 
-def seed_from(*numbers: int) -> None:
-    """Seed all random generators of this process, as a function of the numbers."""
-    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+def seed_generators(*entropy: int) -> None:
+    """Seed all random generators of this process, as a function of ``entropy``."""
+    seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from toolkit.data.base import PreparedData, TokenDataset
+from toolkit.data.base import PreparedData, TokenDataset, row_lengths
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.chunks import TokenRows
 from toolkit.data.tokens.in_memory import InMemoryData
@@ -36,8 +36,8 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
 
 
 def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
-    """What the rows are, and what gives more of them."""
-    if not hasattr(rows, "lengths"):
+    """Describe the rows, and how to get more of them."""
+    if row_lengths(rows) is None:
         of_length = f" of {seq_length} tokens" if seq_length else ""
         return f"sequences{of_length}; give more text, a shorter --train.max_seq_length"
     packed = getattr(rows, "packed", False)
@@ -45,10 +45,10 @@ def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
 
 
 def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConfig | None:
-    """The config with the vocabulary of the tokenizer, or of data that comes as tokens, where it has none of its own.
+    """Return the config; if it has no vocabulary, with that of the tokenizer or of the pre-tokenized data.
 
     A tokenizer may have tokens that the model does not embed (Gemma 3's has one for images), if the data has none of
-    them; only then is the data read through.
+    them. Only then is all data read.
 
     Raises:
         UserError: there is no vocabulary to take, or the data has tokens that the model does not embed.
@@ -61,7 +61,7 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
     embedded = config.padded_vocab_size
     if not known or max(known) <= embedded:
         return config
-    if data.vocab_size is not None:  # data that came as tokens says it
+    if data.vocab_size is not None:  # known for pre-tokenized data
         largest = data.vocab_size - 1
     else:
         largest = max(_largest_token(rows) for rows in (data.train, data.val) if rows is not None)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric import Fabric
 
-import toolkit.data
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model, load_model
-from toolkit.config import AUTO, Accelerator, Auto, Precision
-from toolkit.config.command import as_mapping, parse_object
+from toolkit.config import Accelerator, Auto, Precision, none_if_auto
+from toolkit.config.command import as_mapping, classes_of, parse_object
 from toolkit.data import DataModule, PythonStdlib
-from toolkit.data.base import is_ragged
+from toolkit.data.base import is_ragged, row_lengths
 from toolkit.data.loader import Batch, choose_padding, val_batches
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
@@ -90,9 +90,9 @@ def evaluate(
     Without a tokenizer there are no bits per byte.
 
     Args:
-        data: The text; None takes that of the checkpoint's own run, and where that is not known PythonStdlib.
+        data: The text; None: that of the checkpoint's run, or PythonStdlib if unknown.
         max_seq_length: Tokens per sequence; those of the run with its data, else the model's context.
-        trust_checkpoint_data: Whether the checkpoint may say which files that data is in.
+        trust_checkpoint_data: Whether to read the files that the checkpoint names.
 
     Raises:
         UserError: an option does not fit, the split is empty, or the model does not know a token of it.
@@ -124,13 +124,13 @@ def evaluate(
     metrics = validate(checkpoint.fabric, model, batches, token_bytes)
     names = {"val_loss": "loss", "val_ppl": "perplexity", "val_bpb": "bits_per_byte"}
     result = {"data": f"{type(data).__name__}, {split}"} | {names[k]: v for k, v in metrics.items()}
-    lengths = getattr(rows, "lengths", None)
+    lengths = row_lengths(rows)
     tokens = n_rows * length if lengths is None else int(lengths[:n_rows].sum())
     return result | {"sequences": n_rows, "tokens": tokens}
 
 
 def _embedded(batches: Iterable[Batch], config: ModelConfig, source: str) -> Iterator[Batch]:
-    """The batches, as long as the model knows their tokens: not all files of tokens say how many there are."""
+    """Yield the batches; a token that the model does not embed is an error. Not all token files store the largest."""
     for batch in batches:
         require_embedded([int(batch.input_ids.max()), int(batch.labels.max())], config, source)
         yield batch
@@ -149,9 +149,8 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
     try:
         values = read_yaml(path)
         name, options, length = values["data"]["class_path"], values["data"]["init_args"], None
-        cls = getattr(toolkit.data, name) if name in toolkit.data.__all__ else None
-        length = values["train"]["max_seq_length"]
-        length = None if length == AUTO else length
+        cls = classes_of(DataModule).get(name)
+        length = none_if_auto(values["train"]["max_seq_length"])
         if length is not None and type(length) is not int:
             raise TypeError
     except (OSError, ValueError, TypeError, KeyError):
@@ -195,7 +194,7 @@ def evaluate_tasks(
 
     Args:
         tasks: Names with commas between them.
-        apply_chat_template: None asks in the checkpoint's chat template where it has one.
+        apply_chat_template: None: if the checkpoint has a chat template.
 
     The others: see :func:`toolkit.inference.tasks.run_tasks`.
 
@@ -220,13 +219,7 @@ def evaluate_tasks(
             if apply_chat_template:
                 raise
     model = checkpoint.fabric.setup(checkpoint.model).eval()
-    lm = HarnessLM(
-        model,
-        checkpoint.tokenizer,
-        batch_size=micro_batch_size,
-        template=template,
-        notice=_notice,
-    )
+    lm = HarnessLM(model, checkpoint.tokenizer, batch_size=micro_batch_size, template=template, notice=_notice)
     results = run_tasks(
         lm,
         names,
@@ -243,16 +236,10 @@ def evaluate_tasks(
         "limit": limit,
         "precision": checkpoint.fabric.strategy.precision.precision,
         "device": str(checkpoint.fabric.device),
-        "lm_eval_version": _version("lm_eval"),
+        "lm_eval_version": version("lm_eval"),
     }
     return {"tasks": results, "settings": settings}
 
 
 def _notice(line: str) -> None:
     print(line, file=sys.stderr)
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)

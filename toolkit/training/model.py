@@ -1,4 +1,4 @@
-"""What is trained: built on the meta device, then given its weights where the strategy wants them."""
+"""The model of a run: built on the meta device, then initialized or loaded as the strategy shards it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from toolkit.distributed import ranks
 from toolkit.distributed.fabric import materialize_with
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.private_lightning import FabricModule
-from toolkit.distributed.replicas import require_equal_replicas
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block
@@ -36,7 +35,7 @@ from toolkit.training.optimizer import no_decay_params
 
 @dataclass
 class ModelSpec:
-    """A model before it is wrapped, and what can only be known of it then.
+    """A model before it is wrapped, with the properties that wrapping hides.
 
     Args:
         module: A GPT on the meta device, or a user-provided module (which may be a GPT) with its weights.
@@ -46,7 +45,7 @@ class ModelSpec:
         sizes: Elements of each parameter, by name.
         tied: See :func:`toolkit.checkpoints.run.states.tied_names`.
         no_decay_params: See :func:`toolkit.training.optimizer.no_decay_params`.
-        facts: What may not change on resume.
+        fingerprint: What may not change on resume.
         lora: The adapters; then the weights are frozen.
         quantize: Quantization of the blocks' weights as they are read.
     """
@@ -58,7 +57,7 @@ class ModelSpec:
     sizes: dict[str, int]
     tied: dict[str, str]
     no_decay_params: frozenset[str]
-    facts: dict[str, Any]
+    fingerprint: dict[str, Any]
     lora: LoRAConfig | None = None
     quantize: Quantize | None = None
 
@@ -77,14 +76,13 @@ def specify_model(
         module = meta_model = adapted_on_meta(config, lora)
         blocks = (Block,)
     sizes = {name: p.numel() for name, p in module.named_parameters()}
+    tied, no_decay = tied_names(module), no_decay_params(module)
     if config is not None:
-        facts = config.to_dict()
+        fingerprint = config.to_dict()
     else:
         shapes = [f"{canonical_name(name)} {tuple(p.shape)}" for name, p in module.named_parameters()]
-        facts = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
-    return ModelSpec(
-        module, meta_model, config, blocks, sizes, tied_names(module), no_decay_params(module), facts, lora, quantize
-    )
+        fingerprint = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
+    return ModelSpec(module, meta_model, config, blocks, sizes, tied, no_decay, fingerprint, lora, quantize)
 
 
 def set_up_model(
@@ -98,15 +96,15 @@ def set_up_model(
     source: Path | None,
     adapters: dict[str, torch.Tensor] | None = None,
 ) -> FabricModule:
-    """Give the model its weights and wrap it as the strategy has it.
+    """Initialize or load the weights, and wrap the model for the strategy.
 
-    Every rank makes one unit after the other from the seed, or reads it from a file that all share, and keeps its part
-    (M3): no rank ever holds a second whole copy.
+    Every rank initializes unit by unit from the seed, or reads each from a file that all share, and keeps its shard
+    (M3): no rank ever has a second complete copy.
 
     Args:
         longest_ragged: Tokens of the longest row, where rows differ in length; else 0.
         source: A checkpoint folder to take the weights from.
-        adapters: Values of the adapters, by name; they begin as no change where not given.
+        adapters: Values of the adapters, by name; None initializes them, without effect on the output.
 
     Raises:
         UserError: the weights do not fit.
@@ -115,12 +113,12 @@ def set_up_model(
     if precision == "bf16-true":
         module.to(torch.bfloat16)
         for name, parameter in module.named_parameters():
-            if is_adapter(name):  # they learn in steps that bf16 is too coarse for
+            if is_adapter(name):  # their updates are too small for bf16
                 parameter.data = parameter.data.float()
     elif spec.meta_model is None:
-        for parameter in module.parameters():  # it may come in 16 bits; buffers may have a reason for what they are
+        for parameter in module.parameters():  # it may come in 16 bits; buffers keep their dtypes
             parameter.data = parameter.data.float()
-    # one unit after the other, beside adapters that are no part of the checkpoint
+    # with adapters, weights are read unit by unit instead: the checkpoint has no adapters
     shards = spec.lora is None and source is not None and is_sharded(source / WEIGHTS) and _shards_fit(spec, source)
     if spec.meta_model is None:
         _take_weights(module, None if shards else source)
@@ -141,14 +139,14 @@ def set_up_model(
 def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longest_ragged: int) -> None:
     """Compile the blocks in place: their class and the names of their weights stay as they are.
 
-    Rows of unequal length are compiled once, for all lengths: a graph that is made anew while gradients accumulate
-    fails under FSDP in mixed precision, where the waiting gradient is fp32 and the weight bf16 (pytorch 111317).
+    Rows of unequal length are compiled once, for all lengths: recompiling while gradients accumulate fails under FSDP
+    in mixed precision, where the accumulated gradient is fp32 and the weight bf16 (pytorch 111317).
     """
-    torch.compiler.reset()  # what an earlier run of this process has compiled counts towards torch's limit of graphs
+    torch.compiler.reset()  # graphs of an earlier run in this process count towards torch's limit
     if longest_ragged:
         if isinstance(module, GPT):
             module.uniform_length = longest_ragged
-        # else a length that equals another size, of a head say, is taken for the same number: one more graph
+        # otherwise a length that equals another size, such as head_size, is specialized: one more graph
         torch.fx.experimental._config.use_duck_shape = False
     for part in module.modules():
         if isinstance(part, blocks):
@@ -156,19 +154,12 @@ def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longe
 
 
 def unwrapped(wrapped: FabricModule) -> nn.Module:
-    """What Fabric has wrapped: DDP's or FSDP's module, or the plain one."""
+    """Return the module inside Fabric's wrapper: DDP's or FSDP's module, or the plain one."""
     return wrapped._forward_module
 
 
-def check_replicas(wrapped: FabricModule, spec: ModelSpec, shards: int) -> None:
-    """N4, see :func:`toolkit.distributed.replicas.require_equal_replicas`."""
-    parts = {canonical_name(name): p for name, p in unwrapped(wrapped).named_parameters()}
-    sizes = {canonical_name(name): size for name, size in spec.sizes.items()}
-    require_equal_replicas(parts, sizes, shards)
-
-
 def describe_model(spec: ModelSpec, seq_length: float) -> str:
-    """Name, parameters and FLOPs per token (N8) in a few words."""
+    """Return name, parameters and FLOPs per token (N8) as one line."""
     name = spec.module._get_name() if spec.config is None else spec.config.name
     text = f"{name}: {sum(spec.sizes.values()):,} parameters"
     trained = sum(p.numel() for p in spec.module.parameters() if p.requires_grad)
@@ -183,7 +174,7 @@ def describe_model(spec: ModelSpec, seq_length: float) -> str:
 
 
 def _shards_fit(spec: ModelSpec, source: Path) -> bool:
-    """Whether the shards can be read as they are: not where head and embedding are one here and two there."""
+    """Whether the shards can be loaded unchanged: not if only one of model and checkpoint ties its embeddings."""
     config = spec.config
     if config is None or read_model_config(source).tie_embeddings == config.tie_embeddings:
         return True

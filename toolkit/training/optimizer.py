@@ -43,14 +43,14 @@ def build_optimizer(
     model: nn.Module,
     options: dict[str, Any],
     learning_rate: float,
-    precision: str = "32-true",
-    no_decay: frozenset[str] | None = None,
+    precision: str,
+    no_decay: frozenset[str],
     given_class: type[torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer from :func:`resolve_optimizer`'s options, fused where class and device support it.
 
     It is not fused under 16-mixed: a fused optimizer unscales the gradients itself, after clipping. ``no_decay`` is the
-    result of :func:`no_decay_params`; required if the model is wrapped.
+    result of :func:`no_decay_params`.
 
     Raises:
         UserError: the class rejects a value.
@@ -58,7 +58,6 @@ def build_optimizer(
     given = dict(options)
     name = given.pop("name")
     cls: type = given_class or optimizer_class(name)  # its arguments are not those of the base class
-    no_decay = no_decay_params(model) if no_decay is None else no_decay
     takes = inspect.signature(cls).parameters
     groups = parameter_groups(model, given.pop("weight_decay", 0.0), no_decay)
     if "weight_decay" not in takes:

@@ -16,7 +16,7 @@ from toolkit.ui.loggers import check_loggers
 
 
 def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:
-    """Train as the arguments say, from a fresh start or from a checkpoint; every process of the run calls this.
+    """Train from scratch or from a checkpoint; every process of the run calls this.
 
     Args:
         args: What the user asked for.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from toolkit.checkpoints.adapters import AdapterInfo
-from toolkit.checkpoints.store import FINAL
-from toolkit.data.base import PreparedData, TokenDataset, is_ragged
+from toolkit.checkpoints.store import BEST, FINAL, has_best
+from toolkit.config import EvalArgs, TrainArgs
+from toolkit.data.base import PreparedData, TokenDataset, is_ragged, row_lengths
+from toolkit.distributed import ranks
+from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.planning.limits import Limits, Progress, build_limits, require_ahead
 from toolkit.planning.resolve import ResolvedConfig
@@ -17,8 +21,6 @@ from toolkit.planning.schedule import Schedule, build_schedule
 from toolkit.planning.speed import flops_per_token
 from toolkit.training import adapters
 from toolkit.training.agreement import require_same_options, require_same_weights
-from toolkit.training.callbacks import best
-from toolkit.training.callbacks.samples import Sampler, make_sampler
 from toolkit.training.data import with_vocabulary
 from toolkit.training.model import ModelSpec, specify_model
 from toolkit.training.state import RunFingerprint, read_meta
@@ -33,11 +35,11 @@ class RunState:
         progress: Progress of that checkpoint.
         model: Not built yet.
         base: The base of the adapters; None if all weights are trained.
-        identity: What may not change on resume.
+        fingerprint: What may not change on resume.
         limits, schedule: Of the complete run.
         mean_length: Mean input tokens per row.
+        longest_ragged: Input tokens of the longest row where rows differ in length; 0 where they do not.
         flops: Per token, counted before layers are packed or sharded; None for a user-provided model.
-        sampler: Prints samples, with ``--eval.max_new_tokens``.
         damaged: Newer checkpoints of the run that were skipped.
     """
 
@@ -45,12 +47,12 @@ class RunState:
     progress: Progress
     model: ModelSpec
     base: AdapterInfo | None
-    identity: RunFingerprint
+    fingerprint: RunFingerprint
     limits: Limits
     schedule: Schedule
     mean_length: float
+    longest_ragged: int
     flops: float | None
-    sampler: Sampler | None
     damaged: list[Path]
 
     def is_finished(self, args: RunArgs) -> bool:
@@ -72,46 +74,48 @@ def prepare_run_state(
     args = resolved.args
     config = with_vocabulary(resolved.model, data)
     model = specify_model(config, args.module, args.block_classes, args.lora, args.quantize)
-    length = mean_length(data.train)
+    length, longest = mean_length(data.train), longest_ragged(data, resolved.max_seq_length)
     base = None if args.lora is None else adapters.describe_base(args)
-    identity = RunFingerprint(
-        model.facts, data.content_key, resolved.batch.global_batch_size, args.seed, resolved.precision,
-        resolved.optimizer, {} if base is None else adapters.facts(base),
-    )  # fmt: skip
+    fingerprint = RunFingerprint(
+        model_config=model.fingerprint,
+        data=data.content_key,
+        global_batch_size=resolved.batch.global_batch_size,
+        seed=args.seed,
+        precision=resolved.precision,
+        optimizer=resolved.optimizer,
+        adapters={} if base is None else adapters.fingerprint(base),
+    )
     require_same_weights(args, base, resume_from)
-    require_same_options(args, identity)
-    best.check_config(args.train, args.eval, data)
-    sampler = make_sampler(data, config, args.eval.max_new_tokens)
-    progress = Progress() if resume_from is None else read_progress(resume_from, identity)
-    best.reset_if_missing(progress, Path(args.out_dir), damaged)
+    require_same_options(args, fingerprint)
+    require_validations(args.train, args.eval, data)
+    progress = Progress() if resume_from is None else read_progress(resume_from, fingerprint)
+    reset_best_if_missing(progress, Path(args.out_dir), damaged)
     limits = build_limits(
         args.train, progress, n_rows=len(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
     )
     if resume_from is not None:
-        longest = longest_ragged(data, resolved.max_seq_length) or math.ceil(length)
-        require_ahead(args.train, progress, limits, longest, resume_from)
+        require_ahead(args.train, progress, limits, longest or math.ceil(length), resume_from)
     schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
-    return RunState(resume_from, progress, model, base, identity, limits, schedule, length, flops, sampler, damaged)
+    return RunState(resume_from, progress, model, base, fingerprint, limits, schedule, length, longest, flops, damaged)
 
 
-def read_progress(folder: Path, identity: RunFingerprint) -> Progress:
+def read_progress(folder: Path, fingerprint: RunFingerprint) -> Progress:
     """Read the progress of a checkpoint, and check that the checkpoint belongs to the same run."""
     meta = read_meta(folder)
-    identity.check_matches(meta["identity"], folder)
+    fingerprint.check_matches(meta["identity"], folder)
     return Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
 
 
 def mean_length(rows: TokenDataset) -> float:
     """Return the mean input tokens per row. User-provided rows may be shorter than the context."""
-    lengths = getattr(rows, "lengths", None)
+    lengths = row_lengths(rows)
     return len(rows[0]["input_ids"]) if lengths is None else float(lengths.mean())
 
 
 def longest_ragged(data: PreparedData, limit: int | None) -> int:
     """Return the tokens of the longest row, ``limit`` if lengths are unknown; 0 if all rows have the same length."""
-    ragged = [rows for rows in (data.train, data.val) if is_ragged(rows)]
-    known = [getattr(rows, "lengths", None) for rows in ragged]
+    known = [row_lengths(rows) for rows in (data.train, data.val) if is_ragged(rows)]
     return max((limit or 1 if lengths is None else int(lengths.max()) for lengths in known), default=0)
 
 
@@ -124,3 +128,29 @@ def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
         window is not None and (length is None or window < length)
         for window in map(config.window, range(config.n_layer))
     )
+
+
+def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedData) -> None:
+    """Check that there are validations, where ``--train.keep_best`` or ``--train.patience`` decides by them.
+
+    Raises:
+        UserError: nothing is held out, or the run never validates.
+    """
+    flags = {"keep_best true": train.keep_best, f"patience {train.patience}": train.patience is not None}
+    for flag in (flag for flag, is_given in flags.items() if is_given):
+        if data.val is None or not len(data.val):
+            raise UserError(
+                f"--train.{flag}: this data has no held-out part to validate on; give one "
+                "(such as --data.val_split_fraction 0.05, for text --data.val_fraction), or leave it out"
+            )
+        if not (evaluation.interval or evaluation.final_validation or evaluation.initial_validation):
+            raise UserError(f"--train.{flag}: the run never validates; set --eval.interval")
+    if train.patience is not None and not evaluation.interval:
+        raise UserError(f"--train.patience {train.patience}: would have no effect without --eval.interval")
+
+
+def reset_best_if_missing(progress: Progress, out_dir: Path, damaged: Collection[Path]) -> None:
+    """Where ``best/`` was deleted, is among the ``damaged``, or belongs to another folder's run, the next validation is
+    the best one again."""
+    if not ranks.broadcast_from_rank0(has_best(out_dir) and out_dir / BEST not in damaged):
+        progress.best_val_loss = None

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import step_in_name
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.planning.limits import Progress
 from toolkit.planning.schedule import Schedule
 from toolkit.untrusted import read_json
@@ -32,7 +32,7 @@ class RunFingerprint:
     precision: str
     optimizer: dict[str, Any]
     adapters: dict[str, Any] = field(default_factory=dict)
-    """Options of low-rank adapters, by flag, and what they stand on; empty where all weights are trained."""
+    """Options of low-rank adapters and the hash of their base, by flag; empty if all weights are trained."""
 
     def check_matches(self, saved: dict[str, Any], folder: Path) -> None:
         """Compare with what a checkpoint was made with.
@@ -51,17 +51,17 @@ class RunFingerprint:
             _require_equal(flag, old.get(flag), new.get(flag), folder)
 
 
-def by_flag(identity: dict[str, Any]) -> dict[str, Any]:
-    """The values of an :class:`RunFingerprint`, by the flags that set them; of the data only its hash."""
-    values = {f"--{name}": identity.get(name) for name in ("data", "train.global_batch_size", "seed", "precision")}
-    values["--train.global_batch_size"] = identity.get("global_batch_size")
+def by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a :class:`RunFingerprint` by flag; of the data only its hash."""
+    values = {f"--{name}": fingerprint.get(name) for name in ("data", "train.global_batch_size", "seed", "precision")}
+    values["--train.global_batch_size"] = fingerprint.get("global_batch_size")
     for group, prefix in (("optimizer", "--optimizer."), ("model_config", "--model_config."), ("adapters", "--")):
-        values |= {prefix + name: value for name, value in sorted(identity.get(group, {}).items())}
+        values |= {prefix + name: value for name, value in sorted(fingerprint.get(group, {}).items())}
     values.pop("--model_config.name", None)  # the same architecture may go by several
     return values
 
 
-# Of these only a hash is kept: what may have changed is all that can be said.
+# Only hashes of these are stored, so a message can only list what may have changed.
 _HASHED = {
     "--data": "other data: the files, the tokenizer, the template, an option of --data, --train.max_seq_length",
     "--checkpoint_dir": "another base: its weights differ from those of this one",
@@ -97,7 +97,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
             f"--resume {folder}: holds weights but no trainer state; use --initial_checkpoint_dir {folder}"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+        reason = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
         raise DamagedCheckpointError(f"{path}: damaged: {reason:.200}; resume from an older checkpoint") from None
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format version {version!r:.20}, this version of toolkit reads {FORMAT_VERSION}")
@@ -115,8 +115,8 @@ def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
             raise ValueError(f"{prefix[:-1]} must be a mapping")
         _check_fields(prefix, values, cls)
     step, samples, tokens = meta["step"], meta["samples"], meta["tokens"]
-    identity = meta["identity"]
-    batch, context = identity["global_batch_size"], identity["model_config"].get("block_size")
+    fingerprint = meta["identity"]
+    batch, context = fingerprint["global_batch_size"], fingerprint["model_config"].get("block_size")
     if step_in_name not in (None, step):
         raise ValueError(f"step {step} in a folder named for step {step_in_name}")
     # fewer than a batch per step: the last batch of an epoch may be short

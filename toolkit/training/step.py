@@ -22,7 +22,7 @@ class StepResult(NamedTuple):
     loss: float
     """Mean over the supervised tokens of the global batch, in nats (N2)."""
     grad_norm: float
-    """Norm of the whole gradient before clipping, the same on all ranks."""
+    """Norm of the complete gradient before clipping, the same on all ranks."""
     skipped: bool
     """The fp16 scaler left the weights alone and lowered its scale."""
 

@@ -12,39 +12,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoints.lock import exclusive_lock, require_unlocked
+from toolkit.checkpoints.lock import require_unlocked
 from toolkit.checkpoints.run.resume import resolve_resume
-from toolkit.checkpoints.store import FINAL, newest, rename_damaged
-from toolkit.data.base import is_ragged
+from toolkit.checkpoints.store import FINAL, newest
 from toolkit.data.loader import Batch, choose_padding, train_batches, val_batches
 from toolkit.distributed import ranks
-from toolkit.distributed.device import choose_attention_kernels, deterministic_algorithms
+from toolkit.distributed.device import deterministic_algorithms
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.memory import keep_freed_memory
 from toolkit.distributed.signals import SignalWatch
 from toolkit.distributed.world import WorldInfo
-from toolkit.errors import GuardError, StoppedBySignalError, UserError
+from toolkit.errors import GuardError, StoppedBySignalError
 from toolkit.models.families import export_error
 from toolkit.models.gpt import Block
 from toolkit.planning.advice import oom_advice
 from toolkit.planning.limits import build_intervals
 from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.training import adapters
 from toolkit.training.agreement import require_shared_disk
-from toolkit.training.callbacks import Callback, Console, ExternalLoggers, MetricsFile, notify, order_callbacks
-from toolkit.training.checkpointer import Checkpointer, seed_from
+from toolkit.training.build import build_callbacks, build_checkpointer, build_model
+from toolkit.training.callbacks import Callback, notify
+from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.data import prepare_data
-from toolkit.training.model import describe_model, set_up_model, unwrapped
-from toolkit.training.optimizer import build_optimizer
-from toolkit.training.run_state import longest_ragged, needs_masks, prepare_run_state
+from toolkit.training.model import describe_model
+from toolkit.training.run_state import prepare_run_state
 from toolkit.training.state import read_meta
 from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
 from toolkit.training.validate import validate
-from toolkit.training.verify import find_intact, require_intact_together
+from toolkit.training.verify import find_intact
 from toolkit.ui.console import make_progress
-from toolkit.ui.loggers import MetricsCSV, make_loggers
 
 
 class Trainer:
@@ -83,9 +80,14 @@ class Trainer:
         is_single_launcher = world.world_size == 1 or (world.starts_processes and world.num_nodes == 1)
         resume_from = self._find_resume() if is_single_launcher else None
         self.fabric = build_fabric(
-            config.strategy, world, accelerator=config.device, precision=config.precision, fsdp=args.fsdp,
-            ddp=args.ddp, block_classes=set(args.block_classes or (Block,)),
-        )  # fmt: skip
+            config.strategy,
+            world,
+            accelerator=config.device,
+            precision=config.precision,
+            fsdp=args.fsdp,
+            ddp=args.ddp,
+            block_classes=set(args.block_classes or (Block,)),
+        )
         with ExitStack() as stack:
             group = stack.enter_context(launch_processes(self.fabric, world, self.timeouts))
             group.shutdown.resume_hint = self._resume_hint
@@ -99,6 +101,7 @@ class Trainer:
             group.init_process_group()
             resume_from, damaged = find_intact(args, resume_from, world.local_rank == 0, self.display)
             self.state = prepare_run_state(config, self.data, resume_from, damaged)
+            sampler = make_sampler(self.data, self.state.model.config, args.eval.max_new_tokens)
             self.progress = self.state.progress
             self._seconds_before = self.progress.seconds  # of earlier launches
             if self.state.is_finished(args):
@@ -106,20 +109,20 @@ class Trainer:
                     f"{resume_from} has reached step {self.progress.step}: the run is finished, nothing to do"
                 )
                 return
+            context = None if self.state.model.config is None else config.max_seq_length
+            self.padding = choose_padding(self.fabric.device.type, self.state.longest_ragged > 0, context)
+            self.token_bytes = None if self.data.tokenizer is None else self.data.tokenizer.token_bytes()
             self._describe()
             if (gpt := self.state.model.meta_model) is not None and args.optimizer_class is None:
                 require_memory(config, gpt.config, gpt)
-            self._build()
+            self.model = build_model(config, self.state, self.fabric, self.display.message)
+            self.checkpointer = build_checkpointer(config, self.state, self.fabric, self.model, self.data.tokenizer)
             if resume_from is not None:
                 self.restore(resume_from)
             self.optimizer: Any = self.fabric.setup_optimizers(self.checkpointer.optimizer)
-            outputs = ranks.run_on_rank0(lambda: self._open_outputs(stack)) or []
+            self.callbacks = build_callbacks(self, sampler, self.user_callbacks, stack)
             if self.checkpointer.sharded:
                 require_shared_disk(self.out_dir)
-            self.callbacks = order_callbacks(
-                self, self.user_callbacks, outputs,
-                spec=self.state.model, flops=self.state.flops, sampler=self.state.sampler,
-            )  # fmt: skip
             keep_freed_memory(config.device)  # only now: what loading has freed is returned (M3)
             self._train()
 
@@ -208,10 +211,15 @@ class Trainer:
     def _step(self, micro_batches: list[Batch], n_tokens: int, learning_rate: float) -> StepResult:
         try:
             result = train_step(
-                self.fabric, self.model, self.optimizer, micro_batches, n_tokens=n_tokens,
-                learning_rate=learning_rate, max_norm=self.args.train.max_norm,
+                self.fabric,
+                self.model,
+                self.optimizer,
+                micro_batches,
+                n_tokens=n_tokens,
+                learning_rate=learning_rate,
+                max_norm=self.args.train.max_norm,
                 before_update=partial(notify, self.callbacks, "on_before_optimizer_step", self),
-            )  # fmt: skip
+            )
         except GuardError as error:
             raise GuardError(
                 f"step {self.progress.step + 1} is not finite: {error}. Nothing of it was saved; "
@@ -255,10 +263,13 @@ class Trainer:
         self.display.phase("validating")
         batch, max_iters = self.config.batch, self.args.eval.max_iters
         batches = val_batches(
-            self.data.val, micro_batch_size=batch.micro_batch_size, rank=self.fabric.global_rank,
-            world_size=self.fabric.world_size, padding=self.padding,
+            self.data.val,
+            micro_batch_size=batch.micro_batch_size,
+            rank=self.fabric.global_rank,
+            world_size=self.fabric.world_size,
+            padding=self.padding,
             max_rows=None if max_iters is None else max_iters * batch.global_batch_size,
-        )  # fmt: skip
+        )
         metrics = validate(self.fabric, self.model, batches, self.token_bytes)
         if not math.isfinite(metrics.get("val_loss", 0.0)):
             raise GuardError(
@@ -306,82 +317,22 @@ class Trainer:
         if state.model.config is not None and (reason := export_error(state.model.config)) is not None:
             say(f"note: {reason}")
 
-    def _build(self) -> None:
-        """Build model, optimizer and checkpointer.
-
-        Raises:
-            UserError: weights do not fit, or a file is broken.
-        """
-        args, config, state, data, fabric = self.args, self.config, self.state, self.data, self.fabric
-        spec, length = state.model, config.max_seq_length
-        source = args.base_dir
-        ragged = is_ragged(data.train) or is_ragged(data.val)
-        choose_attention_kernels(fixed_shapes=not ragged, has_masks=needs_masks(spec.config, length))
-        reads_source = state.resume_from is None or state.base is not None
-        should_verify = ranks.broadcast_from_rank0(reads_source and args.verify_checkpoint)
-        if source is not None and should_verify:
-            require_intact_together(source, fabric.local_rank == 0, self.display.message, model_only=True)
-        self.model = set_up_model(
-            fabric, spec, seed=args.seed, precision=config.precision, compiler=args.compiler,
-            longest_ragged=longest_ragged(data, length),
-            source=source if state.base is not None else state.resume_from or source,
-            adapters=adapters.initial_adapters(args, spec, state.resume_from, self.display.message),
-        )  # fmt: skip
-        seed_from(args.seed, ranks.global_rank())  # else dropout would draw the same on all ranks
-        module = unwrapped(self.model)
-        self.padding = choose_padding(fabric.device.type, ragged, length if spec.config is not None else None)
-        self.token_bytes = None if data.tokenizer is None else data.tokenizer.token_bytes()
-        self.checkpointer = Checkpointer(
-            out_dir=self.out_dir,
-            module=module,
-            optimizer=build_optimizer(
-                module, config.optimizer, state.schedule.peak, config.precision, spec.no_decay_params,
-                args.optimizer_class,
-            ),
-            scaler=getattr(fabric.strategy.precision, "scaler", None),
-            config=spec.config,
-            tokenizer=data.tokenizer,
-            hyperparameters=config.hyperparameters() if args.is_repeatable else None,
-            identity=state.identity,
-            schedule=state.schedule,
-            keep_last=args.train.keep_last,
-            tied=spec.tied,
-            sharded=args.fsdp.state_dict_type == "sharded",
-            seed=args.seed,
-            device=fabric.device,
-            adapters=state.base,
-        )  # fmt: skip
-
-    def _open_outputs(self, stack: ExitStack) -> list[Callback]:
-        """Take the folder for this run, set damaged checkpoints aside, and open metrics.csv and the loggers.
-
-        Raises:
-            UserError: another process runs there, or has done so a moment ago.
-        """
-        args, state = self.args, self.state
-        stack.enter_context(exclusive_lock(self.out_dir))
-        if resolve_resume(args.resume, self.out_dir) != next(iter(state.damaged), state.resume_from):
-            raise UserError(f"--out_dir {self.out_dir}: another process has just run there; start again")
-        for folder in state.damaged:  # else it would count as the run's newest, and for --train.keep_last
-            self.display.message(
-                f"renamed {folder} to {rename_damaged(folder).name}; delete it when you do not need it"
-            )
-        resume_step = None if state.resume_from is None else state.progress.step
-        columns = [name for callback in self.user_callbacks for name in callback.columns]
-        csv = MetricsCSV(self.out_dir / "logs" / "metrics.csv", resume_step, columns)
-        loggers = make_loggers(args.logger_name, self.out_dir, args.log, self.config.hyperparameters(), resume_step)
-        return [MetricsFile(csv), ExternalLoggers(loggers), Console()]
-
     # ---- parts of the loop
 
     def _train_batches(self) -> Iterator[list[Batch]]:
         batch = self.config.batch
         return train_batches(
-            self.data.train, seed=self.args.seed, start_position=self.progress.samples,
-            total_positions=self.state.limits.total_samples, global_batch_size=batch.global_batch_size,
-            micro_batch_size=batch.micro_batch_size, rank=self.fabric.global_rank,
-            world_size=self.fabric.world_size, num_workers=self.args.data.num_workers, padding=self.padding,
-        )  # fmt: skip
+            self.data.train,
+            seed=self.args.seed,
+            start_position=self.progress.samples,
+            total_positions=self.state.limits.total_samples,
+            global_batch_size=batch.global_batch_size,
+            micro_batch_size=batch.micro_batch_size,
+            rank=self.fabric.global_rank,
+            world_size=self.fabric.world_size,
+            num_workers=self.args.data.num_workers,
+            padding=self.padding,
+        )
 
     def _log(self, metrics: dict[str, float]) -> None:
         """Hand a row of metrics to the callbacks."""

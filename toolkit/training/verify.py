@@ -25,10 +25,11 @@ from toolkit.training.agreement import require_same_manifest
 from toolkit.training.state import read_meta
 
 T = TypeVar("T")
-Report = Callable[[str], None]
 
 
-def require_intact_together(folder: Path, is_node_leader: bool, report: Report, model_only: bool = False) -> bool:
+def require_intact_together(
+    folder: Path, is_node_leader: bool, report: Callable[[str], None], model_only: bool = False
+) -> bool:
     """Compare a folder's files with its manifest; every rank calls this.
 
     The shards are divided among all ranks; the other files are read once per node, because nodes may have copies.
@@ -69,53 +70,36 @@ def require_intact_together(folder: Path, is_node_leader: bool, report: Report, 
 def find_intact(
     args: RunArgs, resume_from: Path | None, is_node_leader: bool, display: Any
 ) -> tuple[Path | None, list[Path]]:
-    """Return the checkpoint to continue from, and the damaged ones that ``--resume auto`` skipped.
+    """Return the checkpoint to continue from, and the damaged ones that ``--resume auto`` skipped: the same on every
+    rank; all ranks call this.
 
-    Only rank 0's ``resume_from`` counts.
+    Args:
+        args: With ``verify_checkpoint`` false the files are not read; ``trainer/meta.json`` is always checked.
+        resume_from: Only rank 0's counts.
+        is_node_leader: See :func:`require_intact_together`.
+        display: Receives warnings and notes.
 
     Raises:
-        DamagedCheckpointError: it is damaged, or all checkpoints are.
+        DamagedCheckpointError: it is damaged, or with ``--resume auto`` all checkpoints are; on every rank.
     """
     is_auto = str(args.resume).lower() == "auto"
     candidates = [] if resume_from is None else newest_first(Path(args.out_dir)) if is_auto else [resume_from]
     if resume_from is not None:
         display.phase("verifying the checkpoint")
-    return choose_intact(
-        candidates, strict=not is_auto, verify=args.verify_checkpoint, is_node_leader=is_node_leader,
-        report=display.message,
-    )  # fmt: skip
-
-
-def choose_intact(
-    candidates: list[Path], *, strict: bool, verify: bool, is_node_leader: bool, report: Report
-) -> tuple[Path | None, list[Path]]:
-    """Return the first intact checkpoint and the damaged ones before it, the same on every rank; all ranks call this.
-
-    Args:
-        candidates: The newest first; only rank 0's count.
-        strict: Reject a damaged one instead of taking the next.
-        verify: Whether to read the files; ``trainer/meta.json`` is always checked.
-        is_node_leader: See :func:`require_intact_together`.
-        report: Receives warnings and notes.
-
-    Raises:
-        DamagedCheckpointError: the first one is damaged and ``strict``, or all are; on every rank.
-    """
     damaged: list[Path] = []
-    candidates = ranks.broadcast_from_rank0(candidates)
-    verify = ranks.broadcast_from_rank0(verify)
+    candidates, verify = ranks.broadcast_from_rank0((candidates, args.verify_checkpoint))
     for folder in candidates:
         if verify:
             require_same_manifest(folder)  # else another node's checkpoint would be taken for a damaged one
         try:
-            if verify and not require_intact_together(folder, is_node_leader, report):
+            if verify and not require_intact_together(folder, is_node_leader, display.message):
                 _same_on_all(partial(require_finite, folder))
             _same_on_all(partial(read_meta, folder))
             return folder, damaged
         except DamagedCheckpointError as error:
-            if strict or folder == candidates[-1]:
+            if not is_auto or folder == candidates[-1]:
                 raise
-            report(f"warning: {error}; taking the next older checkpoint")
+            display.message(f"warning: {error}; taking the next older checkpoint")
             damaged.append(folder)
     return None, []
 

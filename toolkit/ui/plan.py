@@ -19,7 +19,7 @@ _DESCRIPTIONS = {
 }
 
 
-def plan_summary(command: str, plan: Any, device_memory_gb: float | None, advice: list[Any]) -> dict[str, Any]:
+def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -> dict[str, Any]:
     """Return a :class:`toolkit.planning.plan.RunPlan` as plain values, ready for JSON.
 
     ``memory_gb`` has the parts and ``total``, the peak. The peak is less than the sum if gradients replace activations
@@ -27,7 +27,7 @@ def plan_summary(command: str, plan: Any, device_memory_gb: float | None, advice
     """
     total, config = plan.memory.total / _GB, plan.config
     return {
-        "command": command,
+        "command": config.args.command,
         "model": plan.model.name,
         **vars(config.devices),
         "strategy": str(config.strategy),

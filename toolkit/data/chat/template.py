@@ -19,9 +19,9 @@ from toolkit.data.chat.sources import (
     read_style,
     read_template,
     tokenizer_template,
-)  # fmt: skip
+)
 from toolkit.data.sft.schemas import EmptyAnswerError, answer_weights
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from toolkit.data.base import TrainOn
@@ -190,7 +190,7 @@ class ChatTemplate:
         return self._tokenizer.with_files(changed)
 
     def _error(self, problem: str) -> UserError:
-        return UserError(f"{self.name}: {' '.join(problem.split())}")
+        return UserError(f"{self.name}: {one_line(problem)}")
 
     def _set_source(self, source: str) -> None:
         self.source = source

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from toolkit.data.sft.instruct import InstructionData
-
-if TYPE_CHECKING:
-    from toolkit.data.sft.readers import Splits
+from toolkit.data.sft.readers import CSV_KINDS, JSON_KINDS, KINDS, PARQUET_KINDS, Splits, find_splits, load_hub_split
 
 
 @dataclass
-class JSON(InstructionData):
+class _Files(InstructionData):
+    """Rows of a file, or of a folder with one file per split."""
+
+    path_option: ClassVar[str]
+    kinds: ClassVar[dict[str, str]]
+
+    def find_rows(self) -> tuple[str, Splits]:
+        path = getattr(self, self.path_option)
+        return f"--data.{self.path_option} {path}", find_splits(path, self.path_option, self.kinds)
+
+
+@dataclass
+class JSON(_Files):
     """Instruction data from a JSON or JSON Lines file.
 
     Args:
@@ -22,14 +32,12 @@ class JSON(InstructionData):
 
     json_path: str
 
-    def find_rows(self) -> tuple[str, Splits]:
-        from toolkit.data.sft.readers import JSON_KINDS, find_splits
-
-        return f"--data.json_path {self.json_path}", find_splits(self.json_path, "json_path", JSON_KINDS)
+    path_option = "json_path"
+    kinds = JSON_KINDS
 
 
 @dataclass
-class CSV(InstructionData):
+class CSV(_Files):
     """Instruction data from a CSV file with a header line.
 
     Args:
@@ -38,14 +46,12 @@ class CSV(InstructionData):
 
     csv_path: str
 
-    def find_rows(self) -> tuple[str, Splits]:
-        from toolkit.data.sft.readers import CSV_KINDS, find_splits
-
-        return f"--data.csv_path {self.csv_path}", find_splits(self.csv_path, "csv_path", CSV_KINDS)
+    path_option = "csv_path"
+    kinds = CSV_KINDS
 
 
 @dataclass
-class Parquet(InstructionData):
+class Parquet(_Files):
     """Instruction data from a Parquet file.
 
     Args:
@@ -55,11 +61,8 @@ class Parquet(InstructionData):
 
     parquet_path: str
 
-    def find_rows(self) -> tuple[str, Splits]:
-        from toolkit.data.sft.readers import PARQUET_KINDS, find_splits
-
-        splits = find_splits(self.parquet_path, "parquet_path", PARQUET_KINDS)
-        return f"--data.parquet_path {self.parquet_path}", splits
+    path_option = "parquet_path"
+    kinds = PARQUET_KINDS
 
 
 @dataclass
@@ -81,8 +84,6 @@ class HuggingFace(InstructionData):
     skips_empty_answers: ClassVar[bool] = True
 
     def find_rows(self) -> tuple[str, Splits]:
-        from toolkit.data.sft.readers import Splits, load_hub_split
-
         option = f"--data.repo_id {self.repo_id}"
         train = load_hub_split(self.repo_id, self.subset, self.split, option)
         if self.val_split is None:
@@ -91,7 +92,7 @@ class HuggingFace(InstructionData):
 
 
 @dataclass
-class _NamedDataset(InstructionData):
+class _NamedDataset(_Files):
     """A hub dataset under its own name.
 
     Args:
@@ -101,13 +102,13 @@ class _NamedDataset(InstructionData):
     local_path: str | None = None
 
     repo_id: ClassVar[str]
+    path_option = "local_path"
+    kinds = KINDS
     skips_empty_answers: ClassVar[bool] = True
 
     def find_rows(self) -> tuple[str, Splits]:
-        from toolkit.data.sft.readers import KINDS, Splits, find_splits, load_hub_split
-
         if self.local_path is not None:
-            return f"--data.local_path {self.local_path}", find_splits(self.local_path, "local_path", KINDS)
+            return super().find_rows()
         option = f"--data {type(self).__name__}"
         return option, Splits([load_hub_split(self.repo_id, None, "train", option)])
 

@@ -21,15 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.data.base import PreparedData
-from toolkit.data.cache import (
-    MANIFEST,
-    choose_cache_dir,
-    clean_up,
-    find_prepared,
-    publish,
-    read_manifest,
-    staging_folder,
-)
+from toolkit.data.cache import MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
 from toolkit.data.order import shuffled_index
 from toolkit.data.sft.packing import best_fit
 from toolkit.data.sft.tokenize import Counts, tokenize_samples
@@ -55,26 +47,16 @@ def prepare_sft(config: SFTConfig, report: Callable[[str], None]) -> PreparedDat
     """
     start = time.perf_counter()
     key = _key(config)
-    cache_dir = choose_cache_dir(config.cache_dir)
-    folder = cache_dir / f"{config.module}-{key[:16]}"
-
-    def read() -> tuple[PreparedData, dict[str, Any]]:
-        return _open(folder, key, config)
-
-    try:
-        found, reason = find_prepared(folder, read, report)
-        if found is not None:
-            report(f"Data: using cached {folder} ({time.perf_counter() - start:.1f} s)")
-        else:
-            names = ", ".join(source.name for source in config.sources)
-            report(f"Data: preparing {folder} ({reason}): tokenizing {names}")
-            clean_up(cache_dir)
-            with staging_folder(folder) as temporary:
-                _make(temporary, key, config, report)
-                publish(temporary, folder, lambda: find_prepared(folder, read, report)[0] is not None)
-        prepared, statistics = found or read()
-    except OSError as error:
-        raise UserError(f"--data.cache_dir {cache_dir}: cannot be used: {error.strerror or error}") from error
+    folder = choose_cache_dir(config.cache_dir) / f"{config.module}-{key[:16]}"
+    (prepared, statistics), is_cached = load_or_prepare(
+        folder,
+        f"tokenizing {', '.join(source.name for source in config.sources)}",
+        lambda: _open(folder, key, config),
+        lambda temporary: _make(temporary, key, config, report),
+        report,
+    )
+    if is_cached:
+        report(f"Data: using cached {folder} ({time.perf_counter() - start:.1f} s)")
     for note in _collect_notes(config, statistics):
         report(f"Data: {note}")
     report(f"Data: {prepared.summary} ({time.perf_counter() - start:.1f} s)")

@@ -8,19 +8,19 @@ import hashlib
 import json
 import re
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, join_first, one_line
 
 VAL_NAMES = ("val", "validation", "test")
 JSON_KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 CSV_KINDS = {".csv": "csv"}
 PARQUET_KINDS = {".parquet": "parquet"}
 _PARQUET_BATCH = 64  # rows: each may repeat the largest value of the file
-_MAX_LISTED = 5  # file names in one message
 KINDS = JSON_KINDS | CSV_KINDS | PARQUET_KINDS
 
 
@@ -90,10 +90,10 @@ class RowFile:
         Raises:
             UserError: The file cannot be read, is malformed, or has no rows.
         """
-        read = {"jsonl": _json_lines, "csv": _csv_lines, "parquet": _parquet_rows}.get(self.kind)
+        read = {"jsonl": _json_lines, "csv": _csv_lines, "parquet": _parquet_rows}.get(self.kind, self._json_rows)
         is_empty = True
         try:
-            for number, row in enumerate(self._load_json_rows(), 1) if read is None else read(self.path):
+            for number, row in read(self.path):
                 yield number, row
                 is_empty = False
         except OSError as error:
@@ -103,9 +103,9 @@ class RowFile:
         if is_empty:
             raise UserError(f"{self.option}: {self.name} contains no rows")
 
-    def _load_json_rows(self) -> list[Any]:
-        value = _parse_json(self.path)
-        return value if self.split is None else value[self.split]
+    def _json_rows(self, path: Path) -> Iterator[tuple[int, Any]]:
+        value = _read_json(path)
+        return enumerate(value if self.split is None else value[self.split], 1)
 
 
 @dataclass(frozen=True)
@@ -193,9 +193,8 @@ def _describe_unread(folder: Path, read: set[str], held_out: str | None) -> tupl
     names = sorted(path.name for path in files if path.name not in read and not path.name.startswith("."))
     if not names:
         return ()
-    more = f" and {len(names) - _MAX_LISTED:,} more" if len(names) > _MAX_LISTED else ""
     val = f", {held_out} is the validation split" if held_out else "; name the validation split val"
-    return (f"{folder}: not read: {', '.join(names[:_MAX_LISTED])}{more} (train is the training split{val})",)
+    return (f"{folder}: not read: {join_first(names)} (train is the training split{val})",)
 
 
 def _require_unsplit(file: RowFile) -> RowFile:
@@ -223,7 +222,7 @@ def _splits_of_json(path: Path, option: str) -> Splits:
             return Splits([RowFile(path, "jsonl", option)])
     except (ValueError, RecursionError):
         pass
-    value = _parse_json(path)
+    value = _read_json(path)
     if not isinstance(value, dict) or "train" not in value:
         raise UserError(f'{option}: {path} must contain a list of rows, or {{"train": [...], "val": [...]}}')
     held_out = [split for split in VAL_NAMES if split in value]
@@ -259,19 +258,26 @@ def _suggest_module(suffix: str) -> str:
 # ---- reading
 
 
-def _parse_json(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8-sig")
+def _read_json(path: Path) -> Any:
+    return _parse_json(path.read_text(encoding="utf-8-sig"), path)
+
+
+def _parse_json(text: str, path: Path, line: int | None = None, hint: str = "") -> Any:
+    """Parse a file, or one line of it; ``hint`` ends the message about invalid JSON."""
+    first = line or 1
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} line {error.lineno:,}: invalid JSON: {error.msg} at column {error.colno}") from error
+        where = f"{path} line {first + error.lineno - 1:,}"
+        raise UserError(f"{where}: invalid JSON: {error.msg} at column {error.colno}{hint}") from error
     except RecursionError as error:
-        raise UserError(f"{path}: invalid JSON: nested too deeply") from error
+        where = f"{path}" if line is None else f"{path} line {line:,}"
+        raise UserError(f"{where}: invalid JSON: nested too deeply") from error
     except ValueError as error:
-        raise _long_number(path, text) from error
+        raise _long_number(path, text, first) from error
 
 
-def _long_number(path: Path, text: str, line: int = 1) -> UserError:
+def _long_number(path: Path, text: str, line: int) -> UserError:
     """Describe the only ValueError of json.loads other than JSONDecodeError: a number with too many digits."""
     limit = sys.get_int_max_str_digits()
     # Match strings, too, to skip digits inside them.
@@ -284,22 +290,15 @@ def _long_number(path: Path, text: str, line: int = 1) -> UserError:
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            text = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
-            if not text:
+            line = line.removeprefix(BOM_UTF8).strip() if number == 1 else line.strip()
+            if not line:
                 continue
             try:
-                row = json.loads(text)
+                text = line.decode("utf-8", "surrogatepass")  # to_record reports surrogates
             except UnicodeDecodeError as error:
                 raise UserError(f"{path} line {number:,}: is not UTF-8 text; convert the file") from error
-            except json.JSONDecodeError as error:
-                hint = "; a file with one JSON value over many lines must end in .json" if text in b"[{" else ""
-                where = f"at column {error.colno}{hint}"
-                raise UserError(f"{path} line {number:,}: invalid JSON: {error.msg} {where}") from error
-            except RecursionError as error:
-                raise UserError(f"{path} line {number:,}: invalid JSON: nested too deeply") from error
-            except ValueError as error:
-                raise _long_number(path, text.decode(), number) from error
-            yield number, row
+            hint = "; a file with one JSON value over many lines must end in .json" if text in "[{" else ""
+            yield number, _parse_json(text, path, number, hint)
 
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -338,7 +337,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
             batches = file.iter_batches(batch_size=_PARQUET_BATCH)
             yield from enumerate((_drop_nulls(row) for batch in batches for row in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: is not a valid Parquet file: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path}: is not a valid Parquet file: {one_line(error)}") from error
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -384,8 +383,7 @@ def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) ->
     try:
         dataset = datasets.load_dataset(repo_id, subset, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{option}: {repo_id}, split {split}: cannot be loaded: {reason}") from error
+        raise UserError(f"{option}: {repo_id}, split {split}: cannot be loaded: {one_line(error)}") from error
     name = " ".join(filter(None, [repo_id, subset, split]))
     if not len(dataset):
         raise UserError(f"{option}: {name} contains no rows")

@@ -135,12 +135,9 @@ def _map_columns(row: dict[str, Any], where: str, columns: dict[str, str]) -> di
     for known, own in columns.items():
         if own not in row:
             raise UserError(f"{where}: has no column {own} (--data.columns); {_describe_columns(row)}")
-        values = {name: value for name, value in values.items() if not _are_synonyms(name, known)}
+        (synonyms,) = (group for group in GROUPS if known in group)
+        values = {name: value for name, value in values.items() if name not in synonyms}
     return values | {known: row[own] for known, own in columns.items()}
-
-
-def _are_synonyms(a: str, b: str) -> bool:
-    return any(a in group and b in group for group in GROUPS)
 
 
 def _find_column(values: dict[str, Any], group: tuple[str, ...], where: str) -> str | None:

@@ -22,16 +22,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.base import PreparedData
-from toolkit.data.cache import (
-    HEARTBEAT,
-    MANIFEST,
-    choose_cache_dir,
-    clean_up,
-    find_prepared,
-    publish,
-    read_manifest,
-    staging_folder,
-)
+from toolkit.data.cache import HEARTBEAT, MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
 from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.data.tokens.chunks import TokenRows, write_chunks
@@ -80,31 +71,20 @@ def prepare_text(
         raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
     train = documents.fingerprint(sources.train, sources.train_option)
     val = None if sources.val is None else documents.fingerprint(sources.val, sources.val_option)
-    if changes := documents.describe_changes(train + (val or [])):
+    texts = train + (val or [])
+    if changes := documents.describe_changes(texts):
         report(f"Data: {changes}")
     key = _key(sources, train, val, tokenizer, max_seq_length)
-    cache_dir = choose_cache_dir(sources.cache_dir)
-    folder = cache_dir / f"{sources.module}-{key[:16]}"
-
-    def read() -> PreparedData:
-        return _open(folder, key, tokenizer, max_seq_length)
-
-    try:
-        prepared, reason = find_prepared(folder, read, report)
-        if prepared is not None:
-            report(f"Data: using cached {folder}: {prepared.summary} ({time.perf_counter() - start:.1f} s)")
-            return prepared
-        texts = train + (val or [])
-        size = sum(document.size for document in texts) / 1e6
-        report(f"Data: preparing {folder} ({reason}): {len(texts):,} documents, {size:.1f} MB")
-        clean_up(cache_dir)
-        with staging_folder(folder) as temporary:
-            _make(temporary, key, sources, (train, val), tokenizer, max_seq_length, report)
-            publish(temporary, folder, lambda: find_prepared(folder, read, report)[0] is not None)
-    except OSError as error:
-        raise UserError(f"--data.cache_dir {cache_dir}: cannot be used: {error.strerror or error}") from error
-    prepared = read()
-    report(f"Data: prepared {prepared.summary} ({time.perf_counter() - start:.1f} s)")
+    folder = choose_cache_dir(sources.cache_dir) / f"{sources.module}-{key[:16]}"
+    prepared, is_cached = load_or_prepare(
+        folder,
+        f"{len(texts):,} documents, {sum(document.size for document in texts) / 1e6:.1f} MB",
+        lambda: _open(folder, key, tokenizer, max_seq_length),
+        lambda temporary: _make(temporary, key, sources, (train, val), tokenizer, max_seq_length, report),
+        report,
+    )
+    how = f"using cached {folder}:" if is_cached else "prepared"
+    report(f"Data: {how} {prepared.summary} ({time.perf_counter() - start:.1f} s)")
     return prepared
 
 

@@ -36,10 +36,8 @@ class TextFiles(DataModule):
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        require(
-            self.val_fraction is None or self.val_data_path is None,
-            "val_fraction", self.val_fraction, "give either this or --data.val_data_path, not both",
-        )  # fmt: skip
+        both = self.val_fraction is not None and self.val_data_path is not None
+        require(not both, "val_fraction", self.val_fraction, "give either this or --data.val_data_path, not both")
         require_text_options(self)
 
     def prepare(

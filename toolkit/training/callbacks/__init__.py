@@ -3,12 +3,11 @@
 from toolkit.training.callbacks.base import Callback, notify
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
 from toolkit.training.callbacks.console import Console
-from toolkit.training.callbacks.defaults import order_callbacks
 from toolkit.training.callbacks.metrics import ExternalLoggers, MetricsFile, ThroughputMonitor
 from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.callbacks.samples import Sampler
 
 __all__ = [
     "Callback", "Console", "EarlyStopping", "ExternalLoggers", "KeepBest", "MetricsFile", "ReplicaCheck", "Sampler",
-    "ThroughputMonitor", "notify", "order_callbacks",
+    "ThroughputMonitor", "notify",
 ]  # fmt: skip

@@ -14,10 +14,10 @@ from toolkit.errors import CallbackError, CommandError
 from toolkit.planning.limits import Progress
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.checkpointer import Checkpointer
+from toolkit.training.run_state import RunState
 
 
-class Trainer(Protocol):
+class TrainerView(Protocol):
     """What callbacks may use of :class:`toolkit.training.trainer.Trainer`.
 
     Args:
@@ -36,7 +36,7 @@ class Trainer(Protocol):
     progress: Progress
     model: FabricModule
     optimizer: Any
-    checkpointer: Checkpointer
+    state: RunState
     display: Any
     skipped_steps: int
 
@@ -60,33 +60,33 @@ class Callback:
     """
 
     columns: tuple[str, ...] = ()
-    """Names that ``on_log`` adds to the metrics: further columns of metrics.csv."""
+    """Names that ``on_log`` adds to the metrics. They are columns of metrics.csv, after those of every run."""
 
-    def on_train_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: TrainerView) -> None:
         """Before the first step of this launch; the model has its weights, a resumed run its state."""
 
-    def on_before_optimizer_step(self, trainer: Trainer) -> None:
+    def on_before_optimizer_step(self, trainer: TrainerView) -> None:
         """The gradient of the global batch is in ``trainer.model``'s parameters, checked and clipped."""
 
-    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         """After an optimizer step. Metrics: loss (nats per token), learning_rate, grad_norm, step_tokens (inputs over
         all ranks), step_seconds."""
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         """A row of metrics is due: every ``--train.log_interval`` steps, and with every validation; without ``loss``
         before the first step. What is added to ``metrics`` here is seen by the callbacks that follow."""
 
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         """After a validation: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb; empty without
         held-out data."""
 
-    def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
+    def on_checkpoint_saved(self, trainer: TrainerView, folder: Path) -> None:
         """A checkpoint is complete on disk."""
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """The run ends with an error, or after a signal."""
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """The run has reached its end, and ``final/`` is complete."""
 
 

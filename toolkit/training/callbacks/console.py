@@ -7,24 +7,24 @@ from pathlib import Path
 
 from toolkit.checkpoints.store import FINAL
 from toolkit.models.families import export_error
-from toolkit.training.callbacks.base import Callback, Trainer
+from toolkit.training.callbacks.base import Callback, TrainerView
 from toolkit.training.evaluate import option_to_trust
 
 
 class Console(Callback):
     """Reports to the trainer's display, see :mod:`toolkit.ui.progress`."""
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         step = trainer.progress.step
         if "loss" in metrics:
             trainer.display.step(step, {k: v for k, v in metrics.items() if not k.startswith("val_")})
         if "val_loss" in metrics:
             trainer.display.validation(step, {k: v for k, v in metrics.items() if k.startswith("val_")})
 
-    def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
+    def on_checkpoint_saved(self, trainer: TrainerView, folder: Path) -> None:
         trainer.display.checkpoint(trainer.progress.step, folder)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         progress, display = trainer.progress, trainer.display
         if trainer.skipped_steps:
             display.message(f"GradScaler skipped {trainer.skipped_steps} steps")
@@ -35,18 +35,17 @@ class Console(Callback):
             display.message(f"  {command}")
 
 
-def next_commands(trainer: Trainer) -> list[str]:
+def next_commands(trainer: TrainerView) -> list[str]:
     """Commands for the model that the run has written; none for a module from Python."""
-    checkpointer, data, out_dir = trainer.checkpointer, trainer.data, trainer.out_dir
-    config = checkpointer.config
-    if config is None or checkpointer.hyperparameters is None:
+    state, data, out_dir = trainer.state, trainer.data, trainer.out_dir
+    if state.model.config is None or not trainer.args.is_repeatable:
         return []
     final, hf = (shlex.quote(str(path)) for path in (out_dir / FINAL, out_dir / "hf"))
-    merge = "" if checkpointer.adapters is None else " --merge true"
+    merge = "" if state.base is None else " --merge true"
     trust = "" if option_to_trust(trainer.args.data) is None else " --trust_checkpoint_data true"
     commands = {
         f'toolkit generate {final} --prompt "..."': data.tokenizer is not None,
         f"toolkit evaluate {final}{trust}": data.val is not None,
-        f"toolkit convert_to_hf {final} {hf}{merge}": export_error(config) is None,
+        f"toolkit convert_to_hf {final} {hf}{merge}": export_error(state.model.config) is None,
     }
     return [command for command, is_possible in commands.items() if is_possible]

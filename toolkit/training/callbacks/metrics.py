@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.training.callbacks.base import Callback, Trainer
+from toolkit.training.callbacks.base import Callback, TrainerView
 from toolkit.training.throughput import Throughput, peak_memory_gb
 from toolkit.ui.loggers import MetricsCSV, log_metrics
 from toolkit.ui.plots import plot_loss
@@ -13,13 +13,15 @@ from toolkit.ui.plots import plot_loss
 class ThroughputMonitor(Callback):
     """Adds tokens_per_sec, mfu (where the device's peak is known) and peak_memory_gb to every row."""
 
+    columns = ("tokens_per_sec", "mfu", "peak_memory_gb")
+
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput
 
-    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         self.throughput.add(int(metrics["step_tokens"]), metrics["step_seconds"])
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         if "loss" in metrics:  # not for a validation before the first step
             metrics |= self.throughput.read() | {"peak_memory_gb": peak_memory_gb(trainer.fabric.device)}
 
@@ -30,13 +32,13 @@ class MetricsFile(Callback):
     def __init__(self, csv: MetricsCSV) -> None:
         self.csv = csv
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         self.csv.write(metrics)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         self.on_train_end(trainer)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         self.csv.close()
         plot_loss(self.csv.path, trainer.out_dir / "loss.png")
 
@@ -47,14 +49,14 @@ class ExternalLoggers(Callback):
     def __init__(self, loggers: list[Any]) -> None:
         self.loggers = loggers
 
-    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         axes = ("step", "tokens", "seconds")
         log_metrics(self.loggers, {k: v for k, v in metrics.items() if k not in axes}, trainer.progress.step)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         self._finalize("failed")
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         self._finalize("success")
 
     def _finalize(self, status: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from toolkit.training.callbacks.base import Callback, Trainer
-from toolkit.training.model import ModelSpec, check_replicas
+from toolkit.checkpoints.weights import canonical_name
+from toolkit.distributed.replicas import require_equal_replicas
+from toolkit.training.callbacks.base import Callback, TrainerView
+from toolkit.training.model import ModelSpec, unwrapped
 
 
 class ReplicaCheck(Callback):
@@ -17,11 +19,13 @@ class ReplicaCheck(Callback):
     def __init__(self, spec: ModelSpec, shards: int) -> None:
         self.spec, self.shards, self.is_done = spec, shards, False
 
-    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         """
         Raises:
             GuardError: replicas differ.
         """
         if not self.is_done:
-            check_replicas(trainer.model, self.spec, self.shards)
+            parts = {canonical_name(name): p for name, p in unwrapped(trainer.model).named_parameters()}
+            sizes = {canonical_name(name): size for name, size in self.spec.sizes.items()}
+            require_equal_replicas(parts, sizes, self.shards)
             self.is_done = True

@@ -18,7 +18,7 @@ from toolkit.inference.generate import generate
 from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.training.callbacks.base import Callback, Trainer
+from toolkit.training.callbacks.base import Callback, TrainerView
 
 PLAIN_PROMPT = 32  # tokens of plain text, which has no prompt of its own
 _SHOWN = 60  # characters of the prompt
@@ -39,7 +39,7 @@ class Sampler(Callback):
     max_new_tokens: int
     tokenizer: Tokenizer | None
 
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         self.show(trainer.model, trainer.progress.step, trainer.display)
 
     def show(self, model: nn.Module, step: int, display: Any) -> None:

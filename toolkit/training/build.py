@@ -1,0 +1,128 @@
+"""The parts of a run, built from what it was resolved to: model, checkpointer, callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from lightning.fabric import Fabric
+
+from toolkit.checkpoints.lock import exclusive_lock
+from toolkit.checkpoints.run.resume import resolve_resume
+from toolkit.checkpoints.store import rename_damaged
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.distributed import ranks
+from toolkit.distributed.device import choose_attention_kernels
+from toolkit.distributed.private_lightning import FabricModule
+from toolkit.errors import UserError
+from toolkit.planning.resolve import ResolvedConfig
+from toolkit.planning.speed import peak_flops
+from toolkit.training import adapters
+from toolkit.training.callbacks import (
+    Callback,
+    Console,
+    EarlyStopping,
+    ExternalLoggers,
+    KeepBest,
+    MetricsFile,
+    ReplicaCheck,
+    Sampler,
+    ThroughputMonitor,
+)
+from toolkit.training.callbacks.base import TrainerView
+from toolkit.training.checkpointer import Checkpointer, seed_generators
+from toolkit.training.model import set_up_model, unwrapped
+from toolkit.training.optimizer import build_optimizer
+from toolkit.training.run_state import RunState, needs_masks
+from toolkit.training.throughput import Throughput
+from toolkit.training.verify import require_intact_together
+from toolkit.ui.loggers import MetricsCSV, make_loggers
+
+
+def build_model(config: ResolvedConfig, state: RunState, fabric: Fabric, report: Callable[[str], None]) -> FabricModule:
+    """Give the model its weights, verified first, and wrap it as the strategy has it.
+
+    Raises:
+        UserError: weights do not fit, or a file is damaged.
+    """
+    args, source = config.args, config.args.base_dir
+    choose_attention_kernels(
+        fixed_shapes=not state.longest_ragged, has_masks=needs_masks(state.model.config, config.max_seq_length)
+    )
+    reads_source = state.resume_from is None or state.base is not None
+    should_verify = ranks.broadcast_from_rank0(reads_source and args.verify_checkpoint)
+    if source is not None and should_verify:
+        require_intact_together(source, fabric.local_rank == 0, report, model_only=True)
+    model = set_up_model(
+        fabric,
+        state.model,
+        seed=args.seed,
+        precision=config.precision,
+        compiler=args.compiler,
+        longest_ragged=state.longest_ragged,
+        source=source if state.base is not None else state.resume_from or source,
+        adapters=adapters.initial_adapters(args, state.model, state.resume_from, report),
+    )
+    seed_generators(args.seed, ranks.global_rank())  # else dropout would draw the same on all ranks
+    return model
+
+
+def build_checkpointer(
+    config: ResolvedConfig, state: RunState, fabric: Fabric, model: FabricModule, tokenizer: Tokenizer | None
+) -> Checkpointer:
+    """Build the optimizer, and the checkpointer that saves it with the model."""
+    module, peak, no_decay = unwrapped(model), state.schedule.peak, state.model.no_decay_params
+    optimizer = build_optimizer(module, config.optimizer, peak, config.precision, no_decay, config.args.optimizer_class)
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    return Checkpointer(config, state, tokenizer, module, optimizer, scaler, fabric.device)
+
+
+def build_callbacks(
+    trainer: TrainerView, sampler: Sampler | None, user_callbacks: Sequence[Callback], stack: ExitStack
+) -> list[Callback]:
+    """Return all callbacks of a run: checks and throughput, the user's, the outputs, what validations decide.
+
+    Args:
+        trainer: With its model.
+        sampler: Prints samples, with ``--eval.max_new_tokens``.
+        user_callbacks: In the user's order.
+        stack: Keeps rank 0's lock of the folder until the run ends.
+
+    Raises:
+        UserError: rank 0 cannot open the outputs, see :func:`open_outputs`.
+    """
+    train, state = trainer.args.train, trainer.state
+    peak = peak_flops(trainer.fabric.device, trainer.config.precision)
+    throughput = Throughput(state.flops, None if peak is None else peak * ranks.world_size())
+    callbacks: list[Callback] = [
+        ReplicaCheck(state.model, trainer.config.strategy.shards),
+        ThroughputMonitor(throughput),
+        *user_callbacks,
+    ]
+    columns = [name for callback in callbacks for name in callback.columns]
+    callbacks += ranks.run_on_rank0(lambda: open_outputs(trainer, columns, stack)) or []
+    if sampler is not None:
+        callbacks.append(sampler)
+    if train.patience is not None:
+        callbacks.append(EarlyStopping(train.patience))
+    if train.keep_best:
+        callbacks.append(KeepBest())
+    return callbacks
+
+
+def open_outputs(trainer: TrainerView, columns: list[str], stack: ExitStack) -> list[Callback]:
+    """Lock the folder for this run, rename damaged checkpoints, and open metrics.csv and the loggers. On rank 0.
+
+    Raises:
+        UserError: another process runs there, or has done so a moment ago; or a file or logger cannot be opened.
+    """
+    args, state, out_dir = trainer.args, trainer.state, trainer.out_dir
+    stack.enter_context(exclusive_lock(out_dir))
+    if resolve_resume(args.resume, out_dir) != next(iter(state.damaged), state.resume_from):
+        raise UserError(f"--out_dir {out_dir}: another process has just run there; start again")
+    for folder in state.damaged:  # else it would count as the run's newest, and for --train.keep_last
+        trainer.display.message(f"renamed {folder} to {rename_damaged(folder).name}; delete it when you do not need it")
+    resume_step = None if state.resume_from is None else state.progress.step
+    csv = MetricsCSV(out_dir / "logs" / "metrics.csv", resume_step, columns)
+    loggers = make_loggers(args.logger_name, out_dir, args.log, trainer.config.hyperparameters(), resume_step)
+    return [MetricsFile(csv), ExternalLoggers(loggers), Console()]
