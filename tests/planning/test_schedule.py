@@ -1,8 +1,13 @@
+import re
+from pathlib import Path
+
 import pytest
 
+from toolkit.cli_parser import parse
+from toolkit.commands.pretrain import setup
 from toolkit.config import PRETRAIN, TrainArgs
 from toolkit.errors import UserError
-from toolkit.planning.schedule import build_schedule
+from toolkit.planning.schedule import build_schedule, describe_scaling
 
 
 def schedule(total_steps=100, **options):
@@ -46,6 +51,46 @@ def test_lr_scaling_is_relative_to_the_default_batch():
     }
     assert {how: round(plan.peak * 1e3, 9) for how, plan in rates.items()} == {"none": 1, "sqrt": 2, "linear": 4}
     assert rates["linear"].minimum == pytest.approx(4e-4)
+
+
+def test_lr_scaling_is_relative_to_the_given_base_batch():
+    scaled = schedule(lr_scaling="sqrt", lr_base_batch=8, global_batch_size=32, learning_rate=1e-3, min_lr=2e-4)
+    assert (scaled.peak, scaled.minimum) == pytest.approx((2e-3, 4e-4))
+
+
+@pytest.mark.parametrize("how", ["sqrt", "linear"])
+def test_lr_scaling_keeps_the_samples_of_the_warmup(how):
+    def warmup(total_steps, batch, **options):
+        return schedule(
+            total_steps, lr_scaling=how, lr_base_batch=64, global_batch_size=batch, lr_schedule="constant", **options
+        ).warmup_steps
+
+    assert [warmup(1000, batch, lr_warmup_steps=80) for batch in (64, 256, 16, 64 * 200)] == [80, 20, 320, 1]
+    assert warmup(1000, 256, lr_warmup_steps=0) == 0
+    # fractions of the run are samples already; the limit of 2,000 steps and the default without a length are steps
+    assert warmup(1000, 256, lr_warmup_fraction=0.1) == 100 and warmup(1000, 256) == 50
+    assert warmup(1_000_000, 256) == 500 and warmup(None, 256) == 25
+
+
+def test_scaled_warmup_as_long_as_the_run_is_an_error():
+    with pytest.raises(UserError, match="--train.lr_warmup_steps 30: is 120 at this global batch; must be less"):
+        schedule(100, lr_scaling="sqrt", lr_base_batch=64, global_batch_size=16, lr_warmup_steps=30)
+
+
+def test_base_batch_without_scaling_is_refused():
+    with pytest.raises(UserError, match="--train.lr_base_batch 8: has no effect without --train.lr_scaling"):
+        TrainArgs(lr_base_batch=8)
+    with pytest.raises(UserError, match="--train.lr_base_batch 0: must be greater than zero"):
+        TrainArgs(lr_base_batch=0, lr_scaling="sqrt")
+
+
+def test_tutorial_shows_the_line_of_its_command():
+    page = (Path(__file__).parents[2] / "tutorials" / "distributed.md").read_text()
+    (command,) = re.findall(r"^toolkit (pretrain .*--train.lr_base_batch .*)$", page, re.M)
+    name, *flags = command.split()
+    train = parse(name, setup, ("model_name",), flags)["train"]
+    assert describe_scaling(train, build_schedule(train, train.max_steps, PRETRAIN), PRETRAIN) in " ".join(page.split())
+    assert describe_scaling(TrainArgs(), schedule(), PRETRAIN) is None
 
 
 def test_run_limited_by_time_only_needs_a_constant_learning_rate():

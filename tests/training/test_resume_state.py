@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.checkpoints.run.test_optimizer_state import Growing
-from tests.training.test_run import arguments, losses
+from tests.training.test_run import arguments, losses, rows_of
 from toolkit.checkpoints.weights import load_state, save_state
 from toolkit.config import FSDPArgs, OptimizerArgs
 from toolkit.errors import UserError
@@ -107,3 +107,17 @@ def test_damaged_scaler_is_a_one_line_error(tmp_path):
     for bad in (None, {}, [1], good | {"scale": "2"}, good | {"more": 1}):
         with pytest.raises(UserError, match="scaler: is not the state of a GradScaler"):
             _load_scaler(scaler, bad, tmp_path)
+
+
+def test_s2_scaled_learning_rate_continues_and_another_base_batch_is_reported(corpus, tmp_path, capsys):
+    scaled = {"lr_scaling": "sqrt", "lr_base_batch": 2, "lr_warmup_steps": 8, "lr_schedule": "constant"}
+    for out, steps in (("uninterrupted", 4), ("resumed", 2), ("resumed", 4)):
+        run_training(arguments(corpus, tmp_path / out, train=scaled | {"max_steps": steps}, resume="auto"))
+    output = capsys.readouterr().out
+    assert output.count("peak learning rate 0.003 x 2 = 0.006, warm-up 2 steps (16 samples)") == 3
+    rates = [float(row["learning_rate"]) for row in rows_of(tmp_path / "resumed")]
+    assert rates == pytest.approx([3e-3, 6e-3, 6e-3, 6e-3])
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "uninterrupted")
+    more = scaled | {"max_steps": 5, "lr_base_batch": 8, "lr_warmup_steps": 2}
+    run_training(arguments(corpus, tmp_path / "resumed", train=more, resume="auto"))
+    assert "LR schedule changed on resume: peak 0.006 -> 0.003" in capsys.readouterr().out

@@ -83,7 +83,10 @@ class TrainArgs:
         lr_warmup_steps: Optimizer steps of linear warm-up. auto: 5 % of the run, at most 2,000, for pretraining; 3 %
             for finetuning.
         lr_warmup_fraction: Warm-up as a fraction of the run, instead of lr_warmup_steps.
-        lr_scaling: Scale learning rates by the ratio of global_batch_size to the command's default.
+        lr_scaling: Scale learning rates by the ratio of global_batch_size to lr_base_batch, or by its square root, and
+            divide the warm-up steps by that ratio. sqrt suits Adam, linear suits SGD.
+        lr_base_batch: Sequences of the global batch for which learning_rate and the warm-up were tuned. auto: the
+            command's default of global_batch_size.
         min_lr: Learning rate at the end of the schedule. auto: a tenth of the peak.
         max_norm: Gradient clipping norm; 0 disables clipping.
         save_interval: Optimizer steps between checkpoints. auto: a fifth of the run, at least 5 steps. 0 saves at the
@@ -109,6 +112,7 @@ class TrainArgs:
     lr_warmup_steps: int | Auto = AUTO
     lr_warmup_fraction: float | None = None
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
+    lr_base_batch: int | Auto = AUTO
     min_lr: float | Auto = AUTO
     max_norm: float = 1.0
     save_interval: int | Auto = AUTO
@@ -122,13 +126,16 @@ class TrainArgs:
     def __post_init__(self) -> None:
         _positive(
             "train", self, "global_batch_size", "micro_batch_size", "max_steps", "max_tokens", "epochs", "max_time",
-            "max_seq_length", "learning_rate", "save_every_minutes", "log_interval", "patience",
+            "max_seq_length", "learning_rate", "lr_base_batch", "save_every_minutes", "log_interval", "patience",
         )  # fmt: skip
         _not_negative("train", self, "lr_warmup_steps", "min_lr", "max_norm", "save_interval", "keep_last")
         name, fraction = "train.lr_warmup_fraction", self.lr_warmup_fraction
         both = fraction is not None and self.lr_warmup_steps != AUTO
         require_option(fraction is None or 0 <= fraction < 1, name, fraction, "must be at least 0 and less than 1")
         require_option(not both, name, fraction, "give either this or --train.lr_warmup_steps, not both")
+        name, base = "train.lr_base_batch", self.lr_base_batch
+        is_used = base == AUTO or self.lr_scaling != "none"
+        require_option(is_used, name, base, "has no effect without --train.lr_scaling sqrt or linear")
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,49 @@ class Schedule:
         return self.minimum + (self.peak - self.minimum) * factor
 
 
-def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> Schedule:
-    """Build the LR schedule of a run; ``defaults`` are those of its command.
+@dataclass(frozen=True)
+class LRScaling:
+    """How ``--train.lr_scaling`` adapts a schedule tuned at ``base`` sequences per step to ``ratio`` times as many.
 
-    ``lr_scaling`` multiplies the learning rates by (global_batch_size / the command's default), or by its square root,
-    which suits Adam-like optimizers (Malladi et al. 2022, arXiv 2205.10287).
+    Learning rates are multiplied by ``factor``: the ratio for SGD (Goyal et al. 2017, arXiv 1706.02677), its square
+    root for Adam and other adaptive optimizers (Granziol et al. 2022, arXiv 2006.09092; Malladi et al. 2022, arXiv
+    2205.10287). Under both rules the same training takes 1 / ratio of the steps, so that a warm-up keeps its samples:
+    numbers of warm-up steps are divided by the ratio, fractions of the run stay. Both rules end at the critical batch
+    size; betas and eps, which Malladi et al. also scale, stay as given.
+    """
+
+    base: int
+    ratio: float
+    factor: float
+
+    def scale_steps(self, steps: int) -> int:
+        """Return the number of steps with the samples of ``steps`` steps of the base batch; at least 1, or 0 of 0."""
+        return 0 if steps == 0 else max(1, round(steps / self.ratio))
+
+
+def lr_scaling(args: TrainArgs, defaults: CommandDefaults) -> LRScaling:
+    """Return how the learning rates and the warm-up of a run follow from the ones given."""
+    base = defaults.global_batch_size if args.lr_base_batch == AUTO else args.lr_base_batch
+    ratio = args.global_batch_size / base
+    if args.lr_scaling == "none":
+        return LRScaling(base, 1.0, 1.0)
+    return LRScaling(base, ratio, math.sqrt(ratio) if args.lr_scaling == "sqrt" else ratio)
+
+
+def describe_scaling(args: TrainArgs, schedule: Schedule, defaults: CommandDefaults) -> str | None:
+    """Describe what ``--train.lr_scaling`` changed; None without it."""
+    if args.lr_scaling == "none":
+        return None
+    scaling = lr_scaling(args, defaults)
+    return (
+        f"LR scaling {args.lr_scaling}: global batch {args.global_batch_size} / {scaling.base} = {scaling.ratio:.4g}; "
+        f"peak learning rate {args.learning_rate:.3g} x {scaling.factor:.4g} = {schedule.peak:.3g}, "
+        f"warm-up {schedule.warmup_steps} steps ({schedule.warmup_steps * args.global_batch_size:,} samples)"
+    )
+
+
+def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> Schedule:
+    """Build the LR schedule of a run, scaled to its global batch; ``defaults`` are those of its command.
 
     Raises:
         UserError: the warm-up is longer than the run, or the shape needs a known end.
@@ -60,24 +98,27 @@ def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDe
             f"--train.lr_schedule {args.lr_schedule}: needs the length of the run, which --train.max_time alone does "
             "not define; add --train.max_steps, max_tokens or epochs, or use --train.lr_schedule constant"
         )
-    ratio = args.global_batch_size / defaults.global_batch_size
-    factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[args.lr_scaling]
-    peak = args.learning_rate * factor
+    scaling = lr_scaling(args, defaults)
+    peak = args.learning_rate * scaling.factor
     if args.lr_schedule == "constant" and args.min_lr != AUTO:
         raise UserError(f"--train.min_lr {args.min_lr}: has no effect with --train.lr_schedule constant; leave one out")
-    minimum = (args.learning_rate / 10 if args.min_lr == AUTO else args.min_lr) * factor
+    minimum = (args.learning_rate / 10 if args.min_lr == AUTO else args.min_lr) * scaling.factor
     if minimum > peak:
         raise UserError(f"--train.min_lr {args.min_lr}: above --train.learning_rate {args.learning_rate}")
-    return Schedule(args.lr_schedule, peak, minimum, _warmup_steps(args, total_steps, defaults), total_steps)
+    warmup_steps = _warmup_steps(args, scaling, total_steps, defaults)
+    return Schedule(args.lr_schedule, peak, minimum, warmup_steps, total_steps)
 
 
-def _warmup_steps(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> int:
+def _warmup_steps(args: TrainArgs, scaling: LRScaling, total_steps: int | None, defaults: CommandDefaults) -> int:
     if args.lr_warmup_steps != AUTO:
-        if total_steps is not None and args.lr_warmup_steps >= total_steps:
+        steps = scaling.scale_steps(args.lr_warmup_steps)
+        if total_steps is not None and steps >= total_steps:
+            scaled = "" if steps == args.lr_warmup_steps else f" is {steps} at this global batch;"
             raise UserError(
-                f"--train.lr_warmup_steps {args.lr_warmup_steps}: must be less than the {total_steps} steps of the run"
+                f"--train.lr_warmup_steps {args.lr_warmup_steps}:{scaled} must be less than the {total_steps} steps of "
+                "the run"
             )
-        return args.lr_warmup_steps
+        return steps
     fraction = args.lr_warmup_fraction
     if total_steps is None:
         if fraction:
@@ -85,7 +126,7 @@ def _warmup_steps(args: TrainArgs, total_steps: int | None, defaults: CommandDef
                 f"--train.lr_warmup_fraction {fraction}: needs the length of the run, which --train.max_time alone "
                 "does not define; use --train.lr_warmup_steps"
             )
-        return WARMUP_WITHOUT_HORIZON if fraction is None else 0
+        return scaling.scale_steps(WARMUP_WITHOUT_HORIZON) if fraction is None else 0
     if fraction is not None:
         return int(fraction * total_steps)
-    return int(min(defaults.warmup * total_steps, defaults.max_warmup_steps))
+    return int(min(defaults.warmup * total_steps, defaults.max_warmup_steps / scaling.ratio))

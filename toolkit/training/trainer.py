@@ -30,6 +30,7 @@ from toolkit.planning.advice import oom_advice
 from toolkit.planning.limits import build_intervals
 from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
+from toolkit.planning.schedule import describe_scaling
 from toolkit.training.agreement import require_shared_disk
 from toolkit.training.build import build_callbacks, build_checkpointer, build_model
 from toolkit.training.callbacks import Callback, notify
@@ -313,6 +314,8 @@ class Trainer:
             f"{describe_model(state.model, state.mean_length)}; {self.fabric.device.type}, {config.precision}; "
             f"{config.batch}; peak learning rate {state.schedule.peak:.3g}"
         )
+        if (scaled := describe_scaling(self.args.train, state.schedule, self.args.defaults)) is not None:
+            say(scaled)
         say(f"Strategy: {config.strategy}")
         if state.model.config is not None and (reason := export_error(state.model.config)) is not None:
             say(f"note: {reason}")
