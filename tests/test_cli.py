@@ -95,7 +95,7 @@ def test_help_all_shows_every_option_in_the_order_of_use(capsys):
         [*CommandOptions(pretrain.setup).options(), "data", "config", "print_config"]
     )
     groups = [group for group, _ in itertools.groupby(flag.rpartition(".")[0] for flag in flags if flag != "data")]
-    assert groups == ["", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "model_config"]
+    assert groups == ["", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "profiler", "model_config"]
     text = " ".join(shown.split())
     assert "(an integer or auto; default: auto)" in text and "one of cosine, linear, constant, wsd" in text
     assert not re.search("Union|Literal|Optional|NoneType|type:", text)

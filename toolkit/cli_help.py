@@ -16,7 +16,7 @@ from toolkit.errors import UserError, did_you_mean
 from toolkit.paths import is_path_option
 
 MANY = 40  # options of a command whose help is one screen
-ORDER = ("", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "model_config")
+ORDER = ("", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "profiler", "model_config")
 FREQUENT = (
     "command", "checkpoint_dir", "model_name", "initial_checkpoint_dir", "data", "train.learning_rate",
     "train.global_batch_size", "train.micro_batch_size", "train.max_steps", "train.epochs", "train.max_seq_length",

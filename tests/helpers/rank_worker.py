@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import ExitStack
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -140,6 +141,8 @@ def broken(kind: str):
         return mock.patch.object(trainer, "train_step", with_inf(trainer.train_step))
     if kind == "the search for NaN fails on rank 1":
         return mock.patch.object(checkpointer, "nonfinite_state", failing_search)
+    if kind == "slow data on rank 1":
+        return mock.patch.multiple(trainer, **slow_loading(trainer.train_batches))
     if kind == "nan on rank 1":
         return mock.patch.object(trainer, "train_step", with_nan(trainer.train_step))
     raise ValueError(kind)
@@ -175,6 +178,19 @@ def with_inf(train_step):
         return result
 
     return step
+
+
+def slow_loading(train_batches):
+    """Return the loader, and a clock for the trainer that rank 1 sets 100 s ahead with every batch."""
+    ahead = 0
+
+    def batches(*args, **options):
+        nonlocal ahead
+        for batch in train_batches(*args, **options):
+            ahead += 100 * dist.get_rank()
+            yield batch
+
+    return {"train_batches": batches, "time": SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)}
 
 
 def with_nan(train_step):

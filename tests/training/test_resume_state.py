@@ -111,7 +111,7 @@ def test_damaged_scaler_is_a_one_line_error(tmp_path):
 
 def test_s2_scaled_learning_rate_continues_and_another_base_batch_is_reported(corpus, tmp_path, capsys):
     scaled = {"lr_scaling": "sqrt", "lr_base_batch": 2, "lr_warmup_steps": 8, "lr_schedule": "constant"}
-    for out, steps in (("uninterrupted", 4), ("resumed", 2), ("resumed", 4)):
+    for out, steps in (("uninterrupted", 4), ("resumed", 3), ("resumed", 4)):
         run_training(arguments(corpus, tmp_path / out, train=scaled | {"max_steps": steps}, resume="auto"))
     output = capsys.readouterr().out
     assert output.count("peak learning rate 0.003 x 2 = 0.006, warm-up 2 steps (16 samples)") == 3

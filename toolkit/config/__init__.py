@@ -14,6 +14,7 @@ from toolkit.config.options import (
     LogArgs,
     OptimizerArgs,
     Precision,
+    ProfilerArgs,
     RunOptions,
     Strategy,
     TrainArgs,
@@ -23,6 +24,6 @@ from toolkit.config.options import (
 
 __all__ = [
     "AUTO", "FINETUNE", "PRETRAIN", "Accelerator", "Auto", "CommandDefaults", "DDPArgs", "Dtype", "EvalArgs",
-    "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision", "RunOptions", "Strategy", "TrainArgs",
+    "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision", "ProfilerArgs", "RunOptions", "Strategy", "TrainArgs",
     "TrainingCommand", "none_if_auto",
 ]  # fmt: skip

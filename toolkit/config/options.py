@@ -252,6 +252,29 @@ class DDPArgs:
 
 
 @dataclass(frozen=True)
+class ProfilerArgs:
+    """Profiler, with --profile.
+
+    Args:
+        wait: Steps of this launch before the profiler starts.
+        warmup: Steps with the profiler running, which are not recorded.
+        active: Steps to record.
+        record_shapes: Also record the shapes of the operators' inputs.
+        with_stack: Also record the Python calls; slows down the recorded steps.
+    """
+
+    wait: int = 4
+    warmup: int = 1
+    active: int = 3
+    record_shapes: bool = False
+    with_stack: bool = False
+
+    def __post_init__(self) -> None:
+        _not_negative("profiler", self, "wait", "warmup")
+        _positive("profiler", self, "active")
+
+
+@dataclass(frozen=True)
 class RunOptions:
     """Options that pretrain, finetune_full and finetune_lora share.
 
@@ -271,6 +294,8 @@ class RunOptions:
         deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
         logger_name: Loggers besides logs/metrics.csv: tensorboard, wandb, mlflow, or several separated by commas; csv
             adds none.
+        profile: Record a trace of a few steps on every rank, in out_dir/profile, and show where their time went.
+        profiler: Profiler options.
         callbacks: Class paths of callbacks, separated by commas, such as my_module.MyCallback; in YAML also a list of
             class_path and init_args. See tutorials/extend.md.
         timeout: Minutes before an unresponsive process aborts the run. auto: 30 until the first step, then 5.
@@ -290,6 +315,8 @@ class RunOptions:
     compiler: Literal["none", "torch"] = "none"
     deterministic: bool = False
     logger_name: str = "csv"
+    profile: bool = False
+    profiler: ProfilerArgs = ProfilerArgs()
     callbacks: str | list[Any] | None = None
     timeout: float | Auto = AUTO
     seed: int = 42
@@ -297,3 +324,6 @@ class RunOptions:
     def __post_init__(self) -> None:
         require_option(0 <= self.seed < 2**32, "seed", self.seed, f"must be from 0 to {2**32 - 1}")
         require_option(self.timeout == AUTO or self.timeout > 0, "timeout", self.timeout, "must be greater than zero")
+        for name, value in vars(self.profiler).items():
+            is_used = self.profile or value == getattr(ProfilerArgs, name)
+            require_option(is_used, f"profiler.{name}", value, "has no effect without --profile")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,19 @@ def restore_gradient_dtypes(module: nn.Module) -> None:
         if gradient is not None and gradient.dtype != handle._orig_param_dtype:
             gradient.data = gradient.to(handle._orig_param_dtype)
             handle._use_unsharded_grad_views()  # otherwise parameters keep views of the old tensor
+
+
+def record_memory_history(enabled: bool = True) -> None:
+    """Record the last 100,000 CUDA allocations with their Python stacks, or stop. Not tried on CUDA."""
+    if enabled:
+        torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
+    else:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def dump_memory_history(path: Path) -> None:
+    """Write the recorded allocations as a file for pytorch.org/memory_viz. Not tried on CUDA."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def _handles(module: nn.Module) -> list[Any]:

@@ -16,6 +16,7 @@ from toolkit.errors import UserError
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.planning.batch import plan_batch
+from toolkit.planning.limits import require_profiled_steps
 from toolkit.ui.loggers import check_loggers
 
 
@@ -40,6 +41,8 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
     if "lora_r" in arguments:
         LoRAConfig.from_options(arguments)
     _check_batch(**{name: arguments[name] for name in ("train", "devices", "num_nodes")})
+    if arguments["profile"] and arguments["resume"] is False:
+        require_profiled_steps(arguments["profiler"], arguments["train"].max_steps)
     _check_files(arguments["data"])
     if arguments["resume"] is False and arguments["out_dir"]:
         resolve_resume(False, Path(arguments["out_dir"]))

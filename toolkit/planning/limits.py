@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.config import AUTO, Auto, EvalArgs, TrainArgs
+from toolkit.config import AUTO, Auto, EvalArgs, ProfilerArgs, TrainArgs
 from toolkit.errors import UserError
 
 VALIDATIONS, CHECKPOINTS = 10, 5  # per run, with auto intervals
@@ -111,6 +111,20 @@ def require_ahead(args: TrainArgs, done: Progress, limits: Limits, longest_row: 
                 f"--train.{name} {value}: {checkpoint} is past this limit, after {done.step:,} steps, "
                 f"{done.tokens:,} tokens and {done.samples:,} samples; raise it, or use a new --out_dir"
             )
+
+
+def require_profiled_steps(profiler: ProfilerArgs, total_steps: int | None) -> None:
+    """Check that a new run of ``total_steps`` steps (None: unknown) reaches a step that ``--profile`` records.
+
+    Raises:
+        UserError: it ends before.
+    """
+    before = profiler.wait + profiler.warmup
+    if total_steps is not None and total_steps <= before:
+        raise UserError(
+            f"--profiler.wait {profiler.wait}: with --profiler.warmup {profiler.warmup}, profiling begins after step "
+            f"{before}, and the run has {total_steps}; lower them, or train longer"
+        )
 
 
 @dataclass(frozen=True)

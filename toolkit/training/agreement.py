@@ -24,9 +24,9 @@ def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
         UserError: a node has different options or data.
     """
     options: dict[str, Any] = {}
-    for group in ("train", "eval", "optimizer", "fsdp", "ddp"):
+    for group in ("train", "eval", "optimizer", "fsdp", "ddp", "profiler"):
         options |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
-    names = ("strategy", "compiler", "deterministic", "timeout", "resume", "callbacks")
+    names = ("strategy", "compiler", "deterministic", "timeout", "resume", "profile", "callbacks")
     options |= {f"--{name}": getattr(args, name) for name in names}
     everywhere = ranks.all_gather_object(options | by_flag(asdict(fingerprint)))
     first = everywhere[0]

@@ -25,6 +25,7 @@ from toolkit.training.callbacks import (
     ExternalLoggers,
     KeepBest,
     MetricsFile,
+    Profile,
     ReplicaCheck,
     Sampler,
     ThroughputMonitor,
@@ -97,8 +98,10 @@ def build_callbacks(
     callbacks: list[Callback] = [
         ReplicaCheck(state.model, trainer.config.strategy.shards),
         ThroughputMonitor(throughput),
-        *user_callbacks,
     ]
+    if trainer.args.profile:
+        callbacks.append(Profile(trainer.args.profiler))
+    callbacks += user_callbacks
     columns = [name for callback in callbacks for name in callback.columns]
     callbacks += ranks.run_on_rank0(lambda: open_outputs(trainer, columns, stack)) or []
     if sampler is not None:

@@ -14,7 +14,7 @@ from toolkit.data.base import PreparedData, TokenDataset, is_ragged, row_lengths
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
-from toolkit.planning.limits import Limits, Progress, build_limits, require_ahead
+from toolkit.planning.limits import Limits, Progress, build_limits, require_ahead, require_profiled_steps
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.planning.schedule import Schedule, build_schedule
@@ -95,6 +95,8 @@ def prepare_run_state(
     )
     if resume_from is not None:
         require_ahead(args.train, progress, limits, longest or math.ceil(length), resume_from)
+    elif args.profile:
+        require_profiled_steps(args.profiler, limits.total_steps)
     schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
     return RunState(resume_from, progress, model, base, fingerprint, limits, schedule, length, longest, flops, damaged)

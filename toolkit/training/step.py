@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import torch
 from lightning.fabric import Fabric
+from torch.profiler import record_function
 
 from toolkit.data.loader import Batch
 from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import GuardError
+from toolkit.training.trace import BACKWARD, FORWARD
 
 MAX_SKIPPED_IN_A_ROW = 50
 """An fp16 scaler that finds no scale within so many steps never will."""
@@ -55,8 +57,10 @@ def train_step(
     loss_total = torch.zeros((), device=fabric.device)
     for i, batch in enumerate(micro_batches):
         with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):
-            loss_sum, _ = model(**batch.inputs(fabric.device))
-            fabric.backward(loss_sum * scale)
+            with record_function(FORWARD):
+                loss_sum, _ = model(**batch.inputs(fabric.device))
+            with record_function(BACKWARD):
+                fabric.backward(loss_sum * scale)
         loss_total += loss_sum.detach()
     # An infinite limit leaves the gradient as it is; the norm is wanted anyhow.
     norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm or math.inf, error_if_nonfinite=False)

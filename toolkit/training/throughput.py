@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import torch
 
 
@@ -41,4 +42,44 @@ class Throughput:
         values = {"tokens_per_sec": tokens_per_sec}
         if self._peak is not None and self._flops_per_token is not None:
             values["mfu"] = self._flops_per_token * tokens_per_sec / self._peak
+        return values
+
+
+class StepTimes:
+    """Wall time of training steps, and the rank that the others wait for, since the last :meth:`read`.
+
+    A rank's own time in a step: its callbacks, logging and data loading, from the collective that ended the previous
+    step, validation or checkpoint, to the vote. After the vote, collectives hold the ranks together: one that computes
+    slowly delays all of them, and only a profile tells which (``--profile``).
+    """
+
+    COLUMNS = ("data_wait_s", "step_s", "slowest_rank")
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps, self._seconds = 0, 0.0
+        self._own: np.ndarray | float = 0.0  # by rank
+        self._data: np.ndarray | float = 0.0
+
+    def add(self, microseconds: list[list[int]], seconds: float) -> None:
+        """Add a step.
+
+        Args:
+            microseconds: Of each rank: its own time, and how much of it was data loading.
+            seconds: From the vote to the end of the step.
+        """
+        own, data = np.array(microseconds).T / 1e6
+        self._own, self._data = self._own + own, self._data + data
+        self._steps += 1
+        self._seconds += own.max() + seconds
+
+    def read(self) -> dict[str, float]:
+        """Return the means per step, and reset them: step_s, the wall time without validation and saving; slowest_rank,
+        with the most own time; data_wait_s, that rank's data loading."""
+        slowest = int(np.argmax(self._own))
+        data = float(np.atleast_1d(self._data)[slowest])
+        values = {"data_wait_s": data / self._steps, "step_s": self._seconds / self._steps, "slowest_rank": slowest}
+        self._reset()
         return values

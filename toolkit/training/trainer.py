@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.profiler import record_function
+
 from toolkit.checkpoints.lock import require_unlocked
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import FINAL, newest
@@ -40,6 +42,8 @@ from toolkit.training.model import describe_model
 from toolkit.training.run_state import prepare_run_state
 from toolkit.training.state import read_meta
 from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
+from toolkit.training.throughput import StepTimes
+from toolkit.training.trace import DATA_WAIT, SAVE, VALIDATE
 from toolkit.training.validate import validate
 from toolkit.training.verify import find_intact
 from toolkit.ui.console import make_progress
@@ -62,6 +66,7 @@ class Trainer:
         self.user_callbacks = list(user_callbacks)
         self.callbacks: list[Callback] = []
         self.skipped_steps = 0  # of this launch, by the fp16 scaler
+        self.step_times = StepTimes()
         self._stop_reason: str | None = None
 
     # ---- the run
@@ -150,7 +155,8 @@ class Trainer:
         if limits.reached(progress.step, progress.tokens):
             return
         intervals = build_intervals(self.args.train, evaluation, limits)
-        last_saved = last_validated = time.perf_counter()
+        # the other ranks wait for what a rank does from here to the vote
+        ready_at = last_saved = last_validated = time.perf_counter()
         step_seconds, skipped_in_a_row = 0.0, 0
         first_step = progress.step + 1
         batches = self._train_batches()
@@ -158,11 +164,14 @@ class Trainer:
         self.display.phase("training")
         while True:
             step_started = time.perf_counter()
-            micro_batches = next(batches)
+            with record_function(DATA_WAIT):
+                micro_batches = next(batches)
 
-            # The one all-reduce of the step for what the ranks must agree on.
+            # The one collective of the step for what the ranks must agree on, and for their times.
+            has_data = time.perf_counter()
             left = math.inf if limits.max_seconds is None else self.launched_at + limits.max_seconds - step_started
-            agreed = ranks.all_reduce_sum(
+            agreed, microseconds = ranks.all_reduce_and_gather(
+                [round(1e6 * (has_data - ready_at)), round(1e6 * (has_data - step_started))],
                 n_tokens=sum(batch.n_tokens for batch in micro_batches),
                 n_inputs=sum(batch.n_inputs for batch in micro_batches),
                 signalled=int(signals.received > 0),
@@ -171,6 +180,7 @@ class Trainer:
                 eval_is_due=int(step_started - last_validated >= (intervals.eval_seconds or math.inf)),
                 save_is_due=int(step_started - last_saved >= (intervals.save_seconds or math.inf)),
             )
+            voted_at = time.perf_counter()
             if agreed["signalled"]:
                 self._stop_for_signal(signals)
             if agreed["should_stop"]:
@@ -187,7 +197,9 @@ class Trainer:
                     f"step {progress.step + 1}: no fp16 loss scale gave a finite gradient in {skipped_in_a_row} steps"
                 )
             self._advance(agreed["n_inputs"])
-            step_seconds = time.perf_counter() - step_started
+            ready_at = time.perf_counter()
+            step_seconds = ready_at - step_started
+            self.step_times.add(microseconds, ready_at - voted_at)
             metrics = {"loss": result.loss, "learning_rate": learning_rate, "grad_norm": result.grad_norm}
             sizes = {"step_tokens": agreed["n_inputs"], "step_seconds": step_seconds}
             notify(self.callbacks, "on_step_end", self, metrics | sizes)
@@ -202,12 +214,12 @@ class Trainer:
                 self._log(metrics | validation)
             if should_validate:
                 notify(self.callbacks, "on_validation_end", self, validation)
-                last_validated = time.perf_counter()
+                ready_at = last_validated = time.perf_counter()
             if is_last:
                 return
             if is_due(intervals.save_steps, progress.step) or agreed["save_is_due"]:
                 self.save(f"step-{progress.step:08d}")
-                last_saved = time.perf_counter()
+                ready_at = last_saved = time.perf_counter()
 
     def _step(self, micro_batches: list[Batch], n_tokens: int, learning_rate: float) -> StepResult:
         try:
@@ -247,7 +259,7 @@ class Trainer:
         """
         self.display.phase("saving")
         self._count_seconds()
-        with ranks.extended_timeout(self.timeouts.first, self.timeouts.later):
+        with ranks.extended_timeout(self.timeouts.first, self.timeouts.later), record_function(SAVE):
             folder = self.checkpointer.save(name, self.progress)
         notify(self.callbacks, "on_checkpoint_saved", self, folder)
         self.display.phase("training")
@@ -271,7 +283,8 @@ class Trainer:
             padding=self.padding,
             max_rows=None if max_iters is None else max_iters * batch.global_batch_size,
         )
-        metrics = validate(self.fabric, self.model, batches, self.token_bytes)
+        with record_function(VALIDATE):
+            metrics = validate(self.fabric, self.model, batches, self.token_bytes)
         if not math.isfinite(metrics.get("val_loss", 0.0)):
             raise GuardError(
                 f"the validation loss after step {self.progress.step} is {metrics['val_loss']}: weights contain "

@@ -15,6 +15,7 @@ from toolkit.planning.limits import Progress
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.run_state import RunState
+from toolkit.training.throughput import StepTimes
 
 
 class TrainerView(Protocol):
@@ -26,6 +27,7 @@ class TrainerView(Protocol):
         model, optimizer: As Fabric has wrapped them.
         display: Shows the run on rank 0, see :mod:`toolkit.ui.progress`.
         skipped_steps: Of this launch, by the fp16 scaler.
+        step_times: Since the last row of metrics.
     """
 
     args: RunArgs
@@ -39,6 +41,7 @@ class TrainerView(Protocol):
     state: RunState
     display: Any
     skipped_steps: int
+    step_times: StepTimes
 
     def save(self, name: str) -> Path:
         """Write the checkpoint ``out_dir/name``; every rank calls this."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.training.callbacks.base import Callback, TrainerView
-from toolkit.training.throughput import Throughput, peak_memory_gb
+from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
 from toolkit.ui.loggers import MetricsCSV, log_metrics
 from toolkit.ui.plots import plot_loss
 
 
 class ThroughputMonitor(Callback):
-    """Adds tokens_per_sec, mfu (where the device's peak is known) and peak_memory_gb to every row."""
+    """Adds tokens_per_sec, mfu (where the device's peak is known), peak_memory_gb and the times of the steps to every
+    row."""
 
-    columns = ("tokens_per_sec", "mfu", "peak_memory_gb")
+    columns = ("tokens_per_sec", "mfu", "peak_memory_gb", *StepTimes.COLUMNS)
 
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput
@@ -24,6 +25,7 @@ class ThroughputMonitor(Callback):
     def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         if "loss" in metrics:  # not for a validation before the first step
             metrics |= self.throughput.read() | {"peak_memory_gb": peak_memory_gb(trainer.fabric.device)}
+            metrics |= trainer.step_times.read()
 
 
 class MetricsFile(Callback):

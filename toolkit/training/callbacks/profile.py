@@ -1,0 +1,183 @@
+"""``--profile``: traces of a few steps, their slowest operators, and where the time went, on every rank."""
+
+from __future__ import annotations
+
+import csv
+import os
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import profiler
+from torch.autograd import DeviceType
+
+from toolkit.config import ProfilerArgs
+from toolkit.distributed import ranks
+from toolkit.distributed.private_torch import dump_memory_history, record_memory_history
+from toolkit.training.callbacks.base import Callback, TrainerView
+from toolkit.training.trace import Shares, read_shares
+
+SHOWN_OPERATORS, SHOWN_RANKS = 10, 8
+SECONDS_TO_WRITE = 30 * 60.0  # the trace of a large model takes minutes
+
+
+class Profile(Callback):
+    """Profiles the scheduled steps of this launch into ``out_dir/profile/step-FIRST/``.
+
+    Every rank writes ``rank-0000.json.gz``, a Chrome trace, and ``rank-0000.txt``, its operators; rank 0 also
+    ``shares.csv``, see :class:`toolkit.training.trace.Shares`. A run does not fail where these cannot be written.
+
+    On CUDA the allocations are recorded as well, and a process that runs out of memory writes them to
+    ``memory-rank-0000.pickle`` (not tried on CUDA).
+    """
+
+    def __init__(self, args: ProfilerArgs) -> None:
+        self.args = args
+        self._stack = ExitStack()
+        self._profiler: profiler.profile | None = None
+        self._operators: list[str] = []
+        self._result: Shares | str = "nothing was recorded"
+        """The shares of this rank, or why there are none."""
+
+    # ---- moments
+
+    def on_train_start(self, trainer: TrainerView) -> None:
+        args, on_cuda = self.args, trainer.fabric.device.type == "cuda"
+        self._first = trainer.progress.step + args.wait + args.warmup + 1  # active step
+        self._last = self._first + args.active - 1
+        self._on_cuda = on_cuda
+        self.folder = trainer.out_dir / "profile" / f"step-{self._first:08d}"
+        if on_cuda:
+            record_memory_history()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would print when it starts and stops
+        activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_cuda else [])]
+        self._profiler = self._stack.enter_context(
+            profiler.profile(
+                activities=activities,
+                schedule=profiler.schedule(wait=args.wait, warmup=args.warmup, active=args.active, repeat=1),
+                on_trace_ready=lambda _: self._write(trainer.progress.step),
+                record_shapes=args.record_shapes,
+                with_stack=args.with_stack,
+            )
+        )
+
+    def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+        if self._profiler is None:
+            return
+        if trainer.progress.step < self._last:
+            self._profiler.step()
+        else:
+            with ranks.extended_timeout(max(SECONDS_TO_WRITE, ranks.timeout()), ranks.timeout()):
+                self._profiler.step()
+                self._end(trainer)
+                self._report(trainer)
+
+    def on_train_end(self, trainer: TrainerView) -> None:
+        if self._profiler is not None:
+            self._end(trainer)
+            if trainer.progress.step >= self._first:  # on every rank
+                self._report(trainer)
+
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+        if self._profiler is None:
+            return
+        if self._on_cuda and isinstance(error, torch.OutOfMemoryError):
+            path = self._path("memory-rank-", "pickle")
+            dump_memory_history(path)
+            ranks.rank_print(f"allocations before it ran out of memory: {path}; open it at pytorch.org/memory_viz")
+        self._end(trainer)
+
+    # ---- parts
+
+    def _end(self, trainer: TrainerView) -> None:
+        """Stop profiling; what is recorded is written, also where the run ends before the last active step."""
+        step = trainer.progress.step
+        self._stack.close()
+        self._profiler = None
+        if self._on_cuda:
+            record_memory_history(False)
+        if step < self._last:
+            n = max(0, step - self._first + 1)
+            trainer.display.message(
+                f"--profile: the run ended after step {step}, and steps {self._first} to {self._last} were to be "
+                f"profiled; {f'the trace has {n} of them' if n else 'there is no trace'}. Lower --profiler.wait, "
+                "--profiler.warmup or --profiler.active, or train longer"
+            )
+
+    def _path(self, name: str, suffix: str) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder / f"{name}{ranks.global_rank():04d}.{suffix}"
+
+    def _write(self, step: int) -> None:
+        """Write the files of this rank; ``step`` is the last complete one of the run."""
+        assert self._profiler is not None
+        if (n_steps := min(step, self._last) - self._first + 1) < 1:
+            return  # only the end of the run was recorded
+        try:
+            trace = self._path("rank-", "json.gz")
+            self._profiler.export_chrome_trace(str(trace))
+            averages = self._profiler.key_averages(group_by_input_shape=self.args.record_shapes)
+            table = averages.table(sort_by=self._self_time, row_limit=100, max_name_column_width=80)
+            self._path("rank-", "txt").write_text(table)
+            self._operators = format_operators(averages, self._self_time, n_steps)
+            self._result = read_shares(trace, n_steps)
+        except (OSError, ValueError) as error:
+            self._result = f"{type(error).__name__}: {error}"
+
+    @property
+    def _self_time(self) -> str:
+        return "self_device_time_total" if self._on_cuda else "self_cpu_time_total"
+
+    def _report(self, trainer: TrainerView) -> None:
+        """Write and show the shares of all ranks, and the slowest operators of rank 0; every rank calls this."""
+        results = ranks.all_gather_object(self._result)
+        found = {rank: result for rank, result in enumerate(results) if isinstance(result, Shares)}
+        last = min(trainer.progress.step, self._last)
+        lines = [f"--profile: rank {n} has no trace: {why}" for n, why in enumerate(results) if n not in found]
+        if found:
+            lines.append(
+                f"Profile of steps {self._first} to {last} in {self.folder}; the traces open in ui.perfetto.dev"
+            )
+            lines += format_shares(found) + self._operators
+        for line in lines:
+            trainer.display.message(line)
+        if ranks.global_rank() == 0 and found:
+            with suppress(OSError), open(self.folder / "shares.csv", "w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["rank", *(f.name for f in fields(Shares))])
+                writer.writerows([rank, *asdict(shares).values()] for rank, shares in found.items())
+
+
+def format_shares(found: dict[int, Shares]) -> list[str]:
+    """Return the shares by rank as lines of a table; of many ranks those that wait least for the others."""
+    least = sorted(found, key=lambda rank: found[rank].communication)[:SHOWN_RANKS]
+    columns = [f.name for f in fields(Shares)]
+    heads = [name.replace("_", " ") for name in columns[:-1]]
+    lines = ["  ".join(["rank", *heads, "s/step"])]
+    for rank in sorted(least):
+        values: dict[str, Any] = asdict(found[rank])
+        cells = [f"{values[name]:>{len(head)}.1%}" for name, head in zip(columns, heads, strict=False)]
+        lines.append("  ".join([f"{rank:>4}", *cells, f"{values['step_s']:>6.3g}"]))
+    if len(least) < len(found):
+        lines.append(f"(the {SHOWN_RANKS} of {len(found)} ranks that wait least for the others)")
+    return lines
+
+
+def format_operators(averages: Any, self_time: str, n_steps: int) -> list[str]:
+    """Return the operators with the most time of their own as lines of a table.
+
+    Args:
+        averages: torch.profiler's averages.
+        self_time: Its attribute for an operator's own time in microseconds: on the GPU, or on the CPU.
+        n_steps: Recorded steps.
+    """
+    operators = [a for a in averages if a.device_type == DeviceType.CPU and not a.is_user_annotation]
+    total = sum(getattr(a, self_time) for a in operators) or 1
+    operators.sort(key=lambda a: -getattr(a, self_time))
+    lines = [f"{'calls/step':>10}  {'ms/step':>9}  {'share':>6}  operator"]
+    for a in operators[:SHOWN_OPERATORS]:
+        own = getattr(a, self_time)
+        lines.append(f"{a.count / n_steps:>10.4g}  {own / n_steps / 1e3:>9.4g}  {own / total:>6.1%}  {a.key}")
+    return lines

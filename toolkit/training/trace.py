@@ -1,0 +1,120 @@
+"""Where the time of profiled steps went, from the Chrome traces that torch.profiler writes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DATA_WAIT, FORWARD, BACKWARD = "toolkit::data_wait", "toolkit::forward", "toolkit::backward"
+VALIDATE, SAVE = "toolkit::validate", "toolkit::save"
+"""Names of the ranges that the training loop adds to a trace."""
+
+_DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories
+_COLLECTIVES = ("gloo:", "nccl")  # how the names of a process group's work and of NCCL's kernels begin
+_NO_COMPUTE = ("c10d::", "autograd::", "torch::autograd::")  # namespaces; the last two contain FSDP's hooks
+
+Event = dict[str, Any]
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where the time of the profiled steps went on one rank, as fractions. The first four of them add up to 1.
+
+    Each moment outside validation and saving counts once, for the first that applies:
+
+    Args:
+        compute: A kernel or a copy runs on the GPU. Without one: an operator runs on the CPU, other than collectives.
+        communication: A collective runs or waits for other ranks.
+        data_wait: The loop waits for its next batch.
+        host: None of them: Python, kernel launches, callbacks, logging.
+        hidden_communication: Collectives while something is computed; part of ``compute``.
+        step_s: Seconds per step.
+    """
+
+    compute: float
+    communication: float
+    data_wait: float
+    host: float
+    hidden_communication: float
+    step_s: float
+
+
+def read_shares(path: Path, n_steps: int) -> Shares:
+    """Return the shares of the first ``n_steps`` steps of a trace.
+
+    Raises:
+        ValueError: it is no trace of that many steps.
+    """
+    with gzip.open(path) as file:
+        return compute_shares(json.load(file)["traceEvents"], n_steps)
+
+
+def compute_shares(events: Iterable[Event], n_steps: int) -> Shares:
+    """Return the shares of the first ``n_steps`` steps of trace events.
+
+    Raises:
+        ValueError: there are fewer steps.
+    """
+    ranges = [event for event in events if event.get("ph") == "X"]
+    named = [event for event in ranges if _category(event) == "user_annotation"]
+    steps = sorted(_interval(event) for event in named if event["name"].startswith("ProfilerStep#"))[:n_steps]
+    if len(steps) < n_steps or not steps:
+        raise ValueError(f"the trace has {len(steps)} steps instead of {n_steps}")
+    start, end = steps[0][0], steps[-1][1]
+
+    def total(*groups: Iterable[Event]) -> float:
+        return _covered((_interval(event) for group in groups for event in group), start, end)
+
+    pauses = [event for event in named if event["name"] in (VALIDATE, SAVE)]
+    blocking, compute = _find_compute(ranges)
+    collectives = [event for event in ranges if event["name"].startswith(_COLLECTIVES)]
+    data = [event for event in named if event["name"] == DATA_WAIT]
+
+    paused = total(pauses)
+    blocked = total(pauses, blocking)
+    computed = total(pauses, blocking, compute)
+    busy = total(pauses, blocking, compute, collectives)
+    used = total(pauses, blocking, compute, collectives, data)
+    in_collectives = total(pauses, blocking, collectives)
+    seconds = end - start - paused
+    return Shares(
+        compute=(computed - blocked) / seconds,
+        communication=(blocked - paused + busy - computed) / seconds,
+        data_wait=(used - busy) / seconds,
+        host=(end - start - used) / seconds,
+        hidden_communication=(computed + in_collectives - busy - blocked) / seconds,
+        step_s=seconds / n_steps / 1e6,
+    )
+
+
+def _find_compute(ranges: list[Event]) -> tuple[list[Event], list[Event]]:
+    """Return what is computed, and before it, without a GPU, the operators in which the CPU only communicates."""
+    if work := [e for e in ranges if _category(e) in _DEVICE_WORK and not e["name"].startswith(_COLLECTIVES)]:
+        return [], work
+    operators = [e for e in ranges if _category(e) == "cpu_op"]
+    compute = [e for e in operators if "::" in e["name"] and not e["name"].startswith(_NO_COMPUTE)]
+    compiled = [e for e in operators if e["name"].startswith("CompiledFunction")]
+    return [e for e in operators if e["name"].startswith("c10d::")], compute + compiled
+
+
+def _category(event: Event) -> str:
+    return str(event.get("cat", "")).lower()
+
+
+def _interval(event: Event) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]  # microseconds
+
+
+def _covered(intervals: Iterable[Interval], start: float, end: float) -> float:
+    """Return the length of the union of intervals between ``start`` and ``end``."""
+    covered, reached = 0.0, start
+    for first, last in sorted(intervals):
+        last = min(last, end)
+        covered += max(0.0, last - max(first, reached))
+        reached = max(reached, last)
+    return covered
