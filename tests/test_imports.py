@@ -28,6 +28,7 @@ LAYERS = [
     {"inference"},
     {"planning"},
     {"training"},
+    {"diagnostics"},
     {"api", "commands"},
     {"cli", "cli_help", "cli_parser", "__main__"},
 ]

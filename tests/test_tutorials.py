@@ -94,6 +94,8 @@ def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):
         "generate",
         "consolidate",
         "verify",
+        "doctor",
+        "verify_parallel",
     }
     for name, *options in lines:
         module, positionals, _ = COMMANDS[name]

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 
-from toolkit.commands import COMMANDS, HINTS, TRAINING
+from toolkit.commands import COMMANDS, DISTRIBUTED, HINTS
 from toolkit.distributed.rendezvous import report_failure
 from toolkit.errors import CommandError, did_you_mean, one_line
 
@@ -71,7 +71,7 @@ def _end(program: str, message: object, code: int, is_internal: bool = False) ->
         if text and not is_internal:
             print(f"{program}: {prefix}{text}", file=sys.stderr, flush=True)
 
-    is_alone = program.removeprefix("toolkit ") in COMMANDS.keys() - set(TRAINING)  # no other process waits for it
+    is_alone = program.removeprefix("toolkit ") in COMMANDS.keys() - set(DISTRIBUTED)  # no other process waits for it
     report("") if is_alone else report_failure(error, text, code, report)
     return code
 

@@ -20,7 +20,7 @@ ORDER = ("", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "profil
 FREQUENT = (
     "command", "checkpoint_dir", "model_name", "initial_checkpoint_dir", "data", "train.learning_rate",
     "train.global_batch_size", "train.micro_batch_size", "train.max_steps", "train.epochs", "train.max_seq_length",
-    "lora_r", "devices", "precision", "out_dir", "resume", "device_memory_gb", "config",
+    "lora_r", "devices", "precision", "out_dir", "resume", "device_memory_gb", "steps", "config",
 )  # fmt: skip
 """The options of the first screen, in the order of use, as are the groups."""
 

@@ -24,6 +24,12 @@ class GuardError(CommandError, RuntimeError):
     exit_code = 3
 
 
+class DifferenceError(CommandError, RuntimeError):
+    """Values that must agree between ranks, or between two runs, differ."""
+
+    exit_code = 3
+
+
 class StoppedBySignalError(CommandError, RuntimeError):
     """A signal stopped the run, and its state is saved (exit code 128 + signal number)."""
 

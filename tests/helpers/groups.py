@@ -50,6 +50,7 @@ class Case:
     look_at: str | None = None
     """Additional measurement: "collectives" or "memory"."""
     command: str = "pretrain"
+    """Words before the flags."""
     out: str | None = None
     """Name of its out_dir in the test's folder, if not its name."""
 

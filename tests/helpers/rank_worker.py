@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +23,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.peak_memory import rise
+from helpers.skewed_gradient import skew_gradient
 from toolkit import cli
 from toolkit.checkpoints.run import sharded
 from toolkit.checkpoints.run.states import full_state
+from toolkit.diagnostics import communication
+from toolkit.diagnostics.gradients import GradientRecorder
 from toolkit.distributed import fsdp
 from toolkit.training import build, checkpointer, trainer
 from toolkit.training.callbacks import metrics
@@ -145,6 +148,14 @@ def broken(kind: str):
         return mock.patch.multiple(trainer, **slow_loading(trainer.train_batches))
     if kind == "nan on rank 1":
         return mock.patch.object(trainer, "train_step", with_nan(trainer.train_step))
+    if kind == "by a callback":
+        return nullcontext()
+    if kind == "wrong values from rank 1":
+        values = communication._values
+        wrong = lambda count, rank, device: values(count, rank, device) + (rank == dist.get_rank() == 1)  # noqa: E731
+        return mock.patch.object(communication, "_values", wrong)
+    if kind == "gradient on rank 1":
+        return mock.patch.object(GradientRecorder, "on_before_optimizer_step", skewed_gradient)
     raise ValueError(kind)
 
 
@@ -153,6 +164,14 @@ def failing_search(module, optimizer):
     if dist.get_rank() == 1:
         raise RuntimeError("no memory for the search")
     return []
+
+
+RECORD = GradientRecorder.on_before_optimizer_step
+
+
+def skewed_gradient(self, trainer):
+    skew_gradient(trainer)
+    RECORD(self, trainer)
 
 
 def forbidden(write_data):
@@ -230,7 +249,7 @@ def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) 
                 stack.enter_context(mock.patch.object(trainer, "train_step", counting(seen, trainer.train_step)))
             if case["fault"]:
                 stack.enter_context(broken(case["fault"]))
-            seen["exit"] = cli.main([case["command"], *layout, *case["flags"]])
+            seen["exit"] = cli.main([*case["command"].split(), *layout, *case["flags"]])
         (cases.parent / f"{rank}-{case['name']}.json").write_text(json.dumps(seen))
     if dist.is_initialized():
         dist.barrier()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import get_args
 
 from toolkit.config import TrainingCommand
+from toolkit.errors import UserError, did_you_mean
 
 # name: (module with setup(...), positional parameters, one-line help)
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -22,17 +25,21 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "convert_to_peft": ("toolkit.commands.convert_to_peft", ("checkpoint_dir", "out_dir"), "write adapters for peft"),
     "merge_lora": ("toolkit.commands.merge_lora", ("checkpoint_dir",), "merge adapters into the weights"),
     "plan": ("toolkit.commands.plan", ("command",), "batch, parameters and memory of a run before it starts"),
+    "doctor": ("toolkit.commands.doctor", (), "environment for bug reports; checks of communication and gradients"),
+    "verify_parallel": ("toolkit.commands.verify_parallel", ("command",), "a run on its devices against one process"),
     "verify": ("toolkit.commands.verify", ("checkpoint_dir",), "verify the checksums of a checkpoint"),
     "consolidate": ("toolkit.commands.consolidate", ("checkpoint_dir", "out_dir"), "join the shards of a checkpoint"),
 }
 
 TRAINING: tuple[str, ...] = get_args(TrainingCommand)
+DISTRIBUTED = (*TRAINING, "doctor", "verify_parallel")
 """Commands of several processes."""
 
 EXAMPLES = {
     "pretrain": "toolkit pretrain smollm2-135m --devices 4 --train.max_tokens 1e9 --train.learning_rate 3e-4",
     "finetune_full": "toolkit finetune_full Qwen/Qwen2.5-0.5B --data JSON --data.json_path chats.json",
     "finetune_lora": "toolkit finetune_lora Qwen/Qwen2.5-7B --data JSON --data.json_path chats.json --lora_r 16",
+    "doctor": "toolkit doctor --comm --check_grads --devices 2",
 }
 """Commands to copy, for the help."""
 
@@ -42,3 +49,29 @@ _LITGPT = (
 )
 HINTS = {"convert_to_litgpt": _LITGPT, "convert_from_litgpt": _LITGPT}
 """Hints for commands of other tools."""
+
+
+def choose_wrapped(
+    setup: Callable[..., None], argv: list[str], verb: str
+) -> tuple[tuple[Callable[..., None], ...], tuple[str, ...]]:
+    """Return the functions whose options a command line takes, ``setup`` and that of the training command that ``argv``
+    begins with, and their positional parameters.
+
+    Args:
+        setup: Of the command that takes another command.
+        argv: The words after it.
+        verb: What it does with that command, for the message.
+
+    Raises:
+        UserError: it does not begin with a training command.
+    """
+    name = argv[0] if argv else "--help"
+    if name in TRAINING:
+        module, positionals, _ = COMMANDS[name]
+        return (setup, importlib.import_module(module).setup), ("command", *positionals)
+    if argv and name not in ("--help", "-h"):
+        commands = ", ".join(TRAINING)
+        raise UserError(
+            f"{name}: the command to {verb} must come first, one of {commands}{did_you_mean(name, TRAINING)}"
+        )
+    return (setup,), ("command",)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any, Literal
 
 from jsonargparse.typing import PositiveFloat
 
-from toolkit.commands import COMMANDS, TRAINING
+from toolkit.commands import choose_wrapped
 from toolkit.config import TrainingCommand
-from toolkit.errors import UserError, did_you_mean
 
 
 def setup(
@@ -52,20 +50,8 @@ def setup(
 
 
 def choose(argv: list[str]) -> tuple[tuple[Callable[..., None], ...], tuple[str, ...]]:
-    """Return the functions whose options a command line takes, ``setup`` and that of the command that ``argv`` begins
-    with, and their positional parameters.
-
-    Raises:
-        UserError: it does not begin with a command that can be planned.
-    """
-    name = argv[0] if argv else "--help"
-    if name in TRAINING:
-        module, positionals, _ = COMMANDS[name]
-        return (setup, importlib.import_module(module).setup), ("command", *positionals)
-    if argv and name not in ("--help", "-h"):
-        commands = ", ".join(TRAINING)
-        raise UserError(f"{name}: the command to plan must come first, one of {commands}{did_you_mean(name, TRAINING)}")
-    return (setup,), ("command",)
+    """See :func:`toolkit.commands.choose_wrapped`."""
+    return choose_wrapped(setup, argv, "plan")
 
 
 setup.choose = choose  # type: ignore[attr-defined]

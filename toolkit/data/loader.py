@@ -127,14 +127,16 @@ def _start_worker(_worker: int) -> None:
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # Windows has no SIGUSR1
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     # The threads of the tokenizers library do not survive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _exit_with_parent() -> None:
-    """Exit this worker when the training process has ended or was killed. Torch's watchdog takes seconds, and does not
-    run while a row is read."""
+def exit_with_parent() -> None:
+    """Exit this process when the one that started it has ended or was killed; for a thread.
+
+    Torch's watchdog for data loading processes takes seconds, and does not run while a row is read.
+    """
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

@@ -44,7 +44,7 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
     if arguments["profile"] and arguments["resume"] is False:
         require_profiled_steps(arguments["profiler"], arguments["train"].max_steps)
     _check_files(arguments["data"])
-    if arguments["resume"] is False and arguments["out_dir"]:
+    if arguments["resume"] is False and arguments["out_dir"] and command != "verify_parallel":  # it writes nothing
         resolve_resume(False, Path(arguments["out_dir"]))
 
 

@@ -35,7 +35,7 @@ from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.schedule import describe_scaling
 from toolkit.training.agreement import require_shared_disk
 from toolkit.training.build import build_callbacks, build_checkpointer, build_model
-from toolkit.training.callbacks import Callback, notify
+from toolkit.training.callbacks import Callback, Sampler, notify
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.data import prepare_data
 from toolkit.training.model import describe_model
@@ -126,7 +126,7 @@ class Trainer:
             if resume_from is not None:
                 self.restore(resume_from)
             self.optimizer: Any = self.fabric.setup_optimizers(self.checkpointer.optimizer)
-            self.callbacks = build_callbacks(self, sampler, self.user_callbacks, stack)
+            self.callbacks = self._build_callbacks(sampler, stack)
             if self.checkpointer.sharded:
                 require_shared_disk(self.out_dir)
             keep_freed_memory(config.device)  # only now: what loading has freed is returned (M3)
@@ -311,6 +311,9 @@ class Trainer:
             self.display.message(f"LR schedule changed on resume: {', '.join(changes)}")
 
     # ---- building
+
+    def _build_callbacks(self, sampler: Sampler | None, stack: ExitStack) -> list[Callback]:
+        return build_callbacks(self, sampler, self.user_callbacks, stack)
 
     def _find_resume(self) -> Path | None:
         require_unlocked(self.out_dir)

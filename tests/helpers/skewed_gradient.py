@@ -1,0 +1,24 @@
+"""A callback that changes one gradient on rank 1; ``--callbacks helpers.skewed_gradient.SkewGradient``."""
+
+from toolkit import Callback
+from toolkit.checkpoints.weights import canonical_name
+from toolkit.distributed import ranks
+from toolkit.training.model import unwrapped
+
+
+class SkewGradient(Callback):
+    """Doubles a gradient on rank 1 in one step."""
+
+    def __init__(self, step: int = 2) -> None:
+        self.step = step
+
+    def on_before_optimizer_step(self, trainer) -> None:
+        if trainer.progress.step + 1 == self.step:
+            skew_gradient(trainer)
+
+
+def skew_gradient(trainer) -> None:
+    """Double the gradient of the second block's first MLP layer on rank 1."""
+    weights = {canonical_name(name): p for name, p in unwrapped(trainer.model).named_parameters()}
+    if ranks.global_rank() == 1:
+        weights["transformer.h.1.mlp.fc_1.weight"].grad.mul_(2)

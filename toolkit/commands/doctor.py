@@ -1,0 +1,47 @@
+"""`toolkit doctor`: is it the machine, the cluster or the code?"""
+
+from __future__ import annotations
+
+from jsonargparse.typing import PositiveFloat
+
+from toolkit.config import AUTO, Accelerator, Auto, Strategy
+
+
+def setup(
+    comm: bool = False,
+    check_grads: bool = False,
+    topology: bool = False,
+    devices: int | Auto = AUTO,
+    num_nodes: int | Auto = AUTO,
+    accelerator: Accelerator = "auto",
+    strategy: Strategy = "auto",
+    timeout: PositiveFloat | Auto = AUTO,
+    out_dir: str = "out",
+) -> None:
+    """Print the environment, for bug reports, and check communication and gradients between processes.
+
+    It is launched as a run is: by itself with --devices and --num_nodes, by torchrun, or by SLURM.
+
+    The exit code is 0 if all checks pass, 1 if a process does not answer (its rank, host and pid are named), and 3 if a
+    collective or a gradient is wrong. Warnings do not change it. Tokens and keys are never printed.
+
+    Args:
+        comm: Check the values and measure the bandwidth of all-reduce, all-gather, reduce-scatter and point-to-point
+            transfers between all processes.
+        check_grads: Train one step of a small model on all processes and on one, and compare every gradient.
+        topology: Show how the GPUs of this node are connected (nvidia-smi topo -m), and warn of slow pairs.
+        devices: int | Auto per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
+        num_nodes: Number of nodes. auto: 1, or as set by torchrun or SLURM.
+        accelerator: Device type.
+        strategy: Distributed strategy of check_grads. auto: fsdp on several devices.
+        timeout: Minutes to wait for a process that does not answer. auto: 1.
+        out_dir: The folder of your runs, for its free disk space.
+    """
+    try:
+        from toolkit.diagnostics.doctor import DoctorOptions, examine
+    except Exception:  # torch or Lightning does not import
+        from toolkit.diagnostics.environment import describe_environment, format_sections
+
+        print(format_sections(describe_environment(out_dir)), flush=True)
+        raise
+    examine(DoctorOptions(comm, check_grads, topology, strategy, accelerator, devices, num_nodes, timeout, out_dir))

@@ -1,0 +1,89 @@
+"""A trial of a run on one device, in a process of its own: it gives all memory back, and may fail alone."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from contextlib import nullcontext, redirect_stdout
+from multiprocessing.connection import Connection
+from tempfile import TemporaryDirectory
+
+from toolkit.data.loader import exit_with_parent
+from toolkit.diagnostics.gradients import GradientRecorder, StepRecord
+from toolkit.distributed.world import WorldInfo
+from toolkit.errors import CommandError, GuardError, UserError
+from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.planning.run_args import RunArgs
+from toolkit.training.callbacks.loading import load_callbacks
+from toolkit.training.trial import TrialTrainer, single_process_args, trial_args
+
+_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TOOLKIT_PARENT_PID")
+_RANKS = ("RANK", "NODE_RANK", "WORLD_SIZE")
+
+
+def run_alone(
+    args: RunArgs, steps: int, device: str, micro_batch_size: int | None = None, quiet: bool = False
+) -> list[StepRecord]:
+    """Train the first steps of a run on one device and return their records.
+
+    Args:
+        args: Of the run, on any layout.
+        steps: Optimizer steps.
+        device: "cpu", "cuda" or "mps".
+        micro_batch_size: Another one than the run's.
+        quiet: Print nothing.
+
+    Raises:
+        UserError, GuardError: from that run; the message begins with "one process: ".
+        CommandError: that process failed otherwise.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(sender, args, steps, device, micro_batch_size, quiet))
+    process.start()
+    sender.close()
+    try:
+        records, code, message = receiver.recv()
+    except EOFError:
+        process.join()
+        number = -(process.exitcode or 0)
+        how = f"was killed by {signal.Signals(number).name}" if number > 0 else f"exited with code {-number}"
+        hint = "; memory did not suffice?" if number == signal.SIGKILL else ""
+        raise CommandError(f"one process: {how}{hint}") from None
+    process.join()
+    if records is not None:
+        return records
+    error = {2: UserError, 3: GuardError}.get(code, CommandError)(f"one process: {message}")
+    error.exit_code = code
+    raise error
+
+
+def _run(sender: Connection, args: RunArgs, steps: int, device: str, micro_batch_size: int | None, quiet: bool) -> None:
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    for name in list(os.environ):
+        if name.startswith(_LAUNCHERS) or name in _RANKS:
+            del os.environ[name]
+    try:
+        with redirect_stdout(io.StringIO()) if quiet else nullcontext():
+            sender.send((_train(args, steps, device, micro_batch_size), 0, ""))
+    except KeyboardInterrupt:
+        pass  # of the terminal, which has interrupted the parent too
+    except CommandError as error:
+        sender.send((None, error.exit_code, str(error)))
+    except Exception as error:
+        traceback.print_exc()
+        sender.send((None, 1, f"{type(error).__name__}: {error}"))
+
+
+def _train(args: RunArgs, steps: int, device: str, micro_batch_size: int | None) -> list[StepRecord]:
+    recorder = GradientRecorder()
+    with TemporaryDirectory(prefix="toolkit-") as folder:
+        args = single_process_args(trial_args(args, steps, folder), micro_batch_size)
+        world = WorldInfo(1, 1, 0, 0, "toolkit", starts_processes=False)
+        config = resolve(args, DeviceSpec(device, 1, 1))
+        TrialTrainer(config, world, [*load_callbacks(args.callbacks), recorder]).fit()
+    return recorder.records

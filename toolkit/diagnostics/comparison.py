@@ -1,0 +1,93 @@
+"""N3 layout-independent-training on the user's own run: the same steps on a layout and on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from toolkit.config import Precision
+from toolkit.diagnostics.gradients import StepRecord
+
+FP32_TOLERANCE = 1e-5
+"""Of N3, relative."""
+
+LOGGED_NORM_TOLERANCE = 0.05
+"""Coarse, because the logged norm is a sum in fp32; a norm of one rank's gradient only would be off by more."""
+
+
+class Difference(NamedTuple):
+    """How far two records of one step are apart, each relative to the second record.
+
+    Args:
+        loss: Of the losses.
+        grad_norm: Of the gradient norms.
+        gradient: The largest difference of a parameter's gradient norm, relative to the norm of the whole gradient:
+            a parameter whose gradient is nearly zero has rounding errors only.
+        logged_norm: Of the gradient norms that the runs log and clip by.
+        parameter: The parameter with that largest difference.
+    """
+
+    loss: float
+    grad_norm: float
+    gradient: float
+    logged_norm: float = 0.0
+    parameter: str = ""
+
+    def exceeded(self, tolerance: Difference) -> list[str]:
+        """Return the names of the values that exceed the tolerance."""
+        return [name for name in VALUES if not getattr(self, name) <= getattr(tolerance, name)]  # NaN exceeds
+
+
+VALUES = ("loss", "grad_norm", "gradient", "logged_norm")
+
+
+def compare(record: StepRecord, reference: StepRecord) -> Difference:
+    """Return the difference of two records of the same step."""
+    by_name = {
+        name: _relative(record.gradients.get(name, 0.0), norm, reference.grad_norm)
+        for name, norm in reference.gradients.items()
+    }
+    parameter = max(by_name, key=by_name.__getitem__)
+    return Difference(
+        loss=_relative(record.loss, reference.loss, abs(reference.loss)),
+        grad_norm=_relative(record.grad_norm, reference.grad_norm, reference.grad_norm),
+        gradient=by_name[parameter],
+        logged_norm=_relative(record.logged_norm, reference.logged_norm, reference.logged_norm),
+        parameter=parameter,
+    )
+
+
+def choose_tolerance(
+    precision: Precision, reference: Sequence[StepRecord], splits: Sequence[Sequence[StepRecord]]
+) -> Difference:
+    """Return the tolerance of N3: 1e-5 in fp32; in 16 bits twice the largest difference that another micro-batch size
+    makes on one process, and at least that of fp32.
+
+    Args:
+        precision: Of the run.
+        reference: The steps on one process.
+        splits: The same steps on one process with other micro-batch sizes.
+    """
+    if precision == "32-true":
+        return Difference(FP32_TOLERANCE, FP32_TOLERANCE, FP32_TOLERANCE, LOGGED_NORM_TOLERANCE)
+    found = [compare(a, b) for split in splits for a, b in zip(split, reference, strict=True)]
+
+    def twice_the_largest(name: str) -> float:
+        return max([FP32_TOLERANCE, *(2 * getattr(each, name) for each in found)])
+
+    loss, grad_norm, gradient = map(twice_the_largest, ("loss", "grad_norm", "gradient"))
+    return Difference(loss, grad_norm, gradient, LOGGED_NORM_TOLERANCE)
+
+
+def choose_splits(global_batch_size: int, micro_batch_size: int) -> list[int]:
+    """Return the two micro-batch sizes to compare with: the next smaller ones, or larger ones where there are none."""
+    sizes = [size for size in range(1, global_batch_size + 1) if global_batch_size % size == 0]
+    smaller = [size for size in reversed(sizes) if size < micro_batch_size]
+    larger = [size for size in sizes if size > micro_batch_size]
+    return (smaller + larger)[:2]
+
+
+def _relative(value: float, reference: float, scale: float) -> float:
+    if value == reference:  # also where both are infinite, as in a step that an fp16 scaler skips
+        return 0.0
+    return abs(value - reference) / scale if scale else float("inf")

@@ -1,0 +1,77 @@
+"""How the GPUs of a node are connected: the matrix of ``nvidia-smi topo -m``, and pairs with a slow path."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from typing import NamedTuple
+
+from toolkit.errors import join_first
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the header
+_SLOW = {
+    "SYS": "between CPU sockets (PCIe and QPI or UPI)",
+    "NODE": "between PCIe host bridges of one socket",
+}
+"""Connections of nvidia-smi's legend that GPUs should not communicate over, slowest first."""
+
+
+class Topology(NamedTuple):
+    """The connection of each ordered pair of devices: ``links["GPU0", "NIC1"] == "PIX"``."""
+
+    gpus: list[str]
+    nics: list[str]
+    links: dict[tuple[str, str], str]
+
+
+def parse_topology(text: str) -> Topology:
+    """Parse the output of ``nvidia-smi topo -m``.
+
+    Raises:
+        ValueError: it contains no matrix.
+    """
+    lines = [_ESCAPES.sub("", line).split() for line in text.splitlines()]
+    start = next((i for i, words in enumerate(lines) if words and re.fullmatch(r"GPU\d+", words[0])), None)
+    if start is None:
+        raise ValueError("no matrix of GPUs")
+    header = lines[start]
+    names = header[: header.index("CPU")] if "CPU" in header else header  # then CPU Affinity, NUMA Affinity
+    links: dict[tuple[str, str], str] = {}
+    for words in lines[start + 1 :]:
+        if words and words[0] in names and len(words) > len(names):
+            links |= {(words[0], other): link for other, link in zip(names, words[1:], strict=False)}
+    gpus = [name for name in names if re.fullmatch(r"GPU\d+", name)]
+    if not all((gpu, other) in links for gpu in gpus for other in gpus):
+        raise ValueError("the matrix of GPUs is not complete")
+    return Topology(gpus, [name for name in names if name not in gpus], links)
+
+
+def find_slow_links(topology: Topology) -> list[str]:
+    """Return warnings, one line each: GPU pairs over sockets or host bridges, and GPUs whose NICs are all on another
+    socket."""
+    found = []
+    gpus, links = topology.gpus, topology.links
+    for i, (kind, meaning) in enumerate(_SLOW.items(), 1):
+        pairs = [f"{a}-{b}" for a, b in combinations(gpus, 2) if links[a, b] == kind]
+        if pairs:
+            found.append(f"{kind}: {join_first(pairs)} communicate {meaning}; {_avoid(topology, [*_SLOW][:i])}")
+    nics = topology.nics
+    far = [gpu for gpu in gpus if nics and all(links.get((gpu, nic)) == "SYS" for nic in nics)]
+    if far:
+        found.append(f"SYS: every NIC of {join_first(far)} is on another CPU socket, which slows traffic between nodes")
+    return found
+
+
+def _avoid(topology: Topology, kinds: list[str]) -> str:
+    """Suggest a set of GPUs without such connections between them."""
+    groups: list[list[str]] = []
+    for gpu in topology.gpus:
+        home = next((g for g in groups if not any(topology.links[gpu, other] in kinds for other in g)), None)
+        if home is None:
+            groups.append([gpu])
+        else:
+            home.append(gpu)
+    largest = max(groups, key=len)
+    if len(largest) == 1:
+        return "no pair of GPUs has a faster one"
+    return f"CUDA_VISIBLE_DEVICES={','.join(gpu.removeprefix('GPU') for gpu in largest)} avoids it"

@@ -1,0 +1,187 @@
+"""`toolkit verify_parallel`: the first steps of a run on its layout and on one process, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+
+from toolkit.diagnostics.alone import run_alone
+from toolkit.diagnostics.comparison import VALUES, Difference, choose_splits, choose_tolerance, compare
+from toolkit.diagnostics.environment import memory_limit
+from toolkit.diagnostics.gradients import GradientRecorder, StepRecord
+from toolkit.distributed import ranks
+from toolkit.distributed.device import device_memory
+from toolkit.errors import DifferenceError, UserError
+from toolkit.models.config import ModelOverrides
+from toolkit.planning.plan import format_needs, plan_run
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
+from toolkit.planning.run_args import RunArgs
+from toolkit.training.callbacks.base import TrainerView
+from toolkit.training.callbacks.loading import load_callbacks
+from toolkit.training.run import detect_devices
+from toolkit.training.trial import TrialTrainer, single_process_args, trial_args
+
+_NAMES = {
+    "loss": "the loss",
+    "grad_norm": "the gradient norm",
+    "gradient": "a parameter's gradient",
+    "logged_norm": "the logged gradient norm",
+}
+_COLUMNS = ("step", "loss", "one process", "difference", "grad norm", "one process", "difference", "gradients")
+
+
+def verify_parallel(args: RunArgs, steps: int) -> None:
+    """Compare the first steps of a run with the same steps on one process. Every process of the run calls this.
+
+    Rank 0 trains on one process first, while the other ranks wait for it.
+
+    Raises:
+        UserError: a mistake in the arguments, one device only, or a model that one process cannot hold.
+        DifferenceError: on every rank, if the two trainings differ; the message names step and parameter.
+    """
+    device, world = detect_devices(args)
+    if world.world_size == 1:
+        raise UserError(
+            f"--devices {args.devices}: one process has nothing to be compared with; use 2 or more, or torchrun"
+        )
+    with TemporaryDirectory(prefix="toolkit-") as folder:
+        trial = trial_args(args, steps, folder)
+        config = resolve(trial, DeviceSpec(device, world.devices, world.num_nodes))
+        callbacks, check = load_callbacks(args.callbacks), LayoutCheck()
+        if world.global_rank == 0:
+            require_memory_of_one_process(trial, device)
+            _announce(args, config)
+            check.run_references(args, steps, config)
+            print(f"On {world.world_size} ranks:", flush=True)
+        TrialTrainer(config, world, [*callbacks, check]).fit()
+
+
+class LayoutCheck(GradientRecorder):
+    """Prints each step beside the same step on one process, on rank 0, and ends the run with the verdict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reference: list[StepRecord] = []  # on rank 0
+        self.tolerance: Difference | None = None
+        self.differences: list[Difference] = []
+
+    def run_references(self, args: RunArgs, steps: int, config: ResolvedConfig, quiet: bool = False) -> None:
+        """Train on one process: once, and in 16 bits with other micro-batch sizes for the tolerance.
+
+        Args:
+            args: Of the run.
+            steps: Optimizer steps.
+            config: What ``args`` was resolved to.
+            quiet: The other process prints nothing.
+
+        Raises:
+            CommandError: see :func:`run_alone`.
+        """
+        print("One process:", flush=True)
+        self.reference = run_alone(args, steps, config.device, quiet=quiet)
+        splits = []
+        if config.precision != "32-true":
+            for size in choose_splits(config.batch.global_batch_size, config.batch.micro_batch_size):
+                print(f"One process, micro batch {size}, for the tolerance of {config.precision}", flush=True)
+                splits.append(run_alone(args, steps, config.device, size, quiet=True))
+        self.tolerance = choose_tolerance(config.precision, self.reference, splits)
+
+    def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+        super().on_step_end(trainer, metrics)
+        if len(self.records) <= len(self.reference):
+            record, reference = self.records[-1], self.reference[len(self.records) - 1]
+            difference = compare(record, reference)
+            if not self.differences:
+                trainer.display.message(_row(_COLUMNS))
+            self.differences.append(difference)
+            trainer.display.message(format_step(trainer.progress.step, record, reference, difference))
+
+    def on_train_end(self, trainer: TrainerView) -> None:
+        """
+        Raises:
+            DifferenceError: on every rank, if a difference exceeds the tolerance.
+        """
+        tolerance, failure = self.tolerance, ""
+        if tolerance is not None:
+            failure = find_failure(self.differences, tolerance)
+            if not failure:
+                largest = [max(getattr(each, name) for each in self.differences) for name in VALUES[:3]]
+                texts = [
+                    f"{value:.1e} in {_NAMES[name]} (tolerance {getattr(tolerance, name):.1e})"
+                    for name, value in zip(VALUES, largest, strict=False)
+                ]
+                trainer.display.message(
+                    f"passed: {len(self.differences)} steps on {ranks.world_size()} ranks equal those on one process, "
+                    f"within {', '.join(texts)}"
+                )
+        if failure := ranks.broadcast_from_rank0(failure):
+            raise DifferenceError(failure)
+
+
+def find_failure(differences: list[Difference], tolerance: Difference) -> str:
+    """Describe the first step whose difference exceeds the tolerance; empty if there is none."""
+    for step, difference in enumerate(differences, 1):
+        if names := difference.exceeded(tolerance):
+            texts = [
+                f"{_NAMES[name]} by {getattr(difference, name):.1e} (tolerance {getattr(tolerance, name):.1e})"
+                for name in names
+            ]
+            return (
+                f"step {step}: differs from one process in {', '.join(texts)}; the gradient differs most in "
+                f"{difference.parameter}"
+            )
+    return ""
+
+
+def format_step(step: int, record: StepRecord, reference: StepRecord, difference: Difference) -> str:
+    """Return a row of the table: values of the layout, of one process, and their relative difference."""
+    cells = [str(step)]
+    for name in ("loss", "grad_norm"):
+        values = (getattr(record, name), getattr(reference, name))
+        cells += [*(f"{value:.8g}" for value in values), f"{getattr(difference, name):.1e}"]
+    return _row([*cells, f"{difference.gradient:.1e}"])
+
+
+def require_memory_of_one_process(args: RunArgs, device: str) -> None:
+    """Check by the memory plan that one process can train the model.
+
+    Raises:
+        UserError: it cannot; the message suggests a number of layers that it can.
+    """
+    alone = single_process_args(args)
+    try:
+        plan = plan_run(alone, DeviceSpec(device, 1, 1))
+    except UserError:
+        return  # the vocabulary is unknown before the data is prepared
+    limit = min(device_memory(device), (memory_limit() or float("inf")) if device == "cpu" else float("inf"))
+    if plan.memory.total <= limit:
+        return
+    layers, total = plan.model.n_layer, plan.memory.total
+    while layers > 1 and total > limit:
+        layers //= 2
+        overrides = ModelOverrides(**vars(alone.model_config) | {"n_layer": layers})
+        fewer = replace(alone, model_config=overrides)
+        total = plan_run(fewer, DeviceSpec(device, 1, 1)).memory.total
+    fix = f"--model_config.n_layer {layers}"
+    if total > limit:
+        fix = f"{fix} and a smaller --train.micro_batch_size or --train.max_seq_length"
+    if args.initial_checkpoint_dir is not None:
+        fix = f"`toolkit verify_parallel pretrain {plan.model.name} {fix}` with the same devices and strategy"
+    raise UserError(
+        f"--devices {args.devices}: one process cannot hold {plan.model.name} to compare with: it needs about "
+        f"{format_needs(plan.memory)}, and {limit / 1e9:,.1f} GB are there; compare fewer layers, {fix}"
+    )
+
+
+def _announce(args: RunArgs, config: ResolvedConfig) -> None:
+    """Print what is compared, and which options of the run do not take part."""
+    train = config.args.train
+    print(f"Comparing {train.max_steps} steps of {args.command}, {config.precision}, {config.batch}", flush=True)
+    if args.lora is not None and args.lora.dropout:
+        print(f"note: --lora_dropout {args.lora.dropout} is 0 here: its random numbers differ by rank", flush=True)
+    if args.resume:
+        print(f"note: --resume {args.resume} is not followed: the comparison starts at step 1", flush=True)
+
+
+def _row(cells: tuple[str, ...] | list[str]) -> str:
+    return f"{cells[0]:>5}" + "".join(f"{cell:>13}" for cell in cells[1:])

@@ -1,0 +1,65 @@
+"""A few steps of a run, to compare with another run: nothing is written."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from toolkit.config import AUTO, DDPArgs, EvalArgs, FSDPArgs, LogArgs
+from toolkit.distributed import ranks
+from toolkit.distributed.signals import SignalWatch
+from toolkit.errors import StoppedBySignalError
+from toolkit.planning.run_args import RunArgs
+from toolkit.training.callbacks import Callback, ReplicaCheck, Sampler
+from toolkit.training.trainer import Trainer
+
+
+class TrialTrainer(Trainer):
+    """Trains as :class:`Trainer`, but saves no checkpoints and writes no metrics."""
+
+    def save(self, name: str) -> Path:
+        return self.out_dir / name
+
+    def _build_callbacks(self, sampler: Sampler | None, stack: ExitStack) -> list[Callback]:
+        return [ReplicaCheck(self.state.model, self.config.strategy.shards), *self.user_callbacks]
+
+    def _stop_for_signal(self, signals: SignalWatch) -> None:
+        signal_number = max(ranks.all_gather_object(signals.received))
+        signals.ignore()
+        raise StoppedBySignalError(signal_number, f"stopped after step {self.progress.step}")
+
+    def _resume_hint(self) -> str:
+        return "Start the command again"
+
+
+def trial_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
+    """Return the arguments of the first ``steps`` optimizer steps of a run.
+
+    Model, data, batch, precision, strategy and optimizer are the run's. The learning rate is the peak from the first
+    step, so that the optimizer changes the weights. LoRA dropout is 0, because its random numbers differ by rank. There
+    are no validations, checkpoints, loggers or samples.
+
+    Args:
+        args: Of the run.
+        steps: Optimizer steps.
+        out_dir: An empty folder, for callbacks that write there.
+    """
+    train = replace(
+        args.train, max_steps=steps, max_tokens=None, epochs=None, max_time=None, lr_schedule="constant", min_lr=AUTO,
+        lr_warmup_steps=0, lr_warmup_fraction=None, save_interval=0, save_every_minutes=None, keep_best=False,
+        patience=None, log_interval=1,
+    )  # fmt: skip
+    return replace(
+        args, train=train, eval=EvalArgs(interval=0, final_validation=False), out_dir=out_dir, resume=False,
+        logger_name="csv", log=LogArgs(), fsdp=replace(args.fsdp, state_dict_type="full"),
+        lora=None if args.lora is None else replace(args.lora, dropout=0.0),
+    )  # fmt: skip
+
+
+def single_process_args(args: RunArgs, micro_batch_size: int | None = None) -> RunArgs:
+    """Return the arguments of the same run on one device, with the same or another micro-batch size."""
+    train = args.train if micro_batch_size is None else replace(args.train, micro_batch_size=micro_batch_size)
+    return replace(
+        args, train=train, devices=1, num_nodes=1, strategy="auto", fsdp=FSDPArgs(), ddp=DDPArgs(), timeout=AUTO
+    )
