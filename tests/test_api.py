@@ -573,3 +573,14 @@ def test_fsdp_requires_block_classes(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="--strategy fsdp: .*block_classes"):
         train(nn.Sequential(nn.Embedding(64, 64)), devices=2, out_dir=tmp_path / "run")
+
+
+def test_checkpointing_requires_block_classes(tmp_path):
+    """And with blocks, it changes no bit."""
+    with pytest.raises(UserError, match="--train.activation_checkpointing full: .*block_classes"):
+        train(nn.Sequential(nn.Embedding(64, 64)), out_dir=tmp_path / "a", train={"activation_checkpointing": "full"})
+    runs = []
+    for mode in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        runs.append(train(Net(), out_dir=tmp_path / mode, train={"activation_checkpointing": mode}))
+    assert losses(runs[0].out_dir) == losses(runs[1].out_dir) == losses(runs[2].out_dir)

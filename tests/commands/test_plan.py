@@ -119,11 +119,39 @@ def test_advice_is_short_and_correct(capsys, argv, first):
     assert again["memory_gb"]["total"] == pytest.approx(advice["memory_gb"], abs=0.002)
 
 
-def test_4_bits_are_advised_before_much_shorter_sequences(capsys):
+def test_checkpointing_and_4_bits_are_advised_before_shorter_sequences(capsys):
     for command in ("finetune_lora", "finetune_full"):
-        planned = plan(capsys, command, "meta-llama/Llama-2-7b-hf", "--devices", "1", "--device_memory_gb", "16")
-        changes = [advice["change"] for advice in planned["advice"]]
-        assert changes[-2:] == ["--quantize bnb.nf4", "--train.max_seq_length 2048"] and planned["advice"][-1]["fits"]
+        for memory, is_quantized in ((18, False), (10, True)):
+            planned = plan(capsys, command, "meta-llama/Llama-2-7b-hf", "--device_memory_gb", str(memory))
+            changes = [advice["change"] for advice in planned["advice"]]
+            assert planned["advice"][-1]["fits"] and ("--quantize bnb.nf4" in changes) == is_quantized
+            assert "--train.activation_checkpointing full" in changes
+            assert not any("max_seq_length" in change for change in changes)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "pretrain Llama-3-70B --devices 8 --num_nodes 4 --train.micro_batch_size 2 --device_memory_gb 80",
+        "finetune_lora meta-llama/Meta-Llama-3-8B --train.max_seq_length 4096 --device_memory_gb 24",
+    ],
+)
+def test_large_models_fit_by_checkpointing(capsys, argv):
+    planned = plan(capsys, *argv.split())
+    assert planned["fits"] is False and planned["activation_checkpointing"] == "none"
+    changes = [advice["change"] for advice in planned["advice"]]
+    assert planned["advice"][-1]["fits"] and not any("max_seq_length" in change for change in changes)
+    flags = " ".join(changes).split()
+    assert "--train.activation_checkpointing" in flags
+    again = plan(capsys, *argv.split(), *flags)
+    assert again["fits"] is True and again["activation_checkpointing"] in ("selective", "full")
+    assert again["memory_gb"]["total"] == pytest.approx(planned["advice"][-1]["memory_gb"], abs=0.002)
+
+
+def test_the_table_names_the_mode(capsys):
+    assert main(["plan", "pretrain", "pythia-160m", "--train.activation_checkpointing", "full"]) == 0
+    shown = capsys.readouterr().out
+    assert "\nRecompute  all activations of a block but its input" in shown and "\n  recomputed_block " in shown
 
 
 def test_insufficient_advice_is_reported_as_such(capsys):

@@ -30,6 +30,13 @@ def cases(size: int) -> list[Case]:
     if size == 2:
         compiled = ["--precision", "32-true", "--strategy", "fsdp", "--compiler", "torch"]
         found.append(Case("2-compiled-32-true", compiled))
+        for name, strategy in (("full", "fsdp"), ("selective", "ddp"), ("selective", "fsdp"), ("full", "ddp")):
+            recompute = ["--train.activation_checkpointing", name, "--strategy", strategy, "--precision", "32-true"]
+            found.append(Case(f"2-{name}-{strategy}-32-true", recompute))
+        found.append(Case("2-selective-compiled-32-true", [*compiled, "--train.activation_checkpointing", "selective"]))
+    if size == 4:
+        recompute = ["--train.activation_checkpointing", "full", "--precision", "32-true"]
+        found.append(Case("2x2-full-hybrid-32-true", recompute, nodes=2))
     return found
 
 
@@ -56,7 +63,7 @@ NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.nam
 
 ALWAYS = [
     "1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true", "4-FULL_SHARD-32-true", "2x2-HYBRID_SHARD-32-true",
-    "1-single-bf16-mixed", "2-FULL_SHARD-bf16-mixed",
+    "1-single-bf16-mixed", "2-FULL_SHARD-bf16-mixed", "2-full-fsdp-32-true", "2-selective-ddp-32-true",
 ]  # fmt: skip
 
 
@@ -77,6 +84,15 @@ def test_n3_fp32(runs, name):
     assert weights.keys() == reference.keys()
     for key in weights:
         assert (weights[key] - reference[key]).norm() <= 2e-4 * reference[key].norm(), key
+
+
+SAME = {"2-full-fsdp-32-true": "2-FULL_SHARD-32-true", "2-selective-ddp-32-true": "2-ddp-32-true"}
+
+
+@named(list(SAME))
+def test_checkpointed_activations_change_no_bit(runs, name):
+    folder, _ = runs
+    assert losses(folder / name) == losses(folder / SAME[name])
 
 
 @named([name for name in NAMES if name.endswith("bf16-mixed")])

@@ -30,6 +30,12 @@ def cases(size: int) -> list[Case]:
     packed = ["--data.packing", "best_fit", "--train.max_seq_length", "48"]
     found.append(Case(f"packed-{size}", [*packed, *(FSDP if size > 1 else [])], command="finetune_full"))
     if size == 2:
+        checkpointed = ["--train.activation_checkpointing", "full"]
+        found.append(Case("lora-32-true-full", [*ADAPTED, *FSDP, *checkpointed], **LORA))
+        found.append(Case("qlora-sharded", ["--quantize", "bnb.nf4", *checkpointed], **LORA))  # strategy auto
+        for precision in ("bf16-true", "bf16-mixed"):
+            flags = ["--quantize", "bnb.nf4-dq", "--precision", precision]
+            found.append(Case(f"qlora-{precision}-2", flags, **LORA))
         mixed = [*FSDP, "--precision", "bf16-mixed", "--train.micro_batch_size", "2", "--eval.interval", "0"]
         compiled = Case("ragged-compiled", [*mixed, "--compiler", "torch"], command="finetune_full")
         found += [Case("ragged-plain", mixed, command="finetune_full"), replace(compiled, fault=EAGER)]
@@ -37,6 +43,9 @@ def cases(size: int) -> list[Case]:
         for precision in ("bf16-true", "bf16-mixed"):  # another micro-batch split: the tolerance of bf16
             flags = ["--precision", precision, *ADAPTED, "--train.micro_batch_size", "4"]
             found.append(Case(f"split-{precision}", flags, **LORA))
+            quantized = ["--quantize", "bnb.nf4-dq", "--precision", precision]
+            found.append(Case(f"qlora-{precision}-1", quantized, **LORA))
+            found.append(Case(f"split-qlora-{precision}", [*quantized, "--train.micro_batch_size", "4"], **LORA))
     else:
         found.append(Case("ddp-2", [*ADAPTED, "--strategy", "ddp"], **LORA))
     return found
@@ -55,7 +64,7 @@ def shared(tmp_path_factory, corpus) -> list[str]:
     ]  # fmt: skip
 
 
-ALWAYS = ("lora-32-true", "packed", "ragged")
+ALWAYS = ("lora-32-true", "packed", "ragged", "qlora-1", "qlora-sharded")
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +126,31 @@ def test_n3_ddp_finetunes_adapters_as_one_does(runs):
     assert relative(losses(folder / "ddp-2"), losses(folder / "lora-32-true-1")) < 1e-5
 
 
+def test_checkpointed_adapters_change_no_bit(runs):
+    folder, _ = runs
+    assert losses(folder / "lora-32-true-full") == losses(folder / "lora-32-true-2")
+
+
+def test_n3_4_bit_base_is_sharded(runs):
+    folder, seen = runs
+    assert relative(losses(folder / "qlora-sharded"), losses(folder / "qlora-1")) < 1e-5
+    adapters, reference = (load_state(folder / run / "final" / ADAPTERS) for run in ("qlora-sharded", "qlora-1"))
+    assert all((adapters[key] - reference[key]).norm() <= 2e-4 * reference[key].norm() for key in reference)
+    adapter_bytes = sum(tensor.nbytes for tensor in adapters.values())
+    one = seen["qlora-1"][0]["parameters"] - adapter_bytes
+    for rank in seen["qlora-sharded"]:
+        assert rank["parameters"] - adapter_bytes == pytest.approx(one / 2, rel=0.02)
+        assert rank["dtypes"] == ["torch.float32"]  # not uint8, which FSDP does not shard
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_n3_in_bf16(runs, precision):
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_n3_in_bf16(runs, kind, precision):
     folder, _ = runs
-    one = losses(folder / f"lora-{precision}-1")
-    allowed = 2 * relative(losses(folder / f"split-{precision}"), one)
-    assert relative(losses(folder / f"lora-{precision}-2"), one) <= max(allowed, 1e-6)
+    one = losses(folder / f"{kind}-{precision}-1")
+    allowed = 2 * relative(losses(folder / f"split-{'qlora-' * (kind == 'qlora')}{precision}"), one)
+    assert relative(losses(folder / f"{kind}-{precision}-2"), one) <= max(allowed, 1e-6)
 
 
 @pytest.mark.parametrize("precision", ["32-true", slow("bf16-true"), slow("bf16-mixed")])
@@ -155,6 +182,7 @@ def test_s2_adapters_resume_on_one_rank_and_on_two(runs):
 @pytest.mark.slow
 def test_s2_lora_run_after_two_sigkills_is_bit_equal(tmp_path, shared):
     words = ["finetune_lora", *shared, "--lora_dropout", "0.1", "--devices", "2"]
+    words += ["--train.activation_checkpointing", "selective"]
     run_uninterrupted_and_killed_twice(words, tmp_path)
     assert losses(tmp_path / "killed") == losses(tmp_path / "uninterrupted")
     adapters, reference = (load_state(tmp_path / run / "final" / ADAPTERS) for run in ("killed", "uninterrupted"))

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.models.test_gpt import small
+from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.families import config_from_hf
 from toolkit.models.gpt import GPT, Block
 from toolkit.training.model import compile_blocks
@@ -29,8 +30,13 @@ def undo():
     torch.compiler.reset()
 
 
-def count_graphs(model: GPT, calls: Iterable[tuple[int, bool]], longest_ragged: int = 0, packed: bool = False) -> int:
-    """Count the graphs for calls of (tokens per row, is training), without graph breaks or recompile limits."""
+def count_graphs(
+    model: GPT, calls: Iterable[tuple[int, bool]], longest_ragged: int = 0, packed: bool = False, mode: str = "none"
+) -> int:
+    """Count the graphs for calls of (tokens per row, is training), without graph breaks or recompile limits.
+
+    ``mode``: of activation checkpointing.
+    """
     graphs = 0
 
     def backend(graph, _):
@@ -39,6 +45,7 @@ def count_graphs(model: GPT, calls: Iterable[tuple[int, bool]], longest_ragged: 
         return graph.forward
 
     counters.clear()
+    checkpoint_blocks(model, (Block,), mode)
     with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend)):
         compile_blocks(model, (Block,), longest_ragged)
     for length, is_training in calls:
@@ -72,6 +79,13 @@ def test_equivalent_blocks_share_a_graph(changes, is_packed, is_ragged):
     calls, longest = (RAGGED, 30) if is_ragged else (FIXED, 0)
     model = small("llama", **({"n_layer": 4} | changes))
     assert count_graphs(model, calls, longest, is_packed) == (4 if changes else 2)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("style", ["llama", "moe"])
+def test_checkpointed_blocks_share_a_graph(style, mode):
+    for calls, longest in ((FIXED, 0), (RAGGED, 30)):
+        assert count_graphs(small(style, n_layer=4), calls, longest, mode=mode) == 2
 
 
 def test_rows_around_window_and_original_context_share_a_graph():

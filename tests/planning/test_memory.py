@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from benchmark_checkpointing import LiveBytes
 from helpers.groups import Case, run_group
 from helpers.initialize import add_lora
 
 from toolkit.config import DDPArgs, FSDPArgs
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.models import attention
+from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import quantize_linears
@@ -174,6 +177,77 @@ def test_without_gqa_kernels_keys_and_values_of_all_heads_are_saved(family, prec
     monkeypatch.setattr(activations, "_repeated", lambda setup: 1)
     assert plan_memory(setup).activations == pytest.approx(saved_bytes(setup), rel=0.02)
     assert len(masks_seen) == setup.config.n_layer
+
+
+def kept_bytes(setup: TrainingSetup) -> int:
+    """Return the bytes that exist when the blocks and the last norm have run, without what the norm does not save."""
+    model, counted = build(setup), []
+    checkpoint_blocks(model, (Block,), setup.activation_checkpointing)
+    saves_copy = setup.precision == "bf16-true" and setup.config.norm_class_name == "RMSNorm"  # in fp32
+    with LiveBytes(model.parameters()) as live:
+        model.transformer.ln_f.register_forward_hook(
+            lambda _, x, out: counted.append(live.now() - out.nbytes - (x[0].nbytes if saves_copy else 0))
+        )
+        loss_of(model, setup)
+    return counted[0]
+
+
+def largest_block(setup: TrainingSetup) -> int:
+    """Return the most bytes that a block saves without checkpointing in addition to its input and what blocks share."""
+    model, sizes = build(setup), []
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def counted(forward, x, attn_mask, rope, *args):
+        shared = {t.untyped_storage().data_ptr() for t in (x, attn_mask.mask, rope and rope.cos, rope and rope.sin)
+                  if t is not None}  # fmt: skip
+        kept = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(id(t), t), lambda t: t):
+            out = forward(x, attn_mask, rope, *args)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept.values()}
+        sizes.append(sum(size for key, size in storages.items() if key not in own | shared))
+        return out
+
+    for block in model.blocks:
+        block.forward = partial(counted, block.forward)
+    loss_of(model, setup)
+    return max(sizes)
+
+
+def checkpointing_cases() -> list:
+    """Return family, adapters, precision, mode; one precision of each family and mode in turn is fast."""
+    cases = []
+    for i, family in enumerate(CONFIGS):
+        for j, (mode, lora) in enumerate([("full", "full"), ("selective", "full"), ("selective", "lora all")]):
+            for k, precision in enumerate(PRECISIONS):
+                marks = [] if (i + j) % len(PRECISIONS) == k else [pytest.mark.slow]
+                cases.append(pytest.param(family, lora, precision, mode, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("family", "lora", "precision", "mode"), checkpointing_cases())
+def test_checkpointed_activations_match_counted_bytes(family, lora, precision, mode):
+    adapters = LORAS[lora]
+    if adapters is not None and CONFIGS[family].n_moe_layer:
+        adapters = replace(adapters, mlp=False)
+    setup = setup_of(family, precision, adapters, activation_checkpointing=mode)
+    memory = plan_memory(setup)
+    assert memory.activations + memory.cast_weights == pytest.approx(kept_bytes(setup), rel=0.02)
+    if lora == "full" and mode == "full":
+        assert memory.recomputed_block == pytest.approx(largest_block(setup), rel=0.02)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_checkpointed_packed_rows_share_masks(family, mode):
+    setup = setup_of(family, "bf16-true", packed=True, activation_checkpointing=mode)
+    assert plan_memory(setup).activations == pytest.approx(kept_bytes(setup), rel=0.02)
+
+
+def test_what_a_block_has_kept_is_not_counted_again():
+    full, selective = (plan_memory(setup_of("llama", "32-true", activation_checkpointing=mode))
+                       for mode in ("full", "selective"))  # fmt: skip
+    kept_more = (selective.activations - full.activations) / CONFIGS["llama"].n_layer
+    assert full.recomputed_block - selective.recomputed_block == pytest.approx(kept_more) and kept_more > 0
 
 
 def test_cuda_saves_no_attention_matrix():

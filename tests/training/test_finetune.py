@@ -277,8 +277,8 @@ def test_qlora_trains_adapters_and_merges_into_the_unquantized_base(base, questi
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--devices", "2"], "--quantize bnb.nf4: does not go with --strategy fsdp.*--strategy ddp"),
         (["--compiler", "torch"], "--compiler torch: does not go with --quantize"),
+        (["--precision", "16-mixed"], "--precision 16-mixed: .*"),
     ],
 )
 def test_unsupported_options_with_quantize_are_errors(base, questions, tmp_path, flags, message):

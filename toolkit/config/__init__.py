@@ -5,6 +5,7 @@ from toolkit.config.options import (
     FINETUNE,
     PRETRAIN,
     Accelerator,
+    ActivationCheckpointing,
     Auto,
     CommandDefaults,
     DDPArgs,
@@ -23,7 +24,8 @@ from toolkit.config.options import (
 )
 
 __all__ = [
-    "AUTO", "FINETUNE", "PRETRAIN", "Accelerator", "Auto", "CommandDefaults", "DDPArgs", "Dtype", "EvalArgs",
-    "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision", "ProfilerArgs", "RunOptions", "Strategy", "TrainArgs",
+    "AUTO", "FINETUNE", "PRETRAIN", "Accelerator", "ActivationCheckpointing", "Auto", "CommandDefaults", "DDPArgs",
+    "Dtype", "EvalArgs", "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision", "ProfilerArgs", "RunOptions", "Strategy",
+    "TrainArgs",
     "TrainingCommand", "none_if_auto",
 ]  # fmt: skip

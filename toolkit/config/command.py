@@ -25,10 +25,6 @@ from toolkit.paths import require_local
 
 COMMON_OPTIONS = ("help", "config", "print_config")  # of every command
 _LAYERS = "; choose the layers with --lora_query, --lora_key, --lora_value, --lora_projection, --lora_mlp, --lora_head"
-_ACTIVATIONS = (
-    "; toolkit has no activation checkpointing; to save memory, lower --train.micro_batch_size or "
-    "--train.max_seq_length, see `toolkit plan`"
-)
 _OTHER_TOOLS_OPTIONS = {
     "lr": ("train.learning_rate", "; did you mean --train.learning_rate?"),
     "gpus": ("devices", "; did you mean --devices?"),
@@ -37,8 +33,10 @@ _OTHER_TOOLS_OPTIONS = {
     "wandb": ("logger_name", "; did you mean --logger_name wandb?"),
     "target_modules": ("lora_query", _LAYERS),
     "lora_target_modules": ("lora_query", _LAYERS),
-    "gradient_checkpointing": ("train.micro_batch_size", _ACTIVATIONS),
-    "activation_checkpointing": ("train.micro_batch_size", _ACTIVATIONS),
+    "gradient_checkpointing": (
+        "train.activation_checkpointing",
+        "; did you mean --train.activation_checkpointing full?",
+    ),
 }
 """Option names of other tools, each with the option that a command must have for the hint, and the hint."""
 

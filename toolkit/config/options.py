@@ -19,6 +19,7 @@ Accelerator = Literal["auto", "cpu", "cuda", "mps"]
 Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
 TrainingCommand = Literal["pretrain", "finetune_full", "finetune_lora"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
@@ -89,6 +90,8 @@ class TrainArgs:
             command's default of global_batch_size.
         min_lr: Learning rate at the end of the schedule. auto: a tenth of the peak.
         max_norm: Gradient clipping norm; 0 disables clipping.
+        activation_checkpointing: Recompute activations in the backward pass to save memory. selective: keep the outputs
+            of attention and of every second matrix product; full: keep only the inputs of the blocks.
         save_interval: Optimizer steps between checkpoints. auto: a fifth of the run, at least 5 steps. 0 saves at the
             end only.
         save_every_minutes: Also save when the last checkpoint is this many minutes old; null disables. auto: 10, or a
@@ -115,6 +118,7 @@ class TrainArgs:
     lr_base_batch: int | Auto = AUTO
     min_lr: float | Auto = AUTO
     max_norm: float = 1.0
+    activation_checkpointing: ActivationCheckpointing = "none"
     save_interval: int | Auto = AUTO
     save_every_minutes: float | Auto | None = AUTO
     keep_last: int = 3

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import HalfPrecision
 from lightning.fabric.strategies import DDPStrategy
@@ -59,6 +60,11 @@ def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..
     else:
         for submodule in module.modules():
             materialize(submodule)
+
+
+def block_dtype(fabric: Fabric, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype in which FSDP all-gathers the weights of blocks, of a model in ``dtype``; None without FSDP."""
+    return fabric.strategy.block_dtype(dtype) if isinstance(fabric.strategy, ShardedStrategy) else None
 
 
 def build_fabric(

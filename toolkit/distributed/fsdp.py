@@ -75,6 +75,11 @@ class ShardedStrategy(FSDPStrategy):
         self._replicated: list[nn.Parameter] = []
         self._backward_sync_control = AccumulateInFP32()
 
+    def block_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of all-gathered block weights; parameters in this dtype are never cast."""
+        unit, _ = unit_precision(self._options, self._dtypes)
+        return dtype if unit is None or unit.param_dtype is None else unit.param_dtype
+
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard ``module``.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -15,10 +16,12 @@ from toolkit.models.lora_layers import LoRALinear
 if TYPE_CHECKING:
     from toolkit.models.config import ModelConfig
     from toolkit.models.gpt import GPT
+    from toolkit.models.linear_4bit import Linear4bit
 
 BLOCK = 64  # weights per quantization scale
 
 Quantize = Literal["bnb.nf4", "bnb.nf4-dq"]
+NESTED: Quantize = "bnb.nf4-dq"
 
 
 def refuse_experts(config: ModelConfig, kind: Quantize) -> None:
@@ -49,6 +52,38 @@ def quantize_linears(
     Raises:
         UserError: bitsandbytes is not installed, or it computes a layer of the model incorrectly.
     """
+    for name, layer, new in _replaced_linears(model, kind):
+        weight = layer.weight if weight_of is None else weight_of(f"{name}.weight")
+        new.quantize_weight(weight, kind == NESTED, device)
+
+
+def reserve_quantized(
+    model: GPT, kind: Quantize, storage: torch.dtype, weight_of: Callable[[str], torch.Tensor], device: torch.device
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Replace the layers as :func:`quantize_linears` does, but leave the 4-bit weights on the meta device, for FSDP.
+
+    So each block is quantized when FSDP materializes it, and only its shard stays in memory. Every rank keeps all
+    quantization scales.
+
+    Args:
+        model, kind, weight_of, device: See :func:`quantize_linears`.
+        storage: The dtype of the parameters with the packed values, which FSDP must not cast.
+
+    Returns:
+        The parameters' names, each with a function that returns the packed values.
+
+    Raises:
+        UserError: as :func:`quantize_linears`.
+    """
+    values: dict[str, Callable[[], torch.Tensor]] = {}
+    for name, _, new in _replaced_linears(model, kind):
+        new.reserve_weight(storage)
+        values[f"{name}.weight"] = partial(new.pack, partial(weight_of, f"{name}.weight"), kind == NESTED, device)
+    return values
+
+
+def _replaced_linears(model: GPT, kind: Quantize) -> Iterator[tuple[str, nn.Linear, Linear4bit]]:
+    """Replace the linear layers of the blocks one by one; yield name, old layer and new layer, which has no weight."""
     refuse_experts(model.config, kind)
     # at import it warns that optional faster CPU kernels are missing
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -66,11 +101,10 @@ def quantize_linears(
         require_option(layer.in_features % BLOCK == 0, "quantize", kind, hint)
         new_class = LoRALinear4bit if isinstance(layer, LoRALinear) else Linear4bit
         new: Linear4bit = new_class(layer.in_features, layer.out_features, bias=False, device="meta")
-        weight = layer.weight if weight_of is None else weight_of(f"{name}.weight")
-        new.quantize_weight(weight, kind == "bnb.nf4-dq", device)
         new.bias = layer.bias
         if isinstance(layer, LoRALinear) and isinstance(new, LoRALinear4bit):
             new.share_adapters(layer)
         new.train(layer.training)
         owner, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(owner), own_name, new)
+        yield name, layer, new

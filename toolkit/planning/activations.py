@@ -1,6 +1,6 @@
 """Bytes of a training step's activations and logits, by part of the model: closed formulas.
 
-:mod:`toolkit.planning.memory` defines N and c.
+:mod:`toolkit.planning.memory` defines N and c; :mod:`toolkit.planning.recompute` has activation checkpointing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from toolkit.models.loss import chunk_rows
 from toolkit.planning.setup import FP32, INT64, TrainingSetup
 
-_QKV, _PROJECTION, _MLP = ("query", "key", "value"), ("projection",), ("mlp",)  # the adapters of each linear layer
+QKV, PROJECTION, MLP = ("query", "key", "value"), ("projection",), ("mlp",)  # the adapters of each linear layer
 
 
 def activation_bytes(setup: TrainingSetup) -> float:
@@ -20,18 +20,26 @@ def activation_bytes(setup: TrainingSetup) -> float:
 
     Attention is ``scaled_dot_product_attention``: there is no (T, T) matrix unless no fused kernel supports the inputs.
     """
-    config, n = setup.config, setup.tokens
+    mask = setup.tokens * setup.seq_length if setup.packed else 0
+    return block_bytes(setup) + bytes_beside_blocks(setup) + mask
+
+
+def block_bytes(setup: TrainingSetup) -> float:
+    """Return the bytes that autograd saves in the forward pass of all blocks."""
+    config = setup.config
     experts, dense = config.n_moe_layer, config.n_layer - config.n_moe_layer
     gates = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
-    mlps = dense * (_norms(setup, gates * _keeps_input(setup, _MLP)) + _mlp(setup))
+    mlps = dense * (_norms(setup, gates * _keeps_input(setup, MLP)) + _mlp(setup))
     mlps += experts * (_norms(setup, _expert_readers(setup)) + _experts(setup))
     sizes = config.latent_attention
     attention = _attention(setup) if sizes is None else _latent_attention(setup, sizes)
-    blocks = n * (config.n_layer * attention + mlps)
-    last_norm = n * _norm(setup)
-    rope = 2 * FP32 * setup.seq_length * config.rope_n_elem * _rope_tables(setup)
-    mask = n * setup.seq_length if setup.packed else 0
-    return blocks + last_norm + rope + mask + 8 * n
+    return setup.tokens * (config.n_layer * attention + mlps)
+
+
+def bytes_beside_blocks(setup: TrainingSetup) -> float:
+    """Return the bytes of the last norm, the RoPE tables and the tokens."""
+    rope = 2 * FP32 * setup.seq_length * setup.config.rope_n_elem * _rope_tables(setup)
+    return setup.tokens * (_norm(setup) + INT64) + rope
 
 
 def _rope_tables(setup: TrainingSetup) -> int:
@@ -62,18 +70,18 @@ def _norms(setup: TrainingSetup, mlp_readers: int) -> int:
     kept = (count + config.post_attention_norm + config.post_mlp_norm) * _norm(setup)
     if config.parallel_residual and count == 2:
         kept -= config.n_embd * setup.weight_bytes  # both read the same
-    readers = [_attention_readers(setup), mlp_readers]
+    readers = [attention_readers(setup), mlp_readers]
     if config.shared_attention_norm:
         readers = [sum(readers)]
     copies = sum(readers) if setup.is_mixed else sum(min(1, n) for n in readers)
     return kept + copies * config.n_embd * setup.compute_bytes
 
 
-def _attention_readers(setup: TrainingSetup) -> int:
+def attention_readers(setup: TrainingSetup) -> int:
     """Return the number of linear layers in attention that save its input."""
     latent = setup.config.latent_attention
     if latent is None:
-        return int(_keeps_input(setup, _QKV))
+        return int(_keeps_input(setup, QKV))
     if setup.lora is None:
         return 2  # queries; keys and values
     return int(_keeps_input(setup, ("query",)) and latent["q_lora_rank"] is None)
@@ -91,8 +99,8 @@ def _attention(setup: TrainingSetup) -> float:
         kept += _norm_qk(setup)
     if config.clip_qkv is not None:
         kept += setup.compute_bytes * (heads + 2 * groups)
-    kept += _adapter(setup, _QKV, config.n_embd, heads + 2 * groups, setup.weight_bytes)
-    return kept + _adapter(setup, _PROJECTION, heads, config.n_embd, setup.compute_bytes)
+    kept += _adapter(setup, QKV, config.n_embd, heads + 2 * groups, setup.weight_bytes)
+    return kept + _adapter(setup, PROJECTION, heads, config.n_embd, setup.compute_bytes)
 
 
 def _latent_attention(setup: TrainingSetup, sizes: dict[str, Any]) -> float:
@@ -111,7 +119,7 @@ def _latent_attention(setup: TrainingSetup, sizes: dict[str, Any]) -> float:
     kept += c * rank * _keeps_input(setup, query_parts) + c * kv_rank * _keeps_input(setup, kv_parts)
     kept += _adapter(setup, query_parts, rank or config.n_embd, config.n_head * config.head_size, c)
     return (
-        kept + _adapter(setup, kv_parts, kv_rank, expanded, c) + _adapter(setup, _PROJECTION, values, config.n_embd, c)
+        kept + _adapter(setup, kv_parts, kv_rank, expanded, c) + _adapter(setup, PROJECTION, values, config.n_embd, c)
     )
 
 
@@ -154,7 +162,7 @@ def _sink_attention(setup: TrainingSetup) -> float:
     width = config.head_size + 8 - config.head_size % 8
     groups = config.n_query_groups + _repeated(setup) * (config.n_head - config.n_query_groups)
     kept = c * (2 * config.n_head + 2 * groups) * width + FP32 * config.n_head
-    kept = growth * kept + c * config.n_head * config.head_size * _keeps_input(setup, _PROJECTION)
+    kept = growth * kept + c * config.n_head * config.head_size * _keeps_input(setup, PROJECTION)
     return kept + growth**2 * c * _mask(setup)
 
 
@@ -207,9 +215,9 @@ def _mlp(setup: TrainingSetup) -> float:
     config, c = setup.config, setup.compute_bytes
     inner = config.intermediate_size
     gates = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
-    kept = c * inner * ((3 if gates == 2 else 1) + _keeps_input(setup, _MLP))
-    first = gates * _adapter(setup, _MLP, config.n_embd, inner, setup.weight_bytes)
-    return kept + first + _adapter(setup, _MLP, inner, config.n_embd, c)
+    kept = c * inner * ((3 if gates == 2 else 1) + _keeps_input(setup, MLP))
+    first = gates * _adapter(setup, MLP, config.n_embd, inner, setup.weight_bytes)
+    return kept + first + _adapter(setup, MLP, inner, config.n_embd, c)
 
 
 def _expert_readers(setup: TrainingSetup) -> int:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from toolkit.config import DDPArgs
+from toolkit.config import ActivationCheckpointing, DDPArgs
 from toolkit.distributed.device import device_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
@@ -110,6 +110,12 @@ def _full_shard(plan: RunPlan) -> Iterator[Change]:
         yield "--strategy fsdp " * named + "--fsdp.sharding_strategy FULL_SHARD", changed, plan.config.devices
 
 
+def _checkpointing(plan: RunPlan) -> Iterator[Change]:
+    modes = get_args(ActivationCheckpointing)
+    for mode in modes[modes.index(plan.config.args.train.activation_checkpointing) + 1 :]:
+        yield f"--train.activation_checkpointing {mode}", *_train(plan, activation_checkpointing=mode)
+
+
 def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
     if plan.config.precision != "bf16-true":
         yield "--precision bf16-true", replace(plan.config.args, precision="bf16-true"), plan.config.devices
@@ -131,12 +137,9 @@ def _adapters(plan: RunPlan) -> Iterator[Change]:
 
 
 def _quantized(plan: RunPlan) -> Iterator[Change]:
-    args, devices = plan.config.args, plan.config.devices
+    args = plan.config.args
     if args.lora is not None and args.quantize is None:
-        quantized = replace(args, quantize="bnb.nf4")
-        yield "--quantize bnb.nf4", quantized, devices
-        # 4-bit weights are not sharded
-        yield "--quantize bnb.nf4 --strategy ddp", replace(quantized, strategy="ddp"), devices
+        yield "--quantize bnb.nf4", replace(args, quantize="bnb.nf4"), plan.config.devices
 
 
 def _shorter(plan: RunPlan) -> Iterator[Change]:
@@ -164,8 +167,8 @@ def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
 
 
 _STEPS: list[Step] = [
-    _smaller_micro_batch, _full_shard, _true_16_bits, _no_accumulation, _adapters, _quantized, _shorter, _more_devices,
-    _fewer_layers,
+    _smaller_micro_batch, _full_shard, _checkpointing, _true_16_bits, _no_accumulation, _adapters, _quantized, _shorter,
+    _more_devices, _fewer_layers,
 ]  # fmt: skip
 
 
@@ -175,6 +178,8 @@ def out_of_memory(args: RunArgs, spec: DeviceSpec) -> UserError:
     start = f"--train.micro_batch_size {size}: out of memory on {spec.device}"
     if args.module is not None:
         hint = "a smaller one" if size is None or size > 1 else "shorter sequences or more devices"
+        if args.block_classes and args.train.activation_checkpointing != "full":
+            hint = f"--train.activation_checkpointing full, or {hint}"
         return UserError(f"{start}; use {hint}")
     plan = plan_run(args, spec)
     # it did not fit, whatever the formula says: other processes may use a part of the device

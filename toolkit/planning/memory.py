@@ -6,7 +6,8 @@ N is the number of tokens of one micro-batch on one device, c the bytes per elem
 
 The peak is after the forward pass, when everything that the backward pass needs is in memory. Gradients of earlier
 micro-batches add to it; without accumulation, gradients replace activations during the backward pass, and the larger of
-the two counts. torch.compile may need less.
+the two counts. With activation checkpointing, the backward pass also has the activations of one block in memory, but no
+longer the copies of the weights that autocast makes. torch.compile may need less.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.moe import StackedLinear
 from toolkit.models.quantize import refuse_experts
-from toolkit.planning.activations import FP32, activation_bytes, logits_bytes
+from toolkit.planning.activations import FP32, logits_bytes
 from toolkit.planning.optimizer import optimizer_class
+from toolkit.planning.recompute import kept_bytes, recomputed_bytes
 from toolkit.planning.setup import TrainingSetup
 from toolkit.planning.speed import matmul_parameters
 
 # bitsandbytes: 4 bits, and an fp32 scale per 64 weights; with double quantization an 8-bit scale, and an fp32 scale per
 # 256 of those (Dettmers et al. 2023, QLoRA, section 3).
-QUANTIZED_BYTES = {"bnb.nf4": 0.5 + 4 / 64, "bnb.nf4-dq": 0.5 + 1 / 64 + 4 / (64 * 256)}
+BYTES_4BIT = 0.5
+QUANTIZED_BYTES = {"bnb.nf4": BYTES_4BIT + 4 / 64, "bnb.nf4-dq": BYTES_4BIT + 1 / 64 + 4 / (64 * 256)}
 # CUDA context, cuBLAS workspace and allocator fragmentation: a rule of thumb; measured contexts take 0.3 to 0.6 GB.
 CUDA_CONTEXT, ALLOCATOR_GAPS = 0.6e9, 0.03
 
@@ -40,13 +43,15 @@ class Memory:
 
     Args:
         weights: Unquantized parameters of the base model on this device.
-        quantized_base: 4-bit weights, and the largest of them dequantized for its matrix product.
+        quantized_base: 4-bit weights with their scales, and the largest of them dequantized for its matrix product.
         adapters: LoRA's parameters.
         gradients: Gradients of trainable parameters, in the dtype of the parameters.
         optimizer: Optimizer state.
         cast_weights: Autocast's 16-bit copies of the blocks' weights.
         unsharded_unit: FSDP's all-gathered root unit and two blocks, with the gradients of root and one block.
         activations: Tensors saved for the backward pass.
+        recomputed_block: With activation checkpointing, the further activations of a block, and autocast's copies of
+            its weights, while they are recomputed.
         logits: A chunk of logits, and the head's gradients, which are computed with it.
         context: CUDA context and fragmentation; see :data:`CUDA_CONTEXT`.
         has_gradients_in_forward: Whether gradients are in memory together with activations.
@@ -60,6 +65,7 @@ class Memory:
     cast_weights: float
     unsharded_unit: float
     activations: float
+    recomputed_block: float
     logits: float
     context: float
     has_gradients_in_forward: bool
@@ -67,10 +73,11 @@ class Memory:
     @property
     def total(self) -> float:
         """The peak; see the module docstring."""
-        step = self.cast_weights + self.activations + self.logits
+        step = max(self.cast_weights, self.recomputed_block) + self.activations + self.logits
         persistent = self.weights + self.quantized_base + self.adapters + self.optimizer + self.unsharded_unit
-        peak = step + self.gradients if self.has_gradients_in_forward else max(step, self.gradients)
-        return persistent + self.context + peak
+        if self.has_gradients_in_forward:
+            return persistent + self.context + step + self.gradients
+        return persistent + self.context + max(step, self.gradients + self.recomputed_block)
 
     @property
     def training_state(self) -> float:
@@ -117,16 +124,19 @@ def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
     # under accumulation gradients are unsharded until the last micro-batch: see distributed/fsdp.py
     elements = _count(trained) if setup.accumulation > 1 else _local_elements(setup, trained)
     gradients = setup.weight_bytes * elements + adapter_bytes
-    dequantized = 2 * max((p.numel() for p in quantized.values()), default=0)
+    is_checkpointed, recomputed = setup.activation_checkpointing != "none", recomputed_bytes(setup)
+    if is_checkpointed:
+        recomputed += max(_cast_bytes(setup, block, quantized) for block in model.blocks)
     parts = {
         "weights": weights,
-        "quantized_base": QUANTIZED_BYTES.get(setup.quantize or "", 0) * _count(quantized.values()) + dequantized,
+        "quantized_base": _quantized_bytes(setup, quantized),
         "adapters": adapter_bytes,
         "gradients": copies * gradients,
         "optimizer": _optimizer_bytes(setup, trained, adapters),
-        "cast_weights": _cast_bytes(setup, model, quantized),
-        "unsharded_unit": _unsharded_bytes(setup, model),
-        "activations": activation_bytes(setup),
+        "cast_weights": _cast_bytes(setup, model, quantized, cached_only=is_checkpointed),
+        "unsharded_unit": _unsharded_bytes(setup, model, quantized),
+        "activations": kept_bytes(setup),
+        "recomputed_block": recomputed,
         "logits": logits_bytes(setup),
     }
     context = CUDA_CONTEXT + ALLOCATOR_GAPS * sum(parts.values()) if setup.device == "cuda" else 0
@@ -165,17 +175,33 @@ def _quantized(setup: TrainingSetup, model: GPT) -> dict[str, nn.Parameter]:
     return {f"{name}.weight": model.get_parameter(f"{name}.weight") for name in linears}
 
 
-def _cast_bytes(setup: TrainingSetup, model: GPT, quantized: dict[str, nn.Parameter]) -> int:
-    """Return the bytes of autocast's copies of the blocks' weights; none with FSDP, which all-gathers in 16 bits."""
+def _quantized_bytes(setup: TrainingSetup, quantized: dict[str, nn.Parameter]) -> float:
+    """Return the bytes of the 4-bit weights, which FSDP shards, of their scales, which all devices keep, and of the
+    largest weight dequantized for its matrix product."""
+    if setup.quantize is None:
+        return 0.0
+    shards = setup.strategy.shards if setup.strategy.kind == "fsdp" else 1
+    per_weight = BYTES_4BIT / shards + QUANTIZED_BYTES[setup.quantize] - BYTES_4BIT
+    return per_weight * _count(quantized.values()) + 2 * max(p.numel() for p in quantized.values())
+
+
+def _cast_bytes(
+    setup: TrainingSetup, module: nn.Module, quantized: dict[str, nn.Parameter], cached_only: bool = False
+) -> int:
+    """Return the bytes of 16-bit copies of the weights of blocks; none with FSDP, which all-gathers in 16 bits.
+
+    ``cached_only``: only the copies that autocast keeps until the forward pass ends, of trained linear layers.
+    """
     if not setup.is_mixed or setup.strategy.kind == "fsdp":
         return 0
-    products = (nn.Linear, StackedLinear)
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, products) and n != "lm_head"}
-    names = [f"{n}.{p}" for n, m in linears.items() for p, _ in m.named_parameters(recurse=False)]
-    return 2 * sum(model.get_parameter(name).numel() for name in names if name not in quantized)
+    kinds = nn.Linear if cached_only else (nn.Linear, StackedLinear)
+    linears = [m for name, m in module.named_modules() if isinstance(m, kinds) and name != "lm_head"]
+    in_4_bits = {id(p) for p in quantized.values()}
+    weights = [p for m in linears for p in m.parameters(recurse=False) if id(p) not in in_4_bits]
+    return 2 * _count(p for p in weights if p.requires_grad or not cached_only)
 
 
-def _unsharded_bytes(setup: TrainingSetup, model: GPT) -> float:
+def _unsharded_bytes(setup: TrainingSetup, model: GPT, quantized: dict[str, nn.Parameter]) -> float:
     """Return the bytes of FSDP1's unsharded tensors (torch.distributed.fsdp, _runtime_utils).
 
     The root unit (embedding, head, final norm) stays unsharded during the step. Of the blocks, the current and the next
@@ -196,12 +222,19 @@ def _unsharded_bytes(setup: TrainingSetup, model: GPT) -> float:
     def base(module: nn.Module) -> list[nn.Parameter]:
         return [p for n, p in module.named_parameters() if not is_adapter(f".{n}")]
 
+    packed = {id(p) for p in quantized.values()}
+
+    def gathered_bytes(block: list[nn.Parameter]) -> float:
+        in_4_bits = [p for p in block if id(p) in packed]
+        rest = [p for p in block if id(p) not in packed]
+        return size(unit, "param_dtype") * sharded(rest) + BYTES_4BIT * _count(in_4_bits)
+
     blocks = [base(m) for m in model.modules() if isinstance(m, Block)]
     in_blocks = {id(p) for block in blocks for p in block}
     rest = [p for p in base(model) if id(p) not in in_blocks]
     at_once = 2 if setup.strategy.sharding != "SHARD_GRAD_OP" and setup.fsdp.limit_all_gathers else len(blocks)
     compute, reduced = size(unit, "param_dtype"), size(unit, "reduce_dtype")
-    gathered = compute * sum(sharded(block) for block in blocks[:at_once]) + size(root, "param_dtype") * sharded(rest)
+    gathered = sum(gathered_bytes(block) for block in blocks[:at_once]) + size(root, "param_dtype") * sharded(rest)
     gradient = (compute + (reduced if reduced != compute else 0)) * sharded(blocks[0], trained=True)
     # under accumulation the root's gradient is part of `gradients`
     root_gradient = 0 if setup.accumulation > 1 else setup.weight_bytes * sharded(rest, trained=True)

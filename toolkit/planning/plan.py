@@ -84,6 +84,7 @@ def setup_of(config: ResolvedConfig, model: ModelConfig) -> TrainingSetup:
         fsdp=args.fsdp,
         ddp=args.ddp,
         optimizer_class=args.optimizer_class,
+        activation_checkpointing=args.train.activation_checkpointing,
     )
 
 

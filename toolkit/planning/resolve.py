@@ -11,7 +11,7 @@ from toolkit.checkpoints.folder import read_model_config
 from toolkit.config import AUTO, Precision, TrainArgs, none_if_auto
 from toolkit.distributed.device import pick_precision
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
@@ -83,18 +83,28 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     if args.timeout != AUTO and devices.devices * devices.num_nodes == 1:
         raise UserError(f"--timeout {args.timeout}: would have no effect, one process waits for no other")
     if args.lora is not None:
-        _require_fit_for_adapters(args, strategy.kind, precision)
+        _require_fit_for_adapters(args, precision)
     batch = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, **sizes)
     model = choose_model(args)
     length = choose_length(args.train, model)
-    if strategy.kind == "fsdp" and args.module is not None and not args.block_classes:
-        raise UserError("--strategy fsdp: shards the blocks of a model, and none were found; name them: block_classes")
+    if args.module is not None and not args.block_classes:
+        _refuse_without_blocks(args, strategy.kind)
     if strategy.kind == "fsdp" and args.optimizer.name.lower() == "adafactor":
         raise UserError(
             "--optimizer.name Adafactor: looks at whole matrices, and fsdp gives it parts; use --strategy ddp or AdamW"
         )
     optimizer = resolve_optimizer(args.optimizer, precision, args.defaults, args.optimizer_class)
     return ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer)
+
+
+def _refuse_without_blocks(args: RunArgs, strategy: str) -> None:
+    """Refuse options that need the blocks of a user-provided module."""
+    hint = "and none were found; name them: block_classes"
+    if strategy == "fsdp":
+        raise UserError(f"--strategy fsdp: shards the blocks of a model, {hint}")
+    mode = args.train.activation_checkpointing
+    hint = f"recomputes the blocks of a model, {hint}"
+    require_option(mode == "none", "train.activation_checkpointing", mode, hint)
 
 
 def choose_precision(args: RunArgs, device: str) -> Precision:
@@ -139,14 +149,9 @@ def with_length(args: RunArgs) -> RunArgs:
     return replace(args, train=replace(args.train, max_tokens=DEFAULT_MODEL_TOKENS))
 
 
-def _require_fit_for_adapters(args: RunArgs, strategy: str, precision: Precision) -> None:
+def _require_fit_for_adapters(args: RunArgs, precision: Precision) -> None:
     """Refuse options that do not go with adapters, or with a quantized base."""
     if args.quantize is not None:
-        if strategy == "fsdp":
-            raise UserError(
-                f"--quantize {args.quantize}: does not go with --strategy fsdp, which cannot shard weights of 4 bits; "
-                "use --strategy ddp"
-            )
         if precision == "16-mixed":
             raise UserError(f"--precision 16-mixed: is not proven with --quantize {args.quantize}; use bf16-true")
         if args.compiler != "none":

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from toolkit.config import DDPArgs, FSDPArgs, Precision
+from toolkit.config import ActivationCheckpointing, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora_config import LoRAConfig
@@ -35,6 +35,7 @@ class TrainingSetup:
         fsdp: Further FSDP options.
         ddp: Further DDP options.
         optimizer_class: A class outside torch.optim.
+        activation_checkpointing: What the backward pass recomputes.
     """
 
     config: ModelConfig
@@ -51,6 +52,7 @@ class TrainingSetup:
     fsdp: FSDPArgs = field(default_factory=FSDPArgs)
     ddp: DDPArgs = field(default_factory=DDPArgs)
     optimizer_class: type[torch.optim.Optimizer] | None = None
+    activation_checkpointing: ActivationCheckpointing = "none"
 
     @property
     def is_mixed(self) -> bool:

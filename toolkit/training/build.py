@@ -59,6 +59,7 @@ def build_model(config: ResolvedConfig, state: RunState, fabric: Fabric, report:
         state.model,
         seed=args.seed,
         precision=config.precision,
+        activation_checkpointing=args.train.activation_checkpointing,
         compiler=args.compiler,
         longest_ragged=state.longest_ragged,
         source=source if state.base is not None else state.resume_from or source,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +19,19 @@ from toolkit.checkpoints.run.sharded import is_sharded
 from toolkit.checkpoints.run.states import load_sharded_weights, tied_names
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import canonical_name, load_weights
+from toolkit.config import ActivationCheckpointing
 from toolkit.distributed import ranks
-from toolkit.distributed.fabric import materialize_with
+from toolkit.distributed.fabric import block_dtype, materialize_with
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
+from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.init import Materializer, init_weight
 from toolkit.models.lora import adapted_on_meta, adapter_values, is_adapter
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.models.quantize import Quantize, quantize_linears
+from toolkit.models.quantize import Quantize, quantize_linears, reserve_quantized
 from toolkit.planning.speed import flops_per_token
 from toolkit.training.optimizer import no_decay_params
 
@@ -91,6 +94,7 @@ def set_up_model(
     *,
     seed: int,
     precision: str,
+    activation_checkpointing: ActivationCheckpointing,
     compiler: str,
     longest_ragged: int,
     source: Path | None,
@@ -123,9 +127,13 @@ def set_up_model(
     if spec.meta_model is None:
         _take_weights(module, None if shards else source)
     else:
-        values = _values(spec, spec.meta_model, seed, None if shards else source, shards, adapters, fabric.device)
+        storage = block_dtype(fabric, next(spec.meta_model.parameters()).dtype)
+        values = _values(
+            spec, spec.meta_model, seed, None if shards else source, shards, adapters, fabric.device, storage
+        )
         materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)
+    checkpoint_blocks(module, spec.blocks, activation_checkpointing)
     if compiler == "torch":
         compile_blocks(module, spec.blocks, longest_ragged)
     wrapped = fabric.setup(module)
@@ -142,6 +150,8 @@ def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longe
     Rows of unequal length are compiled once, for all lengths: recompiling while gradients accumulate fails under FSDP
     in mixed precision, where the accumulated gradient is fp32 and the weight bf16 (pytorch 111317).
     """
+    if isinstance(module, GPT):  # selective checkpointing warns of operations in place, as gpt-oss's; they are tested
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     torch.compiler.reset()  # graphs of an earlier run in this process count towards torch's limit
     if longest_ragged:
         if isinstance(module, GPT):
@@ -194,8 +204,12 @@ def _values(
     shards: bool,
     adapters: dict[str, torch.Tensor] | None,
     device: torch.device,
+    storage: torch.dtype | None,
 ) -> Callable[[str, torch.Size], torch.Tensor]:
-    """The function from name and shape to value; quantized layers get their weights at once."""
+    """The function from name and shape to value; quantized layers get their weights at once, but not under FSDP.
+
+    ``storage``: the dtype in which FSDP stores 4-bit weights; None without FSDP.
+    """
     if shards:
         return lambda name, shape: torch.zeros(()).expand(shape)  # filled by load_sharded_weights
     if source is None:
@@ -203,12 +217,22 @@ def _values(
     weights = load_compatible_weights(source, model)
     if spec.lora is None:
         return lambda name, shape: weights[name]
+    packed: dict[str, Callable[[], torch.Tensor]] = {}
     if spec.quantize is not None:
-        quantize_linears(model, spec.quantize, weights.__getitem__, device)
+        if storage is None:
+            quantize_linears(model, spec.quantize, weights.__getitem__, device)
+        else:
+            packed = reserve_quantized(model, spec.quantize, storage, weights.__getitem__, device)
         spec.sizes |= {name: p.numel() for name, p in model.named_parameters()}  # two weights in a byte
     initial = adapter_values(model, seed, weights.__getitem__) if adapters is None else None
     known = weights | (adapters or {})
-    return lambda name, shape: initial(name, shape) if initial and is_adapter(name) else known[name]
+
+    def value_of(name: str, shape: torch.Size) -> torch.Tensor:
+        if initial is not None and is_adapter(name):
+            return initial(name, shape)
+        return packed[name]() if name in packed else known[name]
+
+    return value_of
 
 
 @torch.no_grad()

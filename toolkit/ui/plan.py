@@ -14,8 +14,14 @@ _DESCRIPTIONS = {
     "cast_weights": "autocast's 16-bit copies",
     "unsharded_unit": "FSDP all-gathers: current block, next block and root",
     "activations": "saved for the backward pass",
+    "recomputed_block": "activations of one block, recomputed in the backward pass",
     "logits": "one chunk, and the head's gradient",
     "context": "CUDA context and fragmentation, estimated",
+}
+_RECOMPUTED = {
+    "none": "nothing",
+    "selective": "activations, but not attention and every second matrix product (activation checkpointing: selective)",
+    "full": "all activations of a block but its input (activation checkpointing: full)",
 }
 
 
@@ -36,6 +42,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -
         "global_batch_size": config.batch.global_batch_size,
         "micro_batch_size": config.batch.micro_batch_size,
         "gradient_accumulation_steps": config.batch.accumulation,
+        "activation_checkpointing": config.args.train.activation_checkpointing,
         "max_seq_length": plan.seq_length,
         "tokens_per_step": plan.tokens_per_step,
         "parameters": dict(vars(plan.parameters)),
@@ -59,6 +66,7 @@ def format_plan(summary: dict[str, Any]) -> str:
         f"Strategy   {summary['strategy']}",
         f"Batch      {summary['global_batch_size']} = micro batch {summary['micro_batch_size']} x "
         f"{world} device{'s' if world > 1 else ''} x {summary['gradient_accumulation_steps']} accumulated",
+        f"Recompute  {_RECOMPUTED[summary['activation_checkpointing']]}",
         f"Tokens     {summary['tokens_per_step']:,} per step, sequences of {summary['max_seq_length']:,}",
         "",
         "Memory per device, GB",
@@ -67,7 +75,10 @@ def format_plan(summary: dict[str, Any]) -> str:
     lines += [f"  {name:15}{size:10.2f}  {_DESCRIPTIONS[name]}".rstrip() for name, size in shown.items()]
     total = memory["total"]
     overlaps = sum(shown.values()) > total + 0.005 * len(shown)
-    lines += [f"  {'total':15}{total:10.2f}{'  gradients replace activations' if overlaps else ''}"]
+    reason = "  gradients replace activations" if overlaps else ""
+    if overlaps and memory["recomputed_block"]:
+        reason = "  not all at the same time"
+    lines += [f"  {'total':15}{total:10.2f}{reason}"]
     return "\n".join(lines + _verdict(summary))
 
 
