@@ -119,6 +119,29 @@ def test_advice_is_short_and_correct(capsys, argv, first):
     assert again["memory_gb"]["total"] == pytest.approx(advice["memory_gb"], abs=0.002)
 
 
+def test_gradients_accumulate_sharded_where_only_that_fits(capsys):
+    run = ["pretrain", "pythia-1b", "--devices", "8", "--train.micro_batch_size", "1"]
+    unsharded, sharded = (plan(capsys, *run, "--fsdp.accumulate", how) for how in ("unsharded", "sharded"))
+    totals = [found["memory_gb"]["total"] for found in (unsharded, sharded)]
+    assert totals[0] > totals[1] + 2
+    for memory, choice in ((totals[0] + 0.1, "unsharded"), (totals[1] + 0.1, "sharded"), (1, "sharded")):
+        planned = plan(capsys, *run, "--device_memory_gb", str(memory))
+        assert planned["accumulate"] == choice and planned["fits"] is (memory > 1)
+    planned = plan(capsys, *run, "--fsdp.accumulate", "unsharded", "--device_memory_gb", str(totals[1] + 0.1))
+    assert [advice["change"] for advice in planned["advice"]] == ["--fsdp.accumulate sharded"]
+    assert main(["plan", *run, "--fsdp.accumulate", "sharded"]) == 0
+    assert "x 8 accumulated, their gradients sharded\n" in capsys.readouterr().out
+
+
+def test_sharded_gradients_without_accumulation_are_refused(capsys):
+    sharded = ("--devices", "2", "--fsdp.accumulate", "sharded")
+    assert "nothing is accumulated" in mistake(
+        capsys, "pretrain", "pythia-160m", *sharded, "--train.global_batch_size", "8"
+    )
+    assert "adapters are replicated" in mistake(capsys, "finetune_lora", "meta-llama/Llama-3.2-1B", *sharded)
+    assert "nothing is sharded" in mistake(capsys, "pretrain", "pythia-160m", "--fsdp.accumulate", "sharded")
+
+
 def test_checkpointing_and_4_bits_are_advised_before_shorter_sequences(capsys):
     for command in ("finetune_lora", "finetune_full"):
         for memory, is_quantized in ((18, False), (10, True)):

@@ -9,6 +9,7 @@ from helpers.groups import Case, losses, run_group
 from toolkit.checkpoints.weights import load_weights
 
 SHARDINGS = ["HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+ACCUMULATED = SHARDINGS[:3]  # with sharded gradients between the micro-batches
 PRECISIONS = ["32-true", "bf16-mixed"]
 
 
@@ -25,8 +26,14 @@ def cases(size: int) -> list[Case]:
         for sharding in SHARDINGS:
             flags = [*same, "--strategy", "fsdp", "--fsdp.sharding_strategy", sharding]
             found.append(Case(f"{size}-{sharding}-{precision}", flags, look_at="collectives"))
-            if size == 4 and sharding == "HYBRID_SHARD":
+            is_hybrid = size == 4 and sharding == "HYBRID_SHARD"
+            if is_hybrid:
                 found.append(Case(f"2x2-{sharding}-{precision}", flags, nodes=2, look_at="collectives"))
+            if size > 1 and sharding in ACCUMULATED:
+                layout, nodes = ("2x2", 2) if is_hybrid else (size, 1)
+                sharded = [*flags, "--fsdp.accumulate", "sharded"]
+                name = f"{layout}-{sharding}-accumulate-{precision}"
+                found.append(Case(name, sharded, nodes=nodes, look_at="collectives"))
     if size == 2:
         compiled = ["--precision", "32-true", "--strategy", "fsdp", "--compiler", "torch"]
         found.append(Case("2-compiled-32-true", compiled))
@@ -64,6 +71,7 @@ NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.nam
 ALWAYS = [
     "1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true", "4-FULL_SHARD-32-true", "2x2-HYBRID_SHARD-32-true",
     "1-single-bf16-mixed", "2-FULL_SHARD-bf16-mixed", "2-full-fsdp-32-true", "2-selective-ddp-32-true",
+    "2-FULL_SHARD-accumulate-32-true", "2x2-HYBRID_SHARD-accumulate-32-true", "2-FULL_SHARD-accumulate-bf16-mixed",
 ]  # fmt: skip
 
 
@@ -119,24 +127,32 @@ def test_each_rank_holds_its_shard(runs, name):
         for what, copies in (("parameters", 1), ("gradients", 1), ("moments", 2)):
             share = (unsharded[what] - copies * replicated) / shards + copies * replicated
             assert rank[what] == pytest.approx(share, rel=0.02), what
+        expected = rank["gradients"] if "accumulate" in name else unsharded["gradients"]
+        assert rank["waiting"] == pytest.approx(expected, rel=0.02)
     for what in ("parameters", "gradients", "moments"):
         total = sum(rank[what] for rank in seen[name][:shards])
         assert total >= unsharded[what]
 
 
-COUNTED = ["2-ddp-32-true", "2-FULL_SHARD-32-true", "2-FULL_SHARD-bf16-mixed", "2x2-HYBRID_SHARD-32-true"]
+UNITS = 3  # two blocks and the root
+# Four micro-batches per rank on 2 ranks, two on 4. The loss; the gradients; with FSDP the norm; under mixed precision
+# the vectors; with HYBRID_SHARD the all-reduce of each shard and the maximum of the norms.
+REDUCTIONS = {
+    "2-ddp-32-true": 2,
+    "2-FULL_SHARD-32-true": UNITS + 2,
+    "2-FULL_SHARD-bf16-mixed": UNITS + 3,
+    "2x2-HYBRID_SHARD-32-true": 2 * UNITS + 3,
+    "2-FULL_SHARD-accumulate-32-true": 4 * UNITS + 2,
+    "2-FULL_SHARD-accumulate-bf16-mixed": 4 * UNITS + 3,
+    "2x2-HYBRID_SHARD-accumulate-32-true": 2 * UNITS + UNITS + 3,
+}
 
 
-@named(COUNTED)
-def test_gradients_are_reduced_once_per_step(runs, name):
-    """Four micro-batches per rank on 2 ranks, two on 4: gradients are not reduced per micro-batch."""
+@named(list(REDUCTIONS))
+def test_gradients_are_reduced_once_per_step_or_micro_batch(runs, name):
     _, seen = runs
     counts = seen[name][0]["collectives"]
-    reductions = sum(n for kind, n in counts.items() if "reduce" in kind)
-    units = 3  # two blocks and the root
-    # loss; gradients; with FSDP the norm; with HYBRID_SHARD the all-reduce of each shard and the maximum of the norms
-    expected = {"2-ddp-32-true": 2, "2-FULL_SHARD-32-true": units + 2, "2-FULL_SHARD-bf16-mixed": units + 3}
-    assert reductions == expected.get(name, 2 * units + 3), counts
+    assert sum(n for kind, n in counts.items() if "reduce" in kind) == REDUCTIONS[name], counts
 
 
 def test_loss_decreases(runs):

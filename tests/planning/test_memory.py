@@ -355,11 +355,15 @@ def test_unsharded_units_are_root_and_two_blocks():
     assert kept == 4 * (6 * block + root) + 4 * (block + root)
 
 
-def test_accumulated_gradients_are_unsharded():
+def test_accumulated_gradients_are_unsharded_or_shards():
     setup = sharded(setup_of("gpt_neox", "32-true"), 2)
     unsharded = 4 * count_parameters(build_on_meta(setup)).total
     assert plan_memory(setup).gradients == unsharded / 2
     assert plan_memory(replace(setup, accumulation=2)).gradients == unsharded
+    shards = plan_memory(replace(sharded(setup, 2, accumulate="sharded"), accumulation=2))
+    assert shards.gradients == unsharded / 2
+    assert shards.unsharded_unit == plan_memory(setup).unsharded_unit  # with the root's gradient
+    assert shards.total == pytest.approx(sum(shards.parts().values()))  # the shards wait beside the activations
 
 
 def test_hybrid_shards_within_a_node():
@@ -379,17 +383,17 @@ def test_peak_counts_the_larger_of_gradients_and_activations():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_two_ranks_match_the_plan(tmp_path, accumulation):
+@pytest.mark.parametrize(("accumulation", "accumulate"), [(1, "auto"), (2, "unsharded"), (2, "sharded")])
+def test_two_ranks_match_the_plan(tmp_path, accumulation, accumulate):
     """Parameters, moments, and gradients between micro-batches, of real processes under FSDP."""
-    batch = 8 * accumulation
-    cases = [Case(p, ["--precision", p, "--train.global_batch_size", str(batch)]) for p in PRECISIONS]
+    batch = ["--train.global_batch_size", str(8 * accumulation), "--fsdp.accumulate", accumulate]
+    cases = [Case(p, ["--precision", p, *batch]) for p in PRECISIONS]
     flags = ["pico-llama", "--accelerator", "cpu", "--strategy", "fsdp", "--data", "SyntheticTokens",
              "--data.vocab_size", "512", "--train.micro_batch_size", "4", "--train.max_steps", "2",
              "--eval.final_validation", "false"]  # fmt: skip
     seen = run_group(tmp_path, 2, cases, flags)
     for precision in PRECISIONS:
-        memory = plan_memory(sharded(setup_of("llama", precision, accumulation=accumulation), 2))
+        memory = plan_memory(sharded(setup_of("llama", precision, accumulation=accumulation), 2, accumulate=accumulate))
         for rank in seen[precision]:
             assert rank["parameters"] == pytest.approx(memory.weights, rel=0.01)
             assert rank["moments"] == pytest.approx(memory.optimizer, rel=0.01)

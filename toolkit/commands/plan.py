@@ -38,7 +38,7 @@ def setup(
     from toolkit.ui.plan import format_plan, plan_summary
 
     with run_args_of(command, run) as args:
-        plan = plan_run(args, device_spec_of(args))
+        plan = plan_run(args, device_spec_of(args, device_memory_gb))
         advice = [] if device_memory_gb is None else advice_for(plan, device_memory_gb)
     summary = plan_summary(plan, device_memory_gb, advice)
     if format == "json":

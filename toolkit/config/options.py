@@ -227,6 +227,9 @@ class FSDPArgs:
             reduction.
         forward_prefetch: Issue the next block's all-gather before the current block's forward pass.
         limit_all_gathers: Keep at most two blocks' unsharded weights in memory.
+        accumulate: Gradients between the micro-batches of a step. unsharded: every device keeps all of them and
+            reduces them once per step; sharded: it reduces after every micro-batch and keeps its shard. auto: sharded
+            where only that fits the device's memory.
     """
 
     sharding_strategy: Literal["HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = "HYBRID_SHARD"
@@ -237,6 +240,7 @@ class FSDPArgs:
     backward_prefetch: Literal["pre", "post", "none"] = "pre"
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
+    accumulate: Literal["auto", "unsharded", "sharded"] = AUTO
 
 
 @dataclass(frozen=True)

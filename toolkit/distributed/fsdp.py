@@ -6,7 +6,8 @@ products in 16 bits (autocast). FSDP matches that as follows:
 - block weight matrices are all-gathered in 16 bits;
 - embedding and head, in the root unit, are all-gathered in fp32;
 - vectors (norms, biases) are replicated in fp32, and their gradients are all-reduced once per step;
-- gradients accumulate over micro-batches in fp32.
+- gradients accumulate over micro-batches in fp32, unsharded or as each rank's shard (``FSDPArgs.accumulate``). With
+  HYBRID_SHARD the shards are all-reduced over the replicas once per step in both cases.
 
 Measured over 20 steps on 2 ranks, the largest relative difference of the loss from one device is 3.7e-5. Other
 micro-batch sizes on one device differ by 6.5e-5; Fabric's default, all parameters in bf16, by 3.7e-4.
@@ -34,7 +35,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from toolkit.config import FSDPArgs, Precision
-from toolkit.distributed.private_lightning import AccumulateInFP32
+from toolkit.distributed.private_lightning import AccumulateInFP32, ReduceEachMicroBatch
+from toolkit.distributed.private_torch import reduce_over_shards_only, sum_over_replicas
 from toolkit.distributed.ranks import sum_over_ranks, world_size
 from toolkit.distributed.units import unit_precision
 from toolkit.errors import UserError
@@ -73,7 +75,12 @@ class ShardedStrategy(FSDPStrategy):
         self.sharding_strategy = ShardingStrategy[sharding]
         self._blocks, self._mesh_shape, self._options, self._dtypes = tuple(block_classes), mesh, options, precision
         self._replicated: list[nn.Parameter] = []
-        self._backward_sync_control = AccumulateInFP32()
+        self._replica_group: dist.ProcessGroup | None = None  # where the replicas' shards are reduced once per step
+        self._backward_sync_control = ReduceEachMicroBatch() if self._accumulates_shards else AccumulateInFP32()
+
+    @property
+    def _accumulates_shards(self) -> bool:
+        return self._options.accumulate == "sharded"
 
     def block_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of all-gathered block weights; parameters in this dtype are never cast."""
@@ -101,12 +108,13 @@ class ShardedStrategy(FSDPStrategy):
         for parameter in self._replicated:
             parameter.data = parameter.data.to(self.root_device)
         dims = ("shard",) if len(self._mesh_shape) == 1 else ("replicate", "shard")
-        return FullyShardedDataParallel(
+        mesh = init_device_mesh(self.root_device.type, self._mesh_shape, mesh_dim_names=dims)
+        wrapped = FullyShardedDataParallel(
             module,
             auto_wrap_policy=CustomPolicy(lambda m: isinstance(m, self._blocks) and {"mixed_precision": unit}),
             mixed_precision=root,
             sharding_strategy=self.sharding_strategy,
-            device_mesh=init_device_mesh(self.root_device.type, self._mesh_shape, mesh_dim_names=dims),
+            device_mesh=mesh,
             device_id=self.root_device,
             param_init_fn=self.materialize,
             ignored_states=self._replicated or None,
@@ -115,12 +123,18 @@ class ShardedStrategy(FSDPStrategy):
             forward_prefetch=self._options.forward_prefetch,
             limit_all_gathers=self._options.limit_all_gathers,
         )
+        if self._accumulates_shards and len(self._mesh_shape) > 1:
+            reduce_over_shards_only(wrapped)
+            self._replica_group = mesh.get_group("replicate")
+        return wrapped
 
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **options: Any
     ) -> torch.Tensor:
-        """Reduce the replicated gradients, then clip. Called once per optimizer step."""
+        """Complete the reduction of the gradients, then clip. Called once per optimizer step."""
         self._reduce_replicated_gradients()
+        if self._replica_group is not None:
+            sum_over_replicas(module, self._replica_group)
         if len(self._mesh_shape) == 1:
             return super().clip_gradients_norm(module, optimizer, max_norm, *args, **options)
         # The norms of the replicas may differ in the last bit; clipping by them would let the replicas diverge.

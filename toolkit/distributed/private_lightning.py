@@ -19,7 +19,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.private_torch import restore_gradient_dtypes
 from toolkit.distributed.shutdown import PARENT, children, wait_for_children
 
-__all__ = ["AccumulateInFP32", "FabricModule", "LauncherMixin"]
+__all__ = ["AccumulateInFP32", "FabricModule", "LauncherMixin", "ReduceEachMicroBatch"]
 
 
 class LauncherMixin(ParallelStrategy):
@@ -59,6 +59,13 @@ class _Launcher(_SubprocessScriptLauncher):
             self._call_children_scripts()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+
+class ReduceEachMicroBatch(_BackwardSyncControl):
+    """FSDP reduces the gradients of every micro-batch; each rank adds its shards, in the dtype of the parameters."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        return nullcontext()
 
 
 class AccumulateInFP32(_BackwardSyncControl):

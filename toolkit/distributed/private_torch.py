@@ -62,6 +62,24 @@ def dump_memory_history(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))
 
 
+def reduce_over_shards_only(module: nn.Module) -> None:
+    """Skip HYBRID_SHARD's all-reduce over the replicas in the backward pass; :func:`sum_over_replicas` does it.
+
+    The gradient of a unit is divided by the number of all ranks in both cases.
+    """
+    from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+
+    for handle in _handles(module):
+        handle._sharding_strategy = HandleShardingStrategy.FULL_SHARD
+
+
+def sum_over_replicas(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """All-reduce the shards of the gradients, one collective per unit."""
+    for handle in _handles(module):
+        if handle.flat_param.grad is not None:
+            dist.all_reduce(handle.flat_param.grad, group=group)
+
+
 def _handles(module: nn.Module) -> list[Any]:
     """Return the objects that hold the flattened parameters of FSDP's units."""
     from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import

@@ -101,6 +101,12 @@ def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
             yield f"--train.micro_batch_size {micro}", *_train(plan, micro_batch_size=micro)
 
 
+def _sharded_gradients(plan: RunPlan) -> Iterator[Change]:
+    if plan.config.strategy.kind == "fsdp" and plan.config.batch.accumulation > 1:
+        fsdp = replace(plan.config.args.fsdp, accumulate="sharded")
+        yield "--fsdp.accumulate sharded", replace(plan.config.args, fsdp=fsdp), plan.config.devices
+
+
 def _full_shard(plan: RunPlan) -> Iterator[Change]:
     args, strategy = plan.config.args, plan.config.strategy
     if strategy.shards < plan.config.batch.world_size or strategy.sharding == "SHARD_GRAD_OP":
@@ -122,7 +128,7 @@ def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
 
 
 def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
-    """Under accumulation FSDP keeps gradients unsharded: see distributed/fsdp.py."""
+    """Under accumulation gradients are in memory together with activations."""
     batch = plan.config.batch
     if plan.config.strategy.kind == "fsdp" and batch.accumulation > 1:
         size = batch.micro_batch_size * batch.world_size
@@ -167,8 +173,8 @@ def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
 
 
 _STEPS: list[Step] = [
-    _smaller_micro_batch, _full_shard, _checkpointing, _true_16_bits, _no_accumulation, _adapters, _quantized, _shorter,
-    _more_devices, _fewer_layers,
+    _smaller_micro_batch, _sharded_gradients, _full_shard, _checkpointing, _true_16_bits, _no_accumulation, _adapters,
+    _quantized, _shorter, _more_devices, _fewer_layers,
 ]  # fmt: skip
 
 

@@ -121,8 +121,7 @@ def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
     weights = setup.weight_bytes * _local_elements(setup, base.values())
     copies = 1 if setup.strategy.kind != "ddp" or setup.ddp.gradient_as_bucket_view else 2
     has_gradients_in_forward = setup.accumulation > 1 or setup.strategy.kind == "ddp"  # ddp's buckets persist
-    # under accumulation gradients are unsharded until the last micro-batch: see distributed/fsdp.py
-    elements = _count(trained) if setup.accumulation > 1 else _local_elements(setup, trained)
+    elements = _count(trained) if setup.accumulates_unsharded else _local_elements(setup, trained)
     gradients = setup.weight_bytes * elements + adapter_bytes
     is_checkpointed, recomputed = setup.activation_checkpointing != "none", recomputed_bytes(setup)
     if is_checkpointed:
@@ -236,8 +235,8 @@ def _unsharded_bytes(setup: TrainingSetup, model: GPT, quantized: dict[str, nn.P
     compute, reduced = size(unit, "param_dtype"), size(unit, "reduce_dtype")
     gathered = sum(gathered_bytes(block) for block in blocks[:at_once]) + size(root, "param_dtype") * sharded(rest)
     gradient = (compute + (reduced if reduced != compute else 0)) * sharded(blocks[0], trained=True)
-    # under accumulation the root's gradient is part of `gradients`
-    root_gradient = 0 if setup.accumulation > 1 else setup.weight_bytes * sharded(rest, trained=True)
+    # gradients that accumulate unsharded include the root's
+    root_gradient = 0 if setup.accumulates_unsharded else setup.weight_bytes * sharded(rest, trained=True)
     return gathered + gradient + root_gradient
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.config import TrainingCommand
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.distributed.device import count_devices, device_memory
+from toolkit.distributed.device import count_devices
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -20,9 +21,8 @@ from toolkit.models.families import get_config, suggest_names
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, has_length, resolve
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, has_length, resolve, setup_of
 from toolkit.planning.run_args import RunArgs, run_args
-from toolkit.planning.setup import TrainingSetup
 
 
 @dataclass(frozen=True)
@@ -66,28 +66,6 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     return RunPlan(config, model, count_parameters(built), plan_memory(setup, built))
 
 
-def setup_of(config: ResolvedConfig, model: ModelConfig) -> TrainingSetup:
-    """Return the inputs of the memory formulas; ``model`` includes the vocabulary size."""
-    args, batch = config.args, config.batch
-    return TrainingSetup(
-        config=model,
-        precision=config.precision,
-        strategy=config.strategy,
-        micro_batch_size=batch.micro_batch_size,
-        accumulation=batch.accumulation,
-        seq_length=config.max_seq_length or model.block_size,
-        optimizer=config.optimizer,
-        device=config.device,
-        lora=args.lora,
-        quantize=args.quantize,
-        packed=getattr(args.data, "packing", "none") != "none",
-        fsdp=args.fsdp,
-        ddp=args.ddp,
-        optimizer_class=args.optimizer_class,
-        activation_checkpointing=args.train.activation_checkpointing,
-    )
-
-
 def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:
     """Return the config with the vocabulary size of the given tokenizer, or of the one trained on the data.
 
@@ -109,14 +87,14 @@ def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> N
     Otherwise the run would initialize weights for minutes until the operating system kills it without a message.
 
     Args:
-        config: Of the run; on a CPU its devices are processes that share the memory.
+        config: Of the run.
         model: The architecture, including the vocabulary size.
         module: The model on the meta device.
 
     Raises:
         UserError: the memory does not suffice; the message names the model and both sizes.
     """
-    limit = device_memory(config.device) / (config.devices.devices if config.device == "cpu" else 1)
+    limit = config.devices.memory
     memory = plan_memory(setup_of(config, model), module)
     if memory.training_state > limit:
         raise UserError(
@@ -134,8 +112,12 @@ def format_needs(memory: Memory) -> str:
 # ---- from the arguments of a command
 
 
-def device_spec_of(args: RunArgs) -> DeviceSpec:
+def device_spec_of(args: RunArgs, device_memory_gb: float | None = None) -> DeviceSpec:
     """Return the devices of the run of ``args``: GPUs, present or not, unless another accelerator is given.
+
+    Args:
+        args: The arguments of the run.
+        device_memory_gb: Memory of one device in GB (1e9 bytes), if known.
 
     Raises:
         UserError: an invalid number of devices or nodes.
@@ -144,7 +126,8 @@ def device_spec_of(args: RunArgs) -> DeviceSpec:
     available = count_devices(device) if args.devices == "auto" else None
     environ = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # ignore any launcher
     world = detect_world(args.devices, args.num_nodes, available or None, environ)
-    return DeviceSpec(device, world.devices, world.num_nodes)
+    memory = math.inf if device_memory_gb is None else device_memory_gb * 1e9
+    return DeviceSpec(device, world.devices, world.num_nodes, memory)
 
 
 @contextmanager

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from toolkit.checkpoints.folder import read_model_config
-from toolkit.config import AUTO, Precision, TrainArgs, none_if_auto
+from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
 from toolkit.distributed.device import pick_precision
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.errors import UserError, require_option
@@ -16,8 +17,10 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
 from toolkit.planning.batch import BatchPlan, plan_batch
+from toolkit.planning.memory import plan_memory
 from toolkit.planning.optimizer import resolve_optimizer
 from toolkit.planning.run_args import RunArgs, hyperparameters
+from toolkit.planning.setup import TrainingSetup
 
 DEFAULT_MODEL_TOKENS = 700_000
 """Length of pretraining the default model without a limit."""
@@ -25,11 +28,15 @@ DEFAULT_MODEL_TOKENS = 700_000
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The devices of a run: ``devices`` per node of a kind ("cuda", "cpu" or "mps")."""
+    """The devices of a run: ``devices`` per node of a kind ("cuda", "cpu" or "mps").
+
+    ``memory`` is that of one device in bytes; infinity if unknown.
+    """
 
     device: str
     devices: int
     num_nodes: int
+    memory: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class ResolvedConfig:
         model: The architecture; None for a user-provided module. The data may define its vocabulary.
         max_seq_length: Tokens of the longest row; None where the rows of a user-provided module decide.
         optimizer: See :func:`toolkit.planning.optimizer.resolve_optimizer`.
+        accumulate: How FSDP keeps gradients between micro-batches.
     """
 
     args: RunArgs
@@ -55,10 +63,16 @@ class ResolvedConfig:
     model: ModelConfig | None
     max_seq_length: int | None
     optimizer: dict[str, Any]
+    accumulate: Literal["unsharded", "sharded"] = "unsharded"
 
     @property
     def device(self) -> str:
         return self.devices.device
+
+    @property
+    def fsdp(self) -> FSDPArgs:
+        """The FSDP options, with nothing left open."""
+        return replace(self.args.fsdp, accumulate=self.accumulate)
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the options that repeat this run, see :func:`toolkit.planning.run_args.hyperparameters`."""
@@ -94,7 +108,54 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
             "--optimizer.name Adafactor: looks at whole matrices, and fsdp gives it parts; use --strategy ddp or AdamW"
         )
     optimizer = resolve_optimizer(args.optimizer, precision, args.defaults, args.optimizer_class)
-    return ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer)
+    config = ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer)
+    return replace(config, accumulate=choose_accumulate(config))
+
+
+def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]:
+    """Return how FSDP keeps gradients between micro-batches: sharded if requested, or if unsharded ones do not fit.
+
+    Unsharded where that is not known before the run: the memory of the device, the vocabulary, a user-provided module
+    or optimizer.
+
+    Raises:
+        UserError: the option would have no effect.
+    """
+    args, model = config.args, config.model
+    choice = args.fsdp.accumulate
+    accumulates = config.strategy.kind == "fsdp" and config.batch.accumulation > 1 and args.lora is None
+    if choice != AUTO:
+        why = "adapters are replicated" if args.lora is not None else f"nothing is accumulated: {config.batch}"
+        if not accumulates:
+            raise UserError(f"--fsdp.accumulate {choice}: would have no effect, {why}; leave it out")
+        return choice
+    if not accumulates or config.devices.memory == math.inf:
+        return "unsharded"
+    if model is None or model.vocab_size is None or args.module is not None or args.optimizer_class is not None:
+        return "unsharded"
+    return "unsharded" if plan_memory(setup_of(config, model)).total <= config.devices.memory else "sharded"
+
+
+def setup_of(config: ResolvedConfig, model: ModelConfig) -> TrainingSetup:
+    """Return the inputs of the memory formulas; ``model`` includes the vocabulary size."""
+    args, batch = config.args, config.batch
+    return TrainingSetup(
+        config=model,
+        precision=config.precision,
+        strategy=config.strategy,
+        micro_batch_size=batch.micro_batch_size,
+        accumulation=batch.accumulation,
+        seq_length=config.max_seq_length or model.block_size,
+        optimizer=config.optimizer,
+        device=config.device,
+        lora=args.lora,
+        quantize=args.quantize,
+        packed=getattr(args.data, "packing", "none") != "none",
+        fsdp=config.fsdp,
+        ddp=args.ddp,
+        optimizer_class=args.optimizer_class,
+        activation_checkpointing=args.train.activation_checkpointing,
+    )
 
 
 def _refuse_without_blocks(args: RunArgs, strategy: str) -> None:

@@ -32,7 +32,7 @@ class TrainingSetup:
         lora: Adapter configuration; None trains all weights.
         quantize: One of :data:`toolkit.planning.memory.QUANTIZED_BYTES`; None does not quantize.
         packed: Several documents share a row, separated by an attention mask.
-        fsdp: Further FSDP options.
+        fsdp: Further FSDP options; ``accumulate`` is resolved.
         ddp: Further DDP options.
         optimizer_class: A class outside torch.optim.
         activation_checkpointing: What the backward pass recomputes.
@@ -67,6 +67,11 @@ class TrainingSetup:
     def compute_bytes(self) -> int:
         """Bytes per element in matrix products (c of the formulas)."""
         return FP32 if self.precision == "32-true" else 2
+
+    @property
+    def accumulates_unsharded(self) -> bool:
+        """Whether each device keeps all gradients between micro-batches: see distributed/fsdp.py."""
+        return self.accumulation > 1 and self.fsdp.accumulate != "sharded"
 
     @property
     def tokens(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from toolkit.checkpoints.adapters import AdapterInfo
@@ -86,7 +86,7 @@ def prepare_run_state(
         adapters={} if base is None else adapters.fingerprint(base),
     )
     require_same_weights(args, base, resume_from)
-    require_same_options(args, fingerprint)
+    require_same_options(replace(args, fsdp=resolved.fsdp), fingerprint)
     require_validations(args.train, args.eval, data)
     progress = Progress() if resume_from is None else read_progress(resume_from, fingerprint)
     reset_best_if_missing(progress, Path(args.out_dir), damaged)

@@ -90,7 +90,7 @@ class Trainer:
             world,
             accelerator=config.device,
             precision=config.precision,
-            fsdp=args.fsdp,
+            fsdp=config.fsdp,
             ddp=args.ddp,
             block_classes=set(args.block_classes or (Block,)),
         )
@@ -333,6 +333,8 @@ class Trainer:
         if (scaled := describe_scaling(self.args.train, state.schedule, self.args.defaults)) is not None:
             say(scaled)
         say(f"Strategy: {config.strategy}")
+        if config.accumulate == "sharded":
+            say(f"Gradients are reduced after each of {config.batch.accumulation} micro-batches and kept sharded")
         if state.model.config is not None and (reason := export_error(state.model.config)) is not None:
             say(f"note: {reason}")
 

@@ -35,7 +35,9 @@ def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -
     return {
         "command": config.args.command,
         "model": plan.model.name,
-        **vars(config.devices),
+        "device": config.devices.device,
+        "devices": config.devices.devices,
+        "num_nodes": config.devices.num_nodes,
         "strategy": str(config.strategy),
         "precision": config.precision,
         "optimizer": config.optimizer["name"],
@@ -43,6 +45,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -
         "micro_batch_size": config.batch.micro_batch_size,
         "gradient_accumulation_steps": config.batch.accumulation,
         "activation_checkpointing": config.args.train.activation_checkpointing,
+        "accumulate": config.accumulate,
         "max_seq_length": plan.seq_length,
         "tokens_per_step": plan.tokens_per_step,
         "parameters": dict(vars(plan.parameters)),
@@ -58,6 +61,7 @@ def format_plan(summary: dict[str, Any]) -> str:
     """Return :func:`plan_summary` as a table."""
     counts, memory = summary["parameters"], summary["memory_gb"]
     world = summary["devices"] * summary["num_nodes"]
+    sharded = ", their gradients sharded" if summary["accumulate"] == "sharded" else ""
     where = f"{world} x {summary['device']}"
     lines = [
         f"Model      {summary['model']}: {counts['total']:,} parameters, {counts['trained']:,} trained, "
@@ -65,7 +69,7 @@ def format_plan(summary: dict[str, Any]) -> str:
         f"Devices    {where}, {summary['precision']}, {summary['optimizer']}",
         f"Strategy   {summary['strategy']}",
         f"Batch      {summary['global_batch_size']} = micro batch {summary['micro_batch_size']} x "
-        f"{world} device{'s' if world > 1 else ''} x {summary['gradient_accumulation_steps']} accumulated",
+        f"{world} device{'s' if world > 1 else ''} x {summary['gradient_accumulation_steps']} accumulated{sharded}",
         f"Recompute  {_RECOMPUTED[summary['activation_checkpointing']]}",
         f"Tokens     {summary['tokens_per_step']:,} per step, sequences of {summary['max_seq_length']:,}",
         "",
