@@ -142,6 +142,42 @@ def test_sharded_gradients_without_accumulation_are_refused(capsys):
     assert "nothing is sharded" in mistake(capsys, "pretrain", "pythia-160m", "--fsdp.accumulate", "sharded")
 
 
+def test_the_wrap_plan_is_shown(capsys):
+    run = ["pretrain", "pythia-160m", "--devices", "2"]
+    assert plan(capsys, *run)["units"] == "12 x Block, 7,087,872 parameters each; root, 77,268,480"
+    size = plan(capsys, *run, "--fsdp.auto_wrap", "size")
+    assert size["strategy"].startswith("fsdp FULL_SHARD, units by size, 2 shards") and "wraps nothing" in size["units"]
+    assert size["memory_gb"]["unsharded_unit"] > plan(capsys, *run)["memory_gb"]["unsharded_unit"]
+    assert main(["plan", *run]) == 0 and "\nFSDP units 12 x Block, " in capsys.readouterr().out
+    assert plan(capsys, "pretrain", "pythia-160m")["units"] is None
+    message = mistake(capsys, *run, "--fsdp.auto_wrap", "size", "--compiler", "torch")
+    assert "--fsdp.auto_wrap size: is not proven with --compiler torch" in message
+
+
+def test_offload_and_steps_in_the_backward_pass_are_planned(capsys):
+    run = ["finetune_full", "meta-llama/Llama-2-7b-hf", "--devices", "8", "--train.global_batch_size", "8"]
+    planned = plan(capsys, *run, "--fsdp.cpu_offload", "true")
+    assert planned["host_memory_gb"] == pytest.approx(4 * 26.95 / 8, rel=0.01)
+    assert planned["memory_gb"]["optimizer"] < 0.01
+    assert "FSDP cannot add" in mistake(
+        capsys, *run, "--fsdp.cpu_offload", "true", "--fsdp.accumulate", "sharded", "--train.global_batch_size", "16"
+    )
+    one = plan(capsys, "pretrain", "pythia-160m", "--fsdp.cpu_offload", "true")
+    assert one["strategy"].startswith("fsdp FULL_SHARD") and one["memory_gb"]["optimizer"] < 0.01
+    one = ["pretrain", "pythia-1b", "--train.global_batch_size", "1", "--train.micro_batch_size", "1"]
+    one += ["--train.max_seq_length", "256", "--train.max_norm", "0", "--device_memory_gb", "16.5"]
+    planned = plan(capsys, *one)
+    assert planned["advice"][0]["change"] == "--optimizer.in_backward true"
+    again = plan(capsys, *one, "--optimizer.in_backward", "true")
+    assert again["fits"] and again["memory_gb"]["gradients"] < 0.5
+
+
+def test_static_graph_with_accumulation_is_refused(capsys):
+    run = ("pretrain", "pythia-160m", "--devices", "2", "--strategy", "ddp", "--ddp.static_graph", "true")
+    assert "use --train.micro_batch_size 32\n" in mistake(capsys, *run)
+    assert plan(capsys, *run, "--train.micro_batch_size", "32")["strategy"].startswith("ddp")
+
+
 def test_checkpointing_and_4_bits_are_advised_before_shorter_sequences(capsys):
     for command in ("finetune_lora", "finetune_full"):
         for memory, is_quantized in ((18, False), (10, True)):

@@ -11,6 +11,11 @@ from toolkit.checkpoints.weights import load_weights
 SHARDINGS = ["HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 ACCUMULATED = SHARDINGS[:3]  # with sharded gradients between the micro-batches
 PRECISIONS = ["32-true", "bf16-mixed"]
+WRAPPED = {
+    "wrap-class": ["--fsdp.auto_wrap", "class", "--fsdp.wrap_classes", "[Block, CausalSelfAttention]"],
+    "wrap-size": ["--fsdp.auto_wrap", "size", "--fsdp.min_num_params", "20000"],
+    "wrap-nothing": ["--fsdp.auto_wrap", "size"],
+}
 
 
 def cases(size: int) -> list[Case]:
@@ -34,6 +39,13 @@ def cases(size: int) -> list[Case]:
                 sharded = [*flags, "--fsdp.accumulate", "sharded"]
                 name = f"{layout}-{sharding}-accumulate-{precision}"
                 found.append(Case(name, sharded, nodes=nodes, look_at="collectives"))
+        if size < 4:
+            offloaded = [*same, "--strategy", "fsdp", "--fsdp.cpu_offload", "true"]
+            found.append(Case(f"{size}-offload-{precision}", offloaded, fault="offload on a CPU"))
+        if size == 2:
+            fsdp = [*same, "--strategy", "fsdp"]
+            for name, options in WRAPPED.items():
+                found.append(Case(f"2-{name}-{precision}", [*fsdp, *options], look_at="collectives"))
     if size == 2:
         compiled = ["--precision", "32-true", "--strategy", "fsdp", "--compiler", "torch"]
         found.append(Case("2-compiled-32-true", compiled))
@@ -57,6 +69,7 @@ def runs(tmp_path_factory, shared_flags, request):
     for size in (1, 2, 4):
         always = [c for c in cases(size) if c.name.startswith(("1-single", "split")) or c.name in wanted]
         seen |= run_group(folder, size, always, shared_flags)
+    assert all(rank["exit"] == 0 for ranks in seen.values() for rank in ranks)  # also of cases with a fault
     return folder, seen
 
 
@@ -71,6 +84,8 @@ NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.nam
 ALWAYS = [
     "1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true", "4-FULL_SHARD-32-true", "2x2-HYBRID_SHARD-32-true",
     "1-single-bf16-mixed", "2-FULL_SHARD-bf16-mixed", "2-full-fsdp-32-true", "2-selective-ddp-32-true",
+    "2-wrap-class-32-true", "2-wrap-size-32-true", "2-wrap-size-bf16-mixed", "2-wrap-nothing-32-true",
+    "1-offload-32-true", "2-offload-32-true", "2-offload-bf16-mixed",
     "2-FULL_SHARD-accumulate-32-true", "2x2-HYBRID_SHARD-accumulate-32-true", "2-FULL_SHARD-accumulate-bf16-mixed",
 ]  # fmt: skip
 
@@ -145,6 +160,9 @@ REDUCTIONS = {
     "2-FULL_SHARD-accumulate-32-true": 4 * UNITS + 2,
     "2-FULL_SHARD-accumulate-bf16-mixed": 4 * UNITS + 3,
     "2x2-HYBRID_SHARD-accumulate-32-true": 2 * UNITS + UNITS + 3,
+    "2-wrap-class-32-true": UNITS + 2 + 2,  # an attention inside each block
+    "2-wrap-size-32-true": UNITS + 2,
+    "2-wrap-nothing-32-true": 1 + 2,
 }
 
 
@@ -153,6 +171,14 @@ def test_gradients_are_reduced_once_per_step_or_micro_batch(runs, name):
     _, seen = runs
     counts = seen[name][0]["collectives"]
     assert sum(n for kind, n in counts.items() if "reduce" in kind) == REDUCTIONS[name], counts
+
+
+def test_units_are_those_of_the_wrap_plan(runs):
+    _, seen = runs
+    found = {name: seen[f"2-{name}-32-true"][0]["options"]["units"] for name in WRAPPED}
+    assert found == {
+        "wrap-class": ["Block", "CausalSelfAttention"] * 2, "wrap-size": ["LLaMAMLP"] * 2, "wrap-nothing": []
+    }  # fmt: skip
 
 
 def test_loss_decreases(runs):

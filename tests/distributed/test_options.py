@@ -7,6 +7,7 @@ from helpers.groups import Case, run_group
 
 FSDP = ["--strategy", "fsdp", "--train.max_steps", "2"]
 DDP = ["--strategy", "ddp", "--train.max_steps", "2"]
+STATIC = ["--ddp.static_graph", "true", "--train.micro_batch_size", "4"]
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,8 @@ def seen(tmp_path_factory, shared_flags):
         Case("bf16-true", [*FSDP, "--precision", "bf16-true", "--fsdp.reduce_dtype", "fp32"]),
         Case("ddp", DDP),
         Case("ddp-all", [*DDP, "--ddp.bucket_cap_mb", "1", "--ddp.gradient_as_bucket_view", "false"]),
+        Case("ddp-unused", [*DDP, "--ddp.find_unused_parameters", "true"], fault="weights of the MLPs are not used"),
+        Case("ddp-static", [*DDP, *STATIC], fault="weights of the MLPs are not used"),
     ]  # fmt: skip
     results = run_group(folder, 2, cases, shared_flags)
     return {name: ranks[1] for name, ranks in results.items()}
@@ -57,9 +60,17 @@ def test_bf16_true_keeps_explicit_dtypes(seen):
 
 
 def test_every_ddp_option_reaches_the_wrapper(seen):
-    default = {"bucket_bytes": 25 * 2**20, "bucket_view": True}
+    default = {"bucket_bytes": 25 * 2**20, "bucket_view": True, "find_unused": False, "static": False}
     assert seen["ddp"]["options"] == default
-    assert seen["ddp-all"]["options"] == {"bucket_bytes": 2**20, "bucket_view": False}
+    assert seen["ddp-all"]["options"] == default | {"bucket_bytes": 2**20, "bucket_view": False}
+
+
+def test_ddp_trains_beside_weights_that_are_not_used(seen):
+    """DDP alone would fail in the second step, where it still waits for gradients of the first."""
+    assert seen["ddp-unused"]["exit"] == seen["ddp-static"]["exit"] == 0
+    assert seen["ddp-unused"]["options"]["find_unused"] and seen["ddp-static"]["options"]["static"]
+    unused = seen["ddp"]["moments"] - seen["ddp-unused"]["moments"]
+    assert unused > seen["ddp"]["moments"] / 4
 
 
 @pytest.mark.slow

@@ -29,7 +29,8 @@ from toolkit.checkpoints.run import sharded
 from toolkit.checkpoints.run.states import full_state
 from toolkit.diagnostics import communication
 from toolkit.diagnostics.gradients import GradientRecorder
-from toolkit.distributed import fsdp
+from toolkit.distributed import fsdp, strategy
+from toolkit.models.mlp import LLaMAMLP
 from toolkit.training import build, checkpointer, trainer
 from toolkit.training.callbacks import metrics
 from toolkit.training.model import unwrapped
@@ -89,15 +90,17 @@ def measuring(seen: dict, set_up_model):
 def options_of(module) -> dict:
     """Return the user's options as the wrapper has them."""
     if isinstance(module, FullyShardedDataParallel):
-        block = module.transformer.h[0]
+        root, *units = FullyShardedDataParallel.fsdp_modules(module)
         return {
             "backward_prefetch": str(module.backward_prefetch), "forward_prefetch": module.forward_prefetch,
-            "limit_all_gathers": module.limit_all_gathers, "block": str(block.mixed_precision),
-            "root": str(module.mixed_precision), "sharding": str(module.sharding_strategy),
+            "limit_all_gathers": module.limit_all_gathers, "block": str(units[0].mixed_precision) if units else None,
+            "root": str(root.mixed_precision), "sharding": str(module.sharding_strategy),
+            "units": [type(unit.module).__name__ for unit in units],
         }  # fmt: skip
     if isinstance(module, DistributedDataParallel):
         return {
             "bucket_bytes": module.bucket_bytes_cap, "bucket_view": module.gradient_as_bucket_view,
+            "find_unused": module.find_unused_parameters, "static": module.static_graph,
         }  # fmt: skip
     return {}
 
@@ -138,6 +141,14 @@ def broken(kind: str):
         return mock.patch.object(fsdp.FSDPStrategy, "clip_gradients_norm", skewed)
     if kind == "compile with the eager backend":  # no fault: dynamo without the compile time
         return mock.patch.object(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+    if kind == "offload on a CPU":  # no fault: the code of offloaded shards, without pinned memory and streams
+        stack = ExitStack()
+        stack.enter_context(mock.patch.object(strategy, "OFFLOADING", ("cpu",)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self: self))
+        stack.enter_context(mock.patch.object(torch.cpu.Stream, "synchronize", lambda self: None, create=True))
+        return stack
+    if kind == "weights of the MLPs are not used":
+        return mock.patch.object(LLaMAMLP, "forward", lambda self, x: x)
     if kind == "no permission on rank 1":
         return mock.patch.object(sharded._Writer, "write_data", forbidden(sharded._Writer.write_data))
     if kind == "inf in a moment on rank 1":

@@ -366,6 +366,44 @@ def test_accumulated_gradients_are_unsharded_or_shards():
     assert shards.total == pytest.approx(sum(shards.parts().values()))  # the shards wait beside the activations
 
 
+def test_a_step_in_the_backward_pass_has_one_gradient_at_a_time():
+    setup = setup_of("llama", "32-true", in_backward=True)
+    largest = max(p.numel() for p in build_on_meta(setup).parameters())
+    assert plan_memory(setup).gradients == 4 * largest
+
+
+def test_offloaded_shards_are_in_cpu_memory():
+    setup = setup_of("gpt_neox", "bf16-mixed")
+    model = build_on_meta(setup)
+    vectors = 4 * sum(p.numel() for p in model.parameters() if p.ndim < 2)
+    shards = 4 * sum(p.numel() for p in model.parameters() if p.ndim >= 2) / 4
+    plain, offloaded = (plan_memory(sharded(setup, 4, cpu_offload=offload)) for offload in (False, True))
+    assert (offloaded.weights, offloaded.gradients) == (vectors, vectors)
+    assert offloaded.optimizer == pytest.approx(2 * vectors, rel=0.01)
+    assert offloaded.host == pytest.approx(4 * shards, rel=0.01) and plain.host == 0
+    # gradients replace activations in both
+    assert plain.total - offloaded.total == pytest.approx(3 * shards, rel=0.01)
+
+
+def test_unsharded_units_are_those_of_the_wrap_plan():
+    setup = setup_of("llama", "32-true")
+    model = build_on_meta(setup)
+    attention, mlp = (sum(p.numel() for p in part.parameters()) for part in (model.blocks[0].attn, model.blocks[0].mlp))
+    total = sum(p.numel() for p in model.parameters())
+
+    def unsharded(*classes: str) -> int:
+        return plan_memory(sharded(setup, 2, auto_wrap="class", wrap_classes=list(classes))).unsharded_unit
+
+    rest = total - 2 * mlp
+    assert unsharded("LLaMAMLP") == 4 * (2 * mlp + rest) + 4 * (mlp + rest)
+    rest = total - 2 * (attention + mlp)
+    assert unsharded("LLaMAMLP", "CausalSelfAttention") == 4 * (attention + mlp + rest) + 4 * (mlp + rest)
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    rest, outer = total - 2 * block, block - mlp
+    # the block around an MLP stays gathered, and the next block is gathered meanwhile
+    assert unsharded("Block", "LLaMAMLP") == 4 * (outer + mlp + outer + rest) + 4 * (max(mlp, outer) + rest)
+
+
 def test_hybrid_shards_within_a_node():
     setup = setup_of("gpt_neox", "32-true")
     assert plan_memory(sharded(setup, 2, nodes=4)).weights == plan_memory(sharded(setup, 2)).weights

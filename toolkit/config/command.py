@@ -39,6 +39,10 @@ _OTHER_TOOLS_OPTIONS = {
     ),
 }
 """Option names of other tools, each with the option that a command must have for the hint, and the hint."""
+_OTHER_TOOLS_VALUES = {
+    ("fsdp.state_dict_type", "local"): "; use sharded: a file per device, too, and readable on any number of devices",
+}
+"""Values of other tools, each with the hint."""
 
 
 class Option(NamedTuple):
@@ -300,7 +304,8 @@ class CommandOptions:
             must = "not be negative" if kind._expression == "v>=0" else f"be {limits(kind)}"
             return f"{given._replace(value=number).named(key)}: must {must}"
         names = [a for kind in kinds if get_origin(kind) is Literal for a in get_args(kind) if isinstance(a, str)]
-        return f"{given.named(key)}: must be {describe(known[key].kind)}{did_you_mean(given.text, names)}"
+        hint = _OTHER_TOOLS_VALUES.get((key, given.text)) or did_you_mean(given.text, names)
+        return f"{given.named(key)}: must be {describe(known[key].kind)}{hint}"
 
 
 def as_mapping(name: str, value: Any) -> Mapping[str, Any]:

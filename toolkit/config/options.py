@@ -194,6 +194,8 @@ class OptimizerArgs:
             optimizer has them.
         eps: Added to the denominator, for optimizers that have it. auto: the optimizer's default.
         options: Further keyword arguments of the class, for example '{"momentum": 0.9}'.
+        in_backward: Update each weight during the backward pass and free its gradient: for all weights on one device,
+            without clipping (max_norm 0) and accumulation.
     """
 
     name: str = "AdamW"
@@ -201,6 +203,7 @@ class OptimizerArgs:
     betas: tuple[float, float] | Auto = AUTO
     eps: float | Auto = AUTO
     options: dict[str, Any] = field(default_factory=dict)
+    in_backward: bool = False
 
     def __post_init__(self) -> None:
         _not_negative("optimizer", self, "weight_decay")
@@ -218,6 +221,11 @@ class FSDPArgs:
         sharding_strategy: HYBRID_SHARD shards over the devices of a node and replicates over nodes; FULL_SHARD shards
             over all devices; SHARD_GRAD_OP shards gradients and optimizer, but keeps the weights unsharded between
             forward and backward; NO_SHARD is ddp.
+        auto_wrap: What FSDP gathers at once, its units. block: each block; size: modules with at least min_num_params
+            parameters; class: modules of wrap_classes. The rest is one unit, which stays gathered during a step.
+        min_num_params: Least parameters of a unit with auto_wrap size, without those of units inside it. auto:
+            100,000,000.
+        wrap_classes: Names of the classes with auto_wrap class, for example '[CausalSelfAttention, LLaMAMLP]'.
         state_dict_type: Checkpoint format. full: one file; sharded: one file per device, faster for large models. All
             commands read both.
         param_dtype: Compute dtype of the blocks' weights. auto: as --precision.
@@ -230,9 +238,14 @@ class FSDPArgs:
         accumulate: Gradients between the micro-batches of a step. unsharded: every device keeps all of them and
             reduces them once per step; sharded: it reduces after every micro-batch and keeps its shard. auto: sharded
             where only that fits the device's memory.
+        cpu_offload: Keep the shards of weights, gradients and optimizer in CPU memory, and clip and step there. On one
+            GPU, too. Much slower; not tried on CUDA yet.
     """
 
     sharding_strategy: Literal["HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = "HYBRID_SHARD"
+    auto_wrap: Literal["block", "size", "class"] = "block"
+    min_num_params: int | Auto = AUTO
+    wrap_classes: list[str] | None = None
     state_dict_type: Literal["full", "sharded"] = "full"
     param_dtype: Dtype = AUTO
     reduce_dtype: Dtype = AUTO
@@ -241,6 +254,20 @@ class FSDPArgs:
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
     accumulate: Literal["auto", "unsharded", "sharded"] = AUTO
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        _positive("fsdp", self, "min_num_params")
+        for name, choice in (("min_num_params", "size"), ("wrap_classes", "class")):
+            value = getattr(self, name)
+            require_option(
+                value in (None, AUTO) or self.auto_wrap == choice,
+                f"fsdp.{name}", value, f"has no effect with --fsdp.auto_wrap {self.auto_wrap}; use {choice}",
+            )  # fmt: skip
+        require_option(
+            self.auto_wrap != "class" or bool(self.wrap_classes),
+            "fsdp.auto_wrap", "class", "name the classes: --fsdp.wrap_classes '[CausalSelfAttention, LLaMAMLP]'",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -250,10 +277,15 @@ class DDPArgs:
     Args:
         bucket_cap_mb: Size of the gradient all-reduce buckets in MB.
         gradient_as_bucket_view: Make gradients views of the buckets, which saves a copy.
+        find_unused_parameters: Find the weights that take no part in a step, of a user-provided model that does not use
+            all of them in every step; without it they are an error.
+        static_graph: The same weights take part in every step: unused ones are found only once. Without accumulation.
     """
 
     bucket_cap_mb: float = 25.0
     gradient_as_bucket_view: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
 
     def __post_init__(self) -> None:
         _positive("ddp", self, "bucket_cap_mb")

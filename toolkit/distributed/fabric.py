@@ -89,10 +89,15 @@ def build_fabric(
         return Fabric(accelerator=accelerator, devices=1, precision=given, plugins=plugins)
     strategy: DDPStrategy | ShardedStrategy
     if plan.kind == "ddp":
-        strategy = _DDP(bucket_cap_mb=ddp.bucket_cap_mb, gradient_as_bucket_view=ddp.gradient_as_bucket_view)
+        strategy = _DDP(
+            bucket_cap_mb=ddp.bucket_cap_mb,
+            gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+            find_unused_parameters=ddp.find_unused_parameters,
+            static_graph=ddp.static_graph,
+        )
     else:
         assert plan.sharding is not None
-        strategy = _Sharded(block_classes, plan.mesh, plan.sharding, fsdp, precision, accelerator)
+        strategy = _Sharded(block_classes, plan.mesh, plan.sharding, fsdp, precision, accelerator, plan.offloads)
         given, plugins = None, []  # the strategy has its own
     return Fabric(
         accelerator=accelerator,

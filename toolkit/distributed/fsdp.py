@@ -29,16 +29,22 @@ from lightning.fabric.strategies import FSDPStrategy
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from toolkit.config import FSDPArgs, Precision
 from toolkit.distributed.private_lightning import AccumulateInFP32, ReduceEachMicroBatch
-from toolkit.distributed.private_torch import reduce_over_shards_only, sum_over_replicas
+from toolkit.distributed.private_torch import (
+    reduce_over_shards_only,
+    shard_over_one_rank,
+    sum_over_replicas,
+    zero_offloaded_gradients,
+)
 from toolkit.distributed.ranks import sum_over_ranks, world_size
 from toolkit.distributed.units import unit_precision
+from toolkit.distributed.wrap import plan_units
 from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
 
@@ -46,7 +52,7 @@ _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACK
 
 
 class ShardedStrategy(FSDPStrategy):
-    """FSDP per block.
+    """FSDP per block, or by the units of ``options``.
 
     Args:
         block_classes: The classes of the blocks. Each block is a unit; the remaining modules form the root unit.
@@ -54,6 +60,8 @@ class ShardedStrategy(FSDPStrategy):
         sharding: FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD.
         options: Further options from the user.
         precision: The compute precision.
+        device_type: "cpu" or "cuda".
+        offloads: Keep the shards in CPU memory.
 
     ``materialize(module, wanted)`` initializes the meta-device parameters directly in ``module`` that satisfy
     ``wanted``.
@@ -69,11 +77,14 @@ class ShardedStrategy(FSDPStrategy):
         options: FSDPArgs,
         precision: Precision,
         device_type: str,
+        offloads: bool = False,
     ) -> None:
         # setup_module creates the mesh: Fabric would create one of CUDA devices
         super().__init__(sharding_strategy="FULL_SHARD", precision=ShardedPrecision(precision, device_type))
         self.sharding_strategy = ShardingStrategy[sharding]
         self._blocks, self._mesh_shape, self._options, self._dtypes = tuple(block_classes), mesh, options, precision
+        self._offloads = offloads
+        self._wrapped: nn.Module | None = None
         self._replicated: list[nn.Parameter] = []
         self._replica_group: dist.ProcessGroup | None = None  # where the replicas' shards are reduced once per step
         self._backward_sync_control = ReduceEachMicroBatch() if self._accumulates_shards else AccumulateInFP32()
@@ -98,6 +109,8 @@ class ShardedStrategy(FSDPStrategy):
                 f"--fsdp.buffer_dtype {self._options.buffer_dtype}: would have no effect, the model has no buffers"
             )
         unit, root = unit_precision(self._options, self._dtypes)
+        units = plan_units(module, self._options, self._blocks)[1:]
+        precisions = {id(part.module): root if self._has_embedding(part.module) else unit for part in units}
         # Norms and biases are too small to shard, and would be gathered in 16 bits.
         replicated = {id(p) for name, p in module.named_parameters() if is_adapter(name) or (unit and p.ndim < 2)}
         names = [name for name, p in module.named_parameters() if id(p) in replicated]
@@ -111,7 +124,7 @@ class ShardedStrategy(FSDPStrategy):
         mesh = init_device_mesh(self.root_device.type, self._mesh_shape, mesh_dim_names=dims)
         wrapped = FullyShardedDataParallel(
             module,
-            auto_wrap_policy=CustomPolicy(lambda m: isinstance(m, self._blocks) and {"mixed_precision": unit}),
+            auto_wrap_policy=CustomPolicy(lambda m: id(m) in precisions and {"mixed_precision": precisions[id(m)]}),
             mixed_precision=root,
             sharding_strategy=self.sharding_strategy,
             device_mesh=mesh,
@@ -122,11 +135,19 @@ class ShardedStrategy(FSDPStrategy):
             backward_prefetch=_PREFETCH[self._options.backward_prefetch],
             forward_prefetch=self._options.forward_prefetch,
             limit_all_gathers=self._options.limit_all_gathers,
+            cpu_offload=CPUOffload(offload_params=self._offloads),
         )
+        self._wrapped = wrapped
+        if self._mesh_shape == (1,):
+            shard_over_one_rank(wrapped)
         if self._accumulates_shards and len(self._mesh_shape) > 1:
             reduce_over_shards_only(wrapped)
             self._replica_group = mesh.get_group("replicate")
         return wrapped
+
+    def _has_embedding(self, part: nn.Module) -> bool:
+        """Whether a unit other than a block has an embedding, which is gathered in fp32."""
+        return self._options.auto_wrap != "block" and any(isinstance(m, nn.Embedding) for m in part.modules())
 
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **options: Any
@@ -136,12 +157,19 @@ class ShardedStrategy(FSDPStrategy):
         if self._replica_group is not None:
             sum_over_replicas(module, self._replica_group)
         if len(self._mesh_shape) == 1:
-            return super().clip_gradients_norm(module, optimizer, max_norm, *args, **options)
+            # with offloaded gradients the norm is a CPU tensor
+            return super().clip_gradients_norm(module, optimizer, max_norm, *args, **options).to(self.root_device)
         # The norms of the replicas may differ in the last bit; clipping by them would let the replicas diverge.
-        norm = super().clip_gradients_norm(module, optimizer, math.inf, *args, **options).float()
+        norm = super().clip_gradients_norm(module, optimizer, math.inf, *args, **options).float().to(self.root_device)
         dist.all_reduce(norm, op=dist.ReduceOp.MAX)
         clip_grads_with_norm_(list(module.parameters()), max_norm, norm)
         return norm
+
+    def optimizer_step(self, optimizer: Any, **options: Any) -> Any:
+        result = super().optimizer_step(optimizer, **options)
+        if self._offloads and self._wrapped is not None:
+            zero_offloaded_gradients(self._wrapped)
+        return result
 
     def _reduce_replicated_gradients(self) -> None:
         """All-reduce the gradients of the replicated parameters to their mean, in fp32, in one collective.

@@ -139,6 +139,12 @@ class RunGroup:
             UserError: the number of processes differs from the world size.
         """
         lifeline = self.shutdown.lifeline
+        if self.world.world_size == 1 and isinstance(self.fabric.strategy, ParallelStrategy):
+            if not ranks.is_distributed():  # FSDP over one rank
+                backends = choose_backends(self.fabric.device)
+                dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **backends)
+                atexit.register(_leave)
+            return
         if self._store is None or lifeline is None:
             return  # one process
         try:  # torch's own wait does not detect a failed rank

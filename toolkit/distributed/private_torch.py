@@ -62,6 +62,28 @@ def dump_memory_history(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))
 
 
+def shard_over_one_rank(module: nn.Module) -> None:
+    """Gather and free the units of a group of one rank as those of larger groups.
+
+    torch makes it NO_SHARD, which keeps the weights that the backward pass needs on the device although they are
+    offloaded, and fails in mixed precision with tied weights.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        unit.sharding_strategy = ShardingStrategy.FULL_SHARD
+    for handle in _handles(module):
+        handle._sharding_strategy = HandleShardingStrategy.FULL_SHARD
+
+
+def zero_offloaded_gradients(module: nn.Module) -> None:
+    """Set the gradients in CPU memory to zero: FSDP shows them again as those of the next step, if that accumulates."""
+    for handle in _handles(module):
+        if getattr(handle.flat_param, "_cpu_grad", None) is not None:
+            handle.flat_param._cpu_grad.zero_()
+
+
 def reduce_over_shards_only(module: nn.Module) -> None:
     """Skip HYBRID_SHARD's all-reduce over the replicas in the backward pass; :func:`sum_over_replicas` does it.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from toolkit.config import DDPArgs, FSDPArgs, Precision, Strategy
 from toolkit.errors import UserError
+
+OFFLOADING = ("cuda",)
+"""Devices with a memory of their own."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +21,16 @@ class StrategyPlan:
         sharding: Name of torch's sharding strategy if ``kind`` is "fsdp".
         mesh: (shards,) or (replicas, shards); the product is the number of ranks. (ranks, 1) for ddp.
         reason: Why this strategy was chosen, for display.
+        units: What FSDP gathers at once, for display.
+        offloads: FSDP keeps its shards in CPU memory, apart from the memory of the devices.
     """
 
     kind: Literal["single", "ddp", "fsdp"]
     sharding: str | None
     mesh: tuple[int, ...]
     reason: str
+    units: str = "one unit per block"
+    offloads: bool = False
 
     @property
     def shards(self) -> int:
@@ -35,8 +42,9 @@ class StrategyPlan:
             return f"one device ({self.reason})"
         if self.kind == "ddp":
             return f"ddp, {self.mesh[0]} replicas ({self.reason})"
+        shards = f"{self.shards} shard{'s' if self.shards > 1 else ''}"
         replicas = f", {self.mesh[0]} replicas" if len(self.mesh) == 2 else ""
-        return f"fsdp {self.sharding}, one unit per block, {self.shards} shards{replicas} ({self.reason})"
+        return f"fsdp {self.sharding}, {self.units}, {shards}{replicas} ({self.reason})"
 
 
 def plan_strategy(
@@ -51,19 +59,28 @@ def plan_strategy(
 ) -> StrategyPlan:
     """Choose the strategy, with an explicit mesh.
 
-    A shard group of one rank becomes ddp, because torch would not synchronize the replicas (N4).
+    A shard group of one rank becomes ddp, because torch would not synchronize the replicas (N4); one device alone has
+    nothing to synchronize, and uses FSDP to offload.
 
     Raises:
         UserError: these devices do not support the strategy, or one of its options would have no effect.
     """
     ranks = devices * num_nodes
     plan = _plan(strategy, fsdp.sharding_strategy, devices, num_nodes)
+    offloads = fsdp.cpu_offload and accelerator in OFFLOADING
+    if offloads and ranks == 1 and strategy in ("auto", "fsdp"):
+        plan = StrategyPlan("fsdp", "FULL_SHARD", (1,), "--fsdp.cpu_offload on one device")
+    if offloads and plan.kind == "fsdp":
+        plan = replace(plan, offloads=True)
+    if fsdp.auto_wrap != "block":
+        plan = replace(plan, units=f"units by {fsdp.auto_wrap}")
     if ranks > 1 and strategy == "single":
         raise UserError(f"--strategy single: requires one device, but {ranks} are in use; use auto, fsdp or ddp")
     if ranks > 1 and accelerator == "mps":
         raise UserError(f"--devices {ranks}: mps has one device; use --devices 1 or --accelerator cpu")
     if plan.kind != "fsdp":
-        _check_unused("fsdp", fsdp, ("sharding_strategy", "state_dict_type"), f"nothing is sharded: {plan}")
+        allowed = ("sharding_strategy", "state_dict_type", *(["cpu_offload"] if accelerator == "cpu" else []))
+        _check_unused("fsdp", fsdp, allowed, f"nothing is sharded: {plan}")
         if strategy == "ddp" and fsdp.sharding_strategy not in ("HYBRID_SHARD", "NO_SHARD"):
             raise UserError(
                 f"--fsdp.sharding_strategy {fsdp.sharding_strategy}: contradicts --strategy ddp; leave one out"
@@ -71,6 +88,8 @@ def plan_strategy(
     if plan.kind != "ddp":
         _check_unused("ddp", ddp, (), f"the strategy is {plan}")
     _check_dtypes(fsdp, precision)
+    if fsdp.cpu_offload and precision == "16-mixed":
+        raise UserError("--fsdp.cpu_offload true: is not proven with --precision 16-mixed; use bf16-mixed")
     return plan
 
 

@@ -135,6 +135,12 @@ def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
         yield f"--train.global_batch_size {size}", *_train(plan, global_batch_size=size)
 
 
+def _step_in_backward(plan: RunPlan) -> Iterator[Change]:
+    """Possible only without clipping and accumulation."""
+    optimizer = replace(plan.config.args.optimizer, in_backward=True)
+    yield "--optimizer.in_backward true", replace(plan.config.args, optimizer=optimizer), plan.config.devices
+
+
 def _adapters(plan: RunPlan) -> Iterator[Change]:
     args = plan.config.args
     if args.command == "finetune_full":
@@ -146,6 +152,12 @@ def _quantized(plan: RunPlan) -> Iterator[Change]:
     args = plan.config.args
     if args.lora is not None and args.quantize is None:
         yield "--quantize bnb.nf4", replace(args, quantize="bnb.nf4"), plan.config.devices
+
+
+def _cpu_offload(plan: RunPlan) -> Iterator[Change]:
+    if plan.config.strategy.kind == "fsdp" or plan.config.batch.world_size == 1:
+        fsdp = replace(plan.config.args.fsdp, cpu_offload=True)
+        yield "--fsdp.cpu_offload true", replace(plan.config.args, fsdp=fsdp), plan.config.devices
 
 
 def _shorter(plan: RunPlan) -> Iterator[Change]:
@@ -173,8 +185,8 @@ def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
 
 
 _STEPS: list[Step] = [
-    _smaller_micro_batch, _sharded_gradients, _full_shard, _checkpointing, _true_16_bits, _no_accumulation, _adapters,
-    _quantized, _shorter, _more_devices, _fewer_layers,
+    _smaller_micro_batch, _step_in_backward, _sharded_gradients, _full_shard, _checkpointing, _true_16_bits,
+    _no_accumulation, _adapters, _quantized, _cpu_offload, _shorter, _more_devices, _fewer_layers,
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from toolkit.errors import UserError
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.planning.batch import plan_batch
+from toolkit.planning.in_backward import check_in_backward
 from toolkit.planning.limits import require_profiled_steps
 from toolkit.ui.loggers import check_loggers
 
@@ -40,7 +41,7 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
         get_config(arguments["model_name"] or DEFAULT_MODEL).override(arguments["model_config"])
     if "lora_r" in arguments:
         LoRAConfig.from_options(arguments)
-    _check_batch(**{name: arguments[name] for name in ("train", "devices", "num_nodes")})
+    _check_batch(arguments, command == "finetune_lora")
     if arguments["profile"] and arguments["resume"] is False:
         require_profiled_steps(arguments["profiler"], arguments["train"].max_steps)
     _check_files(arguments["data"])
@@ -48,10 +49,20 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
         resolve_resume(False, Path(arguments["out_dir"]))
 
 
-def _check_batch(train: Any, devices: Any, num_nodes: Any) -> None:
+def _check_batch(arguments: Mapping[str, Any], has_adapters: bool) -> None:
+    train, devices, num_nodes = arguments["train"], arguments["devices"], arguments["num_nodes"]
     sizes = (train.global_batch_size, train.micro_batch_size, devices, 1 if num_nodes in (None, "auto") else num_nodes)
-    if all(isinstance(size, int) and size > 0 for size in sizes):
-        plan_batch(*sizes)
+    are_known = all(isinstance(size, int) and size > 0 for size in sizes)
+    batch = plan_batch(*sizes) if are_known else None
+    if arguments["optimizer"].in_backward:
+        check_in_backward(
+            has_adapters=has_adapters,
+            world_size=1 if batch is None else batch.world_size,
+            accumulation=1 if batch is None else batch.accumulation,
+            max_norm=train.max_norm,
+            precision=arguments["precision"],
+            is_torch_optimizer=True,
+        )
 
 
 def _check_files(data: Any) -> None:

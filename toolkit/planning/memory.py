@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from toolkit.distributed.units import unit_precision
+from toolkit.distributed.wrap import Unit, plan_units
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.moe import StackedLinear
@@ -55,6 +56,8 @@ class Memory:
         logits: A chunk of logits, and the head's gradients, which are computed with it.
         context: CUDA context and fragmentation; see :data:`CUDA_CONTEXT`.
         has_gradients_in_forward: Whether gradients are in memory together with activations.
+        host: FSDP's offloaded shards of weights, gradients and optimizer, per process in CPU memory; no part of
+            ``total``.
     """
 
     weights: float
@@ -69,6 +72,7 @@ class Memory:
     logits: float
     context: float
     has_gradients_in_forward: bool
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -85,8 +89,9 @@ class Memory:
         return self.weights + self.quantized_base + self.adapters + self.gradients + self.optimizer
 
     def parts(self) -> dict[str, float]:
-        """Return the parts by name, in the order of the fields."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "has_gradients_in_forward"}
+        """Return the parts of ``total`` by name, in the order of the fields."""
+        others = ("has_gradients_in_forward", "host")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,10 @@ def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
     weights = setup.weight_bytes * _local_elements(setup, base.values())
     copies = 1 if setup.strategy.kind != "ddp" or setup.ddp.gradient_as_bucket_view else 2
     has_gradients_in_forward = setup.accumulation > 1 or setup.strategy.kind == "ddp"  # ddp's buckets persist
-    elements = _count(trained) if setup.accumulates_unsharded else _local_elements(setup, trained)
+    if setup.in_backward:
+        elements: float = max(p.numel() for p in trained)  # one at a time
+    else:
+        elements = _count(trained) if setup.accumulates_unsharded else _local_elements(setup, trained)
     gradients = setup.weight_bytes * elements + adapter_bytes
     is_checkpointed, recomputed = setup.activation_checkpointing != "none", recomputed_bytes(setup)
     if is_checkpointed:
@@ -139,7 +147,8 @@ def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
         "logits": logits_bytes(setup),
     }
     context = CUDA_CONTEXT + ALLOCATOR_GAPS * sum(parts.values()) if setup.device == "cuda" else 0
-    return Memory(**parts, context=context, has_gradients_in_forward=has_gradients_in_forward)
+    host = _host_bytes(setup, list(base.values()), trained)
+    return Memory(**parts, context=context, has_gradients_in_forward=has_gradients_in_forward, host=host)
 
 
 # ---- parameters
@@ -158,7 +167,21 @@ def _local_elements(setup: TrainingSetup, parameters: Any) -> float:
     if setup.strategy.kind != "fsdp":
         return _count(parameters)
     replicated = _count(p for p in parameters if _is_replicated(setup, p))
-    return replicated + (_count(parameters) - replicated) / setup.strategy.shards
+    return replicated + (0 if setup.strategy.offloads else _sharded_elements(setup, parameters))
+
+
+def _sharded_elements(setup: TrainingSetup, parameters: list[nn.Parameter]) -> float:
+    """Return the number of elements of one device's shards of the parameters."""
+    return _count(p for p in parameters if not _is_replicated(setup, p)) / setup.strategy.shards
+
+
+def _host_bytes(setup: TrainingSetup, base: list[nn.Parameter], trained: list[nn.Parameter]) -> float:
+    """Return the bytes of offloaded shards; FSDP allocates gradients for frozen weights, too."""
+    if not setup.strategy.offloads:
+        return 0.0
+    shape = (round(_sharded_elements(setup, trained)),)
+    moments = state_bytes(setup.optimizer, setup.dtype, shape, setup.optimizer_class)
+    return 2 * setup.weight_bytes * _sharded_elements(setup, base) + moments
 
 
 def _is_replicated(setup: TrainingSetup, parameter: nn.Parameter) -> bool:
@@ -203,9 +226,9 @@ def _cast_bytes(
 def _unsharded_bytes(setup: TrainingSetup, model: GPT, quantized: dict[str, nn.Parameter]) -> float:
     """Return the bytes of FSDP1's unsharded tensors (torch.distributed.fsdp, _runtime_utils).
 
-    The root unit (embedding, head, final norm) stays unsharded during the step. Of the blocks, the current and the next
-    one are unsharded; with SHARD_GRAD_OP or without limit_all_gathers, all of them. A unit's gradient is unsharded
-    until it is reduced, and copied if it is reduced in another dtype.
+    The root unit (embedding, head, final norm) stays unsharded during the step. Of the others, usually blocks, the
+    current and the next one are unsharded; with SHARD_GRAD_OP or without limit_all_gathers, all of them. A unit's
+    gradient is unsharded until it is reduced, and copied if it is reduced in another dtype.
     """
     if setup.strategy.kind != "fsdp":
         return 0
@@ -215,29 +238,32 @@ def _unsharded_bytes(setup: TrainingSetup, model: GPT, quantized: dict[str, nn.P
         dtype = getattr(precision, name, None)
         return setup.weight_bytes if dtype is None else dtype.itemsize
 
-    def sharded(parameters: Any, trained: bool = False) -> int:
-        return _count(p for p in parameters if not _is_replicated(setup, p) and (p.requires_grad or not trained))
+    adapters = {id(p) for name, p in model.named_parameters() if is_adapter(name)}
+    rest, *units = plan_units(model, setup.fsdp, (Block,))
 
-    def base(module: nn.Module) -> list[nn.Parameter]:
-        return [p for n, p in module.named_parameters() if not is_adapter(f".{n}")]
+    def sharded(part: Unit, trained: bool = False) -> int:
+        own = [p for p in part.parameters if id(p) not in adapters and (p.requires_grad or not trained)]
+        return _count(p for p in own if not _is_replicated(setup, p))
 
     packed = {id(p) for p in quantized.values()}
 
-    def gathered_bytes(block: list[nn.Parameter]) -> float:
-        in_4_bits = [p for p in block if id(p) in packed]
-        rest = [p for p in block if id(p) not in packed]
-        return size(unit, "param_dtype") * sharded(rest) + BYTES_4BIT * _count(in_4_bits)
+    def gathered_bytes(part: Unit) -> float:
+        in_4_bits = _count(p for p in part.parameters if id(p) in packed)
+        return size(unit, "param_dtype") * (sharded(part) - in_4_bits) + BYTES_4BIT * in_4_bits
 
-    blocks = [base(m) for m in model.modules() if isinstance(m, Block)]
-    in_blocks = {id(p) for block in blocks for p in block}
-    rest = [p for p in base(model) if id(p) not in in_blocks]
-    at_once = 2 if setup.strategy.sharding != "SHARD_GRAD_OP" and setup.fsdp.limit_all_gathers else len(blocks)
+    gathered = sum(map(gathered_bytes, units))
+    if setup.strategy.sharding != "SHARD_GRAD_OP" and setup.fsdp.limit_all_gathers:
+        # a unit, those around it, and the next one
+        together = [
+            [*(other for other in units if part.is_inside(other)), *units[i : i + 2]] for i, part in enumerate(units)
+        ]
+        gathered = max((sum(map(gathered_bytes, parts)) for parts in together), default=0)
     compute, reduced = size(unit, "param_dtype"), size(unit, "reduce_dtype")
-    gathered = sum(gathered_bytes(block) for block in blocks[:at_once]) + size(root, "param_dtype") * sharded(rest)
-    gradient = (compute + (reduced if reduced != compute else 0)) * sharded(blocks[0], trained=True)
+    largest = max((sharded(part, trained=True) for part in units), default=0)
+    gradient = (compute + (reduced if reduced != compute else 0)) * largest
     # gradients that accumulate unsharded include the root's
     root_gradient = 0 if setup.accumulates_unsharded else setup.weight_bytes * sharded(rest, trained=True)
-    return gathered + gradient + root_gradient
+    return gathered + size(root, "param_dtype") * sharded(rest) + gradient + root_gradient
 
 
 # ---- optimizer
@@ -245,8 +271,7 @@ def _unsharded_bytes(setup: TrainingSetup, model: GPT, quantized: dict[str, nn.P
 
 def _optimizer_bytes(setup: TrainingSetup, trained: list[nn.Parameter], adapters: list[nn.Parameter]) -> float:
     """Return the bytes of the optimizer state, in the dtype and sharding of each parameter."""
-    dtype = torch.bfloat16 if setup.weight_bytes == 2 else torch.float32
-    unsharded = adapters
+    dtype, unsharded = setup.dtype, adapters
     total = 0.0
     if setup.strategy.kind == "fsdp":
         total += state_bytes(setup.optimizer, dtype, (round(_local_elements(setup, trained)),), setup.optimizer_class)

@@ -15,10 +15,11 @@ from toolkit.config import TrainingCommand
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import count_devices
 from toolkit.distributed.world import detect_world
+from toolkit.distributed.wrap import describe_units, plan_units
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, has_length, resolve, setup_of
@@ -34,12 +35,14 @@ class RunPlan:
         model: The architecture, with the vocabulary size.
         parameters: Their numbers.
         memory: Of one device.
+        units: FSDP's wrap plan in words; None for other strategies.
     """
 
     config: ResolvedConfig
     model: ModelConfig
     parameters: Parameters
     memory: Memory
+    units: str | None = None
 
     @property
     def seq_length(self) -> int:
@@ -63,7 +66,10 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     model = with_known_vocabulary(config.model, args)
     setup = setup_of(config, model)
     built = adapted_on_meta(model, args.lora)
-    return RunPlan(config, model, count_parameters(built), plan_memory(setup, built))
+    units = None
+    if config.strategy.kind == "fsdp":
+        units = describe_units(plan_units(built, config.fsdp, (Block,)), config.fsdp)
+    return RunPlan(config, model, count_parameters(built), plan_memory(setup, built), units)
 
 
 def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:

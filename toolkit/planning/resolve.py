@@ -17,6 +17,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
 from toolkit.planning.batch import BatchPlan, plan_batch
+from toolkit.planning.in_backward import check_in_backward
 from toolkit.planning.memory import plan_memory
 from toolkit.planning.optimizer import resolve_optimizer
 from toolkit.planning.run_args import RunArgs, hyperparameters
@@ -99,10 +100,27 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     if args.lora is not None:
         _require_fit_for_adapters(args, precision)
     batch = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, **sizes)
+    if args.ddp.static_graph and batch.accumulation > 1:
+        raise UserError(
+            f"--ddp.static_graph true: torch does not support it with accumulation ({batch}); use "
+            f"--train.micro_batch_size {batch.global_batch_size // batch.world_size}"
+        )
+    if args.optimizer.in_backward:
+        if strategy.offloads:
+            raise UserError("--optimizer.in_backward true: does not go with --fsdp.cpu_offload true; leave one out")
+        check_in_backward(
+            has_adapters=args.lora is not None,
+            world_size=batch.world_size,
+            accumulation=batch.accumulation,
+            max_norm=args.train.max_norm,
+            precision=precision,
+            is_torch_optimizer=args.optimizer_class is None,
+        )
     model = choose_model(args)
     length = choose_length(args.train, model)
     if args.module is not None and not args.block_classes:
         _refuse_without_blocks(args, strategy.kind)
+    _check_units(args, strategy)
     if strategy.kind == "fsdp" and args.optimizer.name.lower() == "adafactor":
         raise UserError(
             "--optimizer.name Adafactor: looks at whole matrices, and fsdp gives it parts; use --strategy ddp or AdamW"
@@ -121,19 +139,24 @@ def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]
     Raises:
         UserError: the option would have no effect.
     """
-    args, model = config.args, config.model
+    args, model, memory = config.args, config.model, config.devices.memory
     choice = args.fsdp.accumulate
     accumulates = config.strategy.kind == "fsdp" and config.batch.accumulation > 1 and args.lora is None
     if choice != AUTO:
         why = "adapters are replicated" if args.lora is not None else f"nothing is accumulated: {config.batch}"
         if not accumulates:
             raise UserError(f"--fsdp.accumulate {choice}: would have no effect, {why}; leave it out")
+        if choice == "sharded" and config.strategy.offloads:
+            raise UserError(
+                "--fsdp.accumulate sharded: does not go with --fsdp.cpu_offload true, FSDP cannot add to gradients in "
+                "CPU memory; use micro-batches as large as the global batch"
+            )
         return choice
-    if not accumulates or config.devices.memory == math.inf:
+    if not accumulates or config.strategy.offloads or memory == math.inf:
         return "unsharded"
     if model is None or model.vocab_size is None or args.module is not None or args.optimizer_class is not None:
         return "unsharded"
-    return "unsharded" if plan_memory(setup_of(config, model)).total <= config.devices.memory else "sharded"
+    return "unsharded" if plan_memory(setup_of(config, model)).total <= memory else "sharded"
 
 
 def setup_of(config: ResolvedConfig, model: ModelConfig) -> TrainingSetup:
@@ -155,17 +178,31 @@ def setup_of(config: ResolvedConfig, model: ModelConfig) -> TrainingSetup:
         ddp=args.ddp,
         optimizer_class=args.optimizer_class,
         activation_checkpointing=args.train.activation_checkpointing,
+        in_backward=args.optimizer.in_backward,
     )
 
 
 def _refuse_without_blocks(args: RunArgs, strategy: str) -> None:
     """Refuse options that need the blocks of a user-provided module."""
     hint = "and none were found; name them: block_classes"
-    if strategy == "fsdp":
+    if strategy == "fsdp" and args.fsdp.auto_wrap == "block":
         raise UserError(f"--strategy fsdp: shards the blocks of a model, {hint}")
     mode = args.train.activation_checkpointing
     hint = f"recomputes the blocks of a model, {hint}"
     require_option(mode == "none", "train.activation_checkpointing", mode, hint)
+
+
+def _check_units(args: RunArgs, strategy: StrategyPlan) -> None:
+    """Refuse what needs complete blocks as units of FSDP, and what is not proven with offloading."""
+    fsdp, mode = args.fsdp, args.train.activation_checkpointing
+    needs_blocks = {f"--compiler {args.compiler}": args.compiler != "none"}
+    needs_blocks |= {f"--train.activation_checkpointing {mode}": mode != "none"}
+    needs_blocks |= {f"--quantize {args.quantize}": args.quantize is not None}
+    for option, is_given in needs_blocks.items():
+        if is_given and strategy.kind == "fsdp" and fsdp.auto_wrap != "block":
+            raise UserError(f"--fsdp.auto_wrap {fsdp.auto_wrap}: is not proven with {option}; leave one out")
+    if strategy.offloads and args.quantize is not None:
+        raise UserError(f"--fsdp.cpu_offload true: is not proven with --quantize {args.quantize}; leave one out")
 
 
 def choose_precision(args: RunArgs, device: str) -> Precision:

@@ -36,6 +36,7 @@ class TrainingSetup:
         ddp: Further DDP options.
         optimizer_class: A class outside torch.optim.
         activation_checkpointing: What the backward pass recomputes.
+        in_backward: Each weight is updated, and its gradient freed, during the backward pass.
     """
 
     config: ModelConfig
@@ -53,6 +54,7 @@ class TrainingSetup:
     ddp: DDPArgs = field(default_factory=DDPArgs)
     optimizer_class: type[torch.optim.Optimizer] | None = None
     activation_checkpointing: ActivationCheckpointing = "none"
+    in_backward: bool = False
 
     @property
     def is_mixed(self) -> bool:
@@ -62,6 +64,11 @@ class TrainingSetup:
     @property
     def weight_bytes(self) -> int:
         return 2 if self.precision == "bf16-true" else FP32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return torch.bfloat16 if self.weight_bytes == 2 else torch.float32
 
     @property
     def compute_bytes(self) -> int:

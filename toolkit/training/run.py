@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from toolkit.config import RunOptions
 from toolkit.distributed.device import count_devices, device_memory, pick_accelerator
 from toolkit.distributed.world import WorldInfo, detect_world
+from toolkit.errors import UserError
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks import Callback
@@ -29,7 +30,19 @@ def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:
     memory = device_memory(device) / (world.devices if device == "cpu" else 1)  # processes share that of the CPU
     config = resolve(args, DeviceSpec(device, world.devices, world.num_nodes, memory))
     check_loggers(args.logger_name, args.log)
-    Trainer(config, world, [*load_callbacks(args.callbacks), *callbacks]).fit()
+    all_callbacks = [*load_callbacks(args.callbacks), *callbacks]
+    if args.optimizer.in_backward:
+        _refuse_callbacks_before_the_step(all_callbacks)
+    Trainer(config, world, all_callbacks).fit()
+
+
+def _refuse_callbacks_before_the_step(callbacks: Sequence[Callback]) -> None:
+    for callback in callbacks:
+        if type(callback).on_before_optimizer_step is not Callback.on_before_optimizer_step:
+            raise UserError(
+                f"--optimizer.in_backward true: {type(callback).__qualname__}.on_before_optimizer_step would see no "
+                "gradients; leave one of them out"
+            )
 
 
 def detect_devices(args: RunOptions) -> tuple[str, WorldInfo]:

@@ -14,6 +14,7 @@ from toolkit.data.loader import Batch
 from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import GuardError
+from toolkit.training.step_in_backward import StepInBackward
 from toolkit.training.trace import BACKWARD, FORWARD
 
 MAX_SKIPPED_IN_A_ROW = 50
@@ -39,6 +40,7 @@ def train_step(
     learning_rate: float,
     max_norm: float | None,
     before_update: Callable[[], None] | None = None,
+    in_backward: StepInBackward | None = None,
 ) -> StepResult:
     """Accumulate the gradient over the micro-batches and update the weights.
 
@@ -47,9 +49,11 @@ def train_step(
             ranks, so that the sum of losses times (world size / n_tokens) has the gradient of the global mean.
         max_norm: Clip the norm of the gradient to this; None or 0 does not clip.
         before_update: Called when the gradient is complete, checked and clipped.
+        in_backward: Updates the weights during the backward pass; then there is nothing to clip or to call.
 
     Raises:
-        GuardError: the loss or the gradient is not finite. The weights are untouched.
+        GuardError: the loss or the gradient is not finite. The weights are untouched; with ``in_backward`` they are
+            finite.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -62,8 +66,11 @@ def train_step(
             with record_function(BACKWARD):
                 fabric.backward(loss_sum * scale)
         loss_total += loss_sum.detach()
-    # An infinite limit leaves the gradient as it is; the norm is wanted anyhow.
-    norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm or math.inf, error_if_nonfinite=False)
+    if in_backward is None:
+        # An infinite limit leaves the gradient as it is; the norm is wanted anyhow.
+        norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm or math.inf, error_if_nonfinite=False)
+    else:
+        norm = in_backward.pop_norm()
     mine = loss_total.clone()
     # Fabric's annotation is that of clip_val, with which there is no norm
     totals = torch.stack([norm.float(), ranks.sum_over_ranks(loss_total).float()])  # type: ignore[union-attr]
@@ -72,10 +79,11 @@ def train_step(
     finite = math.isfinite(grad_norm)
     if not math.isfinite(loss_sum) or (not finite and scaler is None):
         raise GuardError(describe_nonfinite(float(mine), grad_norm, micro_batches))
-    if before_update is not None:
-        before_update()
-    optimizer.step()  # with a scaler, this leaves the weights alone where the gradient is not finite
-    optimizer.zero_grad(set_to_none=True)
+    if in_backward is None:
+        if before_update is not None:
+            before_update()
+        optimizer.step()  # with a scaler, this leaves the weights alone where the gradient is not finite
+        optimizer.zero_grad(set_to_none=True)
     return StepResult(loss_sum / max(1, n_tokens), grad_norm, skipped=not finite)
 
 

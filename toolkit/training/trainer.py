@@ -25,6 +25,7 @@ from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.memory import keep_freed_memory
 from toolkit.distributed.signals import SignalWatch
 from toolkit.distributed.world import WorldInfo
+from toolkit.distributed.wrap import describe_units, plan_units
 from toolkit.errors import GuardError, StoppedBySignalError
 from toolkit.models.families import export_error
 from toolkit.models.gpt import Block
@@ -42,6 +43,7 @@ from toolkit.training.model import describe_model
 from toolkit.training.run_state import prepare_run_state
 from toolkit.training.state import read_meta
 from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
+from toolkit.training.step_in_backward import StepInBackward
 from toolkit.training.throughput import StepTimes
 from toolkit.training.trace import DATA_WAIT, SAVE, VALIDATE
 from toolkit.training.validate import validate
@@ -67,6 +69,7 @@ class Trainer:
         self.callbacks: list[Callback] = []
         self.skipped_steps = 0  # of this launch, by the fp16 scaler
         self.step_times = StepTimes()
+        self.in_backward: StepInBackward | None = None
         self._stop_reason: str | None = None
 
     # ---- the run
@@ -126,6 +129,8 @@ class Trainer:
             if resume_from is not None:
                 self.restore(resume_from)
             self.optimizer: Any = self.fabric.setup_optimizers(self.checkpointer.optimizer)
+            if args.optimizer.in_backward:
+                self.in_backward = StepInBackward(self.checkpointer.optimizer)
             self.callbacks = self._build_callbacks(sampler, stack)
             if self.checkpointer.sharded:
                 require_shared_disk(self.out_dir)
@@ -232,6 +237,7 @@ class Trainer:
                 learning_rate=learning_rate,
                 max_norm=self.args.train.max_norm,
                 before_update=partial(notify, self.callbacks, "on_before_optimizer_step", self),
+                in_backward=self.in_backward,
             )
         except GuardError as error:
             raise GuardError(
@@ -333,6 +339,11 @@ class Trainer:
         if (scaled := describe_scaling(self.args.train, state.schedule, self.args.defaults)) is not None:
             say(scaled)
         say(f"Strategy: {config.strategy}")
+        if config.strategy.kind == "fsdp":
+            units = plan_units(state.model.module, config.fsdp, state.model.blocks)
+            say(f"FSDP units: {describe_units(units, config.fsdp)}")
+        if config.fsdp.cpu_offload and config.device == "cpu":
+            say("note: --fsdp.cpu_offload true changes nothing on a CPU: the weights are in its memory")
         if config.accumulate == "sharded":
             say(f"Gradients are reduced after each of {config.batch.accumulation} micro-batches and kept sharded")
         if state.model.config is not None and (reason := export_error(state.model.config)) is not None:

@@ -39,6 +39,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -
         "devices": config.devices.devices,
         "num_nodes": config.devices.num_nodes,
         "strategy": str(config.strategy),
+        "units": plan.units,
         "precision": config.precision,
         "optimizer": config.optimizer["name"],
         "global_batch_size": config.batch.global_batch_size,
@@ -51,6 +52,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -
         "parameters": dict(vars(plan.parameters)),
         "memory_gb": {name: round(size / _GB, 3) for name, size in plan.memory.parts().items()}
         | {"total": round(total, 3)},
+        "host_memory_gb": round(plan.memory.host / _GB, 3),
         "device_memory_gb": device_memory_gb,
         "fits": None if device_memory_gb is None else total <= device_memory_gb,
         "advice": [{"change": a.change, "memory_gb": round(a.memory_gb, 3), "fits": a.fits} for a in advice],
@@ -68,6 +70,7 @@ def format_plan(summary: dict[str, Any]) -> str:
         f"{counts['matmul']:,} in matrix products",
         f"Devices    {where}, {summary['precision']}, {summary['optimizer']}",
         f"Strategy   {summary['strategy']}",
+        *([f"FSDP units {summary['units']}"] if summary["units"] else []),
         f"Batch      {summary['global_batch_size']} = micro batch {summary['micro_batch_size']} x "
         f"{world} device{'s' if world > 1 else ''} x {summary['gradient_accumulation_steps']} accumulated{sharded}",
         f"Recompute  {_RECOMPUTED[summary['activation_checkpointing']]}",
@@ -83,6 +86,8 @@ def format_plan(summary: dict[str, Any]) -> str:
     if overlaps and memory["recomputed_block"]:
         reason = "  not all at the same time"
     lines += [f"  {'total':15}{total:10.2f}{reason}"]
+    if host := summary["host_memory_gb"]:
+        lines.append(f"  {'in CPU memory':15}{host:10.2f}  per process: shards of weights, gradients and optimizer")
     return "\n".join(lines + _verdict(summary))
 
 

@@ -112,8 +112,12 @@ def _has_no_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _on_cuda(module: nn.Module) -> bool:
-    """Whether to offload; on CPU, offloading does not copy: the tensors would alias storage that FSDP frees."""
-    return any(p.device.type == "cuda" for p in module.parameters())
+    """Whether to offload; on CPU, offloading does not copy: the tensors would alias storage that FSDP frees.
+
+    FSDP may keep its shards in CPU memory, and gathers them on its compute device.
+    """
+    compute_device = getattr(module, "compute_device", None)
+    return "cuda" in {getattr(compute_device, "type", None), *(p.device.type for p in module.parameters())}
 
 
 def _flatten(state: dict[str, dict[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
