@@ -1,4 +1,4 @@
-"""Every command of tutorials/distributed.md, finetune.md and convert.md is run verbatim."""
+"""Every command of tutorials/distributed.md, troubleshooting.md, finetune.md and convert.md is run verbatim."""
 
 import csv
 import importlib
@@ -14,11 +14,12 @@ from helpers.smollm2 import gguf_file
 from toolkit.cli import main
 from toolkit.cli_parser import parse
 from toolkit.commands import COMMANDS
+from toolkit.config.command import CommandOptions
 
 ROOT = Path(__file__).parents[1]
-BLOCKS, FINETUNE, CONVERT = (
+BLOCKS, TROUBLESHOOTING, FINETUNE, CONVERT = (
     re.findall(r"```bash\n(.*?)```", (ROOT / "tutorials" / name).read_text(), re.S)
-    for name in ("distributed.md", "finetune.md", "convert.md")
+    for name in ("distributed.md", "troubleshooting.md", "finetune.md", "convert.md")
 )
 # installs nothing: what the page installs must be there
 PIP = """\
@@ -69,7 +70,7 @@ CASES = [
         id=re.sub(r"\W+", "-", block)[:60],
         marks=[] if block.startswith(QUICK) else [pytest.mark.slow],
     )
-    for block in BLOCKS
+    for block in BLOCKS + TROUBLESHOOTING
 ]
 
 
@@ -78,6 +79,14 @@ def test_commands_of_the_tutorial(block, workplace):
     run(block, workplace)
     for out_dir in re.findall(r"--out_dir (\S+)", block):
         assert (workplace / out_dir / "final" / "COMPLETE").exists()
+
+
+def test_troubleshooting_page_names_options_that_exist():
+    page = (ROOT / "tutorials" / "troubleshooting.md").read_text()
+    modules = [importlib.import_module(module) for module, _, _ in COMMANDS.values()]
+    known = {option for module in modules for option in CommandOptions(module.setup).options()}
+    named = set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)?)", page))
+    assert len(named) > 30 and named <= known | {"help"}
 
 
 def test_every_finetuning_and_conversion_command_parses(tmp_path, monkeypatch):

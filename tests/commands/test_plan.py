@@ -237,6 +237,15 @@ def test_oom_advice_uses_the_runs_values(monkeypatch):
     assert "activations 4" in str(error) and "use --train.micro_batch_size 16 (1" in str(error)
 
 
+def test_oom_advice_goes_on_from_the_runs_checkpointing(monkeypatch):
+    monkeypatch.setattr(advice, "device_memory", lambda device: 24e9)
+    words = ["meta-llama/Meta-Llama-3-8B", "--train.max_seq_length", "8192"]
+    words += ["--data.json_path", "x", "--train.activation_checkpointing", "selective"]
+    with run_args_of("finetune_lora", parse("finetune_lora", finetune_lora.setup, ("checkpoint_dir",), words)) as args:
+        error = str(advice.out_of_memory(args, DeviceSpec("cuda", 1, 1)))
+    assert "use --train.activation_checkpointing full (" in error and "selective (" not in error
+
+
 def test_finetuning_arguments_match_the_command():
     arguments = parse("finetune_lora", finetune_lora.setup, ("checkpoint_dir",),
                       ["HuggingFaceTB/SmolLM2-135M-Instruct", "--lora_r", "4", "--data.json_path", "x"])  # fmt: skip

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from toolkit.config import FSDPArgs, Precision
 from toolkit.distributed.private_lightning import AccumulateInFP32, ReduceEachMicroBatch
 from toolkit.distributed.private_torch import (
+    complete_cpu_backend,
     reduce_over_shards_only,
     shard_over_one_rank,
     sum_over_replicas,
@@ -120,6 +121,7 @@ class ShardedStrategy(FSDPStrategy):
         self._replicated = [module.get_parameter(name) for name in names]
         for parameter in self._replicated:
             parameter.data = parameter.data.to(self.root_device)
+        complete_cpu_backend()
         dims = ("shard",) if len(self._mesh_shape) == 1 else ("replicate", "shard")
         mesh = init_device_mesh(self.root_device.type, self._mesh_shape, mesh_dim_names=dims)
         wrapped = FullyShardedDataParallel(

@@ -49,6 +49,12 @@ def restore_gradient_dtypes(module: nn.Module) -> None:
             handle._use_unsharded_grad_views()  # otherwise parameters keep views of the old tensor
 
 
+def complete_cpu_backend() -> None:
+    """Add ``torch.cpu.memory_summary``, which FSDP calls on saving with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
+    if not hasattr(torch.cpu, "memory_summary"):
+        torch.cpu.memory_summary = lambda: "no summary on a CPU"  # type: ignore[attr-defined]
+
+
 def record_memory_history(enabled: bool = True) -> None:
     """Record the last 100,000 CUDA allocations with their Python stacks, or stop. Not tried on CUDA."""
     if enabled:
