@@ -72,9 +72,14 @@ def test_s2_resume(resumed, source, target, kind):
         assert (weights[name] - reference[name]).norm() <= 2e-4 * reference[name].norm(), name
 
 
+LESS_MEMORY = ["--train.activation_checkpointing", "selective", "--fsdp.accumulate", "sharded"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FORMATS)
-def test_s2_run_after_two_sigkills_on_two_ranks_is_bit_equal(corpus, tmp_path, kind, shared_flags):
-    run_uninterrupted_and_killed_twice(["pretrain", *shared_flags, *flags(kind), "--devices", "2"], tmp_path)
+@pytest.mark.parametrize(
+    "options", [flags("full"), flags("sharded"), [*flags("sharded"), *LESS_MEMORY]], ids=[*FORMATS, "less-memory"]
+)
+def test_s2_run_after_two_sigkills_on_two_ranks_is_bit_equal(corpus, tmp_path, options, shared_flags):
+    run_uninterrupted_and_killed_twice(["pretrain", *shared_flags, *options, "--devices", "2"], tmp_path)
     assert losses(tmp_path / "killed") == losses(tmp_path / "uninterrupted")
     assert same_weights(tmp_path / "killed" / "final", tmp_path / "uninterrupted" / "final")
