@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -266,3 +268,32 @@ def test_help_names_the_options_of_the_run(capsys):
 def test_a_plan_needs_no_lightning():
     code = "import sys; import toolkit.planning.plan; sys.exit('lightning.fabric' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+PAGE = (Path(__file__).parents[2] / "tutorials" / "distributed.md").read_text()
+PLANS = [row.split("|") for row in re.findall(r"^\| ((?:tiny-llama|Llama-).*`.*) \|$", PAGE, re.M)]
+
+
+@pytest.mark.parametrize("row", PLANS, ids=lambda row: "".join(row[:2]))
+def test_plans_of_the_page(row, capsys):
+    model, gpus, length, tokens, flags, memory, _ = (cell.strip() for cell in row)
+    layout = f"--devices 8 --num_nodes {int(gpus) // 8} --train.max_seq_length {length.replace(',', '')}"
+    command = f"plan pretrain {model} {layout} {flags.strip('`')} --device_memory_gb 80 --format json"
+    assert main(command.split()) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["fits"]
+    assert f"{planned['memory_gb']['total']:.1f}" == memory
+    assert f"{planned['tokens_per_step'] / 1e6:.1f}" == tokens
+
+
+@pytest.mark.slow
+def test_changes_with_less_effect_on_the_result_are_advised(capsys):
+    """Also --fsdp.cpu_offload with a smaller batch instead of FULL_SHARD would fit."""
+    layout = "--devices 8 --num_nodes 128 --train.max_seq_length 8192"
+    batch = "--train.global_batch_size 2048 --train.micro_batch_size 1"
+    command = f"plan pretrain Llama-3.1-405B {layout} {batch} --device_memory_gb 80 --format json"
+    assert main(command.split()) == 0
+    assert [advice["change"] for advice in json.loads(capsys.readouterr().out)["advice"]] == [
+        "--fsdp.sharding_strategy FULL_SHARD", "--train.activation_checkpointing full", "--precision bf16-true",
+        "--train.max_seq_length 4096",
+    ]  # fmt: skip

@@ -55,7 +55,7 @@ def advice_for(plan: RunPlan, device_memory_gb: float) -> list[Advice]:
             if current.memory.total <= limit:
                 break
     chosen = _apply(taken, plan, limit)
-    for step in taken[:-1]:
+    for step in taken[-2::-1]:  # the changes with the most effect on the result first
         fewer = [other for other in taken if other is not step]
         changes = _apply(fewer, plan, limit)
         fits = bool(changes) and changes[-1][1].memory.total <= limit
