@@ -27,7 +27,7 @@ def rows_of(shown: str) -> list[list[str]]:
     return [line.split() for line in shown.splitlines() if re.match(r" +\d+ ", line)]
 
 
-SKEW = ["--callbacks", "helpers.skewed_gradient.SkewGradient"]
+SKEW = ["--callbacks", "helpers.faulty_callbacks.SkewGradient"]
 
 
 def test_a_good_layout_passes_and_a_skewed_gradient_is_named(tmp_path, flags):
@@ -96,6 +96,14 @@ def test_processes_that_it_starts_and_torchrun(flags):
     process = start(*torchrun, *VERIFY.split(), *flags)
     out, err = finish(process)
     assert process.returncode == 0 and out.count("passed: 3 steps on 2 ranks") == 1, err
+
+
+@pytest.mark.slow
+def test_one_process_that_is_killed_is_reported(flags, capsys):
+    killed = ["--devices", "2", "--callbacks", "helpers.faulty_callbacks.KillAlone"]
+    assert cli.main([*VERIFY.split(), *flags, *killed]) == 1
+    error = "toolkit verify_parallel: one process: was killed by SIGKILL; memory did not suffice?\n"
+    assert capsys.readouterr().err == error
 
 
 @pytest.mark.parametrize(

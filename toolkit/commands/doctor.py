@@ -30,7 +30,7 @@ def setup(
             transfers between all processes.
         check_grads: Train one step of a small model on all processes and on one, and compare every gradient.
         topology: Show how the GPUs of this node are connected (nvidia-smi topo -m), and warn of slow pairs.
-        devices: int | Auto per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
+        devices: Devices per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
         num_nodes: Number of nodes. auto: 1, or as set by torchrun or SLURM.
         accelerator: Device type.
         strategy: Distributed strategy of check_grads. auto: fsdp on several devices.

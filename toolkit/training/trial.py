@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.config import AUTO, DDPArgs, EvalArgs, FSDPArgs, LogArgs
+from toolkit.config import AUTO, DDPArgs, EvalArgs, FSDPArgs, LogArgs, ProfilerArgs
 from toolkit.distributed import ranks
 from toolkit.distributed.signals import SignalWatch
 from toolkit.errors import StoppedBySignalError
@@ -38,7 +38,7 @@ def trial_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
 
     Model, data, batch, precision, strategy and optimizer are the run's. The learning rate is the peak from the first
     step, so that the optimizer changes the weights. LoRA dropout is 0, because its random numbers differ by rank. There
-    are no validations, checkpoints, loggers or samples.
+    are no validations, checkpoints, loggers, samples or profiles.
 
     Args:
         args: Of the run.
@@ -53,7 +53,7 @@ def trial_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
     return replace(
         args, train=train, eval=EvalArgs(interval=0, final_validation=False), out_dir=out_dir, resume=False,
         logger_name="csv", log=LogArgs(), fsdp=replace(args.fsdp, state_dict_type="full"),
-        lora=None if args.lora is None else replace(args.lora, dropout=0.0),
+        profile=False, profiler=ProfilerArgs(), lora=None if args.lora is None else replace(args.lora, dropout=0.0),
     )  # fmt: skip
 
 

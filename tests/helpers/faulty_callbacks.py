@@ -1,4 +1,7 @@
-"""A callback that changes one gradient on rank 1; ``--callbacks helpers.skewed_gradient.SkewGradient``."""
+"""Callbacks that damage a run: ``--callbacks helpers.faulty_callbacks.SkewGradient``."""
+
+import os
+import signal
 
 from toolkit import Callback
 from toolkit.checkpoints.weights import canonical_name
@@ -15,6 +18,14 @@ class SkewGradient(Callback):
     def on_before_optimizer_step(self, trainer) -> None:
         if trainer.progress.step + 1 == self.step:
             skew_gradient(trainer)
+
+
+class KillAlone(Callback):
+    """Kills the process of a run on one rank, as the operating system does when memory is full."""
+
+    def on_train_start(self, trainer) -> None:
+        if ranks.world_size() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def skew_gradient(trainer) -> None:
