@@ -84,6 +84,6 @@ def _train(args: RunArgs, steps: int, device: str, micro_batch_size: int | None)
     with TemporaryDirectory(prefix="toolkit-") as folder:
         args = single_process_args(trial_args(args, steps, folder), micro_batch_size)
         world = WorldInfo(1, 1, 0, 0, "toolkit", starts_processes=False)
-        config = resolve(args, DeviceSpec(device, 1, 1))
+        config = resolve(args, DeviceSpec.of_this_machine(device))
         TrialTrainer(config, world, [*load_callbacks(args.callbacks), recorder]).fit()
     return recorder.records

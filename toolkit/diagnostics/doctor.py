@@ -232,7 +232,7 @@ def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) ->
             devices=world.devices, num_nodes=world.num_nodes, strategy=options.strategy, timeout=options.minutes,
         )  # fmt: skip
         args = trial_args(args, 1, folder)
-        config = resolve(args, DeviceSpec(device, world.devices, world.num_nodes))
+        config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
         if world.global_rank == 0:
             check.run_references(args, 1, config, quiet=True)
         TrialTrainer(config, world, [check]).fit()

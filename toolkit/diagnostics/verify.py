@@ -46,7 +46,7 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
         )
     with TemporaryDirectory(prefix="toolkit-") as folder:
         trial = trial_args(args, steps, folder)
-        config = resolve(trial, DeviceSpec(device, world.devices, world.num_nodes))
+        config = resolve(trial, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
         callbacks, check = load_callbacks(args.callbacks), LayoutCheck()
         if world.global_rank == 0:
             require_memory_of_one_process(trial, device)

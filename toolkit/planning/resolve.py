@@ -10,7 +10,7 @@ import torch
 
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
-from toolkit.distributed.device import pick_precision
+from toolkit.distributed.device import device_memory, pick_precision
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.errors import UserError, require_option
 from toolkit.models.config import ModelConfig
@@ -38,6 +38,11 @@ class DeviceSpec:
     devices: int
     num_nodes: int
     memory: float = math.inf
+
+    @classmethod
+    def of_this_machine(cls, device: str, devices: int = 1, num_nodes: int = 1) -> DeviceSpec:
+        """With the memory of a device of this machine; processes share that of the CPU."""
+        return cls(device, devices, num_nodes, device_memory(device) / (devices if device == "cpu" else 1))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from toolkit.config import RunOptions
-from toolkit.distributed.device import count_devices, device_memory, pick_accelerator
+from toolkit.distributed.device import count_devices, pick_accelerator
 from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import UserError
 from toolkit.planning.resolve import DeviceSpec, resolve
@@ -27,8 +27,7 @@ def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:
         UserError: a mistake in the arguments; nothing has been written. For others see :meth:`Trainer.fit`.
     """
     device, world = detect_devices(args)
-    memory = device_memory(device) / (world.devices if device == "cpu" else 1)  # processes share that of the CPU
-    config = resolve(args, DeviceSpec(device, world.devices, world.num_nodes, memory))
+    config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
     check_loggers(args.logger_name, args.log)
     all_callbacks = [*load_callbacks(args.callbacks), *callbacks]
     if args.optimizer.in_backward:
