@@ -25,6 +25,7 @@ from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block
 
 MODES = ("none", "selective", "full")
+VOCAB_SIZE = 8192  # of models without one
 
 
 class LiveBytes(TorchDispatchMode):
@@ -83,7 +84,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    model = GPT(get_config(options.model))
+    model = GPT(get_config(options.model).with_vocab_size(VOCAB_SIZE))
     ids = torch.randint(0, model.config.vocab_size, (options.batch_size, options.seq_length))
     measure_seconds(model, ids)  # the first step also allocates the gradients
     sizes, seconds = {}, {mode: [] for mode in MODES}

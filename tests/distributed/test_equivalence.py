@@ -52,6 +52,8 @@ def cases(size: int) -> list[Case]:
         for name, strategy in (("full", "fsdp"), ("selective", "ddp"), ("selective", "fsdp"), ("full", "ddp")):
             recompute = ["--train.activation_checkpointing", name, "--strategy", strategy, "--precision", "32-true"]
             found.append(Case(f"2-{name}-{strategy}-32-true", recompute))
+        accumulate = ["--strategy", "fsdp", "--fsdp.accumulate", "sharded", "--precision", "32-true"]
+        found.append(Case("2-full-accumulate-32-true", [*accumulate, "--train.activation_checkpointing", "full"]))
         found.append(Case("2-selective-compiled-32-true", [*compiled, "--train.activation_checkpointing", "selective"]))
     if size == 4:
         recompute = ["--train.activation_checkpointing", "full", "--precision", "32-true"]
