@@ -43,7 +43,9 @@ def test_default_threshold_of_a_model_of_7b_leaves_attention_in_the_root():
 
 
 def test_units_by_class_may_be_inside_others():
+    assert names(pico(), auto_wrap="class", wrap_classes="Block") == BLOCKS
     found = plan_units(pico(), FSDPArgs(auto_wrap="class", wrap_classes=["Block", "LLaMAMLP"]), (Block,))
+    assert names(pico(), auto_wrap="class", wrap_classes="Block, LLaMAMLP") == [unit.name for unit in found[1:]]
     assert [unit.name for unit in found[1:]] == [name for block in BLOCKS for name in (block, f"{block}.mlp")]
     assert [unit.size for unit in found[1:3]] == [3 * 64 * 64 + 2 * 64, 3 * 64 * 160]
 

@@ -65,13 +65,13 @@ def choose_wrapped(
     Raises:
         UserError: it does not begin with a training command.
     """
-    name = argv[0] if argv else "--help"
+    commands = f"the command to {verb} must come first, one of {', '.join(TRAINING)}"
+    if not argv:
+        raise UserError(commands)
+    name = argv[0]
     if name in TRAINING:
         module, positionals, _ = COMMANDS[name]
         return (setup, importlib.import_module(module).setup), ("command", *positionals)
-    if argv and name not in ("--help", "-h"):
-        commands = ", ".join(TRAINING)
-        raise UserError(
-            f"{name}: the command to {verb} must come first, one of {commands}{did_you_mean(name, TRAINING)}"
-        )
+    if name not in ("--help", "-h"):
+        raise UserError(f"{name}: {commands}{did_you_mean(name, TRAINING)}")
     return (setup,), ("command",)

@@ -225,7 +225,7 @@ class FSDPArgs:
             parameters; class: modules of wrap_classes. The rest is one unit, which stays gathered during a step.
         min_num_params: Least parameters of a unit with auto_wrap size, without those of units inside it. auto:
             100,000,000.
-        wrap_classes: Names of the classes with auto_wrap class, for example '[CausalSelfAttention, LLaMAMLP]'.
+        wrap_classes: Names of the classes with auto_wrap class, separated by commas: CausalSelfAttention,LLaMAMLP.
         state_dict_type: Checkpoint format. full: one file; sharded: one file per device, faster for large models. All
             commands read both.
         param_dtype: Compute dtype of the blocks' weights. auto: as --precision.
@@ -245,7 +245,7 @@ class FSDPArgs:
     sharding_strategy: Literal["HYBRID_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = "HYBRID_SHARD"
     auto_wrap: Literal["block", "size", "class"] = "block"
     min_num_params: int | Auto = AUTO
-    wrap_classes: list[str] | None = None
+    wrap_classes: list[str] | str | None = None
     state_dict_type: Literal["full", "sharded"] = "full"
     param_dtype: Dtype = AUTO
     reduce_dtype: Dtype = AUTO
@@ -266,7 +266,7 @@ class FSDPArgs:
             )  # fmt: skip
         require_option(
             self.auto_wrap != "class" or bool(self.wrap_classes),
-            "fsdp.auto_wrap", "class", "name the classes: --fsdp.wrap_classes '[CausalSelfAttention, LLaMAMLP]'",
+            "fsdp.auto_wrap", "class", "name the classes: --fsdp.wrap_classes CausalSelfAttention,LLaMAMLP",
         )  # fmt: skip
 
 

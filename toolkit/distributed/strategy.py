@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from toolkit.config import DDPArgs, FSDPArgs, Precision, Strategy
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 
 OFFLOADING = ("cuda",)
 """Devices with a memory of their own."""
@@ -96,8 +96,8 @@ def plan_strategy(
 def _check_unused(group: str, args: FSDPArgs | DDPArgs, allowed: tuple[str, ...], reason: str) -> None:
     for field in fields(args):
         value = getattr(args, field.name)
-        if field.name not in allowed and value != field.default:
-            raise UserError(f"--{group}.{field.name} {value}: would have no effect, {reason}")
+        is_used = field.name in allowed or value == field.default
+        require_option(is_used, f"{group}.{field.name}", value, f"would have no effect, {reason}; leave it out")
 
 
 def _check_dtypes(fsdp: FSDPArgs, precision: Precision) -> None:

@@ -6,6 +6,7 @@ message and FSDP have the same one.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import NamedTuple
 
@@ -61,7 +62,8 @@ def plan_units(module: nn.Module, options: FSDPArgs, block_classes: tuple[type[n
     if options.auto_wrap == "block":
         chosen = {name for name, part in module.named_modules() if isinstance(part, block_classes)}
     elif options.auto_wrap == "class":
-        chosen = _of_classes(module, options.wrap_classes or [])
+        names = options.wrap_classes or []
+        chosen = _of_classes(module, re.split(r",\s*", names) if isinstance(names, str) else names)
     else:
         least = MIN_NUM_PARAMS if options.min_num_params == AUTO else options.min_num_params
         chosen = _of_size(module, least)

@@ -13,6 +13,7 @@ DATA_WAIT, FORWARD, BACKWARD = "toolkit::data_wait", "toolkit::forward", "toolki
 VALIDATE, SAVE = "toolkit::validate", "toolkit::save"
 """Names of the ranges that the training loop adds to a trace."""
 
+MAX_TRACE_BYTES = 50_000_000  # compressed; ten to twenty times that as text, more as Python objects
 _DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories
 _COLLECTIVES = ("gloo:", "nccl")  # how the names of a process group's work and of NCCL's kernels begin
 _NO_COMPUTE = ("c10d::", "autograd::", "torch::autograd::")  # namespaces; the last two contain FSDP's hooks
@@ -48,8 +49,10 @@ def read_shares(path: Path, n_steps: int) -> Shares:
     """Return the shares of the first ``n_steps`` steps of a trace.
 
     Raises:
-        ValueError: it is no trace of that many steps.
+        ValueError: it is no trace of that many steps, or too large.
     """
+    if path.stat().st_size > MAX_TRACE_BYTES:
+        raise ValueError(f"{path} is too large to be read beside the run; open it in ui.perfetto.dev")
     with gzip.open(path) as file:
         return compute_shares(json.load(file)["traceEvents"], n_steps)
 

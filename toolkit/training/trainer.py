@@ -344,6 +344,8 @@ class Trainer:
             say(f"FSDP units: {describe_units(units, config.fsdp)}")
         if config.fsdp.cpu_offload and config.device == "cpu":
             say("note: --fsdp.cpu_offload true changes nothing on a CPU: the weights are in its memory")
+        if (mode := self.args.train.activation_checkpointing) != "none":
+            say(f"Activation checkpointing: {mode}")
         if config.accumulate == "sharded":
             say(f"Gradients are reduced after each of {config.batch.accumulation} micro-batches and kept sharded")
         if state.model.config is not None and (reason := export_error(state.model.config)) is not None:

@@ -84,9 +84,10 @@ class Profile(Callback):
         if self._profiler is None:
             return
         if self._on_cuda and isinstance(error, torch.OutOfMemoryError):
-            path = self._path("memory-rank-", "pickle")
-            dump_memory_history(path)
-            ranks.rank_print(f"allocations before it ran out of memory: {path}; open it at pytorch.org/memory_viz")
+            with suppress(OSError):
+                path = self._path("memory-rank-", "pickle")
+                dump_memory_history(path)
+                ranks.rank_print(f"allocations before it ran out of memory: {path}; open it at pytorch.org/memory_viz")
         self._end(trainer)
 
     # ---- parts
@@ -123,7 +124,7 @@ class Profile(Callback):
             self._path("rank-", "txt").write_text(table)
             self._operators = format_operators(averages, self._self_time, n_steps)
             self._result = read_shares(trace, n_steps)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # the run is worth more than its profile
             self._result = f"{type(error).__name__}: {error}"
 
     @property
