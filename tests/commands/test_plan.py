@@ -297,9 +297,3 @@ def test_changes_with_less_effect_on_the_result_are_advised(capsys):
         "--fsdp.sharding_strategy FULL_SHARD", "--train.activation_checkpointing full", "--precision bf16-true",
         "--train.max_seq_length 4096",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("command", ["plan", "verify_parallel"])
-def test_the_command_must_be_named(command, capsys):
-    assert main([command]) == 2
-    assert "must come first, one of pretrain, finetune_full, finetune_lora" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def choose_wrapped(
     """
     commands = f"the command to {verb} must come first, one of {', '.join(TRAINING)}"
     if not argv:
-        raise UserError(commands)
+        raise UserError(f"COMMAND: must be given; {commands}")
     name = argv[0]
     if name in TRAINING:
         module, positionals, _ = COMMANDS[name]
