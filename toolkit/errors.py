@@ -70,12 +70,7 @@ def require_option(ok: bool, name: str, value: object, hint: str) -> None:
         UserError: ``ok`` is false.
     """
     if not ok:
-        raise UserError(f"--{name} {shown(value)}: {hint}")
-
-
-def shown(value: object) -> object:
-    """Return the value of an option as it is typed: true and false in lower case."""
-    return str(value).lower() if isinstance(value, bool) else value
+        raise UserError(f"--{name} {value}: {hint}")
 
 
 def one_line(text: object) -> str:

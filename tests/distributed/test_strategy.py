@@ -56,7 +56,7 @@ def test_n4_every_mesh_is_explicit_and_no_shard_group_has_one_rank(options, kind
         ({"strategy": "single", "devices": 2}, "--strategy single"),
         ({"devices": 2, "accelerator": "mps"}, "--devices 2"),
         ({"param_dtype": "bf16"}, "--fsdp.param_dtype bf16"),
-        ({"devices": 2, "strategy": "ddp", "forward_prefetch": True}, "--fsdp.forward_prefetch true"),
+        ({"devices": 2, "strategy": "ddp", "forward_prefetch": True}, "--fsdp.forward_prefetch True"),
         ({"devices": 2, "strategy": "ddp", "sharding": "FULL_SHARD"}, "--fsdp.sharding_strategy FULL_SHARD"),
         ({"devices": 2, "ddp": DDPArgs(bucket_cap_mb=1)}, "--ddp.bucket_cap_mb 1"),
         ({"devices": 2, "param_dtype": "bf16"}, "--fsdp.param_dtype bf16"),

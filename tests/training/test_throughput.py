@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import torch
 
 from toolkit.training.callbacks import ThroughputMonitor
-from toolkit.training.throughput import Throughput, peak_memory_gb
+from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
 
 
 def test_n8_throughput_since_the_last_read():
@@ -18,7 +18,8 @@ def test_n8_throughput_since_the_last_read():
 
 def test_n8_monitor_declares_the_columns_that_it_adds():
     monitor, trainer = ThroughputMonitor(Throughput(10.0, 1000.0)), SimpleNamespace(fabric=SimpleNamespace())
-    trainer.fabric.device = torch.device("cpu")
+    trainer.fabric.device, trainer.step_times = torch.device("cpu"), StepTimes()
+    trainer.step_times.add([[0, 0]], 1.0)
     monitor.on_step_end(trainer, {"step_tokens": 100, "step_seconds": 1.0})
     metrics = {"loss": 1.0}
     monitor.on_log(trainer, metrics)
