@@ -22,7 +22,7 @@ NO_PATHS = {
     "base_model", "callbacks", "columns", "family", "group", "latent_attention", "logger_name", "model_name", "name",
     "options",
     "project", "prompt", "prompt_style", "repo_id", "revision", "rope_adjustments", "run", "split", "split_names",
-    "subset", "system", "tasks", "val_split",
+    "subset", "system", "tasks", "val_split", "wrap_classes",
 }  # fmt: skip
 
 
