@@ -92,7 +92,7 @@ def test_help_all_shows_every_option_in_the_order_of_use(capsys):
     shown = capsys.readouterr().out
     flags = re.findall(r"^  --([\w.]+)", shown, re.MULTILINE)
     assert sorted({*flags, "model_name"}) == sorted(
-        [*CommandOptions(pretrain.setup).options(), "data", "config", "print_config"]
+        [*CommandOptions(pretrain.setup).options(), "data", "config", "extensions", "print_config"]
     )
     groups = [group for group, _ in itertools.groupby(flag.rpartition(".")[0] for flag in flags if flag != "data")]
     assert groups == ["", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "profiler", "model_config"]

@@ -316,8 +316,10 @@ def _read_module(
     if isinstance(module, GPT):
         return {"module": module, "block_classes": (Block,)}
     blocks = find_blocks(module, block_classes)
-    if arguments["compiler"] == "torch" and not blocks:
-        raise UserError("compiler torch: compiles the blocks, and none were found; name their classes: block_classes")
+    if (compiler := arguments["compiler"]) != "none" and not blocks:
+        raise UserError(
+            f"compiler {compiler}: compiles the blocks, and none were found; name their classes: block_classes"
+        )
     return {"module": LossWrapper(module), "block_classes": blocks}
 
 

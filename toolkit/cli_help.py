@@ -79,6 +79,7 @@ def _groups(command: CommandOptions) -> dict[str, Entries]:
     for key, option in command.options().items():
         groups.setdefault(key.rpartition(".")[0], {})[key] = (_value(key, option.kind), _describe(option))
     groups[""]["config"] = ("FILE", "YAML file of options; flags override it. May be repeated.")
+    groups[""]["extensions"] = ("NAMES", "Modules of extensions, separated by commas; see tutorials/extend.md.")
     groups[""]["print_config"] = ("", "Print all options as YAML and exit.")
     return {name: group for name, group in groups.items() if group}
 

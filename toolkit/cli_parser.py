@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions, Given, class_path
 from toolkit.errors import UserError
+from toolkit.extension import add_extensions, split_names
 from toolkit.paths import require_local
 from toolkit.untrusted import parse_yaml, read_yaml
 
@@ -30,11 +31,13 @@ def parse(
     functions = (setup,)
     if hasattr(setup, "choose"):  # argv names another command, whose options it also takes
         functions, positionals = setup.choose(argv)
-    command = CommandOptions(*functions)
     words = read_words(argv, positionals)
-    for key, file in words:
-        if key == "config":
-            command.give(command.flatten(read_config(file), file))
+    files = [(file, read_config(file)) for key, file in words if key == "config"]
+    extensions = [name for file, values in files for name in take_extensions(values, f"{file}: extensions")]
+    extensions += [name for key, text in words if key == "extensions" for name in take_extensions({key: text})]
+    command = CommandOptions(*functions)  # after the extensions, which may add options
+    for file, values in files:
+        command.give(command.flatten(values, file))
     command.give(pair for key, text in words if key not in COMMON_OPTIONS for pair in expand_flag(command, key, text))
     options, common = command.options(), dict(words)
     shown = [p.upper() if options[p].is_required else f"[{p.upper()}]" for p in positionals]
@@ -46,7 +49,7 @@ def parse(
         return None
     config = command.resolve(usage)
     if "print_config" in common:
-        print(dump(command, config.as_dict()), end="")
+        print(dump(command, config.as_dict(), extensions), end="")
         return None
     return command.arguments(config)
 
@@ -110,7 +113,14 @@ def expand_flag(command: CommandOptions, key: str, text: str | None) -> Iterator
     yield from ((option, Given("", inner.text)) for option, inner in command.flatten({key: values}, ""))
 
 
-def dump(command: CommandOptions, values: dict[str, Any]) -> str:
+def take_extensions(values: dict[str, Any], source: str = "--extensions") -> list[str]:
+    """Make the extensions known that options name, and remove the option; return the names."""
+    names = split_names(values.pop("extensions", None), source)
+    add_extensions(names, source)
+    return names
+
+
+def dump(command: CommandOptions, values: dict[str, Any], extensions: list[str]) -> str:
     """Return all options as YAML; ``toolkit SUB --config`` with it gives the same configuration."""
     import yaml
 
@@ -118,5 +128,7 @@ def dump(command: CommandOptions, values: dict[str, Any]) -> str:
         path = class_path(chosen, command.bases[name])
         values[name] = {"class_path": path, "init_args": values.get(name, {})}
     ordered = {name: values[name] for name in command.parameters if name in values}
+    if extensions:
+        ordered["extensions"] = extensions
     plain = json.loads(json.dumps(ordered))  # tuples become lists
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

@@ -28,7 +28,9 @@ from toolkit.checkpoints.manifest import EDITABLE, TRAINER_STATE, require_intact
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_weights, require_compatible, save_weights
 from toolkit.errors import UserError, one_line
+from toolkit.extension import missing_message, registered
 from toolkit.models.config import ModelConfig
+from toolkit.models.families import families
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.moe import resolve_weight_dtype
@@ -51,6 +53,9 @@ def read_model_config(folder: Path) -> ModelConfig:
         values = read_yaml(path)
         if not isinstance(values, dict):
             raise ValueError("must be a mapping")
+        extension = values.pop("extension", None)
+        if extension is not None and values.get("family") not in families():
+            raise UserError(f"family {values.get('family')}: {missing_message(str(extension))}")
         config = ModelConfig.from_dict(values) if "family" in values else config_from_litgpt(values)
         if config.padded_vocab_size is None:
             raise ValueError("vocab_size is missing")
@@ -189,7 +194,8 @@ def write_model_files(
 
 def write_model_config(config: ModelConfig, path: Path) -> None:
     """Write an architecture in the format that :func:`read_model_config` reads."""
-    _write_yaml(path, config.to_dict())
+    entry = registered("families").get(config.family)
+    _write_yaml(path, config.to_dict() | ({} if entry is None else {"extension": entry.origin}))
 
 
 def _write_yaml(path: Path, values: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from toolkit.config import AUTO, FINETUNE, Auto, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
 from toolkit.data import JSON, DataModule
+from toolkit.extension import take_option_groups
 
 
 def setup(
@@ -32,6 +33,7 @@ def setup(
         precision: auto: 32-true on CPU, bf16-mixed on CUDA.
         shared: See :class:`toolkit.config.RunOptions`.
     """
+    groups = take_option_groups(shared)
     options = locals() | vars(RunOptions(**shared))
     from toolkit.planning.run_args import run_args
     from toolkit.training.run import run_training

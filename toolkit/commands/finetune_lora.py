@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from toolkit.config import AUTO, FINETUNE, Auto, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
 from toolkit.data import JSON, DataModule
+from toolkit.extension import take_option_groups
 
 
 def setup(
@@ -58,6 +59,7 @@ def setup(
         precision: Precision of the base; adapters are fp32. auto: 32-true on CPU, bf16-true on CUDA.
         shared: See :class:`toolkit.config.RunOptions`.
     """
+    groups = take_option_groups(shared)
     options = locals() | vars(RunOptions(**shared))
     from toolkit.planning.run_args import run_args
     from toolkit.training.run import run_training

@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.config import AUTO, Auto, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
 from toolkit.data import DataModule, PythonStdlib
+from toolkit.extension import describe_extensions, take_option_groups
 from toolkit.models.config import ModelOverrides
 
 
@@ -39,6 +40,7 @@ def setup(
         precision: auto: 32-true on CPU, bf16-mixed on CUDA.
         shared: See :class:`toolkit.config.RunOptions`.
     """
+    groups = take_option_groups(shared)
     options = locals() | vars(RunOptions(**shared))
     if model_name == "list":
         _print_names()
@@ -59,3 +61,5 @@ def _print_names() -> None:
         print("\n".join(f"{label:12}{line}" for label, line in zip([family, *[""] * len(lines)], lines, strict=False)))
     print(f"\nAlso {len(list_aliases())} model names of the same architectures: Llama-3.1-8B-Instruct, ...")
     print("Names are case-insensitive; an organization prefix is ignored.")
+    for line in describe_extensions():
+        print(f"Extension {line}")

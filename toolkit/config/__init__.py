@@ -2,8 +2,10 @@
 
 from toolkit.config.options import (
     AUTO,
+    COMPILERS,
     FINETUNE,
     PRETRAIN,
+    STRATEGIES,
     Accelerator,
     ActivationCheckpointing,
     Auto,
@@ -24,8 +26,7 @@ from toolkit.config.options import (
 )
 
 __all__ = [
-    "AUTO", "FINETUNE", "PRETRAIN", "Accelerator", "ActivationCheckpointing", "Auto", "CommandDefaults", "DDPArgs",
-    "Dtype", "EvalArgs", "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision", "ProfilerArgs", "RunOptions", "Strategy",
-    "TrainArgs",
-    "TrainingCommand", "none_if_auto",
+    "AUTO", "COMPILERS", "FINETUNE", "PRETRAIN", "STRATEGIES", "Accelerator", "ActivationCheckpointing", "Auto",
+    "CommandDefaults", "DDPArgs", "Dtype", "EvalArgs", "FSDPArgs", "LogArgs", "OptimizerArgs", "Precision",
+    "ProfilerArgs", "RunOptions", "Strategy", "TrainArgs", "TrainingCommand", "none_if_auto",
 ]  # fmt: skip

@@ -15,15 +15,17 @@ import types
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
 from toolkit.errors import UserError, did_you_mean, one_line
+from toolkit.extension import add_extensions, import_object, load_registered, registered, split_names
 from toolkit.paths import require_local
 
-COMMON_OPTIONS = ("help", "config", "print_config")  # of every command
+COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
 _LAYERS = "; choose the layers with --lora_query, --lora_key, --lora_value, --lora_projection, --lora_mlp, --lora_head"
 _OTHER_TOOLS_OPTIONS = {
     "lr": ("train.learning_rate", "; did you mean --train.learning_rate?"),
@@ -81,6 +83,8 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
     Raises:
         UserError: an unknown name, with a suggestion, or a value of the wrong type.
     """
+    values = dict(values)
+    add_extensions(split_names(values.pop("extensions", None), "extensions"), "extensions")
     command = CommandOptions(setup)
     objects = {name: values.get(name, command.parameters[name].default) for name in command.bases}
     for name, value in objects.items():
@@ -92,11 +96,13 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
 
 
 def classes_of(base: type) -> dict[str, type]:
-    """Return toolkit's own classes derived from ``base``, by short name: those that the package of ``base`` exports."""
+    """Return the classes derived from ``base`` by short name: those that its package exports, and the extensions'."""
     package = importlib.import_module(base.__module__.rpartition(".")[0])
     exported = {name: getattr(package, name) for name in package.__all__}
     derived = {name: c for name, c in exported.items() if inspect.isclass(c) and issubclass(c, base)}
-    return {name: cls for name, cls in derived.items() if not inspect.isabstract(cls)}
+    own = {name: cls for name, cls in derived.items() if not inspect.isabstract(cls)}
+    kind = package.__name__.rpartition(".")[2]  # "data"
+    return own | {name: load_registered(kind, name) for name in registered(kind, own)}
 
 
 def class_path(cls: type, base: type) -> str:
@@ -126,6 +132,12 @@ class CommandOptions:
     def __init__(self, *functions: Callable[..., Any]) -> None:
         self.functions = functions
         self.parameters = {n: p for function in reversed(functions) for n, p in parameters_of(function).items()}
+        self.extension_groups: dict[str, type] = {}
+        if "strategy" in self.parameters:  # of the training commands
+            kind, known = "option_groups", registered("option_groups", self.parameters)
+            self.extension_groups = {name: load_registered(kind, name) for name in known}
+        for name, cls in self.extension_groups.items():
+            self.parameters[name] = SimpleNamespace(annotation=cls, default=cls(), doc=inspect.getdoc(cls))
         self.bases = {n: p.annotation for n, p in self.parameters.items() if inspect.isabstract(p.annotation)}
         groups = {n: p.annotation for n, p in self.parameters.items() if is_dataclass(p.annotation)}
         self.groups: dict[str, Any] = groups
@@ -194,7 +206,7 @@ class CommandOptions:
             raise UserError(f"--{key}: needs a value: {', '.join(known)}")
         module, _, name = given.text.rpartition(".")
         try:
-            found = getattr(importlib.import_module(module), name) if module else known.get(name)
+            found = import_object(given.text) if module else known.get(name)
         except (ImportError, AttributeError, ValueError):
             found = None
         if not (inspect.isclass(found) and issubclass(found, self.bases[key])):
@@ -242,7 +254,7 @@ class CommandOptions:
         parser, added = ArgumentParser(exit_on_error=False), set(self.bases)
         for function in self.functions:
             added |= set(parser.add_function_arguments(function, skip=set(added), as_group=False))
-        for name, cls in self.chosen.items():
+        for name, cls in (self.extension_groups | self.chosen).items():
             parser.add_class_arguments(cls, name)
             if type(default := self.parameters[name].default) is cls:
                 parser.set_defaults({f"{name}.{key}": value for key, value in vars(default).items()})

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
-from toolkit.errors import require_option
+from toolkit.errors import UserError, did_you_mean, require_option
+from toolkit.extension import registered
 
 T = TypeVar("T")
 Accelerator = Literal["auto", "cpu", "cuda", "mps"]
@@ -23,6 +24,8 @@ ActivationCheckpointing = Literal["none", "selective", "full"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+COMPILERS = ("none", "torch")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,13 @@ def _not_negative(group: str, args: Any, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         require_option(value in (None, AUTO) or value >= 0, f"{group}.{name}", value, "must not be negative")
+
+
+def _one_of(name: str, value: str, own: tuple[str, ...], kind: str) -> None:
+    """Check that ``value`` is one of ``own``, or of what extensions register as ``kind``."""
+    known = [*own, *registered(kind, own)]
+    if value not in known:
+        raise UserError(f"--{name} {value}: must be one of {', '.join(known)}{did_you_mean(value, known)}")
 
 
 @dataclass(frozen=True)
@@ -327,10 +337,11 @@ class RunOptions:
         accelerator: Device type.
         devices: Devices per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
         num_nodes: Number of nodes. auto: 1, or as set by torchrun or SLURM.
-        strategy: Distributed strategy. auto: fsdp on several devices, single on one.
+        strategy: Distributed strategy: auto, single, ddp, fsdp, or one of an extension. auto: fsdp on several devices,
+            single on one.
         fsdp: FSDP options.
         ddp: DDP options.
-        compiler: Compile the blocks with torch.compile.
+        compiler: How to compile the blocks: none, torch (torch.compile), or a compiler of an extension.
         deterministic: Use deterministic algorithms only: slower on CUDA, no change on CPU.
         logger_name: Loggers besides logs/metrics.csv: tensorboard, wandb, mlflow, or several separated by commas; csv
             adds none.
@@ -349,10 +360,10 @@ class RunOptions:
     accelerator: Accelerator = "auto"
     devices: int | Auto = AUTO
     num_nodes: int | Auto = AUTO
-    strategy: Strategy = "auto"
+    strategy: str = "auto"
     fsdp: FSDPArgs = FSDPArgs()
     ddp: DDPArgs = DDPArgs()
-    compiler: Literal["none", "torch"] = "none"
+    compiler: str = "none"
     deterministic: bool = False
     logger_name: str = "csv"
     profile: bool = False
@@ -364,6 +375,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         require_option(0 <= self.seed < 2**32, "seed", self.seed, f"must be from 0 to {2**32 - 1}")
         require_option(self.timeout == AUTO or self.timeout > 0, "timeout", self.timeout, "must be greater than zero")
+        _one_of("strategy", self.strategy, STRATEGIES, "strategies")
+        _one_of("compiler", self.compiler, COMPILERS, "compilers")
         for name, value in vars(self.profiler).items():
             is_used = self.profile or value == getattr(ProfilerArgs, name)
             require_option(is_used, f"profiler.{name}", value, "has no effect without --profile")

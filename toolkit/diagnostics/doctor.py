@@ -123,8 +123,15 @@ def examine(options: DoctorOptions) -> None:
 @contextmanager
 def _connect(world: WorldInfo, device: str, minutes: float) -> Iterator[Fabric]:
     """Launch the processes and connect them, as a run does."""
-    sizes = {"devices": world.devices, "num_nodes": world.num_nodes}
-    plan = plan_strategy("ddp", FSDPArgs(), DDPArgs(), **sizes, accelerator=device, precision="32-true")
+    plan = plan_strategy(
+        "ddp",
+        FSDPArgs(),
+        DDPArgs(),
+        devices=world.devices,
+        num_nodes=world.num_nodes,
+        accelerator=device,
+        precision="32-true",
+    )
     fabric = build_fabric(
         plan, world, accelerator=device, precision="32-true", fsdp=FSDPArgs(), ddp=DDPArgs(), block_classes={Block}
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import HalfPrecision
-from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies import DDPStrategy, ParallelStrategy
 from torch import nn
 
 from toolkit.config import Accelerator, Auto, DDPArgs, FSDPArgs, Precision
@@ -19,6 +19,7 @@ from toolkit.distributed.memory import keep_freed_memory
 from toolkit.distributed.private_lightning import LauncherMixin
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import WorldInfo, cluster_environment
+from toolkit.extension import load_registered
 
 
 class _DDP(LauncherMixin, DDPStrategy):
@@ -76,19 +77,25 @@ def build_fabric(
     fsdp: FSDPArgs,
     ddp: DDPArgs,
     block_classes: set[type[nn.Module]],
+    groups: Mapping[str, Any] | None = None,
 ) -> Fabric:
     """Build Fabric for a plan; :func:`toolkit.distributed.launch.launch_processes` starts its processes.
 
     Args:
         accelerator: "cpu", "cuda" or "mps".
         block_classes: The modules that each become one FSDP unit.
+        groups: Options of extensions by group.
     """
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # it logs a banner on every rank
     given, plugins = _precision_options(precision)
     if plan.kind == "single":
         return Fabric(accelerator=accelerator, devices=1, precision=given, plugins=plugins)
-    strategy: DDPStrategy | ShardedStrategy
-    if plan.kind == "ddp":
+    strategy: ParallelStrategy
+    if plan.extension is not None:
+        extension = load_registered("strategies", plan.extension)()
+        cls, options = extension.build(plan, groups or {}, precision=precision, block_classes=block_classes)
+        strategy = type(cls.__name__, (LauncherMixin, cls), {})(**options)
+    elif plan.kind == "ddp":
         strategy = _DDP(
             bucket_cap_mb=ddp.bucket_cap_mb,
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,

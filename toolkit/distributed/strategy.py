@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
-from toolkit.config import DDPArgs, FSDPArgs, Precision, Strategy
+from toolkit.config import STRATEGIES, DDPArgs, FSDPArgs, Precision
 from toolkit.errors import UserError, require_option
+from toolkit.extension import load_registered
 
 OFFLOADING = ("cuda",)
 """Devices with a memory of their own."""
@@ -23,6 +25,7 @@ class StrategyPlan:
         reason: Why this strategy was chosen, for display.
         units: What FSDP gathers at once, for display.
         offloads: FSDP keeps its shards in CPU memory, apart from the memory of the devices.
+        extension: Name of the strategy if it is an extension's; ``kind`` is then the one that it is like in memory.
     """
 
     kind: Literal["single", "ddp", "fsdp"]
@@ -31,6 +34,7 @@ class StrategyPlan:
     reason: str
     units: str = "one unit per block"
     offloads: bool = False
+    extension: str | None = None
 
     @property
     def shards(self) -> int:
@@ -38,6 +42,8 @@ class StrategyPlan:
         return self.mesh[-1]
 
     def __str__(self) -> str:
+        if self.extension is not None:
+            return f"{self.extension}, {' x '.join(map(str, self.mesh))} devices ({self.reason})"
         if self.kind == "single":
             return f"one device ({self.reason})"
         if self.kind == "ddp":
@@ -47,8 +53,26 @@ class StrategyPlan:
         return f"fsdp {self.sharding}, {self.units}, {shards}{replicas} ({self.reason})"
 
 
+class StrategyExtension(Protocol):
+    """A strategy of an extension; ``groups`` are the options of extensions by group."""
+
+    def plan(
+        self, groups: Mapping[str, Any], *, devices: int, num_nodes: int, accelerator: str, precision: Precision
+    ) -> StrategyPlan:
+        """Return the plan: ``kind`` "fsdp" if weights are sharded, otherwise "ddp", with the mesh.
+
+        Raises:
+            UserError: These devices do not support the strategy.
+        """
+
+    def build(
+        self, plan: StrategyPlan, groups: Mapping[str, Any], *, precision: Precision, block_classes: set[type]
+    ) -> tuple[type, dict[str, Any]]:
+        """Return a class of Fabric's strategies of several processes, and its keyword arguments."""
+
+
 def plan_strategy(
-    strategy: Strategy,
+    strategy: str,
     fsdp: FSDPArgs,
     ddp: DDPArgs,
     *,
@@ -56,8 +80,9 @@ def plan_strategy(
     num_nodes: int,
     accelerator: str,
     precision: Precision,
+    groups: Mapping[str, Any] | None = None,
 ) -> StrategyPlan:
-    """Choose the strategy, with an explicit mesh.
+    """Choose the strategy, with an explicit mesh. ``groups``: see :class:`StrategyExtension`.
 
     A shard group of one rank becomes ddp, because torch would not synchronize the replicas (N4); one device alone has
     nothing to synchronize, and uses FSDP to offload.
@@ -66,6 +91,13 @@ def plan_strategy(
         UserError: these devices do not support the strategy, or one of its options would have no effect.
     """
     ranks = devices * num_nodes
+    if strategy not in STRATEGIES:
+        for group, args in (("fsdp", fsdp), ("ddp", ddp)):
+            _check_unused(group, args, ("state_dict_type",), f"the strategy is {strategy}")
+        planned: StrategyPlan = load_registered("strategies", strategy)().plan(
+            groups or {}, devices=devices, num_nodes=num_nodes, accelerator=accelerator, precision=precision
+        )
+        return replace(planned, extension=strategy)
     plan = _plan(strategy, fsdp.sharding_strategy, devices, num_nodes)
     offloads = fsdp.cpu_offload and accelerator in OFFLOADING
     if offloads and ranks == 1 and strategy in ("auto", "fsdp"):
@@ -117,7 +149,7 @@ def _check_dtypes(fsdp: FSDPArgs, precision: Precision) -> None:
         raise UserError("--fsdp.reduce_dtype fp16: needs the gradient scaler of --precision 16-mixed; use bf16 or fp32")
 
 
-def _plan(strategy: Strategy, sharding: str, devices: int, num_nodes: int) -> StrategyPlan:
+def _plan(strategy: str, sharding: str, devices: int, num_nodes: int) -> StrategyPlan:
     ranks = devices * num_nodes
     if ranks == 1:
         reason = "only one available" if strategy in ("auto", "single") else f"{strategy} on one device is equivalent"

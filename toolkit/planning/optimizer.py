@@ -9,6 +9,7 @@ import torch
 
 from toolkit.config import AUTO, CommandDefaults, OptimizerArgs
 from toolkit.errors import UserError, did_you_mean
+from toolkit.extension import load_registered, registered
 
 UNSUPPORTED = {
     "Optimizer": "is the base class",
@@ -19,7 +20,7 @@ UNSUPPORTED = {
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return a class of ``torch.optim`` by case-insensitive name.
+    """Return a class of ``torch.optim`` by case-insensitive name, or one of an extension.
 
     Raises:
         UserError: no such class, or the training loop does not support it.
@@ -27,8 +28,10 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     base = torch.optim.Optimizer
     known = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base)}
     match = next((n for n in known if n.lower() == name.lower()), None)
+    if match is None and name in (added := registered("optimizers", known)):
+        return load_registered("optimizers", name)
     if match is None:
-        usable = sorted(known.keys() - UNSUPPORTED.keys())
+        usable = sorted({*added, *known} - UNSUPPORTED.keys())
         raise UserError(
             f"--optimizer.name {name}: not in torch.optim{did_you_mean(name, usable)} ({', '.join(usable)})"
         )

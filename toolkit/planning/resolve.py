@@ -13,6 +13,7 @@ from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
 from toolkit.distributed.device import device_memory, pick_precision
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.errors import UserError, require_option
+from toolkit.extension import run_checks
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
@@ -98,7 +99,13 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     precision = choose_precision(args, devices.device)
     sizes = {"devices": devices.devices, "num_nodes": devices.num_nodes}
     strategy = plan_strategy(
-        args.strategy, args.fsdp, args.ddp, **sizes, accelerator=devices.device, precision=precision
+        args.strategy,
+        args.fsdp,
+        args.ddp,
+        **sizes,
+        accelerator=devices.device,
+        precision=precision,
+        groups=args.groups,
     )
     if args.timeout != AUTO and devices.devices * devices.num_nodes == 1:
         raise UserError(f"--timeout {args.timeout}: would have no effect, one process waits for no other")
@@ -146,7 +153,8 @@ def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]
     """
     args, model, memory = config.args, config.model, config.devices.memory
     choice = args.fsdp.accumulate
-    accumulates = config.strategy.kind == "fsdp" and config.batch.accumulation > 1 and args.lora is None
+    is_fsdp = config.strategy.kind == "fsdp" and config.strategy.extension is None
+    accumulates = is_fsdp and config.batch.accumulation > 1 and args.lora is None
     if choice != AUTO:
         why = "adapters are replicated" if args.lora is not None else f"nothing is accumulated: {config.batch}"
         if not accumulates:
@@ -219,6 +227,7 @@ def choose_precision(args: RunArgs, device: str) -> Precision:
 
 
 def _check_options(args: RunArgs) -> None:
+    run_checks(args)
     if not args.out_dir:
         raise UserError("--out_dir '': give the name of a folder")
     if args.model_name is not None and args.initial_checkpoint_dir is not None:
@@ -278,7 +287,7 @@ def choose_model(args: RunArgs) -> ModelConfig | None:
     config = config.override(args.model_config)
     if args.train.tie_embeddings is not None:
         config = replace(config, tie_embeddings=args.train.tie_embeddings)
-    family_of(config)  # an architecture that belongs to none could be trained, but never exported
+    family_of(config).validate(config)  # an architecture of no family could be trained, but never exported
     return config
 
 

@@ -30,7 +30,9 @@ from toolkit.config.command import class_path
 from toolkit.data.base import DataModule
 from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.errors import UserError
+from toolkit.extension import registered, split_names, take_option_groups
 from toolkit.models.config import ModelOverrides
+from toolkit.models.families import extension_of
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize
 
@@ -48,6 +50,7 @@ class RunArgs(RunOptions):
         module: A user-provided model with its weights; then there is no ``model_name``.
         block_classes: The blocks of that model.
         optimizer_class: A class outside torch.optim; ``optimizer.name`` is its name.
+        groups: Options of extensions by group, see :class:`toolkit.extension.Extension`.
     """
 
     command: TrainingCommand
@@ -66,6 +69,7 @@ class RunArgs(RunOptions):
     module: nn.Module | None = None
     block_classes: tuple[type[nn.Module], ...] = ()
     optimizer_class: type[torch.optim.Optimizer] | None = None
+    groups: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_finetune(self) -> bool:
@@ -93,6 +97,7 @@ def run_args(command: TrainingCommand, options: Mapping[str, Any]) -> RunArgs:
         UserError: the options conflict, or the checkpoint to finetune has adapters only.
     """
     values = {f.name: options[f.name] for f in fields(RunArgs) if f.name in options}
+    values.setdefault("groups", take_option_groups(dict(options)))
     if command == "pretrain":
         return RunArgs(command=command, **values)
     name = options["checkpoint_dir"]
@@ -134,9 +139,32 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
     shared = [f.name for f in fields(RunOptions)]
     names = ["data", "train", "eval", "optimizer", "out_dir", "precision", *shared]
     values |= {name: getattr(args, name) for name in names} | {"resume": False}
+    values |= {name: group for name, group in args.groups.items() if group != type(group)()}
     plain = {k: asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for k, v in values.items()}
     if "model_config" in plain:
         plain["model_config"] = {k: v for k, v in plain["model_config"].items() if v is not None}
     options = {} if isinstance(args.data, InMemoryData) else plain["data"]
     plain["data"] = {"class_path": class_path(type(args.data), DataModule), "init_args": options}
-    return plain
+    return plain | ({"extensions": extensions} if (extensions := used_extensions(args)) else {})
+
+
+def callback_entries(value: str | list[Any] | None) -> list[Any]:
+    """Return what ``--callbacks`` names: class paths, and mappings with ``class_path`` and ``init_args``."""
+    return [path.strip() for path in value.split(",")] if isinstance(value, str) else value or []
+
+
+def used_extensions(args: RunArgs) -> list[str]:
+    """Return the extensions that a run uses, see :func:`toolkit.extension.extensions`."""
+    used = {
+        "data": [type(args.data).__name__],
+        "compilers": [args.compiler],
+        "strategies": [args.strategy],
+        "loggers": split_names(args.logger_name),
+        "callbacks": [e if isinstance(e, str) else e.get("class_path") for e in callback_entries(args.callbacks)],
+        "optimizers": [args.optimizer.name],
+        "option_groups": [name for name, group in args.groups.items() if group != type(group)()],
+    }
+    origins = [entry.origin for kind, names in used.items() for n, entry in registered(kind).items() if n in names]
+    if args.base_dir is None and args.module is None and (origin := extension_of(args.model_name)) is not None:
+        origins.append(origin)
+    return list(dict.fromkeys(origins))

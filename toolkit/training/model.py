@@ -25,6 +25,7 @@ from toolkit.distributed.fabric import block_dtype, materialize_with
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
+from toolkit.extension import load_registered
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block
@@ -134,8 +135,9 @@ def set_up_model(
         materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)
     checkpoint_blocks(module, spec.blocks, activation_checkpointing)
-    if compiler == "torch":
-        compile_blocks(module, spec.blocks, longest_ragged)
+    if compiler != "none":
+        compile_with = compile_blocks if compiler == "torch" else load_registered("compilers", compiler)
+        compile_with(module, spec.blocks, longest_ragged)
     wrapped = fabric.setup(module)
     give_back_freed_memory()
     if shards:

@@ -96,6 +96,7 @@ class Trainer:
             fsdp=config.fsdp,
             ddp=args.ddp,
             block_classes=set(args.block_classes or (Block,)),
+            groups=args.groups,
         )
         with ExitStack() as stack:
             group = stack.enter_context(launch_processes(self.fabric, world, self.timeouts))
@@ -339,7 +340,7 @@ class Trainer:
         if (scaled := describe_scaling(self.args.train, state.schedule, self.args.defaults)) is not None:
             say(scaled)
         say(f"Strategy: {config.strategy}")
-        if config.strategy.kind == "fsdp":
+        if config.strategy.kind == "fsdp" and config.strategy.extension is None:
             units = plan_units(state.model.module, config.fsdp, state.model.blocks)
             say(f"FSDP units: {describe_units(units, config.fsdp)}")
         if config.fsdp.cpu_offload and config.device == "cpu":

@@ -13,6 +13,7 @@ from typing import Any
 
 from toolkit.config import LogArgs
 from toolkit.errors import UserError, did_you_mean, one_line
+from toolkit.extension import load_registered, registered
 from toolkit.ui.files import file_error, write_atomic
 from toolkit.untrusted import open_regular
 
@@ -101,15 +102,16 @@ def check_loggers(logger_name: str, log_args: LogArgs) -> list[str]:
         UserError: unknown logger, missing package, or an option that none of them uses.
     """
     names = list(dict.fromkeys(name.strip() for name in logger_name.split(",")))
+    known = [*LOGGERS, *registered("loggers", LOGGERS)]
     for name in names:
-        if name not in LOGGERS:
-            hint = did_you_mean(name, LOGGERS) or f"; use {', '.join(LOGGERS)}, or several separated by commas"
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; use {', '.join(known)}, or several separated by commas"
             raise UserError(f"--logger_name {logger_name}: no such logger{hint}")
     given = {f.name for f in fields(log_args) if getattr(log_args, f.name) != f.default}
     for option in sorted(given.difference(*(NAMES.get(name, set()) for name in names))):
         raise UserError(f"--log.{option}: has no effect with --logger_name {logger_name}; leave it out, or use wandb")
     for name in names:
-        if name != "csv":
+        if name != "csv" and name in LOGGERS:
             _require_package(name)
     return names
 
@@ -138,7 +140,8 @@ def make_loggers(
         if name == "csv":
             continue
         try:
-            logger = _START[name](Path(out_dir) / "logs", log_args, resume_step)
+            start = _START[name] if name in LOGGERS else load_registered("loggers", name)
+            logger = start(Path(out_dir) / "logs", log_args, resume_step)
             # this connects: a wrong key or address fails here, before the first step
             logger.log_hyperparams(hyperparameters)
         except Exception as error:

@@ -3,7 +3,9 @@
 A family is a module with ``CONFIGS``, ``ALIASES``, ``from_hf_config(config_json)``, ``to_hf_config(config)``,
 ``weight_map(config)`` and ``check(config)``, which raises a UserError if the family's Hugging Face class cannot express
 the config; and ``is_unused(name, config)`` if checkpoints contain other weights than the model's. A new family is one
-new file here and one entry in :data:`FAMILIES`.
+new file here and one entry in :data:`FAMILIES`. Extensions add families of their own (:mod:`toolkit.extension`), which
+may also have ``MODEL``, the path of a class derived from GPT, and ``validate(config)``, which raises a UserError for
+invalid ``ModelConfig.family_options``.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from toolkit.errors import UserError, did_you_mean, require_option
+from toolkit.extension import import_object, load_registered, registered
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import (
     deepseek,
@@ -54,9 +57,29 @@ FAMILIES: dict[str, ModuleType] = {
 MULTIMODAL = {"gemma3": "gemma3_text"}
 
 
+def families() -> dict[str, ModuleType]:
+    """Return :data:`FAMILIES` and the families of extensions."""
+    return FAMILIES | {name: load_registered("families", name) for name in registered("families", FAMILIES)}
+
+
 def _modules() -> list[ModuleType]:
     """Return each module once: a module may implement several model types."""
-    return list(dict.fromkeys(FAMILIES.values()))
+    return list(dict.fromkeys(families().values()))
+
+
+def extension_of(name: str | None) -> str | None:
+    """Return the extension that has the configuration of this name; None for toolkit's own and unknown names."""
+    for family, entry in registered("families").items():
+        module = families()[family]
+        names = [*(config.name for config in module.CONFIGS), *module.ALIASES]
+        if _bare(name or DEFAULT_MODEL) in map(str.lower, names):
+            return entry.origin
+    return None
+
+
+def _bare(name: str) -> str:
+    """Return a name without its organization, in lower case."""
+    return name.rpartition("/")[2].lower()
 
 
 def list_names() -> list[str]:
@@ -65,8 +88,10 @@ def list_names() -> list[str]:
 
 
 def list_names_by_family() -> dict[str, list[str]]:
-    """Return the names of all configurations by family module, without empty families."""
-    return {f.__name__.rpartition(".")[2]: [c.name for c in f.CONFIGS] for f in _modules() if f.CONFIGS}
+    """Return the names of all configurations by family, without empty families; extensions' by model_type."""
+    own = {f.__name__.rpartition(".")[2]: f for f in dict.fromkeys(FAMILIES.values())}
+    found = own | {name: families()[name] for name in registered("families")}
+    return {name: [c.name for c in family.CONFIGS] for name, family in found.items() if family.CONFIGS}
 
 
 def list_aliases() -> list[str]:
@@ -82,7 +107,7 @@ def get_config(name: str) -> ModelConfig:
     """
     configs = {c.name.lower(): c for family in _modules() for c in family.CONFIGS}
     aliases = {a.lower(): n for family in _modules() for a, n in family.ALIASES.items()}
-    bare = name.rpartition("/")[2].lower()
+    bare = _bare(name)
     if bare in aliases:
         bare = aliases[bare].lower()
     if bare not in configs:
@@ -101,6 +126,20 @@ class Family:
     """A family module, whose functions are called for configs that pass its check."""
 
     module: ModuleType
+
+    def validate(self, config: ModelConfig) -> None:
+        """Check the options of a family that has its own, ``ModelConfig.family_options``.
+
+        Raises:
+            UserError: One is unknown or has an invalid value.
+        """
+        if hasattr(self.module, "validate"):
+            self.module.validate(config)
+
+    def model_class(self) -> Any:
+        """Return the family's own class of models, derived from GPT; None if its models are a GPT."""
+        path = getattr(self.module, "MODEL", None)
+        return None if path is None else import_object(path)
 
     def to_hf_config(self, config: ModelConfig) -> dict[str, Any]:
         """Return the content of ``config.json``, without the ids of the special tokens.
@@ -131,9 +170,9 @@ def family_of(config: ModelConfig) -> Family:
     Raises:
         UserError: ``config.family`` is unknown.
     """
-    hint = f"must be one of {', '.join(FAMILIES)}"
-    require_option(config.family in FAMILIES, "model_config.family", config.family, hint)
-    return Family(FAMILIES[config.family])
+    known = families()
+    require_option(config.family in known, "model_config.family", config.family, f"must be one of {', '.join(known)}")
+    return Family(known[config.family])
 
 
 def export_error(config: ModelConfig) -> str | None:
@@ -156,9 +195,9 @@ def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """
     config_json = _text_config(config_json)
     model_type = config_json.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in families():
         raise UserError(_unsupported_message(config_json))
-    family = Family(FAMILIES[model_type])
+    family = Family(families()[model_type])
     try:
         hf_keys.require_types(config_json)
         hf_config.require_hf(config_json, is_causal=(True,), per_layer_config=(None,))
@@ -185,12 +224,13 @@ def _text_config(config_json: dict[str, Any]) -> dict[str, Any]:
 def _unsupported_message(config_json: dict[str, Any]) -> str:
     """Return the error message for a ``config.json`` of an unsupported family."""
     model_type = config_json.get("model_type")
-    near = did_you_mean(str(model_type), FAMILIES, count=1, cutoff=0.7)
+    known = families()
+    near = did_you_mean(str(model_type), known, count=1, cutoff=0.7)
     message = f"config.json: model_type {model_type!r} is not supported"
     text = config_json.get("text_config")
     if isinstance(text, dict) or "vision_config" in config_json:
         inner = str(text.get("model_type")) if isinstance(text, dict) else ""
         separately = f"save its text model (model_type {inner!r}) separately"
-        hint = separately if inner in FAMILIES else "use a text-only model"
+        hint = separately if inner in known else "use a text-only model"
         return f"{message}: it is multimodal; {hint}"
-    return f"{message}; only {', '.join([*FAMILIES, *MULTIMODAL])}{near}"
+    return f"{message}; only {', '.join([*known, *MULTIMODAL])}{near}"

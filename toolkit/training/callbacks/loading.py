@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.extension import import_object, load_registered, registered
+from toolkit.planning.run_args import callback_entries
 from toolkit.training.callbacks.base import Callback
 
 
@@ -16,14 +15,13 @@ def load_callbacks(value: str | list[Any] | None) -> list[Callback]:
     """Make the callbacks that ``--callbacks`` names.
 
     Args:
-        value: Class paths with commas between them, or a list of class paths and of mappings with ``class_path`` and
-            ``init_args``. Modules are also looked for in the current folder.
+        value: Class paths, or names that extensions register, with commas between them; or a list of these and of
+            mappings with ``class_path`` and ``init_args``. Modules are also looked for in the current folder.
 
     Raises:
         UserError: there is no such class, it is not a callback, or it does not take these arguments.
     """
-    entries = [path.strip() for path in value.split(",")] if isinstance(value, str) else value or []
-    return [_load(entry) for entry in entries]
+    return [_load(entry) for entry in callback_entries(value)]
 
 
 def _load(entry: Any) -> Callback:
@@ -45,11 +43,11 @@ def _load(entry: Any) -> Callback:
 
 
 def _import(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    if os.getcwd() not in sys.path:  # a console script's path begins with its own folder
-        sys.path.insert(0, os.getcwd())
+    if path in registered("callbacks"):
+        return load_registered("callbacks", path)
+    module = path.rpartition(".")[0]
     try:
-        return getattr(importlib.import_module(module), name)
+        return import_object(path)
     except (ImportError, AttributeError, ValueError) as error:
         if isinstance(error, ImportError) and error.name not in (None, module, module.partition(".")[0]):
             raise UserError(f"--callbacks {path}: its module does not import: {error}") from error

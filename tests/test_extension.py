@@ -1,0 +1,202 @@
+"""Extensions: a module with one of everything, used through the command line as a package's user would."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import pytest
+import yaml
+
+from toolkit import extension
+from toolkit.cli import main
+from toolkit.errors import UserError
+from toolkit.models.families import FAMILIES, families, get_config
+from toolkit.ui.loggers import read_metrics
+
+FAMILY = """
+from toolkit.models.families import llama
+from toolkit.models.families.llama import check, from_hf_config, to_hf_config, weight_map
+from toolkit.models.families.named import named
+
+CONFIGS = [named("letter-llama", 1, 32, 2, 2, 48, block_size=32, family="letters", vocab_size=64)]
+ALIASES = {}
+"""
+PARTS = '''
+import csv
+import torch
+import toolkit
+from lightning.fabric.strategies import DDPStrategy
+from toolkit.data import SyntheticTokens
+from toolkit.distributed.strategy import StrategyPlan
+
+
+class Noise(SyntheticTokens):
+    """Random tokens."""
+
+
+class Descent(torch.optim.SGD):
+    pass
+
+
+class Halve(toolkit.Callback):
+    columns = ("half_loss",)
+
+    def on_log(self, trainer, metrics):
+        metrics["half_loss"] = metrics["loss"] / 2
+
+
+def compile_blocks(module, blocks, longest_ragged):
+    print(f"compiling {sum(isinstance(part, blocks) for part in module.modules())} blocks")
+
+
+class Log:
+    def log_hyperparams(self, values):
+        print("extensions of the run:", values["extensions"])
+
+    def log_metrics(self, metrics, step):
+        print(f"point {step}: loss {metrics['loss']}")
+
+    def finalize(self, status):
+        pass
+
+
+def start(folder, log_args, resume_step):
+    return Log()
+
+
+class Replicas:
+    def plan(self, groups, *, devices, num_nodes, accelerator, precision):
+        return StrategyPlan("ddp", None, (devices * num_nodes, 1), f"loud {groups['letters'].loud}")
+
+    def build(self, plan, groups, *, precision, block_classes):
+        return DDPStrategy, {}
+
+
+def check(args):
+    if args.groups["letters"].loud and args.strategy != "replicas":
+        raise toolkit.errors.UserError("--letters.loud true: has no effect without --strategy replicas")
+'''
+OPTIONS = '''
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LettersArgs:
+    """Letters.
+
+    Args:
+        loud: Say it loudly.
+    """
+
+    loud: bool = False
+'''
+INIT = """
+from toolkit.extension import Extension
+
+EXTENSION = Extension(
+    families={"letters": "letters_family"},
+    data={"Noise": "letters_parts.Noise"},
+    compilers={"printing": "letters_parts.compile_blocks"},
+    strategies={"replicas": "letters_parts.Replicas"},
+    loggers={"points": "letters_parts.start"},
+    callbacks={"Halve": "letters_parts.Halve"},
+    optimizers={"Descent": "letters_parts.Descent"},
+    option_groups={"letters": "letters_options.LettersArgs"},
+    check="letters_parts.check",
+)
+"""
+RUN = ["--data", "Noise", "--data.vocab_size", "64", "--optimizer.name", "Descent", "--callbacks", "Halve"]
+RUN += ["--compiler", "printing", "--logger_name", "points", "--train.max_steps", "2", "--devices", "1"]
+RUN += ["--train.global_batch_size", "4", "--train.micro_batch_size", "2"]
+
+
+@pytest.fixture(autouse=True)
+def letters(tmp_path, monkeypatch):
+    """An extension in the current folder; none is known before and after the test."""
+    files = {"letters": INIT, "letters_family": FAMILY, "letters_parts": PARTS, "letters_options": OPTIONS}
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(extension, "_added", {})
+    yield
+    for name in files:
+        sys.modules.pop(name, None)
+
+
+def test_run_with_one_of_everything_is_recorded_and_repeats(tmp_path, capsys):
+    assert main(["pretrain", "letter-llama", "--extensions", "letters", *RUN, "--out_dir", "a"]) == 0
+    shown = capsys.readouterr()
+    assert "compiling 1 blocks" in shown.out and "point 2: loss 4." in shown.out
+    assert "extensions of the run: ['letters']" in shown.out
+    rows = read_metrics("a/logs/metrics.csv")
+    assert all(row["half_loss"] == row["loss"] / 2 for row in rows)
+    final = tmp_path / "a" / "final"
+    assert yaml.safe_load((final / "model_config.yaml").read_text())["extension"] == "letters"
+    # the recorded options name the extension themselves
+    extension._added.clear()
+    assert main(["pretrain", "--config", str(final / "hyperparameters.yaml"), "--out_dir", "b"]) == 0
+    assert (tmp_path / "b/final/lit_model.pth").read_bytes() == (final / "lit_model.pth").read_bytes()
+
+
+def test_checkpoint_without_its_extension_names_what_is_missing(tmp_path, capsys):
+    assert main(["pretrain", "letter-llama", "--extensions", "letters", *RUN, "--out_dir", "a"]) == 0
+    extension._added.clear()
+    capsys.readouterr()
+    assert main(["verify", "a/final"]) == 0  # needs no model
+    assert main(["convert_to_hf", "a/final", "hf"]) == 2
+    assert "family letters: needs the extension letters: add --extensions letters" in capsys.readouterr().err
+    assert main(["convert_to_hf", "a/final", "hf", "--extensions", "letters"]) == 0
+    capsys.readouterr()
+    config = tmp_path / "a/final/model_config.yaml"
+    for name, fix in (
+        ("toolkit-letters", "run: pip install toolkit-letters"),
+        ("a; rm -rf b", "which is not installed"),
+    ):
+        config.write_text(config.read_text().replace("extension: letters", f"extension: {name}"))
+        extension._added.clear()
+        assert main(["convert_to_hf", "a/final", "hf2", "--verify_checkpoint", "false"]) == 2
+        err = capsys.readouterr().err
+        assert fix in err and err.count("\n") == 1
+        config.write_text(config.read_text().replace(f"extension: {name}", "extension: letters"))
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "broken.py").write_text("import not_a_module")
+    (tmp_path / "twice.py").write_text(INIT.replace('"letters": "letters_family"', '"llama": "letters_family"'))
+    (tmp_path / "lost.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_options.Missing"))
+    cases = {
+        "--extensions nothing-here": "nothing-here: no such module here, and no such package; run: pip install",
+        "--extensions empty": "--extensions empty: has no EXTENSION",
+        "--extensions broken": "--extensions broken: No module named 'not_a_module'",
+        "--extensions twice": "extension twice: families llama: toolkit has one of this name; rename it",
+        "--extensions lost": "extension lost: option_groups letters: letters_options.Missing",
+        "--extensions letters --letters.loud": "--letters.loud true: has no effect without --strategy replicas",
+        "--extensions letters --letters.load 1": "--letters.load 1: no such option; did you mean --letters.loud",
+        "--extensions letters --compiler printng": "none, torch, printing; did you mean 'printing'",
+        "--compiler printing": "--compiler printing: must be one of none, torch",
+        "--strategy replicas": "--strategy replicas: must be one of auto, single, ddp, fsdp",
+        "--extensions letters --strategy replicas --ddp.bucket_cap_mb 3": "would have no effect",
+    }
+    for words, message in cases.items():
+        extension._added.clear()
+        assert main(["pretrain", "pico-llama", "--train.max_steps", "1", *words.split()]) == 2, words
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1, err
+
+
+def test_list_plan_help_and_python_know_it(capsys):
+    assert main(["pretrain", "list", "--extensions", "letters"]) == 0
+    shown = capsys.readouterr().out
+    assert "letter-llama" in shown and "Extension letters (families: letters; data: Noise;" in shown
+    assert main(["pretrain", "--extensions", "letters", "--help", "letters"]) == 0
+    assert "Say it loudly" in capsys.readouterr().out
+    words = ["--strategy", "replicas", "--letters.loud", "true", "--accelerator", "cpu", "--devices", "2"]
+    assert main(["plan", "pretrain", "letter-llama", "--train.max_steps", "1", "--extensions", "letters", *words]) == 0
+    assert "replicas, 2 x 1 devices (loud True)" in capsys.readouterr().out
+    assert set(families()) == {*FAMILIES, "letters"} and get_config("Letter-Llama").family == "letters"
+    extension._added.clear()
+    with pytest.raises(UserError, match="no such configuration"):
+        get_config("letter-llama")

@@ -1,0 +1,235 @@
+"""Extensions: packages and modules that add to toolkit what they name in an :class:`Extension`. Imports nothing heavy.
+
+An installed package is found by its entry point in the group ``toolkit.extensions``, a module is named with
+``--extensions``. See tutorials/extend.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, NamedTuple
+
+from toolkit.errors import UserError, one_line
+
+GROUP = "toolkit.extensions"
+Names = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What a package adds: names, each with the dotted path of an object, which is imported when the name is used.
+
+    The package has it as ``EXTENSION`` in a module that imports no torch, because every command imports that.
+
+    Args:
+        families: Model families by Hugging Face's model_type; the objects are modules as in toolkit/models/families.
+        data: Classes derived from :class:`toolkit.data.DataModule`, by the name of the class, for ``--data``.
+        compilers: Functions ``compile_blocks(module, block_classes, longest_ragged)``, for ``--compiler``.
+        strategies: Classes derived from :class:`toolkit.distributed.strategy.StrategyExtension`, for ``--strategy``.
+        loggers: Functions ``start(folder, log_args, resume_step)`` that return a Lightning logger, for
+            ``--logger_name``.
+        callbacks: Classes derived from :class:`toolkit.Callback`, for ``--callbacks``.
+        optimizers: Classes derived from torch.optim.Optimizer, for ``--optimizer.name``.
+        option_groups: Frozen dataclasses, whose fields are options of the training commands: ``--GROUP.FIELD``.
+        check: Path of a function that gets the :class:`toolkit.planning.run_args.RunArgs` of every run and raises a
+            UserError where options of the extension would have no effect, or do not go together.
+    """
+
+    families: Names = field(default_factory=dict)
+    data: Names = field(default_factory=dict)
+    compilers: Names = field(default_factory=dict)
+    strategies: Names = field(default_factory=dict)
+    loggers: Names = field(default_factory=dict)
+    callbacks: Names = field(default_factory=dict)
+    optimizers: Names = field(default_factory=dict)
+    option_groups: Names = field(default_factory=dict)
+    check: str | None = None
+
+
+KINDS = tuple(f.name for f in fields(Extension) if f.name != "check")
+
+
+class Entry(NamedTuple):
+    """One name of an extension. ``origin`` is the distribution, or the module if it is not installed as a package."""
+
+    path: str
+    origin: str
+
+
+_added: dict[str, Extension] = {}  # by module, of --extensions
+
+
+@cache
+def _installed() -> dict[str, tuple[Extension, str]]:
+    """Return the extensions of installed packages by distribution, each with its module."""
+    from importlib import metadata  # here, because it is slow to import
+
+    found = {}
+    for point in metadata.entry_points(group=GROUP):
+        name = point.dist.name if point.dist is not None else point.value
+        try:
+            found[name] = _read(point.value), point.value
+        except UserError as error:  # a broken package must not end every command
+            print(f"warning: extension {name} is not used: {error}", file=sys.stderr)
+    return found
+
+
+def add_extensions(names: Iterable[str], source: str = "--extensions") -> None:
+    """Make extensions known: modules, also in the current folder, or installed packages, which are known already.
+
+    Args:
+        names: Dotted paths of modules with an ``EXTENSION``, or names of distributions.
+        source: Where they are named, for the message.
+
+    Raises:
+        UserError: there is no such extension; the message has the command that installs it.
+    """
+    for name in names:
+        is_installed = any(_normal(name) in (_normal(known), _normal(m)) for known, (_, m) in _installed().items())
+        if not is_installed and name not in _added:
+            try:
+                _added[name] = _read(name)
+            except UserError as error:
+                raise UserError(f"{source} {name}: {error}") from error
+
+
+def split_names(value: Any, source: str = "--extensions") -> list[str]:
+    """Return the names of a list such as ``a,b`` or ``["a", "b"]``.
+
+    Raises:
+        UserError: it is neither.
+    """
+    names = value.split(",") if isinstance(value, str) else [] if value is None else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name.strip() for name in names):
+        raise UserError(f"{source} {value}: must be the names of extensions, such as my_module")
+    return [name.strip() for name in names]
+
+
+def extensions() -> dict[str, Extension]:
+    """Return the known extensions by origin, see :class:`Entry`."""
+    return {name: extension for name, (extension, _) in _installed().items()} | _added
+
+
+def registered(kind: str, own: Collection[str] = ()) -> dict[str, Entry]:
+    """Return what the extensions add of a kind, one of :data:`KINDS`, by name.
+
+    Args:
+        own: toolkit's own names of this kind.
+
+    Raises:
+        UserError: a name is registered twice, or is one of ``own``.
+    """
+    found: dict[str, Entry] = {}
+    for origin, extension in extensions().items():
+        for name, path in getattr(extension, kind).items():
+            if name in own or name in found:
+                other = found[name].origin if name in found else "toolkit"
+                raise UserError(f"extension {origin}: {kind} {name}: {other} has one of this name; rename it")
+            found[name] = Entry(path, origin)
+    return found
+
+
+def load_registered(kind: str, name: str) -> Any:
+    """Import the object that an extension registers under a name.
+
+    Raises:
+        UserError: it does not import.
+    """
+    entry = registered(kind)[name]
+    try:
+        return import_object(entry.path)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"extension {entry.origin}: {kind} {name}: {entry.path}: {one_line(error)}") from error
+
+
+def take_option_groups(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove the option groups of extensions from options by name, and return them."""
+    return {name: values.pop(name) for name in registered("option_groups") if name in values}
+
+
+def run_checks(args: Any) -> None:
+    """Let each extension check the options of a run.
+
+    Raises:
+        UserError: one refuses them.
+    """
+    for extension in extensions().values():
+        if extension.check is not None:
+            import_object(extension.check)(args)
+
+
+def missing_message(name: str) -> str:
+    """Return how to get an extension that is needed and not known."""
+    is_name = re.fullmatch(r"[\w.-]+", name) is not None
+    if is_name and "-" not in name:
+        return (
+            f"needs the extension {name}: add --extensions {name} where {name.partition('.')[0]}.py is, or install it"
+        )
+    return f"needs the extension {name!r}, which is not installed" + (f"; run: pip install {name}" if is_name else "")
+
+
+def describe_extensions() -> Iterator[str]:
+    """Yield a line for each extension: what it adds."""
+    from importlib.metadata import version
+
+    for origin, extension in extensions().items():
+        names = [f"{kind}: {', '.join(getattr(extension, kind))}" for kind in KINDS if getattr(extension, kind)]
+        number = f" {version(origin)}" if origin in _installed() else ""
+        yield f"{origin}{number} ({'; '.join(names).replace('_', ' ')})"
+
+
+def import_object(path: str) -> Any:
+    """Import ``module.name``, or a module. Modules are also found in the current folder.
+
+    Raises:
+        ImportError, AttributeError: there is none.
+    """
+    if os.getcwd() not in sys.path:  # a console script's path begins with its own folder
+        sys.path.insert(0, os.getcwd())
+    module, _, name = path.rpartition(".")
+    if not module:
+        return importlib.import_module(path)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.startswith(error.name):
+            raise ModuleNotFoundError(f"there is no module {module}", name=error.name) from error
+        raise
+    if hasattr(found, name):
+        return getattr(found, name)
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:
+            raise
+        raise AttributeError(f"{module} has no {name}") from error
+
+
+def _read(module: str) -> Extension:
+    """Import a module and return its ``EXTENSION``.
+
+    Raises:
+        UserError: it has none, or does not import.
+    """
+    try:
+        found = getattr(import_object(module), "EXTENSION", None)
+    except ImportError as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "\0")
+        hint = f"no such module here, and no such package; run: pip install {module}" if is_missing else error
+        raise UserError(one_line(hint)) from error
+    except Exception as error:
+        raise UserError(f"does not import: {type(error).__name__}: {one_line(error)}") from error
+    if not isinstance(found, Extension):
+        raise UserError("has no EXTENSION, an object of toolkit.extension.Extension")
+    return found
+
+
+def _normal(name: str) -> str:
+    """Return a name as packages are compared (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
