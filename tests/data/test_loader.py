@@ -45,6 +45,19 @@ def test_n3_ranks_and_micro_batches_share_one_global_batch(world, micro):
         assert in_order == stream(s * 8, s * 8 + 8)
 
 
+def test_n3_sample_keys_are_positions_in_the_stream_and_rows_in_validation():
+    """For any layout, workers included; filler rows have none."""
+    for world, micro, workers in ((1, 8, 0), (2, 2, 0), (1, 4, 1)):
+        options = {"world_size": world, "micro_batch_size": micro, "num_workers": workers, "total_positions": 45}
+        for rank in range(world):
+            for batch in (one for step in batches(rank=rank, start_position=40, **options) for one in step):
+                assert batch.ids == [-1 if key < 0 else shuffled_index(key, N, 5) for key in batch.sample_keys]
+                assert all(40 <= key < 45 for key in batch.sample_keys if key >= 0)
+                assert batch.inputs(torch.device("cpu"), with_keys=True)["sample_keys"].tolist() == batch.sample_keys
+    for batch in val_batches(ROWS, micro_batch_size=4, rank=1, world_size=2, max_rows=None):
+        assert batch.sample_keys == batch.ids
+
+
 def test_s2_starting_at_a_step_equals_continuing():
     through = list(islice(batches(), 9))
     for step, later in zip(range(4, 9), batches(start_position=4 * 8), strict=False):
@@ -246,6 +259,8 @@ def test_n3_rows_of_unequal_length_stay_in_their_global_batch_longest_first(worl
         expected = stream(s * 8, min(s * 8 + 8, 27))
         assert sorted(i for i in ids if i >= 0) == sorted(expected)
         assert ids[len(expected) :] == [-1] * (8 - len(expected))  # fillers are last
+        keys = [key for a in range(8 // (world * micro)) for step in steps for key in step[a].sample_keys]
+        assert ids == [-1 if key < 0 else shuffled_index(key, N, 5) for key in keys]
         lengths = [UnequalRows.lengths[i] for i in ids if i >= 0]
         assert lengths == sorted(lengths, reverse=True)
         assert sum(batch.n_inputs for step in steps for batch in step) == sum(lengths)

@@ -77,14 +77,21 @@ class Batch:
     n_inputs: int
     packed: dict[str, Tensor] = field(default_factory=dict)
     """For packed rows: "positions" and "documents", (B, T) int64 each."""
+    sample_keys: list[int] = field(default_factory=list)
+    """For each row a number that is the same in every layout, -1 for a filler row: in training the row's position in
+    the stream of samples, which a later epoch does not repeat and a resumed run does; in validation its index."""
 
-    def inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the arguments of the model's forward, on ``device``."""
+    def inputs(self, device: torch.device, with_keys: bool = False) -> dict[str, Tensor]:
+        """Return the arguments of the model's forward, on ``device``; ``with_keys``: and sample_keys, (B,) int64."""
         tensors = {"input_ids": self.input_ids, "labels": self.labels, **self.packed}
+        if with_keys:
+            tensors["sample_keys"] = torch.tensor(self.sample_keys)
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
-def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], longest: int, padding: Padding) -> Batch:
+def _collate(
+    rows: list[dict[str, Tensor] | None], ids: list[int], keys: list[int], longest: int, padding: Padding
+) -> Batch:
     """Stack rows to (B, T), padded to the longest row, or ``longest`` if all are None. None becomes a filler row.
 
     Padding is neither supervised nor counted (N2).
@@ -105,20 +112,21 @@ def _collate(rows: list[dict[str, Tensor] | None], ids: list[int], longest: int,
                 packed[name][i, :length] = row[name]
             n_inputs += length
     n_tokens = int((labels != IGNORE_INDEX).sum())
-    return Batch(input_ids, labels, ids, n_tokens, n_inputs, packed if is_packed else {})
+    return Batch(input_ids, labels, ids, n_tokens, n_inputs, packed if is_packed else {}, keys)
 
 
 class _MicroBatches(Dataset):
-    """Maps a list of row indices to a Batch, so that a worker returns complete micro-batches."""
+    """Maps row indices and sample keys to a Batch, so that a worker returns complete micro-batches."""
 
     def __init__(self, rows: TokenDataset, padding: Padding) -> None:
         self.rows = rows
         self.padding = padding
 
-    def __getitem__(self, ids: list[int]) -> Batch:
+    def __getitem__(self, ids_and_keys: list[list[int]]) -> Batch:
+        ids, keys = ids_and_keys
         rows = [None if i == FILLER else self.rows[i] for i in ids]
         longest = len(self.rows[0]["input_ids"]) if all(row is None for row in rows) else 0
-        return _collate(rows, ids, longest, self.padding)
+        return _collate(rows, ids, keys, longest, self.padding)
 
 
 def _start_worker(_worker: int) -> None:
@@ -143,7 +151,7 @@ def exit_with_parent() -> None:
 
 
 def _load(
-    rows: TokenDataset, micro_batches: Iterable[list[int]], num_workers: int, padding: Padding
+    rows: TokenDataset, micro_batches: Iterable[list[list[int]]], num_workers: int, padding: Padding
 ) -> Iterator[Batch]:
     loader = DataLoader(
         _MicroBatches(rows, padding),
@@ -179,7 +187,7 @@ def _close_all() -> None:
 def _step_ids(
     start: int, n: int, seed: int, total: int | None, batch_shape: tuple[int, int, int, int], lengths: np.ndarray | None
 ) -> np.ndarray:
-    """Return the row indices of one rank in the step at position ``start``, (accumulation, micro_batch_size).
+    """Return row indices and positions of one rank in the step from ``start``, (accumulation, 2, micro_batch_size).
 
     Positions beyond the end of the run give -1. Rows of unequal ``lengths`` stay in their global batch but are sorted
     longest first across its micro-batches: neighbors need little padding, on all ranks at the same time, and an
@@ -189,10 +197,11 @@ def _step_ids(
     positions = start + np.arange(global_size)
     ids = shuffled_index(positions, n, seed)
     if total is not None:
-        ids = np.where(positions < total, ids, FILLER)
+        ids, positions = (np.where(positions < total, values, FILLER) for values in (ids, positions))
     if lengths is not None:
-        ids = ids[_longest_first(ids, lengths)]
-    return ids.reshape(-1, world_size, micro_size)[:, rank]
+        order = _longest_first(ids, lengths)
+        ids, positions = ids[order], positions[order]
+    return np.stack([ids, positions]).reshape(2, -1, world_size, micro_size)[:, :, rank].swapaxes(0, 1)
 
 
 def _longest_first(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -246,7 +255,7 @@ def train_batches(
         raise ValueError("there are no rows to train on")
     lengths = row_lengths(rows)
     micro_batches = (
-        ids for start in starts for ids in _step_ids(start, n, seed, total_positions, batch_shape, lengths).tolist()
+        one for start in starts for one in _step_ids(start, n, seed, total_positions, batch_shape, lengths).tolist()
     )
     batches = _load(rows, micro_batches, num_workers, padding)
     accumulation = global_batch_size // (world_size * micro_batch_size)
@@ -274,4 +283,4 @@ def val_batches(
     if (lengths := row_lengths(rows)) is not None:
         ids = ids[_longest_first(ids, lengths)]
     micro_batches = ids.reshape(rounds, world_size, micro_batch_size)[:, rank].tolist()
-    return _load(rows, micro_batches, 0, padding)
+    return _load(rows, [[one, one] for one in micro_batches], 0, padding)

@@ -104,6 +104,7 @@ def _generate(model, prompt_ids, count, max_new_tokens, settings, eos_ids, seed,
     if cache is None:
         cache = KVCache(model.config, 1, max_length, device, weight.dtype)
     cache.reserve(max_length)
+    cache.prompt, cache.seed = ids, seed or 0
     for _ in range(count):
         with without_cudnn_attention():  # the length of the cache changes with every token
             logits = model(prefill(model, ids, cache), kv_cache=cache)[:, -1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,6 +65,11 @@ class KVCache:
     attention, n_layer x batch_size x max_length x (kv_lora_rank + qk_rope_head_dim) x bytes.
 
     Not a ``collections.abc.Sequence``: Fabric rebuilds sequences among a model's arguments.
+
+    Attributes:
+        prompt: (B, T) int64: the complete prompt, of which a forward pass may see only a part; None if unknown.
+        seed: The sampling seed, the same on all ranks; 0 without one.
+        state: For a model to keep what belongs to the cached sequence.
     """
 
     def __init__(
@@ -79,6 +86,9 @@ class KVCache:
             groups, widths = 1, (latent["kv_lora_rank"], latent["qk_rope_head_dim"])
         shape = (batch_size, groups, max_length)
         self.sequence_length = 0  # length of the sequence the cache was computed for, see generate.prefill
+        self.prompt: Tensor | None = None
+        self.seed = 0
+        self.state: dict[str, Any] = {}
         self.layers = [LayerCache(shape, widths, device, dtype) for _ in range(config.n_layer)]
 
     def __getitem__(self, layer: int) -> LayerCache:

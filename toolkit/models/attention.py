@@ -46,10 +46,15 @@ class CausalSelfAttention(nn.Module):
         attn_mask: AttentionMask,
         rope: RotaryEmbedding | None = None,
         cache: LayerCache | None = None,
+        kv_source: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(B, T, n_embd) -> (B, T, n_embd)."""
-        B, T, _ = x.shape
-        qkv = self.qkv(x)
+        """(B, T, n_embd) -> (B, T, n_embd).
+
+        ``kv_source``: (B, T, n_embd), of which keys and values are made instead of x (cross-attention). x may then be
+        of shape (1, 1, n_embd): the same query at all positions, but for the rotation.
+        """
+        qkv = self.qkv(x) if kv_source is None else self._cross_projection(x, kv_source)
+        B, T, _ = qkv.shape
         if self.clip_qkv is not None:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
         qkv = qkv.view(B, T, self.n_head + 2 * self.n_groups, self.head_size)
@@ -70,6 +75,13 @@ class CausalSelfAttention(nn.Module):
         else:
             y = fused_attention(q, k, v, attn_mask.mask, attn_mask.is_causal, self.scale)
         return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
+
+    def _cross_projection(self, x: torch.Tensor, kv_source: torch.Tensor) -> torch.Tensor:
+        """Queries of x, keys and values of kv_source. Both go through the complete layer: its weights may be quantized
+        or have adapters."""
+        n_queries = self.n_head * self.head_size
+        queries = self.qkv(x)[..., :n_queries].expand(*kv_source.shape[:2], -1)
+        return torch.cat((queries, self.qkv(kv_source)[..., n_queries:]), dim=-1)
 
     def _apply_qk_norm(self, qk: torch.Tensor, norms: tuple[Norm, Norm]) -> torch.Tensor:
         """QK-norm of (B, T, heads + groups, head_size), per head or over all heads of a token."""

@@ -101,6 +101,7 @@ class ModelConfig:
             :func:`toolkit.models.moe.load_balancing_loss`; 0 disables it.
         gelu_approximate: GELU approximation, "none" or "tanh".
         tie_embeddings: Tie the LM head to the embedding.
+        family_options: Options of an extension's family, by name; see its documentation.
     """
 
     name: str = ""
@@ -165,6 +166,7 @@ class ModelConfig:
     router_aux_loss_coef: float = 0.001
     gelu_approximate: Literal["none", "tanh"] = "none"
     tie_embeddings: bool = False
+    family_options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_values(vars(self), _HINTS)
@@ -373,6 +375,8 @@ class ModelConfig:
             "padded_vocab_size": {"vocab_size", "padding_multiple"},
         }
         changes: dict[str, Any] = {k: None for k, sources in derived.items() if sources & given.keys()}
+        if "family_options" in given:  # the others keep their values
+            given["family_options"] = (self.family_options or {}) | given["family_options"]
         return replace(self, **changes | given)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
+from toolkit.errors import require_option
 from toolkit.models.attention import CausalSelfAttention, LayerCache
 from toolkit.models.config import ModelConfig
+from toolkit.models.families import family_of
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.lora_layers import LoRALinear
@@ -46,8 +48,12 @@ class Block(nn.Module):
         rope: RotaryEmbedding | None,
         cache: LayerCache | None = None,
         token_mask: torch.Tensor | None = None,
+        kv_source: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """(B, T, n_embd) -> (B, T, n_embd).
+
+        With ``kv_source``, (B, T, n_embd), attention takes keys and values from norm_1(kv_source) and queries from
+        norm_1(x) (cross-attention); the residual stream is x.
 
         Attention mask and rotary embedding are arguments: a block that computed them would be compiled a second time
         for the layer that does so.
@@ -56,7 +62,10 @@ class Block(nn.Module):
         return value, not an attribute, because FSDP's hooks only see return values.
         """
         normed = self.norm_1(x)
-        attended = x + self._scale_residual(self.post_attention_norm(self.attn(normed, attn_mask, rope, cache)))
+        kv_source = None if kv_source is None else self.norm_1(kv_source)
+        attended = x + self._scale_residual(
+            self.post_attention_norm(self.attn(normed, attn_mask, rope, cache, kv_source))
+        )
         if self.norm_2 is not None:
             normed = self.norm_2(x if self.parallel_residual else attended)
         if token_mask is None or not self.has_experts:
@@ -77,13 +86,29 @@ class Transformer(nn.ModuleDict):
     ln_f: nn.Module
 
 
+class BlockInputs(NamedTuple):
+    """What the blocks of one forward pass share beside the residual stream."""
+
+    masks: AttentionMaskBuilder
+    ropes: dict[int, RotaryEmbedding]
+    kv_cache: Sequence[LayerCache] | None
+    token_mask: torch.Tensor | None
+
+
 class GPT(nn.Module):
     """A decoder-only transformer.
+
+    An extension's model is a subclass that overrides :meth:`forward` and calls :meth:`embed`, :meth:`run_blocks`, and
+    :meth:`logits` or :meth:`cross_entropy`.
 
     Args:
         config: The architecture. Its vocabulary must be known (``ModelConfig.with_vocab_size``).
 
     Attributes:
+        loss_parts: Names of the parts of the loss that a subclass logs.
+        loss_part_sums: To which such a model adds, in each forward with labels, the detached fp32 sum over the
+            supervised tokens of each part that it has computed; the same ones on all ranks.
+        seed: Seed of the random numbers that a subclass draws in training: the run's.
         uniform_length: Build masks and rotary embeddings as for rows of this many tokens, so that compiled blocks
             share one graph for all lengths. 0: the fastest form for the length of each batch.
 
@@ -91,12 +116,15 @@ class GPT(nn.Module):
     sets them.
     """
 
+    loss_parts: tuple[str, ...] = ()
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.padded_vocab_size is None:
             raise ValueError(f"the model configuration {config.name!r} has no vocab_size; set it from the tokenizer")
         self.config = config
-        self.uniform_length = 0
+        self.uniform_length = self.seed = 0
+        self.loss_part_sums: dict[str, torch.Tensor] = {}
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
         if config.position_embedding == "learned":
@@ -156,54 +184,92 @@ class GPT(nn.Module):
         """
         is_balanced = self.training and self.config.n_moe_layer > 0 and self.config.router_aux_loss_coef
         token_mask = mask_until_last_label(labels) if labels is not None and is_balanced else None
-        lengths: torch.Tensor | int | None = sequence_length
-        original_max = self.config.original_max_position
-        longest = max(input_ids.size(1), self.uniform_length if kv_cache is None else 0)
-        if original_max is not None and longest > original_max:
-            lengths = document_lengths(input_ids, documents, labels)
-        x, balancing_losses = self._embed_and_run_blocks(input_ids, positions, documents, kv_cache, token_mask, lengths)
-        if self.config.logits_scaling != 1.0:
-            x = x / self.config.logits_scaling
-        head, softcap = self.lm_head, self.config.final_logit_softcapping
+        x, inputs = self.embed(
+            input_ids, labels, positions, documents, kv_cache, sequence_length, token_mask=token_mask
+        )
+        x, balancing_losses = self.run_blocks(x, range(self.config.n_layer), inputs)
         if labels is None:
-            logits = head(x)
-            return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        low_rank = head.low_rank(x, x.dtype) if isinstance(head, LoRALinear) else None
-        loss_sum = head_loss(x, head.weight, head.bias, labels, low_rank, softcap)
+            return self.logits(x)
+        loss_sum = self.cross_entropy(x, labels)
         supervised = (labels != IGNORE_INDEX).sum(1)
         if balancing_losses:
             per_row = torch.stack(balancing_losses).mean(0)
             loss_sum = loss_sum + self.config.router_aux_loss_coef * (per_row * supervised).sum()
         return loss_sum, supervised.sum()
 
-    def _embed_and_run_blocks(
+    def embed(
         self,
         input_ids: torch.Tensor,
-        positions: torch.Tensor | None,
-        documents: torch.Tensor | None,
-        kv_cache: Sequence[LayerCache] | None,
-        token_mask: torch.Tensor | None,
-        lengths: torch.Tensor | int | None,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        labels: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        kv_cache: Sequence[LayerCache] | None = None,
+        sequence_length: int | None = None,
+        token_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, BlockInputs]:
+        """Return the input of the first block, (B, T, n_embd), and what all blocks share.
+
+        The arguments are those of :meth:`forward`; ``token_mask``: see :class:`Block`.
+
+        Raises:
+            ValueError: The sequence is longer than ``config.block_size``.
+        """
         T, device = input_ids.size(1), input_ids.device
         n_cached = 0 if kv_cache is None else kv_cache[0].length
         if n_cached + T > self.config.block_size:
             raise ValueError(f"sequence length {n_cached + T} exceeds the model's block_size {self.config.block_size}")
         if positions is None:
             positions = torch.arange(n_cached, n_cached + T, device=device)
-        x = self._embed(input_ids, positions)
-        masks = AttentionMaskBuilder(n_cached, T, device, documents, self.uniform_length if kv_cache is None else 0)
-        ropes = self._rotary_embeddings(positions, n_cached + T if lengths is None else lengths)
+        uniform_length = self.uniform_length if kv_cache is None else 0
+        lengths: torch.Tensor | int = n_cached + T if sequence_length is None else sequence_length
+        original_max = self.config.original_max_position
+        if original_max is not None and max(T, uniform_length) > original_max:
+            lengths = document_lengths(input_ids, documents, labels)
+        x = self._embed_tokens(input_ids, positions)
+        masks = AttentionMaskBuilder(n_cached, T, device, documents, uniform_length)
+        return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache, token_mask)
+
+    def run_blocks(
+        self, x: torch.Tensor, layers: range, inputs: BlockInputs, kv_source: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run some layers on x, (B, T, n_embd).
+
+        Args:
+            x: The residual stream before the first of the layers.
+            layers: Indices of the layers.
+            inputs: From :meth:`embed`.
+            kv_source: Of the first of the layers; see :class:`Block`.
+
+        Returns:
+            The residual stream after the layers, and the load-balancing losses of the layers with experts.
+        """
+        blocks = self.blocks
         balancing_losses: list[torch.Tensor] = []
-        for i, block in enumerate(self.blocks):
-            attn_mask, rope = masks.for_window(block.window), ropes.get(block.rope_index)
-            x = block(x, attn_mask, rope, None if kv_cache is None else kv_cache[i], token_mask)
+        for i in layers:
+            block, cache = blocks[i], None if inputs.kv_cache is None else inputs.kv_cache[i]
+            attn_mask, rope = inputs.masks.for_window(block.window), inputs.ropes.get(block.rope_index)
+            x = block(x, attn_mask, rope, cache, inputs.token_mask, kv_source if i == layers[0] else None)
             if isinstance(x, tuple):
                 x, balancing_loss = x
                 balancing_losses.append(balancing_loss)
-        return self.transformer.ln_f(x), balancing_losses
+        return x, balancing_losses
 
-    def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The last block's output, (B, T, n_embd), to logits, (B, T, padded_vocab_size)."""
+        logits, softcap = self.lm_head(self._head_input(x)), self.config.final_logit_softcapping
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def cross_entropy(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The last block's output, (B, T, n_embd), to the sum of the cross-entropies in nats, an fp32 scalar."""
+        x, head = self._head_input(x), self.lm_head
+        low_rank = head.low_rank(x, x.dtype) if isinstance(head, LoRALinear) else None
+        return head_loss(x, head.weight, head.bias, labels, low_rank, self.config.final_logit_softcapping)
+
+    def _head_input(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.transformer.ln_f(x)
+        return x if self.config.logits_scaling == 1.0 else x / self.config.logits_scaling
+
+    def _embed_tokens(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.transformer.wte(input_ids)
         if self.config.position_embedding == "learned":
             x = x + self.transformer.wpe(positions)
@@ -244,7 +310,19 @@ class GPT(nn.Module):
         return self._frequencies[key]
 
 
+def build_model(config: ModelConfig) -> GPT:
+    """Return a model of the class that the config's family names: GPT, or an extension's subclass of it.
+
+    Raises:
+        UserError: The family is unknown, or has no such options.
+    """
+    model_class = family_of(config).model_class()
+    hint = f"the family {config.family!r} has no options; remove it"
+    require_option(model_class or not config.family_options, "model_config.family_options", config.family_options, hint)
+    return GPT(config) if model_class is None else model_class(config)
+
+
 def model_on_meta(config: ModelConfig) -> GPT:
-    """Return a GPT on the meta device: names and shapes without memory."""
+    """As :func:`build_model`, on the meta device: names and shapes without memory."""
     with torch.device("meta"):
-        return GPT(config)
+        return build_model(config)

@@ -54,12 +54,16 @@ class LatentAttention(nn.Module):
         attn_mask: AttentionMask,
         rope: RotaryEmbedding | None = None,
         cache: LayerCache | None = None,
+        kv_source: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(B, T, n_embd) -> same. The cache stores (B, 1, T, kv_lora_rank) and (B, 1, T, qk_rope_head_dim)."""
+        """(B, T, n_embd) -> same. The cache stores (B, 1, T, kv_lora_rank) and (B, 1, T, qk_rope_head_dim).
+
+        ``kv_source``: (B, T, n_embd), of which keys and values are made instead of x (cross-attention).
+        """
         B, T, _ = x.shape
         query = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
         q = self.q_b(query).view(B, T, self.n_head, self.head_size)
-        latent, shared = self.kv_a(x).split((self.kv_rank, self.rope), dim=-1)
+        latent, shared = self.kv_a(x if kv_source is None else kv_source).split((self.kv_rank, self.rope), dim=-1)
         latent, shared = self.kv_a_norm(latent).unsqueeze(1), shared.unsqueeze(2)
         if rope is not None:
             plain, rotated = q.split((self.nope, self.rope), dim=-1)

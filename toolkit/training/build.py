@@ -32,6 +32,7 @@ from toolkit.training.callbacks import (
 )
 from toolkit.training.callbacks.base import TrainerView
 from toolkit.training.checkpointer import Checkpointer, seed_generators
+from toolkit.training.loss_parts import loss_parts
 from toolkit.training.model import set_up_model, unwrapped
 from toolkit.training.optimizer import build_optimizer
 from toolkit.training.run_state import RunState, needs_masks
@@ -104,6 +105,7 @@ def build_callbacks(
         callbacks.append(Profile(trainer.args.profiler))
     callbacks += user_callbacks
     columns = [name for callback in callbacks for name in callback.columns]
+    columns += [f"{prefix}{part}" for prefix in ("", "val_") for part in loss_parts(trainer.model)]
     callbacks += ranks.run_on_rank0(lambda: open_outputs(trainer, columns, stack)) or []
     if sampler is not None:
         callbacks.append(sampler)

@@ -123,7 +123,8 @@ def evaluate(
     model = checkpoint.fabric.setup(checkpoint.model)
     metrics = validate(checkpoint.fabric, model, batches, token_bytes)
     names = {"val_loss": "loss", "val_ppl": "perplexity", "val_bpb": "bits_per_byte"}
-    result = {"data": f"{type(data).__name__}, {split}"} | {names[k]: v for k, v in metrics.items()}
+    named = {names.get(name, name.removeprefix("val_")): value for name, value in metrics.items()}
+    result = {"data": f"{type(data).__name__}, {split}"} | named
     lengths = row_lengths(rows)
     tokens = n_rows * length if lengths is None else int(lengths[:n_rows].sum())
     return result | {"sequences": n_rows, "tokens": tokens}

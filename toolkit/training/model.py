@@ -134,6 +134,8 @@ def set_up_model(
         )
         materialize = Materializer(module, values, fabric.device)
         materialize_with(fabric, module, materialize)
+    if isinstance(module, GPT):
+        module.seed = seed
     checkpoint_blocks(module, spec.blocks, activation_checkpointing)
     if compiler != "none":
         compile_with = compile_blocks if compiler == "torch" else load_registered("compilers", compiler)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from toolkit.data.loader import Batch
 from toolkit.distributed import ranks
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import GuardError
+from toolkit.training.loss_parts import forward_inputs, pop_loss_parts
 from toolkit.training.step_in_backward import StepInBackward
 from toolkit.training.trace import BACKWARD, FORWARD
 
@@ -28,6 +29,8 @@ class StepResult(NamedTuple):
     """Norm of the complete gradient before clipping, the same on all ranks."""
     skipped: bool
     """The fp16 scaler left the weights alone and lowered its scale."""
+    parts: Mapping[str, float]
+    """Means of the parts of the loss, of a model that has them; like the loss over all supervised tokens."""
 
 
 def train_step(
@@ -59,10 +62,11 @@ def train_step(
         group["lr"] = learning_rate
     scale = fabric.world_size / max(1, n_tokens)
     loss_total = torch.zeros((), device=fabric.device)
+    pop_loss_parts(model)
     for i, batch in enumerate(micro_batches):
         with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):
             with record_function(FORWARD):
-                loss_sum, _ = model(**batch.inputs(fabric.device))
+                loss_sum, _ = model(**forward_inputs(model, batch, fabric.device))
             with record_function(BACKWARD):
                 fabric.backward(loss_sum * scale)
         loss_total += loss_sum.detach()
@@ -71,20 +75,22 @@ def train_step(
         norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm or math.inf, error_if_nonfinite=False)
     else:
         norm = in_backward.pop_norm()
-    mine = loss_total.clone()
+    parts = pop_loss_parts(model)
+    summed = ranks.sum_over_ranks(torch.stack([loss_total, *parts.values()]))
     # Fabric's annotation is that of clip_val, with which there is no norm
-    totals = torch.stack([norm.float(), ranks.sum_over_ranks(loss_total).float()])  # type: ignore[union-attr]
-    grad_norm, loss_sum = totals.tolist()  # the step's one synchronisation; the same numbers on every rank
+    totals = torch.cat([norm.float().view(1), summed.float()])  # type: ignore[union-attr]
+    grad_norm, loss_sum, *part_sums = totals.tolist()  # the step's one synchronisation; the same on every rank
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     finite = math.isfinite(grad_norm)
     if not math.isfinite(loss_sum) or (not finite and scaler is None):
-        raise GuardError(describe_nonfinite(float(mine), grad_norm, micro_batches))
+        raise GuardError(describe_nonfinite(float(loss_total), grad_norm, micro_batches))
     if in_backward is None:
         if before_update is not None:
             before_update()
         optimizer.step()  # with a scaler, this leaves the weights alone where the gradient is not finite
         optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss_sum / max(1, n_tokens), grad_norm, skipped=not finite)
+    means = {name: part / max(1, n_tokens) for name, part in zip(parts, part_sums, strict=True)}
+    return StepResult(loss_sum / max(1, n_tokens), grad_norm, not finite, means)
 
 
 def describe_nonfinite(loss_sum: float, grad_norm: float, micro_batches: list[Batch]) -> str:

@@ -207,6 +207,7 @@ class Trainer:
             step_seconds = ready_at - step_started
             self.step_times.add(microseconds, ready_at - voted_at)
             metrics = {"loss": result.loss, "learning_rate": learning_rate, "grad_norm": result.grad_norm}
+            metrics |= result.parts
             sizes = {"step_tokens": agreed["n_inputs"], "step_seconds": step_seconds}
             notify(self.callbacks, "on_step_end", self, metrics | sizes)
             if progress.step == first_step:
