@@ -12,7 +12,7 @@ UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install 
 pretrain: $(VENV)/.core
 	$(BIN)/toolkit pretrain --config config_hub/pretrain/default.yaml --resume auto
 
-# A file's tests share fixtures, so that they stay in one worker; tests/conftest.py orders the files.
+# A file's tests share fixtures, so that they stay in one worker; conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.test
@@ -44,9 +44,9 @@ $(VENV)/.core: $(VENV)/bin/uv pyproject.toml constraints.txt overrides.txt
 	$(UV) -e '.[plot]'
 	touch $@
 
-$(VENV)/.test: $(VENV)/.core
+$(VENV)/.test: $(VENV)/.core $(wildcard extensions/*/pyproject.toml)
 	@echo "Installing what the tests need into $(VENV) (once)"
-	$(UV) -e '.[test]'
+	$(UV) -e '.[test]' $(addprefix -e ,$(wildcard extensions/*))
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.core

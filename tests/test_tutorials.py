@@ -1,7 +1,9 @@
 """Every command of tutorials/distributed.md, troubleshooting.md, finetune.md and convert.md is run verbatim."""
 
 import csv
+import dataclasses
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.smollm2 import gguf_file
 
+from toolkit import extension
 from toolkit.cli import main
 from toolkit.cli_parser import parse
 from toolkit.commands import COMMANDS
@@ -138,7 +141,9 @@ def test_conversion_page_runs_from_top_to_bottom(tmp_path):
     assert first.read_bytes() == again.read_bytes()
 
 
-EXTEND, CALLBACKS = (ROOT / "tutorials" / "extend.md").read_text().split("# Adding a callback\n")
+EXTEND, CALLBACKS, EXTENSION = re.split(
+    "# (?:Adding a callback|Writing an extension)\n", (ROOT / "tutorials" / "extend.md").read_text()
+)
 
 
 def test_extend_page_shows_the_functions_of_the_family():
@@ -175,3 +180,20 @@ def test_extend_page_callbacks(tmp_path, monkeypatch, capsys):
     assert "stopping after step 1: the loss is 9.0 or less" in capsys.readouterr().out
     header, row = (tmp_path / "out" / "callbacks" / "logs" / "metrics.csv").read_text().splitlines()
     assert float(dict(zip(header.split(","), row.split(","), strict=True))["grad_q50"]) > 0
+
+
+def test_extend_page_extension(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])  # the run adds this folder
+    monkeypatch.setattr(extension, "_added", {})
+    files = ("counting.py", "counting_data.py", "counting_log.py")
+    for name, block in zip(files, re.findall(r"```python\n(.*?)```", EXTENSION, re.S), strict=True):
+        (tmp_path / name).write_text(block)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    command = re.search(r"```bash\ntoolkit (.*?)\n```", EXTENSION, re.S)[1].replace("\\\n", "")
+    assert main([*command.split(), "--accelerator", "cpu", "--devices", "1"]) == 0
+    assert "Data: tokens in steps of 3" in capsys.readouterr().out
+    options, *points = map(json.loads, (tmp_path / "out/counting/logs/lines.jsonl").read_text().splitlines())
+    assert options["extensions"] == ["counting"] and [point["step"] for point in points] == [1, 2, 3, 4]
+    kinds = re.findall(r"^\| `(\w+)` \|", EXTENSION, re.M)
+    assert kinds == [field.name for field in dataclasses.fields(extension.Extension)]

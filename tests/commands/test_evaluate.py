@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import WORDS
+from helpers.corpus import WORDS
 from helpers.talker import make_talker
 
 from toolkit.checkpoints.hf.export_hf import export_hf

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import WORDS
+from helpers.corpus import WORDS
 
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.hf.export_hf import export_hf

@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers.corpus import WORDS
 
 for _number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of a script and under nohup; processes
     if signal.getsignal(_number) is signal.SIG_IGN:  # that tests start would inherit it
         signal.signal(_number, signal.default_int_handler)
-
-SENTENCE = "the model reads a line of text and learns which token comes next in every step of its training run"
-WORDS = SENTENCE.split()
 
 
 # Workers take one file after another: expensive ones first, so that cheap ones fill the end of the run.

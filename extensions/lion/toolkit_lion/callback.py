@@ -1,0 +1,37 @@
+"""How far Lion's momentum and the gradients agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import toolkit
+from toolkit.distributed.ranks import sum_over_ranks
+
+
+class MomentumAgreement(toolkit.Callback):
+    """Adds the column ``momentum_agreement``: the fraction of weights whose momentum and gradient have the same sign.
+
+    About 0.5 is noise, so that a larger batch or a smaller learning rate may help. Empty in the first step.
+    """
+
+    columns = ("momentum_agreement",)
+
+    def __init__(self) -> None:
+        self.counts: torch.Tensor | None = None
+
+    def on_before_optimizer_step(self, trainer: Any) -> None:
+        """Count on this rank: under FSDP it has its shards only."""
+        state = trainer.optimizer.optimizer.state
+        known = [(p.grad, state[p]["momentum"]) for p in trainer.model.parameters() if p.grad is not None and state[p]]
+        same = sum(((gradient * momentum) > 0).sum() for gradient, momentum in known)
+        self.counts = torch.tensor([float(same), float(sum(gradient.numel() for gradient, _ in known))])
+
+    def on_log(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Every rank calls this in the same step, so that it may sum over the ranks."""
+        if self.counts is None:  # before the first step
+            return
+        same, count = sum_over_ranks(self.counts.to(trainer.fabric.device)).tolist()
+        if count:
+            metrics["momentum_agreement"] = same / count
