@@ -8,8 +8,10 @@ import textwrap
 import pytest
 import yaml
 
+import toolkit.extension
 from toolkit import extension
 from toolkit.cli import main
+from toolkit.data import SyntheticTokens
 from toolkit.errors import UserError
 from toolkit.models.families import FAMILIES, families, get_config
 from toolkit.ui.loggers import read_metrics
@@ -196,7 +198,14 @@ def test_list_plan_help_and_python_know_it(capsys):
     words = ["--strategy", "replicas", "--letters.loud", "true", "--accelerator", "cpu", "--devices", "2"]
     assert main(["plan", "pretrain", "letter-llama", "--train.max_steps", "1", "--extensions", "letters", *words]) == 0
     assert "replicas, 2 x 1 devices (loud True)" in capsys.readouterr().out
+    toolkit.extension.add_extensions(["letters"])
     assert set(families()) == {*FAMILIES, "letters"} and get_config("Letter-Llama").family == "letters"
+    extension._added.clear()
+    data = SyntheticTokens(vocab_size=64)
+    done = toolkit.train("letter-llama", extensions=["letters"], train={"max_steps": 1}, data=data, out_dir="c")
+        "letter-llama", extensions=["letters"], train={"max_steps": 1}, data=SyntheticTokens(vocab_size=64), out_dir="c"
+    )
+    assert done.checkpoint.name == "final"
     extension._added.clear()
     with pytest.raises(UserError, match="no such configuration"):
         get_config("letter-llama")

@@ -34,7 +34,7 @@ def setup(
         num_nodes: Number of nodes. auto: 1, or as set by torchrun or SLURM.
         accelerator: Device type.
         strategy: Distributed strategy of check_grads. auto: fsdp on several devices.
-        timeout: Minutes to wait for a process that does not answer. auto: 1.
+        timeout: Minutes to wait for a process that does not start or answer. auto: 5.
         out_dir: The folder of your runs, for its free disk space.
     """
     try:

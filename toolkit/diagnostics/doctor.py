@@ -71,7 +71,7 @@ class DoctorOptions:
 
     @property
     def minutes(self) -> float:
-        return 1.0 if self.timeout == AUTO else self.timeout
+        return 5.0 if self.timeout == AUTO else self.timeout
 
     def check(self, world: WorldInfo) -> None:
         """

@@ -194,7 +194,7 @@ def _devices() -> dict[str, str]:
         return {"torch": f"does not import: {type(error).__name__}: {one_line(error)}"}
     cuda, hip = torch.version.cuda, torch.version.hip
     build = f"CUDA {cuda}" if cuda else f"HIP {hip}" if hip else "CPU"
-    found = {"torch": f"{build} build, {torch.get_num_threads()} threads"}
+    found = {"torch": f"{build} build, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"}
     if torch.backends.mps.is_available():
         found["mps"] = "available"
     driver = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
@@ -219,10 +219,14 @@ def _disks(out_dir: str) -> dict[str, str]:
     folders = {"out_dir": Path(out_dir), "data cache": default_cache_dir(), "temporary": Path(tempfile.gettempdir())}
     found = {}
     for name, folder in (folders | {"shared memory": Path("/dev/shm")}).items():
-        existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), None)
-        if existing is None or (name == "shared memory" and existing != folder):
+        try:
+            existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+            usage = shutil.disk_usage(existing)
+        except OSError as error:
+            found[name] = f"{folder}: {error.strerror}"
             continue
-        usage = shutil.disk_usage(existing)
+        if name == "shared memory" and existing != folder:
+            continue
         found[name] = f"{folder}: {_gb(usage.free)} free of {_gb(usage.total)}"
     return found
 
