@@ -203,8 +203,6 @@ def test_list_plan_help_and_python_know_it(capsys):
     extension._added.clear()
     data = SyntheticTokens(vocab_size=64)
     done = toolkit.train("letter-llama", extensions=["letters"], train={"max_steps": 1}, data=data, out_dir="c")
-        "letter-llama", extensions=["letters"], train={"max_steps": 1}, data=SyntheticTokens(vocab_size=64), out_dir="c"
-    )
     assert done.checkpoint.name == "final"
     extension._added.clear()
     with pytest.raises(UserError, match="no such configuration"):
