@@ -37,6 +37,8 @@ def workplace(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tutorial")
     (folder / "scripts").symlink_to(ROOT / "scripts")
     add_commands(folder, {"sbatch": 'exec bash "$@"', "srun": 'exec "$@" --print_config'})
+    page = (ROOT / "tutorials" / "distributed.md").read_text()
+    (folder / "guide.yaml").write_text(re.search(r"```yaml\n(distributed:.*?)```", page, re.S)[1])
     return folder
 
 

@@ -7,11 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.config import AUTO
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions, Given, class_path
+from toolkit.config.other_formats import split, translate
+from toolkit.config.other_formats.rules import File
+from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError
 from toolkit.extension import add_extensions, split_names
 from toolkit.paths import require_local
 from toolkit.untrusted import parse_yaml, read_yaml
+
+Layer = list[tuple[str, Given]]
 
 
 def parse(
@@ -36,9 +42,9 @@ def parse(
     extensions = [name for file, values in files for name in take_extensions(values, f"{file}: extensions")]
     extensions += [name for key, text in words if key == "extensions" for name in take_extensions({key: text})]
     command = CommandOptions(*functions)  # after the extensions, which may add options
-    for file, values in files:
-        command.give(command.flatten(values, file))
-    command.give(pair for key, text in words if key not in COMMON_OPTIONS for pair in expand_flag(command, key, text))
+    flags = [pair for key, text in words if key not in COMMON_OPTIONS for pair in expand_flag(command, key, text)]
+    for layer in [*flatten_files(command, files, flags), flags]:
+        command.give(layer)
     options, common = command.options(), dict(words)
     shown = [p.upper() if options[p].is_required else f"[{p.upper()}]" for p in positionals]
     usage = " ".join([f"toolkit {name}", *shown, "[--option value ...]"])
@@ -73,6 +79,31 @@ def read_words(argv: list[str], positionals: tuple[str, ...]) -> list[tuple[str,
         else:
             raise UserError(f"{word}: unexpected word; options are given as --name value")
     return words
+
+
+def flatten_files(
+    command: CommandOptions, files: list[tuple[str | None, dict[str, Any]]], flags: Layer
+) -> Iterator[Layer]:
+    """Yield the options in each YAML file. Those of a training command may be in the format of another tool.
+
+    Args:
+        command: The command.
+        files: Path and content of each.
+        flags: The options that override them.
+    """
+    parts = [split(values) if "train" in command.groups else ({}, values) for _, values in files]
+    own = [list(command.flatten(values, path)) for (path, _), (_, values) in zip(files, parts, strict=True)]
+    texts = {key: given.text for layer in [*own, flags] for key, given in layer if given.value is not None}
+
+    def world_size() -> int:
+        devices, num_nodes, accelerator = (texts.get(name, AUTO) for name in ("devices", "num_nodes", "accelerator"))
+        return count_processes(*(int(n) if n.isdecimal() else n for n in (devices, num_nodes)), accelerator)
+
+    later, layers = dict(flags), []
+    for (path, _), (groups, _), options in reversed(list(zip(files, parts, own, strict=True))):
+        layers.append(translate(File(path or "", groups, dict(options), later, world_size)) + options)
+        later = dict(layers[-1]) | later
+    yield from reversed(layers)
 
 
 def read_config(path: str | None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Text preparation and its cache (S5): the rows equal the text, and damaged or other data is never reused."""
 
+import hashlib
 import json
 import os
 import re
@@ -66,7 +67,7 @@ def test_s5_every_input_changes_the_key(prepare, text, tmp_path):
     tokenizer = train_bpe(["other text, another tokenizer " * 50], 280)
     for change in (
         {"max_seq_length": T + 1}, {"vocab_size": 301}, {"val_fraction": 0.1}, {"val_fraction": 0.0},
-        {"tokenizer": tokenizer},
+        {"tokenizer": tokenizer}, {"vocab_size": "characters"}, {"text_fraction": 0.5},
     ):  # fmt: skip
         data, log = prepare(**change)
         assert "preparing" in log
@@ -109,6 +110,19 @@ def test_s5_content_key_detects_a_single_token_change(prepare, text):
     file.write_text(file.read_text().replace("m", "n", 1))
     second = prepare(tokenizer=by_bytes)[0]
     assert len(second.train) == len(first.train) and second.content_key != first.content_key
+
+
+def test_text_fraction_is_the_start_of_the_text(prepare, corpus):
+    data, log = prepare(text_fraction=0.5, vocab_size="characters", val_fraction=0.2)
+    texts = sorted(corpus.iterdir(), key=lambda file: hashlib.sha256(file.read_bytes()).hexdigest())
+    text = "<|endoftext|>".join([*(file.read_text() for file in texts), ""])
+    n = round(len(prepare(vocab_size="characters", val_fraction=0.0)[0].tokenizer.encode(text)) * 0.5)
+    tokens = data.tokenizer.encode(text)[:n]
+    n_train = n - int(n * 0.2)
+    train, val = all_tokens(data.train), all_tokens(data.val)
+    assert train == tokens[: len(train)] and val == tokens[n_train : n_train + len(val)]
+    assert n_train - len(train) < T + 1 and n - n_train - len(val) < T + 1
+    assert f"{data.tokenizer.vocab_size - 2} different characters" in log
 
 
 DAMAGE = {

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from toolkit.data.tokenizer import Tokenizer, _translate_panic, train_bpe
+from toolkit.data.tokenizer import Tokenizer, _translate_panic, collect_characters, train_bpe
 from toolkit.errors import UserError
 
 TEXTS = [
@@ -31,6 +31,17 @@ def test_trained_tokenizer_equals_transformers(trained, tmp_path):
     for text in TEXTS:
         assert hf(text)["input_ids"] == trained.encode(text)
         assert hf.decode(trained.encode(text)) == trained.decode(trained.encode(text), skip_special_tokens=False)
+
+
+def test_character_tokenizer_equals_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = collect_characters(["to be\n", "日本 é"])
+    assert tokenizer.encode("\nbe 日") == [2, 4, 5, 3, 9] and tokenizer.encode("X") == [1]  # after the special tokens
+    tokenizer.save(tmp_path)
+    text = "to é\nbe 日<|endoftext|>"
+    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text.removesuffix("<|endoftext|>")
 
 
 def test_loaded_tokenizer_equals_transformers(sentencepiece_dir):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 DEFAULT_VAL_FRACTION = 0.05  # share of the tokens to hold out
 
+# The tokenizer to train: the size of a byte-level BPE, or one token per character.
+Vocabulary = int | Literal["characters"]
+
 # Options of instruction data, see toolkit.data.InstructionData.
 OnLong = Literal["truncate", "drop", "split", "error"]
 TrainOn = Literal["answers", "last_answer", "all"]
@@ -106,5 +109,6 @@ def require_text_options(module: Any) -> None:
     """Check the options shared by the text modules."""
     fraction, vocab_size, workers = module.val_fraction, module.vocab_size, module.num_workers
     require(fraction is None or 0 <= fraction < 1, "val_fraction", fraction, "must be at least 0 and less than 1")
-    require(vocab_size > 256, "vocab_size", vocab_size, "must be at least 257: the 256 bytes and <|endoftext|>")
+    is_valid = vocab_size == "characters" or vocab_size > 256
+    require(is_valid, "vocab_size", vocab_size, "must be at least 257, the 256 bytes and <|endoftext|>, or characters")
     require(workers >= 0, "num_workers", workers, "must not be negative")

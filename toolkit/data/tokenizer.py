@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
+UNKNOWN = "<|unknown|>"  # characters that the text of a character-level tokenizer does not have
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoder output for incomplete UTF-8
 BYTES = 256  # tokens of a byte-level vocabulary
 # Names of the eos token if tokenizer.json has no config next to it.
@@ -293,15 +294,41 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
+    return _with_settings(core)
+
+
+def collect_characters(texts: Iterable[str]) -> Tokenizer:
+    """Make a character-level tokenizer: a token for each different character, sorted, after the two special tokens
+    ``<|endoftext|>`` (id 0) and ``<|unknown|>``.
+
+    Args:
+        texts: The complete text.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from tokenizers import AddedToken, decoders, models
+    from tokenizers import Tokenizer as Core
+
+    characters: set[str] = set()
+    for text in texts:
+        characters.update(text)
+    vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, UNKNOWN, *sorted(characters)])}
+    core = Core(models.BPE(vocabulary, [], unk_token=UNKNOWN))  # without merges: text stays single characters
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (END_OF_TEXT, UNKNOWN)])
+    return _with_settings(core, unk_token=UNKNOWN)
+
+
+def _with_settings(core: Any, **special_tokens: str) -> Tokenizer:
+    """Return the tokenizer with its configuration files: ``<|endoftext|>`` begins and ends texts."""
+    special_tokens = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, **special_tokens}
     eos_id = core.token_to_id(END_OF_TEXT)
     settings = {
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": END_OF_TEXT,
-            "eos_token": END_OF_TEXT,
+            **special_tokens,
             "clean_up_tokenization_spaces": False,
         },
-        "special_tokens_map.json": {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT},
+        "special_tokens_map.json": special_tokens,
         "generation_config.json": {"bos_token_id": eos_id, "eos_token_id": eos_id},
     }
     files = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in settings.items()}

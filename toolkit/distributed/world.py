@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from toolkit.config import AUTO, Auto
+from toolkit.config import AUTO, Accelerator, Auto
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -80,6 +80,20 @@ def detect_world(
         world = _read_no_launcher(devices, num_nodes, available, environ)
     _check_available(world, available, environ)
     return world
+
+
+def count_processes(devices: int | Auto, num_nodes: int | Auto, accelerator: Accelerator) -> int:
+    """Return the number of processes of a run from its options. Imports torch only to count GPUs.
+
+    Raises:
+        UserError: as :func:`detect_world`.
+    """
+    available = None
+    if devices == AUTO and accelerator != "cpu":
+        from toolkit.distributed.device import count_devices, pick_accelerator
+
+        available = count_devices(pick_accelerator(accelerator))
+    return detect_world(devices, num_nodes, available).world_size
 
 
 def cluster_environment(world: WorldInfo) -> ClusterEnvironment:

@@ -84,7 +84,8 @@ def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelCon
     if folder := args.tokenizer_dir or args.base_dir:
         tokenizer = Tokenizer.load(folder)
         return config.with_vocab_size(tokenizer.vocab_size)
-    return config.with_vocab_size(getattr(args.data, "vocab_size", None))
+    size = getattr(args.data, "vocab_size", None)
+    return config.with_vocab_size(size if isinstance(size, int) else None)
 
 
 def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.base import PreparedData
+from toolkit.data.base import PreparedData, Vocabulary
 from toolkit.data.cache import HEARTBEAT, MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
 from toolkit.data.text import documents
-from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.data.tokenizer import Tokenizer, collect_characters, train_bpe
 from toolkit.data.tokens.chunks import TokenRows, write_chunks
 from toolkit.errors import UserError
 
@@ -44,8 +44,9 @@ class TextSources:
         train_option: The option that named the training text, such as ``--data.train_data_path corpus``.
         val_option: The same for ``val``, or the option that sets the held-out share.
         val_fraction: Share of the ``train`` tokens to hold out; 0 with ``val``.
-        vocab_size: Size of the BPE tokenizer to train if none is specified.
+        vocab_size: Size of the BPE tokenizer to train if none is specified; or characters.
         cache_dir: Cache folder for prepared data.
+        text_fraction: Share of the ``train`` tokens to use, from the first on.
     """
 
     module: str
@@ -54,8 +55,9 @@ class TextSources:
     train_option: str
     val_option: str
     val_fraction: float
-    vocab_size: int
+    vocab_size: Vocabulary
     cache_dir: str | None
+    text_fraction: float = 1.0
 
 
 def prepare_text(
@@ -103,6 +105,8 @@ def _key(
         "block_size": max_seq_length + 1,
         "val_fraction": sources.val_fraction,
     }
+    if sources.text_fraction < 1:
+        inputs["text_fraction"] = sources.text_fraction
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
@@ -153,17 +157,26 @@ def _make(
     max_seq_length: int,
     report: Report,
 ) -> None:
-    active = tokenizer or _train_tokenizer(sources, texts[0], report)
+    active = tokenizer or _train_tokenizer(sources, texts, report)
     active.save(folder / "tokenizer")
     manifest = {"version": CODE_VERSION, "key": key, "tokenizer": active.fingerprint}
     manifest |= _write_splits(folder, sources, texts, active, max_seq_length, report)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def _train_tokenizer(sources: TextSources, train: list[documents.Document], report: Report) -> Tokenizer:
+def _train_tokenizer(
+    sources: TextSources, texts: tuple[list[documents.Document], list[documents.Document] | None], report: Report
+) -> Tokenizer:
+    train, val = texts
+    if sources.vocab_size == "characters":
+        # Of the held-out text, too: the model could not read others.
+        everything = (piece.text for document in train + (val or []) for piece in documents.pieces(document))
+        tokenizer = collect_characters(everything)
+        report(f"Data: the text has {tokenizer.vocab_size - 2:,} different characters, each one token")
+        return tokenizer
     start = time.perf_counter()
     # Only the front of the stream: the end is held out.
-    share = (1 - sources.val_fraction) * sum(d.size for d in train)
+    share = sources.text_fraction * (1 - sources.val_fraction) * sum(d.size for d in train)
     tokenizer = train_bpe(documents.sample(train, min(_BPE_SAMPLE, int(share))), sources.vocab_size)
     note = "" if tokenizer.vocab_size == sources.vocab_size else f" (too little text for {sources.vocab_size:,})"
     seconds = time.perf_counter() - start
@@ -182,6 +195,7 @@ def _write_splits(
     """Write the chunks of both splits and return their manifest entries."""
     stream, val_stream = temporary / "train.tokens", temporary / "val.tokens"
     tokens = _write_tokens(stream, texts[0], tokenizer, report)
+    tokens = tokens[: round(len(tokens) * sources.text_fraction)]
     if texts[1] is not None:
         val = _write_tokens(val_stream, texts[1], tokenizer, report)
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, PreparedData, require_text_options
+from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, PreparedData, Vocabulary, require_text_options
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,13 +29,14 @@ class PythonStdlib(DataModule):
     """The source code of Python's standard library, about 9 MB; each module is one document.
 
     Args:
-        vocab_size: Size of the byte-level BPE tokenizer trained on the text without --tokenizer_dir.
+        vocab_size: Size of the byte-level BPE tokenizer trained on the text without --tokenizer_dir; or characters: a
+            token for each different character.
         val_fraction: Share of the tokens to hold out; 0 for none. Default 0.05.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """
 
-    vocab_size: int = 4096
+    vocab_size: Vocabulary = 4096
     val_fraction: float | None = None
     cache_dir: str | None = None
     num_workers: int = 0

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.base import DEFAULT_VAL_FRACTION, DataModule, PreparedData, require, require_text_options
+from toolkit.data.base import (
+    DEFAULT_VAL_FRACTION,
+    DataModule,
+    PreparedData,
+    Vocabulary,
+    require,
+    require_text_options,
+)
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,7 +30,9 @@ class TextFiles(DataModule):
         train_data_path: A file, a folder (recursive, without hidden files) or a glob such as 'books/*.txt'.
         val_data_path: Validation text, in the same form.
         val_fraction: Without val_data_path, share of the tokens to hold out; 0 for none. Default 0.05.
-        vocab_size: Size of the byte-level BPE tokenizer trained on the text without --tokenizer_dir.
+        vocab_size: Size of the byte-level BPE tokenizer trained on the text without --tokenizer_dir; or characters: a
+            token for each different character.
+        text_fraction: Share of the training text to use, from its start: 0.05 for a quick trial.
         cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
         num_workers: Data loading processes; 0 reads in the training process.
     """
@@ -31,13 +40,16 @@ class TextFiles(DataModule):
     train_data_path: str
     val_data_path: str | None = None
     val_fraction: float | None = None
-    vocab_size: int = 4096
+    vocab_size: Vocabulary = 4096
+    text_fraction: float = 1.0
     cache_dir: str | None = None
     num_workers: int = 0
 
     def __post_init__(self) -> None:
         both = self.val_fraction is not None and self.val_data_path is not None
         require(not both, "val_fraction", self.val_fraction, "give either this or --data.val_data_path, not both")
+        share = self.text_fraction
+        require(0 < share <= 1, "text_fraction", share, "must be greater than 0 and at most 1")
         require_text_options(self)
 
     def prepare(
@@ -63,6 +75,7 @@ class TextFiles(DataModule):
             val_option=f"--data.val_fraction {fraction}" if val is None else val_option,
             val_fraction=fraction,
             vocab_size=self.vocab_size,
+            text_fraction=self.text_fraction,
             cache_dir=self.cache_dir,
         )
         return prepare_text(sources, tokenizer=tokenizer, max_seq_length=max_seq_length, report=report)

@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al. 2019): learned positions, tied embeddings.
 
-Sources of the named configurations: the ``config.json`` files of the Hugging Face repositories openai-community/gpt2*.
+Sources of the named configurations: the ``config.json`` files of the Hugging Face repositories openai-community/gpt2*,
+and ``mingpt/model.py`` of karpathy/minGPT.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ _gpt2 = named_with(
     tie_embeddings=True, **_FIXED,
 )  # fmt: skip
 
+# the models of minGPT, with the vocabulary of the data
+_mingpt = named_with(family="gpt2", block_size=1024, gelu_approximate="tanh", **_FIXED)
+
 CONFIGS = [
     _gpt2("gpt2", 12, 768, 12),
     _gpt2("gpt2-medium", 24, 1024, 16),
     _gpt2("gpt2-large", 36, 1280, 20),
     _gpt2("gpt2-xl", 48, 1600, 25),
+    _mingpt("gopher-44m", 8, 512, 16),
+    _mingpt("gpt-mini", 6, 192, 6),
+    _mingpt("gpt-micro", 4, 128, 4),
+    _mingpt("gpt-nano", 3, 48, 3),
 ]
 
 ALIASES = {

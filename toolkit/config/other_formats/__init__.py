@@ -1,0 +1,124 @@
+"""Configuration files of other tools as toolkit's options: an FSDP guide's YAML, and minGPT's hydra file.
+
+A file is recognized by its groups. toolkit's own keys may stand beside them, unless both set the same option. A key
+becomes options, or has no effect for a reason, or is an error; a line reports each. Flags and later files override
+keys, which are then not even checked. Batch sizes of both formats are per device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.config.command import Given
+from toolkit.config.other_formats import fsdp_guide, mingpt
+from toolkit.config.other_formats.rules import File, Options
+from toolkit.errors import UserError, did_you_mean
+
+FORMATS = {
+    "training": fsdp_guide.TRAINING,
+    "distributed": fsdp_guide.DISTRIBUTED,
+    "data_config": mingpt.DATA,
+    "gpt_config": mingpt.GPT,
+    "optimizer_config": mingpt.OPTIMIZER,
+    "trainer_config": mingpt.TRAINER,
+}
+"""The rules of the keys, by group."""
+_REPLACED_BY = {
+    "model_name": ("model_name", "initial_checkpoint_dir"),
+    "train.lr_warmup_steps": ("train.lr_warmup_steps", "train.lr_warmup_fraction"),
+}
+
+
+def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the groups of other tools in a file, and the rest; with minGPT's groups goes that of hydra."""
+    groups = {name: inner for name, inner in values.items() if name in FORMATS}
+    if any(name.endswith("_config") for name in groups) and "hydra" in values:
+        groups["hydra"] = values["hydra"]
+    return groups, {name: inner for name, inner in values.items() if name not in groups}
+
+
+def translate(file: File) -> list[tuple[str, Given]]:
+    """Return the options that the groups of a file become. Prints a line per key on standard error, on rank 0 only.
+
+    Raises:
+        UserError: a key is unknown, its value cannot be honored, or two keys contradict each other.
+    """
+    lines: list[str] = []
+    found: dict[str, tuple[str, Any]] = {}  # the key that set an option, and the value
+    for group in file.groups:
+        _check_names(file, group)
+    for group, keys in file.groups.items():
+        for key, value in keys.items() if group in FORMATS else ():
+            if value is not None:
+                name = f"{group}.{key}"
+                options, outcome = _translate_key(file, group, key)
+                _merge(file.source, found, name, options)
+                lines.append(f"{name} {Given('', value).text}{outcome}")
+        implied = {o: v for o, v in mingpt.IMPLIED.get(group, {}).items() if o not in found and _is_open(file, o)}
+        _merge(file.source, found, group, implied)
+        if implied:
+            lines.append(f"{group} -> {_flags(implied)}")
+    if "hydra" in file.groups:
+        lines.append("hydra: has no effect, it configures hydra itself")
+    if lines and all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
+        print(*(f"{file.source}: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+    return [(option, Given(file.source, value)) for option, (_, value) in found.items()]
+
+
+def _check_names(file: File, group: str) -> None:
+    """Check the names of keys: before anything that takes time."""
+    keys, rules = file.groups[group], FORMATS.get(group)
+    if rules is None:
+        return
+    if not isinstance(keys, Mapping):
+        raise UserError(f"{Given(file.source, keys).named(group)}: a group; it takes `name: value` pairs")
+    for key in keys:
+        if key not in rules:
+            hint = did_you_mean(str(key), rules) or f"; known are {', '.join(rules)}"
+            raise UserError(f"{file.source}: {group}.{key}: no such key{hint}")
+
+
+def _translate_key(file: File, group: str, key: str) -> tuple[Options, str]:
+    """Return the options of a key, and what became of it, for display."""
+    rule, given, name = FORMATS[group][key], Given(file.source, file.groups[group][key]), f"{group}.{key}"
+    overrides = [file.override(option) for option in rule.options]
+    if all(overrides):
+        return {}, f": overridden by {overrides[0]}"
+    if both := [option for option in rule.options if option in file.own and option not in file.later]:
+        raise UserError(f"{given.named(name)}: the file also sets {both[0]}; keep one of them")
+    try:
+        result = rule.apply(file, given.value)
+    except ValueError as error:
+        raise UserError(f"{given.named(name)}: {error}") from None
+    if isinstance(result, str):
+        return {}, f": {result}"
+    options = {option: value for option, value in result.items() if not file.override(option)}
+    return options, f" -> {_flags(options)}{rule.note and f' ({rule.note})'}"
+
+
+def _merge(source: str, found: dict[str, tuple[str, Any]], key: str, options: Options) -> None:
+    """Add the options of a key to those ``found``.
+
+    Raises:
+        UserError: another key contradicts it.
+    """
+    for option, value in options.items():
+        other, before = found.setdefault(option, (key, value))
+        if before != value:
+            meaning, other_meaning = _flags({option: value}), _flags({option: before})
+            raise UserError(
+                f"{source}: {key}: means {meaning}, but {other} means {other_meaning}; change one, or give --{option}"
+            )
+
+
+def _is_open(file: File, option: str) -> bool:
+    """Whether nothing decides an option that a group implies."""
+    names = _REPLACED_BY.get(option, (option,))
+    return not any(name in file.own or file.override(name) for name in names)
+
+
+def _flags(options: Options) -> str:
+    return " ".join(f"--{option} {Given('', value).text}" for option, value in options.items())

@@ -1,0 +1,150 @@
+"""An FSDP guide's YAML: the groups ``training`` and ``distributed``.
+
+FSDP's options act between devices. On one device, with another ``--strategy``, and with no_shard they have no effect:
+a file for eight GPUs runs on a laptop, too. What acts on one device as well, such as the precision, stays.
+"""
+
+from __future__ import annotations
+
+from toolkit.config.other_formats.rules import (
+    BATCH_SIZE,
+    BOOL,
+    CLIP_NORM,
+    COUNT,
+    POSITIVE,
+    Convert,
+    File,
+    Options,
+    Rule,
+)
+
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_BF16 = {True: "bf16-mixed", False: "32-true"}
+_PARAM_DTYPE = {"bfloat16": "bf16-mixed", "float16": "16-mixed", "float32": "32-true"}
+
+
+def _without_fsdp(file: File) -> str:
+    """Return the reason why the run does not use FSDP; "" if it does."""
+    strategy = file.option("strategy")
+    if strategy is not None:
+        return "" if strategy == "fsdp" else f"no effect, the strategy is {strategy}"
+    return "no effect, use_fsdp is false" if file.find("distributed", "use_fsdp") is False else ""
+
+
+def _without_shards(file: File) -> str:
+    """Return the reason why nothing is sharded; "" if something is."""
+    sharding = file.option("fsdp.sharding_strategy") or file.find("distributed", "fsdp_sharding_strategy")
+    if reason := _without_fsdp(file):
+        return reason
+    if str(sharding).upper() == "NO_SHARD":
+        return "no effect, no_shard shards nothing"
+    return "no effect on one device" if file.world_size() == 1 else ""
+
+
+def _under_fsdp(option: str) -> Convert:
+    """Return the conversion of a key that counts under FSDP, also on one device."""
+    return lambda file, value: _without_fsdp(file) or {option: value}
+
+
+def _between_devices(option: str) -> Convert:
+    """Return the conversion of a key that counts only where several devices share the model."""
+    return lambda file, value: _without_shards(file) or {option: value}
+
+
+def _min_num_params(file: File, number: int) -> Options | str:
+    policy = file.option("fsdp.auto_wrap") or file.find("distributed", "fsdp_auto_wrap_policy")
+    if policy not in ("size", "size_based_auto_wrap"):
+        return "no effect, it is for fsdp_auto_wrap_policy size_based_auto_wrap"
+    return _without_shards(file) or {"fsdp.min_num_params": number}
+
+
+# ---- precision
+
+
+def _mixed_precision(file: File, is_mixed: bool) -> str:
+    """Return the precision of FSDP's dtypes; the guide computes in bfloat16 by default."""
+    dtype = file.find("distributed", "fsdp_param_dtype")
+    return _PARAM_DTYPE.get(str(dtype), "bf16-mixed") if is_mixed else "32-true"
+
+
+def _precision(file: File) -> str | None:
+    """Return the precision of the run; None if it is auto."""
+    if "precision" in {**file.own, **file.later}:
+        return file.option("precision")
+    is_mixed, dtype = (file.find("distributed", key) for key in ("fsdp_mixed_precision", "fsdp_param_dtype"))
+    if (is_mixed is None and dtype is None) or _without_fsdp(file):
+        return _BF16.get(file.find("training", "bf16"))
+    return _mixed_precision(file, is_mixed is not False)
+
+
+def _without_dtypes(file: File) -> str:
+    """Return the reason why FSDP's dtypes do not count; "" if they do."""
+    is_off = file.find("distributed", "fsdp_mixed_precision") is False
+    return "no effect, fsdp_mixed_precision is false" if is_off else _without_fsdp(file)
+
+
+def _dtype(option: str) -> Convert:
+    """Return the conversion of a dtype that --precision decides if it is auto."""
+
+    def convert(file: File, dtype: str) -> Options | str:
+        if reason := _without_dtypes(file):
+            return reason
+        precision = _precision(file)
+        if option == "fsdp.reduce_dtype" and dtype == "fp16" and precision != "16-mixed":
+            raise ValueError("needs the gradient scaler of --precision 16-mixed; use float32 or bfloat16")
+        if precision and dtype == ("bf16" if precision == "bf16-true" else "fp32"):
+            return f"already so with --precision {precision}"
+        return _without_shards(file) or {option: dtype}
+
+    return convert
+
+
+TRAINING = {
+    "batch_size": BATCH_SIZE,
+    "learning_rate": Rule(POSITIVE, ("train.learning_rate",), note="not scaled; --train.lr_scaling scales it"),
+    "gradient_checkpointing": Rule({True: "full", False: "none"}, ("train.activation_checkpointing",)),
+    "bf16": Rule(_BF16, ("precision",)),
+    "gradient_clip_norm": CLIP_NORM,
+}
+DISTRIBUTED = {
+    "use_fsdp": Rule({True: "fsdp", False: "ddp"}, ("strategy",)),
+    "fsdp_sharding_strategy": Rule(
+        {name.lower(): name for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")},
+        ("fsdp.sharding_strategy",),
+        _under_fsdp("fsdp.sharding_strategy"),
+    ),
+    "fsdp_backward_prefetch": Rule(
+        {"backward_pre": "pre", "backward_post": "post"},
+        ("fsdp.backward_prefetch",),
+        _between_devices("fsdp.backward_prefetch"),
+    ),
+    "fsdp_forward_prefetch": Rule(BOOL, ("fsdp.forward_prefetch",), _between_devices("fsdp.forward_prefetch")),
+    "fsdp_auto_wrap_policy": Rule(
+        {"transformer_auto_wrap": "block", "size_based_auto_wrap": "size"},
+        ("fsdp.auto_wrap",),
+        _between_devices("fsdp.auto_wrap"),
+        fixes={"custom": "name the classes of the units: --fsdp.auto_wrap class --fsdp.wrap_classes NAME,NAME"},
+    ),
+    "fsdp_min_num_params": Rule(COUNT, ("fsdp.min_num_params",), _min_num_params),
+    "fsdp_state_dict_type": Rule(
+        {"full_state_dict": "full", "sharded_state_dict": "sharded"},
+        ("fsdp.state_dict_type",),
+        _under_fsdp("fsdp.state_dict_type"),
+        fixes={
+            "local_state_dict": "use sharded_state_dict: a file per device, too, and readable on any number of devices"
+        },
+    ),
+    "fsdp_mixed_precision": Rule(
+        BOOL,
+        ("precision",),
+        lambda file, is_mixed: _without_fsdp(file) or {"precision": _mixed_precision(file, is_mixed)},
+    ),
+    "fsdp_param_dtype": Rule(
+        _PARAM_DTYPE,
+        ("precision",),
+        lambda file, precision: _without_dtypes(file) or {"precision": precision},
+    ),
+    "fsdp_reduce_dtype": Rule(_DTYPES, ("fsdp.reduce_dtype",), _dtype("fsdp.reduce_dtype")),
+    "fsdp_buffer_dtype": Rule(_DTYPES, ("fsdp.buffer_dtype",), _dtype("fsdp.buffer_dtype")),
+    "cpu_offload": Rule(BOOL, ("fsdp.cpu_offload",), _under_fsdp("fsdp.cpu_offload")),
+}

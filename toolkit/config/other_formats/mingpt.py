@@ -1,0 +1,95 @@
+"""minGPT's hydra file: pytorch/examples, distributed/minGPT-ddp/mingpt/gpt2_train_cfg.yaml."""
+
+from __future__ import annotations
+
+import re
+
+from toolkit.config.other_formats.rules import (
+    BATCH_SIZE,
+    CLIP_NORM,
+    COUNT,
+    COUNT_OR_ZERO,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    File,
+    Options,
+    Rule,
+    text,
+)
+
+
+def _require_local(value: str, fix: str) -> None:
+    if re.match(r"\w[\w+.-]+:/", value):
+        raise ValueError(f"remote files are not supported; {fix}")
+
+
+def _path(file: File, path: str) -> Options:
+    _require_local(path, "download it, and give --data.train_data_path FILE")
+    return {"data.train_data_path": path}
+
+
+def _train_split(file: File, share: float) -> Options | str:
+    if file.override("data.val_data_path"):
+        return "no effect, --data.val_data_path has the held-out text"
+    return {"data.val_fraction": round(1 - share, 12)}
+
+
+def _block_size(file: File, size: int) -> Options:
+    return {"model_config.block_size": size, "train.max_seq_length": size}
+
+
+def _max_epochs(file: File, epochs: float) -> Options:
+    """An epoch there has a row for every position of the text: each token is read once per token of a row."""
+    length = file.option("train.max_seq_length") or file.find("data_config", "block_size")
+    if length is None:
+        raise ValueError("counts rows of data_config.block_size tokens; give that, or --train.epochs")
+    return {"train.epochs": epochs * COUNT(length)}
+
+
+def _snapshot_path(file: File, path: str) -> Options:
+    _require_local(path, "give --out_dir FOLDER for the checkpoints, and --resume auto")
+    return {"resume": "auto"}
+
+
+DATA = {
+    "path": Rule(text, ("data.train_data_path",), _path),
+    "block_size": Rule(COUNT, ("model_config.block_size", "train.max_seq_length"), _block_size),
+    "train_split": Rule(SHARE, ("data.val_fraction",), _train_split, "the end of the text is held out"),
+    "truncate": Rule(SHARE, ("data.text_fraction",)),
+}
+GPT = {
+    "model_type": Rule(text, ("model_name",)),
+    "n_layer": Rule(COUNT, ("model_config.n_layer",)),
+    "n_head": Rule(COUNT, ("model_config.n_head",)),
+    "n_embd": Rule(COUNT, ("model_config.n_embd",)),
+}
+OPTIMIZER = {
+    "weight_decay": Rule(NOT_NEGATIVE, ("optimizer.weight_decay",)),
+    "learning_rate": Rule(POSITIVE, ("train.learning_rate",)),
+}
+TRAINER = {
+    "max_epochs": Rule(
+        COUNT, ("train.epochs",), _max_epochs, "an epoch there reads each token block_size times, in overlapping rows"
+    ),
+    "batch_size": BATCH_SIZE,
+    "data_loader_workers": Rule(COUNT_OR_ZERO, ("data.num_workers",)),
+    "grad_norm_clip": CLIP_NORM,
+    "snapshot_path": Rule(text, ("resume",), _snapshot_path, "checkpoints are folders in --out_dir"),
+    "save_every": Rule(
+        COUNT,
+        ("train.save_interval",),
+        lambda file, epochs: (
+            "no effect; a run saves after each fifth and every 10 minutes, or as --train.save_interval counts steps"
+        ),
+    ),
+    "use_amp": Rule(
+        {True: "auto", False: "32-true"}, ("precision",), note="auto: bf16-mixed on CUDA, 32-true on a CPU"
+    ),
+}
+IMPLIED: dict[str, Options] = {
+    "data_config": {"data": "TextFiles", "data.vocab_size": "characters"},
+    "gpt_config": {"model_name": "gpt-mini"},
+    "optimizer_config": {"train.lr_schedule": "constant", "train.lr_warmup_steps": 0},
+}
+"""What a group stands for without a key."""

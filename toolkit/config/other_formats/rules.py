@@ -1,0 +1,126 @@
+"""What a key of another tool's configuration file becomes: rules, and the values they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from toolkit.config.command import Given
+from toolkit.errors import did_you_mean
+
+Options = dict[str, Any]
+"""Values of toolkit's options by dotted name."""
+Convert = Callable[["File", Any], Options | str]
+
+
+class Rule(NamedTuple):
+    """What becomes of a key.
+
+    Args:
+        read: The option's value by the key's value, or a function that checks and converts it, and raises ValueError
+            with what the value must be.
+        options: The options that the key sets. If flags set all of them, the key does not count.
+        convert: Returns the options, or why the key sets none; raises ValueError with the fix. Default: the one option
+            has the value.
+        note: For the line that reports the key.
+        fixes: Values that cannot be honored, each with the fix.
+    """
+
+    read: Mapping[Any, Any] | Callable[[Any], Any]
+    options: tuple[str, ...]
+    convert: Convert | None = None
+    note: str = ""
+    fixes: Mapping[str, str] = {}
+
+    def apply(self, file: File, value: Any) -> Options | str:
+        """Return the options that a value of the key becomes, or why it sets none.
+
+        Raises:
+            ValueError: the value is invalid or cannot be honored; the message is the fix.
+        """
+        value = self.read(value) if callable(self.read) else self._look_up(self.read, value)
+        return {self.options[0]: value} if self.convert is None else self.convert(file, value)
+
+    def _look_up(self, choices: Mapping[Any, Any], value: Any) -> Any:
+        if type(value) in (str, bool) and value in choices:
+            return choices[value]
+        if isinstance(value, str) and value in self.fixes:
+            raise ValueError(self.fixes[value])
+        names = [name for name in choices if isinstance(name, str)]
+        raise ValueError(f"must be {' or '.join(names) or 'true or false'}{did_you_mean(str(value), names)}")
+
+
+@dataclass(frozen=True)
+class File:
+    """A file with groups of another tool.
+
+    Args:
+        source: Its path.
+        groups: The content of these groups.
+        own: toolkit's own options in the same file, by dotted name.
+        later: Options that override the file: flags, and those of later files.
+        world_size: Returns the number of devices on all nodes.
+    """
+
+    source: str
+    groups: Mapping[str, Mapping[str, Any]]
+    own: Mapping[str, Given]
+    later: Mapping[str, Given]
+    world_size: Callable[[], int]
+
+    def find(self, group: str, key: str) -> Any:
+        """Return the value of a key; None if it is missing."""
+        return self.groups.get(group, {}).get(key)
+
+    def option(self, name: str) -> str | None:
+        """Return the text of one of toolkit's own options; None if it is not given or auto."""
+        given = self.later.get(name) or self.own.get(name)
+        return None if given is None or given.text == "auto" else given.text
+
+    def override(self, option: str) -> str | None:
+        """Return what overrides an option, for display. Another class of data overrides all options of data."""
+        data = self.later.get("data") or self.own.get("data")
+        if option.startswith("data.") and data is not None and data.text.rpartition(".")[2] != "TextFiles":
+            return data.named("data")
+        return self.later[option].named(option) if option in self.later else None
+
+
+# ---- values of keys
+
+
+def _number(must: str, is_valid: Callable[[float], bool], value: Any) -> int | float:
+    """Return a number. YAML 1.1 reads 2e-4, which has no point, as a string."""
+    try:
+        number = float("" if isinstance(value, bool) else value)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if not is_valid(number):
+        raise ValueError(f"must be {must}")
+    return int(number) if number.is_integer() else number
+
+
+COUNT = partial(_number, "an integer greater than zero", lambda n: n > 0 and n.is_integer())
+COUNT_OR_ZERO = partial(_number, "an integer that is not negative", lambda n: n >= 0 and n.is_integer())
+POSITIVE = partial(_number, "a number greater than zero", lambda n: n > 0)
+NOT_NEGATIVE = partial(_number, "a number that is not negative", lambda n: n >= 0)
+SHARE = partial(_number, "greater than 0 and at most 1", lambda n: 0 < n <= 1)
+BOOL = {True: True, False: False}
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be a string")
+    return value
+
+
+# ---- keys of several formats
+
+
+def _per_device(file: File, size: int) -> Options:
+    return {"train.micro_batch_size": size, "train.global_batch_size": size * file.world_size()}
+
+
+BATCH_SIZE = Rule(COUNT, ("train.micro_batch_size", "train.global_batch_size"), _per_device, "it is per device")
+CLIP_NORM = Rule(NOT_NEGATIVE, ("train.max_norm",))
