@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.processes import Forked, finish, start
 from torch import nn
 
 import toolkit
@@ -175,15 +176,17 @@ def reference_script() -> str:
     return script
 
 
-def test_reference_script_on_two_devices_matches_one_device(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.slow)])
+def test_reference_script_on_two_devices_matches_one_device(tmp_path, monkeypatch, how):
     script = tmp_path / "file.py"
     script.write_text(reference_script())
-    done = run_script(script)
-    assert done.returncode == 0, done.stderr
-    assert "fsdp FULL_SHARD" in done.stdout
-    assert len(re.findall(r"^\[rank \d\] .* out/python/final$", done.stdout, re.MULTILINE)) == 1
-    # on one device, in this process; devices=2 became devices=1, both are bytes of the text that is trained on
     monkeypatch.chdir(tmp_path)
+    process = Forked([], script=script, n_ranks=2) if how == "forked" else start(script.name)
+    stdout, stderr = finish(process)
+    assert process.returncode == 0, stderr
+    assert "fsdp FULL_SHARD" in stdout
+    assert len(re.findall(r"^\[rank \d\] .* out/python/final$", stdout, re.MULTILINE)) == 1
+    # on one device, in this process; devices=2 became devices=1, both are bytes of the text that is trained on
     one = script.read_text().replace("devices=2", "devices=1").replace("out/python", "out/single")
     one = one.replace("__file__", repr(str(script)))
     (tmp_path / "one.py").write_text(one)
@@ -223,6 +226,7 @@ toolkit.rank_print(json.dumps([stats, told]))
 """
 
 
+@pytest.mark.slow
 def test_every_strategy_under_torchrun_matches_one_device(tmp_path):
     """User-provided modules and optimizers; several runs in one script; resume; helpers."""
     (tmp_path / "models.py").write_text(MODELS)

@@ -160,7 +160,7 @@ def test_litgpt_gets_only_known_fields():
 
 
 @pytest.mark.parametrize(
-    "peer", ["", *(pytest.param(peer, marks=pytest.mark.slow) for peer in ("transformers", "litgpt"))]
+    "peer", [pytest.param(peer, marks=pytest.mark.slow) for peer in ("", "transformers", "litgpt")]
 )
 def test_benchmark_runs_the_real_product(peer):
     if peer:

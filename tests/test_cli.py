@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.cases import slow_except
 
 from tests.config.test_command import error_of, parse
 from toolkit import cli, cli_parser
@@ -26,7 +27,10 @@ def toolkit(*argv: str, **kwargs) -> subprocess.CompletedProcess:
 # ---- help
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join)
+HELP = [[], ["--help"], *([name, "--help"] for name in cli.COMMANDS)]
+
+
+@pytest.mark.parametrize("argv", slow_except([[], ["pretrain", "--help"], ["evaluate", "--help"]], HELP), ids=" ".join)
 def test_help_is_fast_and_does_not_import_torch(argv):
     code = (
         "import sys; from toolkit.cli import main\n"
@@ -219,7 +223,10 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "used"]
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["pretrain", "--help"], ["pretrain", "--print_config"]], ids=" ".join)
+OUTPUT = [["--help"], ["pretrain", "--help"], ["pretrain", "--print_config"]]
+
+
+@pytest.mark.parametrize("argv", slow_except([["pretrain", "--help"]], OUTPUT), ids=" ".join)
 def test_broken_pipe_exits_cleanly(argv):
     """Output smaller and larger than Python's buffer."""
     reading, writing = os.pipe()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.cases import slow_except
 
 from toolkit.cli import main
 
@@ -16,7 +17,10 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "config_hub").rglob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "config_hub")))
+FAST = [path for path in FILES if path.parent.name in ("pretrain", "smollm2-135m")]
+
+
+@pytest.mark.parametrize("path", slow_except(FAST, FILES), ids=lambda path: str(path.relative_to(ROOT / "config_hub")))
 def test_states_its_command_and_planned_memory(path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     for name, value in (("is_available", False), ("device_count", 0)):  # the plan is the same on every machine

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.small_runs import text_data
 from helpers.smollm2 import gguf_file
 
 from toolkit import extension
@@ -171,14 +172,14 @@ def test_extend_page_test_commands(block):
     assert re.search(r"^\.+ +\[100%\]", done.stdout, re.M)
 
 
-def test_extend_page_callbacks(tmp_path, monkeypatch, capsys):
+def test_extend_page_callbacks(tmp_path, monkeypatch, capsys, corpus):
     monkeypatch.chdir(tmp_path)
     for kind, name in (("python", "my_callbacks.py"), ("yaml", "callbacks.yaml")):
         (tmp_path / name).write_text(re.search(rf"```{kind}\n(.*?)```", CALLBACKS, re.S)[1])
     command = re.search(r"```bash\ntoolkit (.*?)\n```", CALLBACKS, re.S)[1]
     monkeypatch.setattr(sys, "path", sys.path[:])  # the run adds this folder
     monkeypatch.delitem(sys.modules, "my_callbacks", raising=False)
-    assert main([*command.split(), "--accelerator", "cpu"]) == 0
+    assert main([*command.split(), "--accelerator", "cpu", *text_data(corpus)]) == 0
     assert "stopping after step 1: the loss is 9.0 or less" in capsys.readouterr().out
     header, row = (tmp_path / "out" / "callbacks" / "logs" / "metrics.csv").read_text().splitlines()
     assert float(dict(zip(header.split(","), row.split(","), strict=True))["grad_q50"]) > 0

@@ -152,6 +152,7 @@ def test_verify_accepts_bfloat16_export(tmp_path):
     assert verify_hf(MODELS / "gemma2", tmp_path / "hf") < 1e-5
 
 
+@pytest.mark.slow
 def test_scripts_with_litgpt_names(tmp_path):
     ids, expected = computed("olmo2")
     out, source = tmp_path / "hf", MODELS / "olmo2" / "lit_model.pth"

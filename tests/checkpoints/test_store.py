@@ -70,12 +70,13 @@ while True:
 """
 
 
-def test_s1_a_kill_at_any_instant_leaves_the_last_checkpoint_loadable(tmp_path):
-    out, last, rounds = tmp_path / "run", 0, 40
+@pytest.mark.parametrize("rounds", [10, pytest.param(40, marks=pytest.mark.slow)])
+def test_s1_a_kill_at_any_instant_leaves_the_last_checkpoint_loadable(tmp_path, rounds):
+    out, last = tmp_path / "run", 0
     for i in range(rounds):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, out, str(last)], stdout=subprocess.PIPE, text=True)
         last = int(writer.stdout.readline())  # imports are done and one round of checkpoints is written
-        time.sleep(0.0009 * i)
+        time.sleep(0.036 / rounds * i)
         os.kill(writer.pid, signal.SIGKILL)
         last = max([last, *map(int, writer.stdout.read().split())])
         writer.wait()

@@ -175,6 +175,7 @@ print(rise(consolidate, large, large.with_name("large-one"))[0] / largest)
 """
 
 
+@pytest.mark.slow
 def test_m2_it_holds_a_small_multiple_of_the_largest_tensor(sharded, tmp_path):
     size = {"n_layer": 6, "n_embd": 384, "n_head": 6, "intermediate_size": 1536}
     config = ModelConfig(name="wide", vocab_size=280, block_size=32, **size)

@@ -74,6 +74,7 @@ def same_weights(folder, model) -> bool:
     return reference.keys() == native.keys() and all(torch.equal(reference[name], native[name]) for name in native)
 
 
+@pytest.mark.slow
 def test_subprocess_downloads_and_converts(hub, exported, tmp_path):
     one, _, model = exported
     template = "additional_chat_templates/tool.jinja"

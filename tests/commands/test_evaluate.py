@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.cases import slow_except
 from helpers.corpus import WORDS
 from helpers.talker import make_talker
 
@@ -61,7 +62,10 @@ def results(capsys, *words) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_fewshot": 2}, {"apply_chat_template": False, "limit": 5}])
+SETTINGS = [{}, {"num_fewshot": 2}, {"apply_chat_template": False, "limit": 5}]
+
+
+@pytest.mark.parametrize("settings", slow_except([{}], SETTINGS))
 def test_task_results_match_lm_eval_on_the_export(settings, talker, task, tmp_path, capsys):
     import lm_eval
     from lm_eval.models.huggingface import HFLM

@@ -89,6 +89,7 @@ def test_bfloat16(folder, capsys):
     assert out == "abcé🎉abc\n"
 
 
+@pytest.mark.slow
 def test_prompt_from_stdin_and_streamed_text(folder):
     """In a real process: each complete character is a write of its own."""
     command = [sys.executable, "-m", "toolkit", "generate", str(folder)]

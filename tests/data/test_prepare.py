@@ -11,6 +11,7 @@ import sys
 import textwrap
 
 import pytest
+from helpers.cases import slow_except
 
 from toolkit.data import LitData, PythonStdlib, TextFiles, cache
 from toolkit.data.cache import default_cache_dir
@@ -168,7 +169,10 @@ def _cut(path):
     path.write_bytes(path.read_bytes()[:-2])
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+FAST = ["manifest emptied", "chunk truncated", "tokenizer missing", "a low bit of a token", "a digit of a checksum"]
+
+
+@pytest.mark.parametrize("damage", slow_except(FAST, DAMAGE))
 def test_s5_damaged_cache_is_rebuilt(prepare, tmp_path, damage):
     first = prepare()[0]
     (folder,) = (tmp_path / "cache").iterdir()
@@ -257,6 +261,7 @@ def test_s5_killed_preparation_is_never_reused(prepare, text, tmp_path):
     assert folder.startswith("text_files-") and len(data.train) > 0
 
 
+@pytest.mark.slow
 def test_s5_concurrent_preparations_agree(prepare, text, tmp_path):
     code = PREPARE + "    print(run().content_key)\n"
     processes = [run_python(code, text, tmp_path / "cache") for _ in range(2)]

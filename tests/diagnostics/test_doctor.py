@@ -103,7 +103,7 @@ def test_wrong_values_are_named(tmp_path, flags, fault, message):
 
 def test_process_that_hangs_is_named_within_the_timeout():
     script = Path(hanging_doctor.__file__)
-    process = start(str(script), "doctor", *CPU, "--devices", "2", "--comm", "--timeout", "0.05")
+    process = Forked(["doctor", *CPU, "--devices", "2", "--comm", "--timeout", "0.05"], script=script)
     read_until(process, "Communication")
     child = child_of(process)
     _, err = finish(process)
@@ -111,7 +111,7 @@ def test_process_that_hangs_is_named_within_the_timeout():
     assert process.returncode == 1 and err.startswith(f"toolkit doctor: {named}") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("node_rank", ["0", "1"])
+@pytest.mark.parametrize("node_rank", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_node_that_is_missing_is_named_within_the_timeout(node_rank):
     port, other = str(free_port()), "10"[int(node_rank)]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": node_rank}

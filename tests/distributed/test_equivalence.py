@@ -63,14 +63,18 @@ def cases(size: int) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, shared_flags, request):
-    """Run the cases of the selected tests and their single-rank references."""
+    """Run the cases of the selected tests and what they are compared with."""
     folder = tmp_path_factory.mktemp("equivalence")
-    wanted = {item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")
-              and item.path == request.path}  # fmt: skip
+    selected = [item for item in request.session.items if item.path == request.path]
+    wanted = {item.callspec.params["name"] for item in selected if hasattr(item, "callspec")}
+    wanted |= {SAME[name] for name in wanted & SAME.keys()} | {"1-single-32-true"}
+    if any(name.endswith("bf16-mixed") for name in wanted):
+        wanted |= {f"{name}-bf16-mixed" for name in ("1-single", "split-8", "split-4")}
+    if any(item.originalname == "test_units_are_those_of_the_wrap_plan" for item in selected):
+        wanted |= {f"2-{name}-32-true" for name in WRAPPED}
     seen = {}
     for size in (1, 2, 4):
-        always = [c for c in cases(size) if c.name.startswith(("1-single", "split")) or c.name in wanted]
-        seen |= run_group(folder, size, always, shared_flags)
+        seen |= run_group(folder, size, [case for case in cases(size) if case.name in wanted], shared_flags)
     assert all(rank["exit"] == 0 for ranks in seen.values() for rank in ranks)  # also of cases with a fault
     return folder, seen
 
@@ -83,13 +87,7 @@ def relative(a: list[float], b: list[float]) -> float:
 NAMES = [case.name for size in (1, 2, 4) for case in cases(size) if not case.name.startswith("split")]
 
 
-ALWAYS = [
-    "1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true", "4-FULL_SHARD-32-true", "2x2-HYBRID_SHARD-32-true",
-    "1-single-bf16-mixed", "2-FULL_SHARD-bf16-mixed", "2-full-fsdp-32-true", "2-selective-ddp-32-true",
-    "2-wrap-class-32-true", "2-wrap-size-32-true", "2-wrap-size-bf16-mixed", "2-wrap-nothing-32-true",
-    "1-offload-32-true", "2-offload-32-true", "2-offload-bf16-mixed",
-    "2-FULL_SHARD-accumulate-32-true", "2x2-HYBRID_SHARD-accumulate-32-true", "2-FULL_SHARD-accumulate-bf16-mixed",
-]  # fmt: skip
+ALWAYS = ["1-single-32-true", "2-ddp-32-true", "2-FULL_SHARD-32-true", "2x2-HYBRID_SHARD-32-true"]
 
 
 def named(names: list[str]):
@@ -175,6 +173,7 @@ def test_gradients_are_reduced_once_per_step_or_micro_batch(runs, name):
     assert sum(n for kind, n in counts.items() if "reduce" in kind) == REDUCTIONS[name], counts
 
 
+@pytest.mark.slow
 def test_units_are_those_of_the_wrap_plan(runs):
     _, seen = runs
     found = {name: seen[f"2-{name}-32-true"][0]["options"]["units"] for name in WRAPPED}

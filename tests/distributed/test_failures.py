@@ -15,6 +15,7 @@ import pytest
 from helpers.groups import free_port, losses, read_until
 from helpers.processes import (
     PRETRAIN,
+    Forked,
     child_of,
     ended,
     failing,
@@ -94,7 +95,7 @@ def test_rank_unresponsive_before_the_first_step_ends_the_run(tmp_path):
     ended(process, 1, "no answer from rank 1 for 0.05 minutes (--timeout)")
 
 
-def test_timeout_applies_to_every_process_group():
+def test_timeout_applies_to_every_process_group(tmp_path):
     program = """
 import sys, time, torch
 from datetime import timedelta
@@ -118,8 +119,9 @@ if rank == 0:
 store.wait(["done"])
 dist.destroy_process_group()
 """
-    port = str(free_port())
-    other, first = (start("-c", program, rank, port) for rank in "10")
+    script, port = tmp_path / "program.py", str(free_port())
+    script.write_text(program)
+    other, first = (Forked([rank, port], script=script) for rank in "10")
     assert finish(first)[0].split() == ["True", "True"]
     finish(other)
 
@@ -227,7 +229,7 @@ def test_torchrun_restart_ignores_errors_of_the_failed_attempt(tmp_path):
 def test_two_nodes_match_two_devices(corpus, tmp_path, two_devices):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     flags = ["--devices", "1", "--num_nodes", "2", *flags_for(corpus, tmp_path, max_steps=10)]
-    finish_all([start(*PRETRAIN, *flags, NODE_RANK=rank, **where) for rank in "01"], tmp_path, two_devices)
+    finish_all([pretrain(*flags, NODE_RANK=rank, **where) for rank in "01"], tmp_path, two_devices)
 
 
 @pytest.mark.parametrize("per_node", [{}, slow({"SLURM_NTASKS_PER_NODE": "2"})])
@@ -240,7 +242,7 @@ def test_slurm_tasks_match_devices_flag(corpus, tmp_path, two_devices, per_node)
         "SLURM_NODEID": "0",
     } | per_node
     flags = flags_for(corpus, tmp_path, max_steps=10)
-    tasks = [start(*PRETRAIN, "--devices", "2", *flags, **job, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
+    tasks = [pretrain("--devices", "2", *flags, **job, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
     finish_all(tasks, tmp_path, two_devices)
 
 

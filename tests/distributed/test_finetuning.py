@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.cases import has_slow_tests
 from helpers.groups import Case, losses, run_group, run_uninterrupted_and_killed_twice
 from helpers.small_runs import write_base, write_rows
 
@@ -64,16 +65,18 @@ def shared(tmp_path_factory, corpus) -> list[str]:
     ]  # fmt: skip
 
 
-ALWAYS = ("lora-32-true", "packed", "ragged", "qlora-1", "qlora-sharded")
+ALWAYS = ("lora-32-true-1", "lora-32-true-2")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, shared, request):
     folder = tmp_path_factory.mktemp("finetuning")
-    everything = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
+    everything = has_slow_tests(request)
     seen = {}
     for size in (1, 2):
-        seen |= run_group(folder, size, [c for c in cases(size) if everything or c.name.startswith(ALWAYS)], shared)
+        seen |= run_group(folder, size, [c for c in cases(size) if everything or c.name in ALWAYS], shared)
+    if not everything:
+        return folder, seen
     again = [
         Case(f"{source}-on-2", [*ADAPTED, *FSDP, "--resume", "auto"], **LORA)
         for source in ("lora-32-true-1", "lora-32-true-2")
@@ -100,7 +103,7 @@ def slow(name: str):
     return pytest.param(name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", ["lora-32-true", slow("dora"), slow("qlora"), slow("full"), "packed"])
+@pytest.mark.parametrize("name", ["lora-32-true", slow("dora"), slow("qlora"), slow("full"), slow("packed")])
 def test_n3_two_ranks_finetune_as_one_does(runs, name):
     folder, _ = runs
     one, two = folder / f"{name}-1", folder / f"{name}-2"
@@ -113,6 +116,7 @@ def test_n3_two_ranks_finetune_as_one_does(runs, name):
         assert (adapters[key] - reference[key]).norm() <= 2e-4 * reference[key].norm(), key
 
 
+@pytest.mark.slow
 def test_ragged_rows_are_compiled_while_gradients_accumulate_under_fsdp(runs):
     """A graph that is made in the second micro-batch finds a waiting gradient in fp32 beside a weight in bf16."""
     folder, seen = runs
@@ -126,11 +130,13 @@ def test_n3_ddp_finetunes_adapters_as_one_does(runs):
     assert relative(losses(folder / "ddp-2"), losses(folder / "lora-32-true-1")) < 1e-5
 
 
+@pytest.mark.slow
 def test_checkpointed_adapters_change_no_bit(runs):
     folder, _ = runs
     assert losses(folder / "lora-32-true-full") == losses(folder / "lora-32-true-2")
 
 
+@pytest.mark.slow
 def test_n3_4_bit_base_is_sharded(runs):
     folder, seen = runs
     assert relative(losses(folder / "qlora-sharded"), losses(folder / "qlora-1")) < 1e-5
@@ -170,6 +176,7 @@ def test_base_is_sharded_and_has_no_gradients(runs, precision):
         assert rank["dtypes"] == sorted({dtype, "torch.float32"})
 
 
+@pytest.mark.slow
 def test_s2_adapters_resume_on_one_rank_and_on_two(runs):
     folder, _ = runs
     same, other = folder / "lora-32-true-2-on-2", folder / "lora-32-true-1-on-2"

@@ -1,11 +1,16 @@
 """N4 and N7 across ranks: injected faults are detected on every rank."""
 
 import pytest
+from helpers.cases import has_slow_tests
 from helpers.groups import Case, run_group
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory, shared_flags):
+def broken(tmp_path_factory, shared_flags, request):
     folder = tmp_path_factory.mktemp("guards")
     fsdp = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD"]
     sharded = [*fsdp, "--fsdp.state_dict_type", "sharded"]
@@ -19,6 +24,8 @@ def broken(tmp_path_factory, shared_flags):
         Case("forbidden", [*sharded, "--train.save_interval", "2"], fault="no permission on rank 1"),
     ]
     results = {}
+    if not has_slow_tests(request):
+        cases = [case for case in cases if case.name in ("mesh", "nan-fsdp", "inf")]
     for case in cases:  # one group per case: the failure ends it
         results |= run_group(folder, 2, [case], shared_flags)
     return folder, results
@@ -30,7 +37,7 @@ def output_of(folder, name) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameter"), [("mesh", "lm_head.weight"), ("norms", "transformer.h.0.norm_1.weight")]
+    ("name", "parameter"), [("mesh", "lm_head.weight"), slow("norms", "transformer.h.0.norm_1.weight")]
 )
 def test_n4_different_replicas_are_detected_after_the_first_step(broken, name, parameter):
     folder, results = broken
@@ -49,7 +56,7 @@ def test_n4_hybrid_replicas_clip_by_one_norm(tmp_path, shared_flags):
     assert [seen["exit"] for seen in ranks] == [0] * 4, output_of(tmp_path, "hybrid")
 
 
-@pytest.mark.parametrize("name", ["nan-ddp", "nan-fsdp"])
+@pytest.mark.parametrize("name", [slow("nan-ddp"), "nan-fsdp"])
 def test_n7_nonfinite_loss_on_one_rank_stops_all(broken, name):
     folder, results = broken
     assert [seen["exit"] for seen in results[name]] == [3, 3]
@@ -67,6 +74,7 @@ def test_n7_nonfinite_optimizer_state_on_one_rank_is_not_saved(broken):
     assert sorted(p.name for p in (folder / "inf").glob("*step-*")) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.slow
 def test_n7_failure_of_the_search_itself_ends_all_with_its_reason(broken):
     folder, results = broken
     assert [seen["exit"] for seen in results["search"]] == [1, 1]
@@ -75,6 +83,7 @@ def test_n7_failure_of_the_search_itself_ends_all_with_its_reason(broken):
     assert "not saved" not in text and not list((folder / "search").glob("*step-*"))
 
 
+@pytest.mark.slow
 def test_s1_rank_without_write_permission_ends_all_with_one_line(broken):
     folder, results = broken
     assert [seen["exit"] for seen in results["forbidden"]] == [2, 2]

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from helpers.cases import has_slow_tests
 from helpers.groups import Case, run_group
 
 FSDP = ["--strategy", "fsdp", "--train.max_steps", "2"]
@@ -11,7 +12,7 @@ STATIC = ["--ddp.static_graph", "true", "--train.micro_batch_size", "4"]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory, shared_flags):
+def seen(tmp_path_factory, shared_flags, request):
     folder = tmp_path_factory.mktemp("options")
     cases = [
         Case("fsdp", FSDP),
@@ -27,10 +28,13 @@ def seen(tmp_path_factory, shared_flags):
         Case("ddp-unused", [*DDP, "--ddp.find_unused_parameters", "true"], fault="weights of the MLPs are not used"),
         Case("ddp-static", [*DDP, *STATIC], fault="weights of the MLPs are not used"),
     ]  # fmt: skip
+    if not has_slow_tests(request):
+        cases = [case for case in cases if case.name in ("mixed", "fsdp-all", "ddp", "ddp-all")]
     results = run_group(folder, 2, cases, shared_flags)
     return {name: ranks[1] for name, ranks in results.items()}
 
 
+@pytest.mark.slow
 def test_fsdp_defaults(seen):
     options = seen["fsdp"]["options"]
     assert "BACKWARD_PRE" in options["backward_prefetch"] and options["limit_all_gathers"]
@@ -54,6 +58,7 @@ def test_every_fsdp_option_reaches_the_wrapper(seen):
         assert dtype in options["block"]
 
 
+@pytest.mark.slow
 def test_bf16_true_keeps_explicit_dtypes(seen):
     assert seen["bf16-true"]["dtypes"] == ["torch.bfloat16"]
     assert "reduce_dtype=torch.float32" in seen["bf16-true"]["options"]["block"]
@@ -65,6 +70,7 @@ def test_every_ddp_option_reaches_the_wrapper(seen):
     assert seen["ddp-all"]["options"] == default | {"bucket_bytes": 2**20, "bucket_view": False}
 
 
+@pytest.mark.slow
 def test_ddp_trains_beside_weights_that_are_not_used(seen):
     """DDP alone would fail in the second step, where it still waits for gradients of the first."""
     assert seen["ddp-unused"]["exit"] == seen["ddp-static"]["exit"] == 0

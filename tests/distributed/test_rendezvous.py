@@ -69,6 +69,7 @@ def test_user_error_on_one_torchrun_rank_is_reported(corpus, tmp_path):
     assert process.returncode and f"toolkit pretrain: rank 1: {LINE}\n" in err
 
 
+@pytest.mark.slow
 def test_user_error_on_all_ranks_is_reported_once(corpus, tmp_path):
     process = torchrun(*PRETRAIN, *flags_for(corpus, tmp_path / "run"), *WRONG_FLAG)
     _, err = finish(process, 120)
@@ -109,6 +110,7 @@ def silent_server():
         yield server.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_unresponsive_port_does_not_block_a_node_beyond_the_timeout(corpus, tmp_path):
     with silent_server() as port:
         where = {"NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

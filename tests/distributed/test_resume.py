@@ -25,40 +25,37 @@ def same_weights(a, b) -> bool:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory, shared_flags, request):
-    """Each layout trains 20 steps in each format; then each layout resumes from step 7 of each other."""
+    """Layouts train 20 steps in each format; then others resume from step 7. Only what the selected tests compare."""
     folder = tmp_path_factory.mktemp("resume")
-    selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    pairs = {(p["source"], p["target"]) for p in selected if "target" in p}
-    sources = {source for source, _ in pairs}
+    selected = [item.callspec.params for item in request.session.items if item.path == request.path]
+    wanted = sorted({(p["source"], p["target"], p["kind"]) for p in selected if "target" in p})
     for size in (1, 2, 4):
-        layouts = [(name, nodes) for name, (ranks, nodes) in SIZES.items() if ranks == size and name in sources]
-        first = [Case(f"{name}-{kind}", flags(kind), nodes) for name, nodes in layouts for kind in FORMATS]
+        sources = sorted({(source, kind) for source, _, kind in wanted if SIZES[source][0] == size})
+        first = [Case(f"{source}-{kind}", flags(kind), SIZES[source][1]) for source, kind in sources]
         run_group(folder, size, first, shared_flags)
     for size in (1, 2, 4):
-        layouts = [(name, nodes) for name, (ranks, nodes) in SIZES.items() if ranks == size]
         second = []
-        for name, nodes in layouts:
-            for source in (a for a, b in sorted(pairs) if b == name):
-                for kind in FORMATS:
-                    out = f"{source}-{kind}-on-{name}"
-                    shutil.copytree(folder / f"{source}-{kind}", folder / out)
-                    for later in ("step-00000014", "final"):
-                        shutil.rmtree(folder / out / later)
-                    second.append(Case(out, [*flags(kind), "--resume", "auto"], nodes))
+        for source, target, kind in wanted:
+            if SIZES[target][0] == size:
+                out = f"{source}-{kind}-on-{target}"
+                shutil.copytree(folder / f"{source}-{kind}", folder / out)
+                for later in ("step-00000014", "final"):
+                    shutil.rmtree(folder / out / later)
+                second.append(Case(out, [*flags(kind), "--resume", "auto"], SIZES[target][1]))
         run_group(folder, size, second, shared_flags)
     return folder
 
 
-ALWAYS = [("2", "1"), ("2", "2"), ("2x2", "2x2")]
-PAIRS = [
-    pytest.param(a, b, marks=[] if (a, b) in ALWAYS else [pytest.mark.slow], id=f"{a}-on-{b}")
+ALWAYS = [("2", "1", "sharded"), ("2", "2", "sharded")]
+RESUMES = [
+    pytest.param(a, b, kind, marks=[] if (a, b, kind) in ALWAYS else [pytest.mark.slow], id=f"{a}-on-{b}-{kind}")
     for a in SIZES
     for b in SIZES
+    for kind in FORMATS
 ]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(("source", "target", "kind"), RESUMES)
 def test_s2_resume(resumed, source, target, kind):
     uninterrupted, continued = resumed / f"{source}-{kind}", resumed / f"{source}-{kind}-on-{target}"
     assert (continued / KEPT / "lit_model.pth").is_dir() == (kind == "sharded")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from helpers.groups import free_port
+from helpers.processes import Forked, finish
 from helpers.sealing import seal
 
-from tests.distributed.test_failures import finish, start
 from toolkit import cli
 from toolkit.checkpoints.weights import load_weights, save_weights
 
@@ -58,7 +58,7 @@ def test_n4_nodes_that_would_load_different_weights_are_refused(corpus, nodes, f
     for rank, disk in enumerate(nodes):
         monkeypatch.chdir(disk)
         flags = [*words(corpus, *CASES[flag](disk)), "--num_nodes", "2"]
-        processes.append(start("-m", "toolkit", *flags, NODE_RANK=str(rank), **where))
+        processes.append(Forked(flags, NODE_RANK=str(rank), **where))
     errors = [finish(process, 300)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], errors
     (line,) = errors[0].splitlines()

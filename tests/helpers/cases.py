@@ -3,6 +3,20 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
+
+
+def has_slow_tests(request: pytest.FixtureRequest) -> bool:
+    """Whether slow tests of the file are selected; its fixture then computes what they compare, too."""
+    return any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
+
+
+def slow_except(fast: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """Return values to parametrize with, all but those in ``fast`` marked slow."""
+    kept, values = list(fast), list(values)
+    assert all(value in values for value in kept), "a fast case is not among the values"
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
 
 def check_each(check: Callable[..., Any], cases: Iterable[Any]) -> None:
     """Call ``check`` with every case; fail with the name and the message of each that fails.

@@ -10,11 +10,15 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Union
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar, NamedTuple, Union
+
+from lightning.fabric.strategies.launchers import subprocess_script
 
 from helpers.groups import SERVER, start_server
 from helpers.small_runs import text_data
 from toolkit import cli
+from toolkit.diagnostics import alone
 
 PRETRAIN = ["-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu"]
 TRAIN = {"global_batch_size": 8, "micro_batch_size": 2, "max_seq_length": 32, "max_steps": 100_000}
@@ -56,17 +60,35 @@ def pretrain(*flags: str, **environ: str) -> "Forked":
     return Forked([*PRETRAIN[2:], *flags], **environ)
 
 
+class Task(NamedTuple):
+    """What a forked process runs; see Forked."""
+
+    arguments: list[str]
+    script: Path | None
+    n_ranks: int
+    folder: str
+
+
 class Forked:
     """A toolkit command in a process group of its own, with the interface of subprocess.Popen.
 
-    The process is forked from a server that has imported torch, which takes seconds. Processes that the command starts
-    import it.
+    The process is forked from a server that has imported torch, which takes seconds, and so are its other ranks.
+
+    Args:
+        arguments: Of the command, or of ``script``.
+        script: Runs instead of the command.
+        n_ranks: Ranks that it starts, itself among them; by default as --devices says.
     """
 
-    def __init__(self, arguments: list[str], **environ: str) -> None:
+    def __init__(
+        self, arguments: list[str], script: Path | None = None, n_ranks: int | None = None, **environ: str
+    ) -> None:
         start_server()
         (out, child_out), (err, child_err) = SERVER.Pipe(duplex=False), SERVER.Pipe(duplex=False)
-        self._process = SERVER.Process(target=run_command, args=(arguments, clean(environ), child_out, child_err))
+        if n_ranks is None:
+            n_ranks = int(arguments[arguments.index("--devices") + 1]) if "--devices" in arguments else 1
+        task = Task(arguments, script, n_ranks, os.getcwd())
+        self._process = SERVER.Process(target=run_command, args=(task, clean(environ), child_out, child_err))
         self._process.start()
         for connection in (child_out, child_err):
             connection.close()
@@ -109,20 +131,67 @@ class Forked:
         self._texts[index] = (self.stdout, self.stderr)[index].read()
 
 
-def run_command(arguments: list[str], environ: dict[str, str], out: Connection, err: Connection) -> None:
+class ForkedRank(subprocess.Popen):
+    """A process of another rank that a command starts: it was forked before the command ran, and has waited since."""
+
+    waiting: ClassVar[list[tuple[int, Connection]]] = []
+    """PIDs of such processes, and where they get their environment."""
+
+    @classmethod
+    def fork(cls, environ: dict[str, str]) -> dict[str, str]:
+        """Fork one. Return the environment to run the command with: ``environ``, or in the new process its own."""
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        if pid := os.fork():
+            receiver.close()
+            cls.waiting.append((pid, sender))
+            return environ
+        sender.close()
+        cls.waiting.clear()
+        try:
+            return receiver.recv()
+        except EOFError:  # the command has ended without it
+            os._exit(0)
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others) -> None:
+        self.pid, sender = self.waiting.pop(0)
+        self._child_created = True
+        sender.send(env)
+
+
+def run_command(task: Task, environ: dict[str, str], out: Connection, err: Connection) -> None:
     """Run a command in a forked process as a process of its own would."""
     os.setsid()
+    os.chdir(task.folder)
     for connection, descriptor in ((out, 1), (err, 2)):
         os.dup2(connection.fileno(), descriptor)
         connection.close()
+    if "LOCAL_RANK" not in environ and "SLURM_PROCID" not in environ:  # it starts its other ranks itself
+        me = os.getpid()
+        for _ in range(1, task.n_ranks):
+            if os.getpid() == me:
+                environ = ForkedRank.fork(environ)
+        subprocess_script.subprocess = SimpleNamespace(Popen=ForkedRank)
     os.environ.clear()
     os.environ |= environ
-    sys.argv = [str(Path(sys.executable).with_name("toolkit")), *arguments]  # the processes of other ranks repeat it
+    sys.argv = [str(task.script or Path(sys.executable).with_name("toolkit")), *task.arguments]
     sys.modules["__main__"].__spec__ = None
     multiprocessing.set_start_method(None, force=True)  # the platform's own, not this process's
-    code = cli.main(arguments)
+    alone.multiprocessing = SimpleNamespace(get_context=lambda _: SERVER)  # it would start a process that imports torch
+    code = run_script(task.script) if task.script else cli.main(task.arguments)
     atexit._run_exitfuncs()
     sys.exit(code)
+
+
+def run_script(script: Path) -> int:
+    sys.path.insert(0, str(script.parent))
+    module = ModuleType("__main__")
+    module.__file__ = str(script)
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(script.read_text(), script, "exec"), vars(module))
+    except SystemExit as end:
+        return end.code or 0
+    return 0
 
 
 def group_members(process: Process) -> list[int]:

@@ -6,6 +6,7 @@ it, as ``RANK-name.json``: the exit code and the values that :func:`watch` recor
 
 import errno
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -27,13 +28,16 @@ from helpers.peak_memory import rise
 from toolkit import cli
 from toolkit.checkpoints.run import sharded
 from toolkit.checkpoints.run.states import full_state
-from toolkit.diagnostics import communication
+from toolkit.diagnostics import alone, communication
 from toolkit.diagnostics.gradients import GradientRecorder
 from toolkit.distributed import fsdp, strategy
 from toolkit.models.mlp import LLaMAMLP
 from toolkit.training import build, checkpointer, trainer
 from toolkit.training.callbacks import metrics
 from toolkit.training.model import unwrapped
+
+# instead of a process that imports torch: the server that has forked this one forks another
+FORKED = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("forkserver"))
 
 
 def local_bytes(module, optimizer, what) -> int:
@@ -253,6 +257,7 @@ def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) 
         layout = ["--devices", str(per_node), "--num_nodes", str(case["nodes"])]
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(trainer.Trainer, "_train", watch(seen, trainer.Trainer._train)))
+            stack.enter_context(mock.patch.object(alone, "multiprocessing", FORKED))
             stack.enter_context(mock.patch.object(metrics, "plot_loss"))  # drawing takes as long as training
             if case["look_at"] == "memory":
                 stack.enter_context(mock.patch.object(build, "set_up_model", measuring(seen, build.set_up_model)))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers.cases import slow_except
 
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
@@ -80,7 +81,7 @@ def make_model(style: str, seed: int = 0) -> GPT:
     return model
 
 
-@pytest.fixture(params=list(STYLES))
+@pytest.fixture(params=slow_except(["llama", "gpt_neox", "gemma3", "mixtral", "smollm3"], STYLES))
 def model(request) -> GPT:
     return make_model(request.param)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.cases import slow_except
 from helpers.tiny_configs import HF_CONFIGS
 
 from tests.inference.conftest import greedy_without_cache
@@ -10,6 +11,9 @@ from toolkit.inference import generate as module
 from toolkit.inference.generate import generate
 
 transformers = pytest.importorskip("transformers")
+# one of each kind of cache and position; the others with the slow tests
+FAST = ("llama-grouped-tied", "llama-yarn", "mistral-window", "qwen3-moe", "gpt-oss", "gemma3", "falcon-one-group",
+        "deepseek-v2", "neox", "gpt2")  # fmt: skip
 PROMPT = torch.randint(0, 96, (20,), generator=torch.Generator().manual_seed(6))
 
 
@@ -19,7 +23,7 @@ def most_likely(logits: torch.Tensor) -> list[int]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", HF_CONFIGS)
+@pytest.mark.parametrize("name", slow_except(FAST, HF_CONFIGS))
 def test_text_is_equal_with_cache_without_and_in_transformers(name, tiny_models, monkeypatch):
     """Prompts of 20 tokens, longer than the windows of 16, in chunks of 7."""
     tiny = tiny_models[name]

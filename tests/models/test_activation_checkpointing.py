@@ -140,7 +140,9 @@ def test_nothing_is_recomputed_without_gradients_and_none_undoes_a_mode():
     run(copy.deepcopy(model))
 
 
-@pytest.mark.parametrize(("family", "mode"), [("llama-tied", "full"), ("gpt-oss", "selective")])
+@pytest.mark.parametrize(
+    ("family", "mode"), [("llama-tied", "full"), pytest.param("gpt-oss", "selective", marks=pytest.mark.slow)]
+)
 def test_compiled_blocks_recompute(family, mode):
     """gpt-oss's attention sinks are written in place."""
     expected, saved = run(build(named(family))), {}

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.cases import slow_except
 from helpers.tiny_configs import HF_CONFIGS
 from torch import nn
 from torch._dynamo.utils import counters
@@ -67,7 +68,7 @@ def count_graphs(
     [
         ({}, False, False),
         ({}, False, True),
-        (GEMMA2, False, True),
+        pytest.param(GEMMA2, False, True, marks=pytest.mark.slow),
         ({}, True, False),
         pytest.param(GEMMA2, False, False, marks=pytest.mark.slow),
         pytest.param({}, True, True, marks=pytest.mark.slow),
@@ -81,13 +82,14 @@ def test_equivalent_blocks_share_a_graph(changes, is_packed, is_ragged):
     assert count_graphs(model, calls, longest, is_packed) == (4 if changes else 2)
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("style", ["llama", "moe"])
+@pytest.mark.parametrize("mode", slow_except(["selective"], ["selective", "full"]))
+@pytest.mark.parametrize("style", slow_except(["llama"], ["llama", "moe"]))
 def test_checkpointed_blocks_share_a_graph(style, mode):
     for calls, longest in ((FIXED, 0), (RAGGED, 30)):
         assert count_graphs(small(style, n_layer=4), calls, longest, mode=mode) == 2
 
 
+@pytest.mark.slow
 def test_rows_around_window_and_original_context_share_a_graph():
     longrope = {
         "short_factor": [1.0] * 8,
@@ -108,6 +110,7 @@ def test_ragged_rows_under_fsdp_break_no_graph():
     count_graphs(model, [(24, True), (17, True)], 30)
 
 
+@pytest.mark.slow
 def test_varying_lengths_stay_below_recompile_limit():
     assert count_graphs(small("llama", **GEMMA2), RAGGED) == 6
 

@@ -167,6 +167,7 @@ def files() -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_any_value_of_any_key_is_accepted_or_a_user_error():
     found, tried = files(), 0
     assert found.keys() == FAMILIES.keys()

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+from helpers.cases import slow_except
 from helpers.tiny_configs import HF_CONFIGS, NATIVE_CONFIGS
 from helpers.tiny_models import randomize, relative_error, to_folder
 
@@ -209,7 +210,7 @@ def require_refused_or_equal(name: str) -> None:
     assert not wrong, "\n".join(f"{change}: {error}" for change, error in wrong.items())
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", slow_except(["llama-biases-native", "neox-native"], FAST))
 def test_export_is_rejected_or_has_equal_logits_in_transformers(name):
     require_refused_or_equal(name)
 

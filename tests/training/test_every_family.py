@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.cases import slow_except
 from helpers.tiny_configs import HF_CONFIGS
 from helpers.tiny_models import relative_error
 from torch.nn import functional as F
@@ -23,6 +24,7 @@ NAMED = {"mistral": "mistral-window", "smollm3": "smollm3-windows", "phi3": "phi
 OF_TYPE = NAMED | {
     kind: name for name, make in reversed(HF_CONFIGS.items()) if (kind := make().model_type) not in NAMED
 }
+FAST = ("llama", "gpt2", "gemma3_text", "qwen3_moe")  # the others with the slow tests; test_parity.py has all
 CLOSE = 2e-5  # fp32, relative to the largest logit
 PARTS = ("query", "key", "value", "projection", "mlp", "head")
 # families with adapters in attention and head only
@@ -90,7 +92,7 @@ def test_all_families_are_tested():
     assert OF_TYPE.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("family", OF_TYPE, scope="module")
+@pytest.mark.parametrize("family", slow_except(FAST, OF_TYPE), scope="module")
 def test_full_finetuning_and_export(family, base, hf_base_logits, rows, tmp_path):
     final, out = tmp_path / "run" / "final", tmp_path / "out"
     assert main(["finetune_full", str(base), "--data.json_path", str(rows), "--out_dir", str(final.parent), *RUN]) == 0
@@ -100,7 +102,7 @@ def test_full_finetuning_and_export(family, base, hf_base_logits, rows, tmp_path
     assert relative_error(hf_base_logits, expected) > 1e-2  # trained
 
 
-@pytest.mark.parametrize("family", OF_TYPE, scope="module")
+@pytest.mark.parametrize("family", slow_except(FAST, OF_TYPE), scope="module")
 def test_lora_finetuning_merge_and_peft_export(family, hf_dir, base, hf_base_logits, rows, tmp_path, recwarn):
     final, merged, out = (tmp_path / name for name in ("run/final", "merged", "out"))
     parts = [part for part in PARTS if part != "mlp" or family not in EXPERTS]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers.cases import slow_except
 from helpers.small_runs import write_base
 from torch.nn import functional as F
 
@@ -68,7 +69,7 @@ def losses(out: Path) -> list[str]:
     return [line.split(",")[column] for line in lines[1:]]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", slow_except(["bf16-true"], ["32-true", "bf16-true", "bf16-mixed"]))
 def test_only_adapters_are_trained_and_saved(base, questions, tmp_path, precision):
     out = tmp_path / "run"
     run_training(arguments(finetune_lora, base, questions, out, "--precision", precision, "--lora_mlp", "true"))
@@ -91,7 +92,11 @@ PACKED = ["--data.packing", "best_fit", "--train.max_seq_length", "64", "--train
 
 @pytest.mark.parametrize(
     ("command", "more"),
-    [(finetune_lora, ["--lora_dropout", "0.2"]), (finetune_full, []), (finetune_full, PACKED)],
+    [
+        (finetune_lora, ["--lora_dropout", "0.2"]),
+        pytest.param(finetune_full, [], marks=pytest.mark.slow),
+        pytest.param(finetune_full, PACKED, marks=pytest.mark.slow),
+    ],
     ids=["lora", "full", "packed"],
 )
 def test_s2_interrupted_run_is_bit_equal(base, questions, tmp_path, command, more):
@@ -136,6 +141,7 @@ def test_n9_packed_and_unpacked_samples_have_equal_token_losses(base, questions,
     assert sorted(found["best_fit"]) == pytest.approx(sorted(found["none"]), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_hyperparameters_yaml_repeats_the_run(base, questions, tmp_path):
     run_training(arguments(finetune_lora, base, questions, tmp_path / "a", "--lora_r", "4", "--lora_key", "true"))
     config = tmp_path / "a" / "final" / "hyperparameters.yaml"
@@ -186,7 +192,7 @@ def test_a_tokenizer_may_have_a_token_that_is_not_in_the_data(base, questions, t
         run_training(arguments(finetune_lora, tmp_path / "base", with_one, tmp_path / "other"))
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"])
+@pytest.mark.parametrize("name", slow_except(["HF_TOKEN"], ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"]))
 def test_s4_no_secret_is_an_option_or_is_saved(base, questions, tmp_path, name, monkeypatch, capfd):
     monkeypatch.setenv(name, "hf_verysecret")
     run_training(arguments(finetune_lora, base, questions, tmp_path / "run"))

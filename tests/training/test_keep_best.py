@@ -50,7 +50,7 @@ def best_loss(folder: Path) -> float:
     return json.loads((folder / "trainer" / "meta.json").read_text())["best_val_loss"]
 
 
-@pytest.mark.parametrize(("steps", "expected"), [(3, 2), (8, 4), (12, 10)])
+@pytest.mark.parametrize(("steps", "expected"), [(3, 2), (8, 4), pytest.param(12, 10, marks=pytest.mark.slow)])
 def test_first_checkpoint_with_the_lowest_loss_is_kept(flags, fake_losses, tmp_path, steps, expected):
     fake_losses[3] = 3.5  # at the end of the run of three steps
     assert pretrain(flags, tmp_path / "run", steps, "--train.save_interval", "1", "--train.keep_last", "0") == 0
@@ -80,6 +80,7 @@ def test_s2_resumed_run_restores_the_best_loss(flags, fake_losses, tmp_path):
     assert same_weights(tmp_path / "run" / "best", tmp_path / "uninterrupted" / "best")
 
 
+@pytest.mark.slow
 def test_s2_run_resumes_from_best_if_it_is_the_latest(flags, fake_losses, tmp_path, capsys):
     """As after a kill between the best validation and the next checkpoint."""
     assert pretrain(flags, tmp_path / "uninterrupted", 12) == 0
@@ -104,6 +105,7 @@ def test_run_resumes_from_later_checkpoints_than_best(flags, fake_losses, tmp_pa
     assert newest(out) == out / ".old-best" and has_best(out)
 
 
+@pytest.mark.slow
 def test_missing_best_checkpoint_is_recreated(flags, fake_losses, tmp_path):
     assert pretrain(flags, tmp_path / "run", 4) == 0
     shutil.rmtree(tmp_path / "run" / "best")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.cases import has_slow_tests
 from helpers.groups import Case, losses, run_group
 
 from tests.training.test_run import arguments, rows_of
@@ -193,7 +194,7 @@ def test_out_of_memory_on_cuda_leaves_a_snapshot(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory, corpus):
+def group(tmp_path_factory, corpus, request):
     folder = tmp_path_factory.mktemp("profile")
     shared = [
         "pico-llama", "--accelerator", "cpu", "--data", "TextFiles", "--data.train_data_path", str(corpus),
@@ -205,11 +206,12 @@ def group(tmp_path_factory, corpus):
         Case("fsdp", [*prefetch, "--train.max_steps", "4", "--profile", "true", *SHORT]),
         Case("slow", ["--train.max_steps", "4", "--train.log_interval", "2"], fault="slow data on rank 1"),
     ]
-    results = run_group(folder, 2, cases, shared)
+    results = run_group(folder, 2, cases if has_slow_tests(request) else cases[1:], shared)
     assert [seen["exit"] for seen in results["slow"]] == [0, 0]
     return folder
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_and_prefetches_are_named_in_the_trace_of_each_rank(group):
     folder = group / "fsdp" / "profile" / "step-00000003"
     for rank in (0, 1):

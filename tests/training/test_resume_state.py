@@ -25,9 +25,9 @@ def growing(momentum: float) -> dict:
     ("kind", "momentum"),
     [
         ("full", 0.0),
-        ("full", 0.9),
+        pytest.param("full", 0.9, marks=pytest.mark.slow),
         ("sharded", 0.9),
-        ("adapters", 0.9),
+        pytest.param("adapters", 0.9, marks=pytest.mark.slow),
         # test_optimizer_state.py checks optimizers without state in every format
         pytest.param("sharded", 0.0, marks=pytest.mark.slow),
         pytest.param("adapters", 0.0, marks=pytest.mark.slow),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.cases import slow_except
 from helpers.small_runs import text_data
 
 from toolkit.checkpoints.finite import require_finite
@@ -64,7 +65,10 @@ def steps(run: Path) -> list[int]:
         return [int(row["step"]) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("name", ["lit_model.pth", "trainer/state.pth", "COMPLETE", "trainer/meta.json"])
+DAMAGED = ["lit_model.pth", "trainer/state.pth", "COMPLETE", "trainer/meta.json"]
+
+
+@pytest.mark.parametrize("name", slow_except(["lit_model.pth"], DAMAGED))
 def test_s7_auto_skips_a_damaged_checkpoint(finished, run, flags, capsys, name):
     flip(step(run, 6) / name)
     for how in ("true", step(run, 6)):  # strict
@@ -114,7 +118,7 @@ def test_n7_nonfinite_weights_are_never_saved(run, flags, capsys):
     assert code == 0 and f"resuming from {step(run, 6)}" in out
 
 
-@pytest.mark.parametrize("where", ["weights", "moments"])
+@pytest.mark.parametrize("where", slow_except(["moments"], ["weights", "moments"]))
 def test_n7_checkpoints_of_older_versions_are_checked(run, flags, capsys, where):
     folder = step(run, 6)
     (folder / "COMPLETE").write_bytes(b"")
@@ -134,7 +138,8 @@ def test_n7_checkpoints_of_older_versions_are_checked(run, flags, capsys, where)
     assert code == 0 and name in out and f"resuming from {step(run, 4)}" in out
 
 
-def test_invalid_trainer_state_is_a_one_line_error(run, flags, capsys):
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_invalid_trainer_state_is_a_one_line_error(run, flags, capsys, every):
     folder = step(run, 6)
     (folder / "COMPLETE").write_bytes(b"")
     path = folder / "trainer" / "meta.json"
@@ -146,14 +151,14 @@ def test_invalid_trainer_state_is_a_one_line_error(run, flags, capsys):
         ("schedule.peak", "high"), ("schedule.total_steps", 1.5), ("identity.data", 5), ("identity.optimizer", "AdamW"),
         ("identity.global_batch_size", 0), ("tied", []), ("tied", {"a": 3}),
     ]  # fmt: skip
-    for name, value in wrong:
+    for name, value in wrong[::every]:
         bad = json.loads(json.dumps(good))
         group, _, field = name.rpartition(".")
         (bad[group] if group else bad)[field] = value
         path.write_text(json.dumps(bad))
         code, _, err = resume(flags, run, capsys, "true")
         assert code == 2 and str(path) in err and (field in err or "samples" in err), (name, value, err)
-    for text in ["", "{", "[]", "3", "[" * 100_000, json.dumps({"format_version": 1})]:
+    for text in ["", "{", "[]", "3", "[" * 100_000, json.dumps({"format_version": 1})][::every]:
         path.write_text(text)
         code, _, err = resume(flags, run, capsys, "true")
         assert code == 2 and str(path) in err, (text[:20], err)

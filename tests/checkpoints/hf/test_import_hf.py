@@ -403,6 +403,7 @@ for source, dtype in zip(sys.argv[2::2], sys.argv[3::2]):
 """
 
 
+@pytest.mark.slow
 def test_m2_import_holds_a_small_multiple_of_the_largest_weight(tmp_path, monkeypatch):
     save(tmp_path / "small")
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8}

@@ -53,6 +53,7 @@ def test_equal_logits(folders, models):
     assert float((native - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_equal_greedy_text_until_eos(folders, models):
     tokenizer, ids = prompt(folders)
@@ -63,6 +64,7 @@ def test_equal_greedy_text_until_eos(folders, models):
     assert "Paris" in tokenizer.decode(native)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_equal_perplexity_on_real_text(folders, models):
     tokenizer, _ = prompt(folders)

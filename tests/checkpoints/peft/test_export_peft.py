@@ -69,9 +69,17 @@ def differs(native: torch.Tensor, reference: torch.Tensor) -> float:
     return float((native - reference).abs().max() / reference.abs().max())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize("family", CONFIGS)
+ADAPTED = [(family, selection, kind) for family in CONFIGS for selection in SELECTIONS for kind in KINDS]
+FAST = [(family, "block", "lora") for family in CONFIGS] + [
+    ("llama", "query", "rslora"),
+    ("gpt2", "query+value", "dora"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "selection", "kind"),
+    [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in ADAPTED],
+)
 @torch.no_grad()
 def test_peft_computes_the_same_logits(tmp_path, family, selection, kind, recwarn):
     chosen = SELECTIONS[selection] | ({"mlp": False} if CONFIGS[family].n_moe_layer else {})
