@@ -23,6 +23,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of a
 # Workers take one file after another: expensive ones first, so that cheap ones fill the end of the run.
 FIRST = [
     "distributed",
+    "diagnostics",
     "training",
     "test_api.py",
     "test_tutorials.py",

@@ -22,7 +22,7 @@ from helpers import rank_worker
 # A fork server with all imports done starts real processes quickly. The test process itself must not be forked, because
 # it has used autograd and threads.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["helpers.rank_worker"])
+SERVER.set_forkserver_preload(["helpers.rank_worker", "litdata"])
 
 
 @functools.cache
