@@ -9,8 +9,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from helpers.corpus import WORDS
@@ -47,6 +50,22 @@ def _one_thread():
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_plots():
+    """Drawing loss.png takes as long as a small run; the fixture ``plots`` brings it back."""
+    metrics = sys.modules.get("toolkit.training.callbacks.metrics")  # imported by the files that train
+    with mock.patch.object(metrics, "plot_loss") if metrics else nullcontext():
+        yield
+
+
+@pytest.fixture
+def plots(monkeypatch):
+    from toolkit.training.callbacks import metrics
+    from toolkit.ui.plots import plot_loss
+
+    monkeypatch.setattr(metrics, "plot_loss", plot_loss)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -87,6 +87,7 @@ def test_ratio_is_computed_within_each_round():
     assert ratio == {"median": 2.0, "min": 2.0, "max": 20.0, "rounds": [2.0, 20.0, 2.0]}
 
 
+@pytest.mark.slow
 def test_products_alternate_and_must_build_the_same_model(monkeypatch):
     turns = []
 

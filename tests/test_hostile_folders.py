@@ -66,6 +66,7 @@ READERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_nesting_and_long_numbers_in_model_files(adapters):
     for name, read in READERS.items():
         content = (adapters / name).read_bytes()

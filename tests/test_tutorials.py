@@ -68,18 +68,10 @@ def test_there_are_commands():
     assert len(BLOCKS) >= 6 and "torchrun" in text and "NODE_RANK" in text and "sbatch" in text
 
 
-# one block always; the others with the slow tests
-QUICK = ("sbatch",)  # tests/distributed/test_failures.py runs torchrun
-CASES = [
-    pytest.param(
-        block,
-        id=re.sub(r"\W+", "-", block)[:60],
-        marks=[] if block.startswith(QUICK) else [pytest.mark.slow],
-    )
-    for block in BLOCKS + TROUBLESHOOTING
-]
+CASES = [pytest.param(block, id=re.sub(r"\W+", "-", block)[:60]) for block in BLOCKS + TROUBLESHOOTING]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", CASES)
 def test_commands_of_the_tutorial(block, workplace):
     run(block, workplace)
@@ -179,7 +171,7 @@ def test_extend_page_callbacks(tmp_path, monkeypatch, capsys, corpus):
     command = re.search(r"```bash\ntoolkit (.*?)\n```", CALLBACKS, re.S)[1]
     monkeypatch.setattr(sys, "path", sys.path[:])  # the run adds this folder
     monkeypatch.delitem(sys.modules, "my_callbacks", raising=False)
-    assert main([*command.split(), "--accelerator", "cpu", *text_data(corpus)]) == 0
+    assert main([*command.split(), "--accelerator", "cpu", *text_data(corpus), "--train.max_seq_length", "32"]) == 0
     assert "stopping after step 1: the loss is 9.0 or less" in capsys.readouterr().out
     header, row = (tmp_path / "out" / "callbacks" / "logs" / "metrics.csv").read_text().splitlines()
     assert float(dict(zip(header.split(","), row.split(","), strict=True))["grad_q50"]) > 0

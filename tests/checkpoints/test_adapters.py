@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers.cases import slow_except
 
 from tests.models.test_lora import ALL, LLAMA, NO_HEAD, adapted, base, tokens
 from toolkit.checkpoints import fingerprint as fingerprint_module
@@ -101,7 +102,7 @@ def test_base_weights_stay_memory_mapped(made):
     raise AssertionError("the address is in no mapping")
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", slow_except([True], [False, True]))
 @pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True}, ALL], ids=["lora", "rslora", "dora", "head"])
 def test_merged_equals_unmerged(tmp_path, options, tied):
     base_dir, folder, model = make(tmp_path, dataclasses.replace(LLAMA, tie_embeddings=tied), **options)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.cases import slow_except
 from helpers.sealing import seal
 
 from tests.checkpoints.test_adapters import LLAMA, make, tokens
@@ -90,9 +91,9 @@ def test_missing_tokenizer_warns(checkpoint, tmp_path, capsys):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", slow_except([True], [False, True]))
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"head": True}], ids=["lora", "dora", "head"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_except([torch.bfloat16], [torch.float32, torch.bfloat16]))
 def test_merge_true_exports_merged_weights(tmp_path, capsys, tied, options, dtype):
     transformers = pytest.importorskip("transformers")
     _, folder, model = make(tmp_path, dataclasses.replace(LLAMA, tie_embeddings=tied), dtype, **options)

@@ -99,8 +99,8 @@ def test_local_checkpoint_defines_the_architecture(capsys, tmp_path, monkeypatch
     ("argv", "first"),
     [
         ("pretrain pythia-160m --train.micro_batch_size 64 --device_memory_gb 24", "--train.micro_batch_size 16"),
-        ("finetune_full meta-llama/Llama-2-7b-hf --train.max_seq_length 512 --device_memory_gb 24",
-         "toolkit finetune_lora"),
+        pytest.param("finetune_full meta-llama/Llama-2-7b-hf --train.max_seq_length 512 --device_memory_gb 24",
+                     "toolkit finetune_lora", marks=pytest.mark.slow),
         ("pretrain pythia-1b --devices 2 --num_nodes 4 --train.micro_batch_size 1 --train.global_batch_size 8"
          " --device_memory_gb 10", "--fsdp.sharding_strategy FULL_SHARD"),
         ("pretrain pythia-1b --train.micro_batch_size 1 --train.max_seq_length 512 --device_memory_gb 14",
@@ -158,6 +158,7 @@ def test_the_wrap_plan_is_shown(capsys):
     assert "--fsdp.auto_wrap size: is not proven with --compiler torch" in message
 
 
+@pytest.mark.slow
 def test_offload_and_steps_in_the_backward_pass_are_planned(capsys):
     run = ["finetune_full", "meta-llama/Llama-2-7b-hf", "--devices", "8", "--train.global_batch_size", "8"]
     planned = plan(capsys, *run, "--fsdp.cpu_offload", "true")

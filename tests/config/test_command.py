@@ -227,9 +227,15 @@ def test_later_yaml_files_override_earlier_ones(tmp_path):
     "argv",
     [
         "",
-        "pico-llama --resume true --data TextFiles --data.train_data_path x --model_config.n_layer 3",
+        pytest.param(
+            "pico-llama --resume true --data TextFiles --data.train_data_path x --model_config.n_layer 3",
+            marks=pytest.mark.slow,
+        ),
         "--eval.max_iters null --optimizer.betas [0.8,0.9] --optimizer.options.foreach true --train.min_lr 1e-5",
-        "--data LitData --data.data_path x --out_dir 5 --log.run null --train.max_tokens 3e9",
+        pytest.param(
+            "--data LitData --data.data_path x --out_dir 5 --log.run null --train.max_tokens 3e9",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_print_config_round_trip(argv, tmp_path, capsys):

@@ -302,6 +302,7 @@ def test_pipes_and_devices_are_refused(tmp_path):
             find_splits(str(path), name, kinds)
 
 
+@pytest.mark.slow
 def test_a_parquet_file_that_holds_far_more_than_its_size_is_refused(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"

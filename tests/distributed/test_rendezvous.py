@@ -79,6 +79,7 @@ def test_user_error_on_all_ranks_is_reported_once(corpus, tmp_path):
 # ---- lost ranks and unresponsive stores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("busy", "killed"),
     [(1, 1), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(1, 0, marks=pytest.mark.slow)],

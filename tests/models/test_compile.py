@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.cases import slow_except
 from helpers.tiny_configs import HF_CONFIGS
 from torch import nn
 from torch._dynamo.utils import counters
@@ -82,8 +81,9 @@ def test_equivalent_blocks_share_a_graph(changes, is_packed, is_ragged):
     assert count_graphs(model, calls, longest, is_packed) == (4 if changes else 2)
 
 
-@pytest.mark.parametrize("mode", slow_except(["selective"], ["selective", "full"]))
-@pytest.mark.parametrize("style", slow_except(["llama"], ["llama", "moe"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("style", ["llama", "moe"])
 def test_checkpointed_blocks_share_a_graph(style, mode):
     for calls, longest in ((FIXED, 0), (RAGGED, 30)):
         assert count_graphs(small(style, n_layer=4), calls, longest, mode=mode) == 2

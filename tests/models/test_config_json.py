@@ -218,6 +218,7 @@ EXPECTED_REJECTIONS = {("gpt_oss", "rope_theta"), ("deepseek_v3", "rope_theta"),
         ("deepseek_v2", "qk_rope_head_dim")}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_missing_keys_have_the_defaults_of_transformers(tmp_path):
     different = set()
     for kind, values in files().items():

@@ -210,7 +210,7 @@ def require_refused_or_equal(name: str) -> None:
     assert not wrong, "\n".join(f"{change}: {error}" for change, error in wrong.items())
 
 
-@pytest.mark.parametrize("name", slow_except(["llama-biases-native", "neox-native"], FAST))
+@pytest.mark.parametrize("name", slow_except(["llama-biases-native"], FAST))
 def test_export_is_rejected_or_has_equal_logits_in_transformers(name):
     require_refused_or_equal(name)
 

@@ -177,6 +177,7 @@ def count_in_transformers(config: ModelConfig) -> int:
         return sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(values).parameters())
 
 
+@pytest.mark.slow
 def test_two_layer_configs_have_as_many_parameters_in_transformers():
     def check(name):
         config = dataclasses.replace(get_config(name).with_vocab_size(4096), n_layer=2)

@@ -232,6 +232,7 @@ def test_fsdp_gathers_and_prefetches_are_named_in_the_trace_of_each_rank(group):
         assert sum(float(row[n]) for n in ("compute", "communication", "data_wait", "host")) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_metrics_name_the_rank_that_the_others_wait_for(group):
     """Rank 1's clock runs 100 s ahead while it loads a batch; see rank_worker.py."""
     rows = read_csv(group / "slow" / "logs" / "metrics.csv")

@@ -24,7 +24,7 @@ def growing(momentum: float) -> dict:
 @pytest.mark.parametrize(
     ("kind", "momentum"),
     [
-        ("full", 0.0),
+        pytest.param("full", 0.0, marks=pytest.mark.slow),
         pytest.param("full", 0.9, marks=pytest.mark.slow),
         ("sharded", 0.9),
         pytest.param("adapters", 0.9, marks=pytest.mark.slow),

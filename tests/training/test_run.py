@@ -75,7 +75,7 @@ def assert_same_weights(a: Path, b: Path) -> None:
         assert torch.equal(first[name], second[name]), name
 
 
-def test_run_learns_and_writes_the_documented_layout(corpus, tmp_path):
+def test_run_learns_and_writes_the_documented_layout(corpus, tmp_path, plots):
     out = tmp_path / "run"
     train = {"max_steps": 30, "save_interval": 10, "keep_last": 2, "tie_embeddings": True}
     run_training(arguments(corpus, out, train=train))

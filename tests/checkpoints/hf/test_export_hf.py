@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from helpers.cases import slow_except
 from helpers.peak_memory import with_path
 from safetensors import safe_open
 
@@ -171,7 +172,7 @@ def exported_ids(folder):
         ({"text_config": {"eos_token_id": 5, "pad_token_id": 6}}, None, {"bos": None, "eos": 5, "pad": 6}),
     ],
 )
-@pytest.mark.parametrize("style", ["llama", "gpt2"])
+@pytest.mark.parametrize("style", slow_except(["llama"], ["llama", "gpt2"]))
 def test_token_ids_without_tokenizer_come_from_original_config(tmp_path, style, config, generation, expected):
     save(tmp_path / "m", STYLES[style])
     came(tmp_path / "m", config, generation)

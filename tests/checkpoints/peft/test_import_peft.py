@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from helpers.cases import slow_except
 from helpers.initialize import initialize
 
 from tests.checkpoints.peft.test_export_peft import CONFIGS, make
@@ -64,8 +65,8 @@ def test_another_base_checkpoint_is_rejected(trained, tmp_path, monkeypatch):
     assert "was trained on org/name, which is a different" in refused(peft, other)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("dtype", slow_except([None], [None, torch.bfloat16]), ids=str)
+@pytest.mark.parametrize("family", slow_except(["llama", "gpt2"], CONFIGS))
 def test_base_may_be_named_by_its_hf_folder(tmp_path, family, dtype):
     base, folder, _ = make(tmp_path, CONFIGS[family], LoRAConfig())
     export_peft(folder, tmp_path / "peft")

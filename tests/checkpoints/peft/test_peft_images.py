@@ -18,7 +18,10 @@ transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("p
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("parts", [{}, {"key": True, "projection": True, "mlp": True, "head": True}])
+@pytest.mark.parametrize(
+    "parts",
+    [{}, pytest.param({"key": True, "projection": True, "mlp": True, "head": True}, marks=pytest.mark.slow)],
+)
 def test_multimodal_adapters_round_trip_through_peft(parts, tmp_path, recwarn):
     reference, ids = save_multimodal_model(tmp_path / "hf"), token_ids() % 90
     import_hf(tmp_path / "hf", tmp_path / "base")
