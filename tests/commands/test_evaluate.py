@@ -133,6 +133,7 @@ def test_checkpoint_without_recorded_data(talker, capsys):
     assert "does not say which data the model was trained on: taking PythonStdlib" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_task_keeps_its_own_num_fewshot(talker, task, tmp_path, capsys):
     """lm-eval leaves a task with ``num_fewshot: 0`` as it is, whatever is asked for."""
     choose = yaml.safe_load((task / "choose.yaml").read_text())

@@ -8,7 +8,6 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from helpers.cases import slow_except
 
 from toolkit.data.loader import NO_ROUNDING, Batch, Padding, choose_padding, train_batches, val_batches
 from toolkit.data.order import shuffled_index
@@ -216,7 +215,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("name", slow_except(["SIGTERM"], ["SIGINT", "SIGTERM", "SIGUSR1"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_s3_workers_survive_a_signal_to_the_process_group(name):
     """Launchers signal all processes of a run; without workers the run could not finish its step."""
     number = getattr(signal, name)

@@ -102,6 +102,7 @@ def test_wrong_values_are_named(tmp_path, flags, fault, message):
     assert re.fullmatch(f"toolkit doctor: {message}", last), last
 
 
+@pytest.mark.slow
 def test_process_that_hangs_is_named_within_the_timeout():
     script = Path(hanging_doctor.__file__)
     process = Forked(["doctor", *CPU, "--devices", "2", "--comm", "--timeout", "0.05"], script=script)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.cases import has_slow_tests
 from helpers.groups import free_port, losses, read_until
 from helpers.processes import (
     PRETRAIN,
@@ -191,10 +192,11 @@ def test_s1_full_disk_ends_all_ranks_with_one_line(corpus, small_disk, state_dic
 
 
 @pytest.fixture(scope="module")
-def two_devices(corpus, tmp_path_factory) -> list[float]:
-    """Return the losses of ``--devices 2``."""
+def two_devices(corpus, tmp_path_factory, request) -> list[float]:
+    """Return the losses of ``--devices 2``, of the real command with the slow tests."""
     folder = tmp_path_factory.mktemp("devices")
-    process = start(*PRETRAIN, "--devices", "2", *flags_for(corpus, folder, max_steps=10))
+    flags = ["--devices", "2", *flags_for(corpus, folder, max_steps=10)]
+    process = start(*PRETRAIN, *flags) if has_slow_tests(request) else pretrain(*flags)
     out, err = finish(process)
     assert (process.returncode, err) == (0, "")
     lines = out.splitlines()
@@ -246,7 +248,8 @@ def test_slurm_tasks_match_devices_flag(corpus, tmp_path, two_devices, per_node)
     finish_all(tasks, tmp_path, two_devices)
 
 
-@pytest.mark.parametrize("node_rank", ["1", slow("0")])
+@pytest.mark.slow
+@pytest.mark.parametrize("node_rank", ["1", "0"])
 def test_rendezvous_timeout_names_the_address_and_the_missing_rank(corpus, tmp_path, node_rank):
     port = str(free_port())
     where = {"NODE_RANK": node_rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

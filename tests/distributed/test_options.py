@@ -29,7 +29,7 @@ def seen(tmp_path_factory, shared_flags, request):
         Case("ddp-static", [*DDP, *STATIC], fault="weights of the MLPs are not used"),
     ]  # fmt: skip
     if not has_slow_tests(request):
-        cases = [case for case in cases if case.name in ("mixed", "fsdp-all", "ddp", "ddp-all")]
+        cases = [case for case in cases if case.name in ("mixed", "fsdp-all")]
     results = run_group(folder, 2, cases, shared_flags)
     return {name: ranks[1] for name, ranks in results.items()}
 
@@ -64,6 +64,7 @@ def test_bf16_true_keeps_explicit_dtypes(seen):
     assert "reduce_dtype=torch.float32" in seen["bf16-true"]["options"]["block"]
 
 
+@pytest.mark.slow
 def test_every_ddp_option_reaches_the_wrapper(seen):
     default = {"bucket_bytes": 25 * 2**20, "bucket_view": True, "find_unused": False, "static": False}
     assert seen["ddp"]["options"] == default

@@ -46,7 +46,7 @@ def resumed(tmp_path_factory, shared_flags, request):
     return folder
 
 
-ALWAYS = [("2", "1", "sharded"), ("2", "2", "sharded")]
+ALWAYS = [("2", "2", "sharded")]
 RESUMES = [
     pytest.param(a, b, kind, marks=[] if (a, b, kind) in ALWAYS else [pytest.mark.slow], id=f"{a}-on-{b}-{kind}")
     for a in SIZES

@@ -65,10 +65,10 @@ def count_graphs(
 @pytest.mark.parametrize(
     ("changes", "is_packed", "is_ragged"),
     [
-        ({}, False, False),
+        pytest.param({}, False, False, marks=pytest.mark.slow),
         ({}, False, True),
         pytest.param(GEMMA2, False, True, marks=pytest.mark.slow),
-        ({}, True, False),
+        pytest.param({}, True, False, marks=pytest.mark.slow),
         pytest.param(GEMMA2, False, False, marks=pytest.mark.slow),
         pytest.param({}, True, True, marks=pytest.mark.slow),
     ],
