@@ -93,11 +93,12 @@ def flatten_files(
     """
     parts = [split(values) if "train" in command.groups else ({}, values) for _, values in files]
     own = [list(command.flatten(values, path)) for (path, _), (_, values) in zip(files, parts, strict=True)]
-    texts = {key: given.text for layer in [*own, flags] for key, given in layer if given.value is not None}
+    texts: dict[str, Any] = {key: given.text for layer in [*own, flags] for key, given in layer if given.value}
 
     def world_size() -> int:
         devices, num_nodes, accelerator = (texts.get(name, AUTO) for name in ("devices", "num_nodes", "accelerator"))
-        return count_processes(*(int(n) if n.isdecimal() else n for n in (devices, num_nodes)), accelerator)
+        sizes = [int(text) if text.isdecimal() else text for text in (devices, num_nodes)]
+        return count_processes(sizes[0], sizes[1], accelerator)
 
     later, layers = dict(flags), []
     for (path, _), (groups, _), options in reversed(list(zip(files, parts, own, strict=True))):

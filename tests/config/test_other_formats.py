@@ -248,6 +248,11 @@ def test_what_cannot_be_honored_is_an_error_unless_a_flag_overrides_it(parse):
             parse(content, *flags)
 
 
+def test_wrong_devices_are_reported_as_without_the_file(parse):
+    with pytest.raises(UserError, match="^--devices 0: must be auto or at least 1"):
+        parse(GUIDE, devices=0)
+
+
 def test_order_of_files_and_flags(parse):
     files = ["train: {learning_rate: 1.0}\ntraining: {batch_size: 4}", GUIDE, "{seed: 7, devices: 3}"]
     options = parse([*files, "training: {gradient_clip_norm: 3}"], "--train.micro_batch_size", "2", devices=4)

@@ -89,7 +89,7 @@ def count_processes(devices: int | Auto, num_nodes: int | Auto, accelerator: Acc
         UserError: as :func:`detect_world`.
     """
     available = None
-    if devices == AUTO and accelerator != "cpu":
+    if devices == AUTO and accelerator in (AUTO, "cuda", "mps"):
         from toolkit.distributed.device import count_devices, pick_accelerator
 
         available = count_devices(pick_accelerator(accelerator))

@@ -91,6 +91,8 @@ def _translate_key(file: File, group: str, key: str) -> tuple[Options, str]:
         raise UserError(f"{given.named(name)}: the file also sets {both[0]}; keep one of them")
     try:
         result = rule.apply(file, given.value)
+    except UserError:  # of the number of devices
+        raise
     except ValueError as error:
         raise UserError(f"{given.named(name)}: {error}") from None
     if isinstance(result, str):
