@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 # Wrong weights exceed it by orders of magnitude; correct ones stay far below.
 MAX_DIFFERENCE = 1e-4
@@ -16,6 +16,7 @@ def setup(
     merge: bool = False,
     base_checkpoint_dir: str | None = None,
     verify_checkpoint: bool = True,
+    family_options: dict[str, Any] | None = None,
 ) -> None:
     """Export a model for AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained.
 
@@ -29,21 +30,24 @@ def setup(
         merge: Merge LoRA adapters during the export if the checkpoint holds no merged weights.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
+        family_options: Options of an extension's family to change, such as --family_options.NAME false, if the model
+            has the weights for it; weights that it then lacks are left out.
     """
     import sys
     from pathlib import Path
 
     import torch
 
+    from toolkit.checkpoints.adapters import has_adapters_only
     from toolkit.checkpoints.finite import nonfinite_warning
-    from toolkit.checkpoints.folder import find_model
+    from toolkit.checkpoints.folder import find_model, read_model_config
     from toolkit.checkpoints.hf.export_hf import export_hf, require_transformers, verify_hf
     from toolkit.errors import GuardError
 
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     wanted = None if dtype is None else getattr(torch, dtype)
     if verify:
-        require_transformers()
+        require_transformers(None if has_adapters_only(folder) else read_model_config(folder))
 
     def compare(written: Path) -> None:
         difference = verify_hf(folder, written, base_checkpoint_dir)
@@ -55,7 +59,7 @@ def setup(
         print(f"largest difference of the logits, relative to the largest logit: {difference:.1e}")
 
     check = compare if verify else None
-    nonfinite = export_hf(folder, out_dir, wanted, merge=merge, base_checkpoint_dir=base_checkpoint_dir, check=check)
+    nonfinite = export_hf(folder, out_dir, wanted, merge, base_checkpoint_dir, check, family_options)
     if nonfinite:
         print(nonfinite_warning(nonfinite, out_dir), file=sys.stderr)
     if not (Path(out_dir) / "tokenizer.json").exists():

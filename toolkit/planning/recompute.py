@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.models.activation_checkpointing import kept_products
+from toolkit.models.families import family_of
 from toolkit.planning.activations import (
     MLP,
     PROJECTION,
@@ -27,10 +28,11 @@ Product = tuple[int, int, float]  # rows and columns of the weight, and bytes of
 
 def kept_bytes(setup: TrainingSetup) -> float:
     """Return the bytes of activations that are in memory between forward and backward pass."""
+    extra = family_of(setup.config).extra_activation_bytes(setup)
     if setup.activation_checkpointing == "none":
-        return activation_bytes(setup)
+        return activation_bytes(setup) + extra
     blocks = sum(count * _kept_by_block(layer) for layer, count in _layers(setup))
-    return blocks + bytes_beside_blocks(setup) + _mask_bytes(setup)
+    return blocks + bytes_beside_blocks(setup) + _mask_bytes(setup) + extra
 
 
 def recomputed_bytes(setup: TrainingSetup) -> float:

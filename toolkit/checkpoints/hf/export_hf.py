@@ -22,7 +22,7 @@ from toolkit.data.chat.template import GENERATION_FILE, ChatTemplate
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import GuardError, UserError, one_line
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import WeightMapping
 from toolkit.models.gpt import model_on_meta
@@ -39,6 +39,7 @@ def export_hf(
     merge: bool = False,
     base_checkpoint_dir: str | Path | None = None,
     check: Callable[[Path], None] | None = None,
+    family_options: dict[str, Any] | None = None,
 ) -> list[str]:
     """Write a complete Hugging Face folder atomically, with about one weight in memory at a time.
 
@@ -49,18 +50,22 @@ def export_hf(
         merge: Merge adapters during the export if the folder holds no merged weights.
         base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
         check: Called with the written folder before it is renamed to out_dir; if it raises, nothing is created.
+        family_options: Options of an extension's family to change; weights that the changed model does not have are
+            left out.
 
     Returns:
         The names of the tensors in the new folder that contain NaN or Inf.
 
     Raises:
         UserError: the model cannot be read, out_dir is not empty, the disk is full, unmerged adapters without
-            ``merge``, or ``merge`` or a base for a folder without them.
+            ``merge``, or ``merge`` or a base for a folder without them; or the changed model has other weights.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_adapters(checkpoint_dir, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
     require_new_folder(out_dir)
     config, weights = _read_model(checkpoint_dir, merge, base_checkpoint_dir, dtype)
+    if family_options:
+        config, weights = _change_options(config, weights, family_options)
     base = weights.info.base if isinstance(weights, MergedWeights) else None
     tokenizer, nonfinite = None, []
     if (checkpoint_dir / "tokenizer.json").is_file():
@@ -105,8 +110,10 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
     return relative_difference(native.eval()(tokens), hf.eval()(input_ids=tokens).logits)
 
 
-def require_transformers() -> None:
-    """Raise a ``UserError`` if transformers is not installed."""
+def require_transformers(config: ModelConfig | None = None) -> None:
+    """Raise a ``UserError`` if transformers is not installed, or has no class for models of this config."""
+    if config is not None and not family_of(config).is_in_transformers:
+        raise UserError(f"--verify true: transformers has no class for {config.family!r} to compare with; remove it")
     try:
         import transformers  # noqa: F401
     except ImportError as error:
@@ -139,6 +146,19 @@ def _read_model(
         )
     merged = MergedWeights(folder, base_checkpoint_dir, dtype)
     return merged.config, merged
+
+
+def _change_options(
+    config: ModelConfig, weights: Mapping[str, Tensor], options: dict[str, Any]
+) -> tuple[ModelConfig, Mapping[str, Tensor]]:
+    changed = config.override(ModelOverrides(family_options=options))
+    family_of(changed).validate(changed)
+    shapes = {name: tensor.shape for name, tensor in model_on_meta(changed).state_dict().items()}
+    for name, shape in shapes.items():
+        if name not in weights or weights[name].shape != shape:
+            flags = ", ".join(f"--family_options.{option} {value}" for option, value in options.items())
+            raise UserError(f"{flags}: such a model needs {name} of shape {tuple(shape)}; the checkpoint has none")
+    return changed, {name: weights[name] for name in shapes}
 
 
 def _write_weights(
@@ -289,11 +309,25 @@ def _eos_tokens(tokenizer: Tokenizer) -> int | list[int] | None:
 def _write_model_card(path: Path, config: ModelConfig, has_tokenizer: bool) -> None:
     name = config.name or "A language model"
     parameters = sum(p.numel() for p in model_on_meta(config).parameters())
-    classes = ["AutoModelForCausalLM", *(["AutoTokenizer"] if has_tokenizer else [])]
-    tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")' if has_tokenizer else ""
+    is_known, classes = family_of(config).is_in_transformers, ["AutoModelForCausalLM"]
+    tokenizer = ""
+    if has_tokenizer:
+        classes.append("AutoTokenizer")
+        tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")'
+    usage = f"""```python
+from transformers import {", ".join(classes)}
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"){tokenizer}
+```"""
+    if not is_known:
+        usage = f"""transformers has no class for `{config.family}`; this reads the folder:
+
+```bash
+toolkit convert_from_hf path/to/this/folder path/to/checkpoint
+```"""
     path.write_text(
         f"""---
-library_name: transformers
+library_name: {"transformers" if is_known else "toolkit"}
 pipeline_tag: text-generation
 ---
 
@@ -302,11 +336,7 @@ pipeline_tag: text-generation
 A causal language model with {parameters:,} parameters ({config.n_layer} layers, width {config.n_embd}, context
 {config.block_size:,} tokens), exported with `toolkit`.
 
-```python
-from transformers import {", ".join(classes)}
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"){tokenizer}
-```
+{usage}
 """,
         encoding="utf-8",
     )
