@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 # --compile-bytecode: where Python may not write it at run time, every start of a process would compile torch anew.
 UV := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt --override overrides.txt
 
-.PHONY: pretrain test test-all lint format docs clean
+.PHONY: pretrain test test-all lint format docs clean train-free-fsdp train-baseline-fsdp compare
 
 pretrain: $(VENV)/.core
 	$(BIN)/toolkit pretrain --config config_hub/pretrain/default.yaml --resume auto
@@ -31,6 +31,23 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A small Free Transformer and its baseline (extensions/free_transformer), each sharded over all GPUs of this machine,
+# without one over two processes; then a picture and a table of both.
+FREE := extensions/free_transformer
+DEVICES := $(BIN)/python -c "import torch; n = 1 << ((torch.cuda.device_count() or 2).bit_length() - 1); \
+  print('--devices', n, '--train.micro_batch_size', 64 // n)"
+
+train-free-fsdp: $(VENV)/.free
+	$(BIN)/toolkit pretrain free-transformer-tiny --config $(FREE)/letters.yaml $$($(DEVICES)) \
+	  --out_dir out/free-transformer --resume auto
+
+train-baseline-fsdp: $(VENV)/.free
+	$(BIN)/toolkit pretrain free-baseline-tiny --config $(FREE)/letters.yaml $$($(DEVICES)) \
+	  --out_dir out/free-baseline --resume auto
+
+compare: $(VENV)/.free
+	$(BIN)/python -m toolkit_free_transformer.compare
+
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "build/site/index.html is ready; with search: $(BIN)/python -m http.server -d build/site"
@@ -47,6 +64,10 @@ $(VENV)/.core: $(VENV)/bin/uv pyproject.toml constraints.txt overrides.txt
 $(VENV)/.test: $(VENV)/.core $(wildcard extensions/*/pyproject.toml)
 	@echo "Installing what the tests need into $(VENV) (once)"
 	$(UV) -e '.[test]' $(addprefix -e ,$(wildcard extensions/*))
+	touch $@
+
+$(VENV)/.free: $(VENV)/.core extensions/free_transformer/pyproject.toml
+	$(UV) -e extensions/free_transformer
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.core

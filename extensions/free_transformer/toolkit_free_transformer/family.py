@@ -1,0 +1,146 @@
+"""The family of models: configurations, options, and import and export as a Hugging Face folder. Imports no torch.
+
+The paper's sizes are as reported for its 1.5B and 8B models: layers, widths and heads. Where it leaves one open, it is
+that of the model with this shape (Qwen2.5 1.5B with its tied embeddings, Llama 3 8B) with Llama 3's vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from toolkit.errors import UserError, did_you_mean
+from toolkit.models.config import ModelConfig
+from toolkit.models.families import hf_config, llama, tables
+from toolkit.models.families.named import named, named_with
+from toolkit.models.families.tables import WeightMapping
+
+if TYPE_CHECKING:
+    from toolkit.planning.setup import TrainingSetup
+
+MODEL = "toolkit_free_transformer.model.FreeTransformer"
+IN_TRANSFORMERS = False
+MAX_BITS = 16
+_FLAG = "--model_config.family_options"
+
+
+@dataclass(frozen=True)
+class LatentOptions:
+    """``ModelConfig.family_options`` of a Free Transformer.
+
+    Args:
+        latent_bits: H, the bits of the latent of a token; it has 2^H codes. ``latent_dim`` is another name of it.
+        free_bits: kappa: so many bits of KL divergence per token cost nothing in training.
+        mapper: How a code becomes a vector: "exact" has a vector for each of the 2^H codes, and the gradient of Eq. 8;
+            "factored" one for each bit, whose sum it is, with the gradient through each bit.
+        encoder: The model has its encoder. Without one, exported for generation only, latents come from the prior.
+    """
+
+    latent_bits: int = 16
+    free_bits: float = 0.5
+    mapper: Literal["exact", "factored"] = "exact"
+    encoder: bool = True
+
+    def __post_init__(self) -> None:
+        bits, free = self.latent_bits, self.free_bits
+        if type(bits) is not int or not 1 <= bits <= MAX_BITS:
+            codes = f"a token has 2^{bits} codes, each with a vector; " if type(bits) is int and bits > 0 else ""
+            raise UserError(f"{_FLAG}.latent_bits {bits}: {codes}must be an integer from 1 to {MAX_BITS}")
+        if type(free) not in (int, float) or not 0 <= free <= bits:
+            raise UserError(f"{_FLAG}.free_bits {free}: must be between 0 and latent_bits {bits}")
+        if self.mapper not in ("exact", "factored"):
+            raise UserError(f"{_FLAG}.mapper {self.mapper}: must be exact or factored")
+        if type(self.encoder) is not bool:
+            raise UserError(f"{_FLAG}.encoder {self.encoder}: must be true or false")
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> LatentOptions:
+        """Read the options of a configuration.
+
+        Raises:
+            UserError: One is unknown or has an invalid value.
+        """
+        given = dict(config.family_options or {})
+        if "latent_dim" in given:
+            given["latent_bits"] = given.pop("latent_dim")
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                hint = did_you_mean(name, known) or f"; use {', '.join(known)}"
+                raise UserError(f"{_FLAG}.{name}: no such option of this family{hint}")
+        return cls(**given)
+
+
+_free = named_with(family="free_transformer")
+_TINY = (4, 96, 4, 2, 256)
+_PAPER = {"block_size": 4096, "vocab_size": 128256, "rope_base": 500000.0}
+
+CONFIGS = [
+    _free("free-transformer-tiny", *_TINY, block_size=256, tie_embeddings=True, family_options={"latent_bits": 8}),
+    named("free-baseline-tiny", *_TINY, block_size=256, tie_embeddings=True),
+    _free("free-transformer-1.5b", 28, 1536, 12, 2, 8960, **_PAPER, tie_embeddings=True),
+    named("free-baseline-1.5b", 28, 1536, 12, 2, 8960, **_PAPER, tie_embeddings=True),
+    _free("free-transformer-8b", 32, 4096, 32, 8, 14336, **_PAPER),
+    named("free-baseline-8b", 32, 4096, 32, 8, 14336, **_PAPER),
+]
+ALIASES: dict[str, str] = {}
+
+
+def validate(config: ModelConfig) -> None:
+    """Check options and architecture.
+
+    Raises:
+        UserError: An option is invalid, or the decoder is no Llama.
+    """
+    LatentOptions.of(config)
+    if config.n_layer < 2:
+        raise UserError(f"--model_config.n_layer {config.n_layer}: must be at least 2: the latent is put in the middle")
+    if config.rope_kind == "longrope":
+        raise UserError("--model_config.rope_adjustments: longrope is not supported by the family free_transformer")
+    hf_config.require_llama(config, free=("bias", "family_options"))
+
+
+check = validate
+
+
+def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
+    """Make a config from the content of a ``config.json`` that :func:`to_hf_config` has written."""
+    options = {f.name: config_json[f"latent_{f.name}"] for f in fields(LatentOptions)}
+    return replace(llama.from_hf_config(config_json), family_options=options)
+
+
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the content of ``config.json``: a Llama's, and the options of the latent."""
+    options = {f"latent_{name}": value for name, value in vars(LatentOptions.of(config)).items()}
+    return llama.to_hf_config(config) | {"architectures": ["FreeTransformerForCausalLM"]} | options
+
+
+def weight_map(config: ModelConfig) -> list[WeightMapping]:
+    """Return the weight map: the decoder under Llama's names, and encoder and latent under their own."""
+    maps = tables.decoder_weights(config)
+    names = ["latent.weight"]
+    if LatentOptions.of(config).encoder:
+        names += ["encoder.query", "encoder.readout.weight"]
+        maps += [_of_encoder(entry) for entry in maps if entry.native[0].startswith("transformer.h.0.")]
+    return maps + [WeightMapping((name,), (f"model.{name}",)) for name in names]
+
+
+def _of_encoder(entry: WeightMapping) -> WeightMapping:
+    """Return the entry of the encoder's block that corresponds to one of the first block."""
+    native = tuple(name.replace("transformer.h.0.", "encoder.block.") for name in entry.native)
+    hf = tuple(name.replace("model.layers.0.", "model.encoder.block.") for name in entry.hf)
+    return WeightMapping(native, hf, entry.transforms)
+
+
+def extra_activation_bytes(setup: TrainingSetup) -> float:
+    """Return what autograd saves beside a decoder's activations: the encoder's block, two more norms with their
+    outputs (keys and values are made of other inputs than queries), and the latents' logits and codes."""
+    from toolkit.planning.activations import block_bytes
+    from toolkit.planning.setup import FP32, INT64
+
+    config, bits = setup.config, LatentOptions.of(setup.config).latent_bits
+    latents = 6 * FP32 * bits + INT64
+    if setup.activation_checkpointing != "none":
+        return setup.tokens * (config.n_embd * setup.weight_bytes + latents)
+    norms = 2 * (2 * FP32 + setup.compute_bytes) * config.n_embd
+    return block_bytes(replace(setup, config=replace(config, n_layer=1))) + setup.tokens * (norms + latents)

@@ -1,0 +1,154 @@
+"""The latent of a token: H independent bits, their random draw, their divergence from the prior, and the binary mapper.
+
+Notation of the paper (arXiv 2510.17558): logits l_h of the bits B_h, the code d = sum_h 2^h B_h (Eq. 7), and
+G_d = prod_h sigma(l_h)^U_h(d) (1 - sigma(l_h))^(1 - U_h(d)), the probability of code d, whose bits are U(d).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from toolkit.models.loss import chunk_rows
+
+POSTERIOR, PRIOR = 0, 1
+"""Streams of random numbers."""
+
+# As signed 64-bit integers: the golden ratio, and the multipliers of splitmix64's finalizer (Steele, Lea, Flood 2014).
+_GOLDEN, _FIRST, _SECOND = (x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Shift right without the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _FIRST
+    x = (x ^ _shift(x, 27)) * _SECOND
+    return x ^ _shift(x, 31)
+
+
+def uniform(seed: int, stream: int, keys: Tensor, positions: Tensor, bits: int) -> Tensor:
+    """Return random numbers in [0, 1), (B, T, bits) fp32, each a pure function of its indices.
+
+    So they depend neither on the split of a batch into micro-batches and ranks nor on the device.
+
+    Args:
+        seed: Of the run.
+        stream: POSTERIOR or PRIOR.
+        keys: (B,) int64, of the rows.
+        positions: (T,) int64, in the row.
+        bits: Numbers per position.
+    """
+    state = _mix(torch.full_like(keys, seed % (1 << 62)) * 2 + stream + _GOLDEN)
+    state = _mix(state + (keys + 1) * _GOLDEN)[:, None]
+    state = _mix(state + (positions + 1) * _GOLDEN)[..., None]
+    state = _mix(state + (torch.arange(bits, device=keys.device) + 1) * _GOLDEN)
+    return _shift(state, 40).to(torch.float32) * 2.0**-24
+
+
+def pack(bits: Tensor) -> Tensor:
+    """(..., H) bool -> (...) int64: the codes."""
+    return (bits.long() << torch.arange(bits.size(-1), device=bits.device)).sum(-1)
+
+
+def unpack(codes: Tensor, n_bits: int) -> Tensor:
+    """(...) int64 -> (..., H) int64, 0 or 1: the bits."""
+    return (codes[..., None] >> torch.arange(n_bits, device=codes.device)) & 1
+
+
+def sample_codes(logits: Tensor, numbers: Tensor) -> Tensor:
+    """Draw the bits with the probabilities sigma(logits), (B, T, H), by numbers in [0, 1); return codes, (B, T)."""
+    return pack(numbers < logits.detach().float().sigmoid())
+
+
+def kl_divergence(logits: Tensor) -> Tensor:
+    """Return the KL divergence of bits from uniform ones in nats: (..., H) -> (...), fp32.
+
+    H ln 2 - sum_h (entropy of bit h), where the entropy is softplus(l) - l sigma(l).
+    """
+    logits = logits.float()
+    return logits.size(-1) * math.log(2) - (F.softplus(logits) - logits * logits.sigmoid()).sum(-1)
+
+
+def log_probability(logits: Tensor, codes: Tensor) -> Tensor:
+    """Return log G_d of the codes d, (B, T), in nats."""
+    logits = logits.float()
+    return F.logsigmoid(torch.where(unpack(codes, logits.size(-1)) > 0, logits, -logits)).sum(-1)
+
+
+def code_probabilities(p: Tensor) -> Tensor:
+    """(n, h), the probabilities of h bits -> (n, 2^h), those of their codes."""
+    table = p.new_ones(p.size(0), 1)
+    for h in range(p.size(1)):
+        bit = p[:, h : h + 1]
+        table = torch.cat((table * (1 - bit), table * bit), dim=1)
+    return table
+
+
+def lookup(logits: Tensor, weight: Tensor, codes: Tensor) -> Tensor:
+    """Return Z @ weight for Z = Y + G - stopgrad(G) (Eq. 8), where Y is the one-hot vector of the code.
+
+    The value is a row of the weight. The gradient of the logits is that through G over all 2^H codes; it is computed
+    for a chunk of tokens at a time, so that no tensor has tokens times 2^H elements.
+
+    Args:
+        logits: (B, T, H).
+        weight: (2^H, width).
+        codes: (B, T) int64.
+
+    Returns:
+        (B, T, width).
+    """
+    device_type = weight.device.type
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
+    return _Lookup.apply(logits, weight, codes, dtype)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, weight, codes, dtype):
+        ctx.save_for_backward(logits, weight, codes)
+        ctx.dtype = dtype
+        return F.embedding(codes, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        logits, weight, codes = ctx.saved_tensors
+        grad_logits = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_logits = _grad_of_logits(logits, weight, grad, ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.ops.aten.embedding_dense_backward(grad.contiguous(), codes, weight.size(0), -1, False)
+        return grad_logits, grad_weight, None, None
+
+
+def _grad_of_logits(logits: Tensor, weight: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return sum_d v_d G_d U_h(d) - sigma(l_h) sum_d v_d G_d for each bit h, with v = grad @ weight.T.
+
+    G is the outer product of the probabilities of the low and the high half of the bits, so that both sums are products
+    of v with one half and then with the other.
+    """
+    n_bits = logits.size(-1)
+    n_low = n_bits // 2
+    total = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    p = logits.reshape(-1, n_bits).to(total).sigmoid()
+    rows, matrix = grad.reshape(-1, grad.size(-1)).to(dtype), weight.to(dtype)
+    low_bits, high_bits = (unpack(torch.arange(1 << n, device=p.device), n).to(total) for n in (n_low, n_bits - n_low))
+    result = torch.empty_like(p)
+    step = chunk_rows(weight.size(0), weight.device)
+    for i in range(0, p.size(0), step):
+        chunk = slice(i, i + step)
+        low, high = code_probabilities(p[chunk, :n_low]), code_probabilities(p[chunk, n_low:])
+        v = (rows[chunk] @ matrix.t()).to(total).view(-1, high.size(1), low.size(1))
+        by_high = high * torch.bmm(v, low.unsqueeze(2)).squeeze(2)
+        by_low = low * torch.bmm(high.unsqueeze(1), v).squeeze(1)
+        result[chunk] = torch.cat((by_low @ low_bits, by_high @ high_bits), dim=1)
+        result[chunk] -= p[chunk] * by_high.sum(1, keepdim=True)
+    return result.view_as(logits).to(logits.dtype)
