@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from typing import cast
 
 import torch
 from torch import nn
 
 from toolkit.data.loader import Batch
 from toolkit.distributed.private_lightning import FabricModule
+from toolkit.models.gpt import GPT
 
 
 def original_module(model: nn.Module) -> nn.Module:
@@ -32,6 +34,6 @@ def pop_loss_parts(model: nn.Module) -> dict[str, torch.Tensor]:
     names = loss_parts(model)
     if not names:
         return {}
-    module = original_module(model)
-    sums, module.loss_part_sums = module.loss_part_sums, {}  # type: ignore[assignment]
-    return {name: sums[name] for name in names if name in sums}  # type: ignore[operator]
+    module = cast(GPT, original_module(model))
+    sums, module.loss_part_sums = module.loss_part_sums, {}
+    return {name: sums[name] for name in names if name in sums}
