@@ -39,7 +39,7 @@ def column(out_dir: Path, name: str) -> torch.Tensor:
 def folder(tmp_path_factory) -> Path:
     """Runs on one process and on two, by the same options."""
     folder = tmp_path_factory.mktemp("free")
-    run_group(folder, 1, [Case("one", ["--train.micro_batch_size", "4"])], SMALL)
+    assert main(["pretrain", *SMALL, "--train.micro_batch_size", "4", "--out_dir", str(folder / "one")]) == 0
     flags = ["--strategy", "fsdp", "--train.micro_batch_size", "2", "--train.activation_checkpointing", "full"]
     run_group(folder, 2, [Case("two", flags)], SMALL)
     return folder
