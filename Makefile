@@ -24,7 +24,7 @@ test-all: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell toolkit tests scripts tutorials docs config_hub *.md
+	$(BIN)/codespell toolkit extensions tests scripts tutorials docs config_hub *.md
 	$(BIN)/mypy
 
 format: $(VENV)/.test
