@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.cases import slow_except
 from helpers.small_runs import text_data
 
 from toolkit.cli import COMMANDS, main
@@ -89,7 +90,11 @@ def test_tensorboard_gets_the_metrics(corpus, tmp_path):
     assert [event.step for event in accumulator.Scalars("loss")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "config_hub").rglob("*.yaml")), ids=lambda path: path.stem)
+CONFIGS = sorted((ROOT / "config_hub").rglob("*.yaml"))
+FAST = [path for path in CONFIGS if path.parent.name in ("pretrain", "smollm2-135m")]
+
+
+@pytest.mark.parametrize("path", slow_except(FAST, CONFIGS), ids=lambda path: path.stem)
 def test_every_config_starts_with_its_command_and_parses(path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     command = re.search(r"^#\s+toolkit (\w+ .*)$", path.read_text(), re.M)[1]

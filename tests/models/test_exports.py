@@ -49,6 +49,7 @@ def changes(config: ModelConfig) -> dict[str, list[dict[str, Any]]]:
     found = {
         "name": ["a name"],
         "family": list(FAMILIES),
+        "family_options": [{"family_options": {"width": 2}}],
         "block_size": [4096],
         "vocab_size": [70],
         "padded_vocab_size": [104],

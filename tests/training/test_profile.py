@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.cases import has_slow_tests
+from helpers.cases import has_slow_tests, slow_except
 from helpers.groups import Case, losses, run_group
 
 from tests.training.test_run import arguments, rows_of
@@ -87,7 +87,7 @@ def test_table_of_many_ranks_shows_those_that_wait_least():
 # ---- options
 
 
-@pytest.mark.parametrize("command", TRAINING)
+@pytest.mark.parametrize("command", slow_except(["pretrain"], TRAINING))
 def test_bare_flag_in_every_training_command(command):
     module, positionals, _ = COMMANDS[command]
     setup = __import__(module, fromlist=["setup"]).setup
