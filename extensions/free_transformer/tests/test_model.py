@@ -176,7 +176,7 @@ def test_options_are_checked():
         FreeTransformer(replace(CONFIG, n_layer=1))
     with pytest.raises(UserError, match="model_config.norm_class_name LayerNorm"):
         FreeTransformer(replace(CONFIG, norm_class_name="LayerNorm"))
-    assert get_config("free-transformer-tiny").family_options["latent_bits"] == 8
+    assert get_config("free-transformer-tiny").family_options["latent_bits"] == 6
     without = make(encoder=False)
     assert without(IDS, LABELS)[0] > 0  # of the prior: also a bound
     with pytest.raises(UserError, match="has no encoder"):

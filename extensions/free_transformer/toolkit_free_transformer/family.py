@@ -72,11 +72,12 @@ class LatentOptions:
 
 
 _free = named_with(family="free_transformer")
-_TINY = (4, 96, 4, 2, 256)
+_TINY = (2, 64, 4, 2, 128)
+_TINY_LATENT = {"latent_bits": 6, "free_bits": 1.0}
 _PAPER = {"block_size": 4096, "vocab_size": 128256, "rope_base": 500000.0}
 
 CONFIGS = [
-    _free("free-transformer-tiny", *_TINY, block_size=256, tie_embeddings=True, family_options={"latent_bits": 8}),
+    _free("free-transformer-tiny", *_TINY, block_size=256, tie_embeddings=True, family_options=_TINY_LATENT),
     named("free-baseline-tiny", *_TINY, block_size=256, tie_embeddings=True),
     _free("free-transformer-1.5b", 28, 1536, 12, 2, 8960, **_PAPER, tie_embeddings=True),
     named("free-baseline-1.5b", 28, 1536, 12, 2, 8960, **_PAPER, tie_embeddings=True),
