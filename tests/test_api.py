@@ -542,7 +542,7 @@ def test_options_match_pretrain(tmp_path):
         ({"strategi": "ddp"}, "strategi: no such option; did you mean 'strategy'"),
         ({"max_steps": 3}, r"max_steps: no such option; did you mean train=\{'max_steps': ...\}\?"),
         ({"train": {"max_stps": 3}}, "train.max_stps: no such option; did you mean 'max_steps'"),
-        ({"strategy": "fspd"}, "strategy 'fspd': must be one of auto, .*; did you mean 'fsdp'"),
+        ({"strategy": "fspd"}, "strategy fspd: must be one of auto, .*; did you mean 'fsdp'"),
         ({"devices": "two"}, "devices 'two': must be an integer or auto"),
         ({"seed": True}, "seed True: must be an integer"),
         ({"train": {"max_steps": 1.5}}, "train.max_steps 1.5: must be an integer"),

@@ -108,6 +108,29 @@ EXTENSION = Extension(
     check="letters_parts.check",
 )
 """
+RAGGED = '''
+from dataclasses import dataclass
+from toolkit.data import DataModule, PreparedData
+from toolkit.extension import Extension
+
+EXTENSION = Extension(data={"Ragged": "ragged.Ragged", "Wrong": "ragged.Wrong", "Broken": "ragged.Missing"})
+
+
+class Wrong:
+    pass
+
+
+@dataclass
+class Ragged(DataModule):
+    """Rows of different lengths, which do not say so."""
+
+    least: int = 1
+
+    def prepare(self, *, tokenizer, max_seq_length, report=print):
+        lengths = (self.least, self.least + 2) * 64
+        rows = [{"input_ids": list(range(n)), "labels": list(range(1, n + 1))} for n in lengths]
+        return PreparedData(rows, None, tokenizer, "key", "rows", vocab_size=512)
+'''
 RUN = ["--data", "Noise", "--data.vocab_size", "64", "--optimizer.name", "Descent", "--callbacks", "Halve"]
 RUN += ["--compiler", "printing", "--logger_name", "points", "--train.max_steps", "2", "--devices", "1"]
 RUN += ["--train.global_batch_size", "4", "--train.micro_batch_size", "2"]
@@ -151,7 +174,13 @@ def test_checkpoint_without_its_extension_names_what_is_missing(tmp_path, capsys
     assert "family letters: needs the extension letters: add --extensions letters" in capsys.readouterr().err
     assert main(["convert_to_hf", "a/final", "hf", "--extensions", "letters"]) == 0
     capsys.readouterr()
+    extension._added.clear()
     config = tmp_path / "a/final/model_config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("family: letters", "family: llama"))  # now only its data is an extension's
+    assert main(["evaluate", "a/final", "--verify_checkpoint", "false"]) == 2
+    assert "data Noise: needs the extension letters" in capsys.readouterr().err
+    config.write_text(text)
     for name, fix in (
         ("toolkit-letters", "run: pip install toolkit-letters"),
         ("a; rm -rf b", "which is not installed"),
@@ -169,12 +198,27 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "broken.py").write_text("import not_a_module")
     (tmp_path / "twice.py").write_text(INIT.replace('"letters": "letters_family"', '"llama": "letters_family"'))
     (tmp_path / "lost.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_options.Missing"))
+    (tmp_path / "again.py").write_text(INIT.replace('"letters_family"', '"again_family"'))
+    (tmp_path / "again_family.py").write_text(FAMILY.replace("letter-llama", "pico-llama"))
+    (tmp_path / "partly.py").write_text(INIT.replace('"letters_family"', '"letters_options"'))
+    (tmp_path / "listed.py").write_text(INIT.replace('{"Noise": "letters_parts.Noise"}', '["letters_parts.Noise"]'))
+    (tmp_path / "loose.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_parts.Log"))
+    (tmp_path / "ragged.py").write_text(RAGGED)
     cases = {
         "--extensions nothing-here": "nothing-here: no such module here, and no such package; run: pip install",
         "--extensions empty": "--extensions empty: has no EXTENSION",
         "--extensions broken": "--extensions broken: No module named 'not_a_module'",
         "--extensions twice": "extension twice: families llama: toolkit has one of this name; rename it",
         "--extensions lost": "extension lost: option_groups letters: letters_options.Missing",
+        "--extensions again": "extension again: family letters: toolkit has a configuration pico-llama; rename it",
+        "--extensions partly": "extension partly: family letters: letters_options has no CONFIGS",
+        "--extensions listed": "TypeError: data ['letters_parts.Noise']: must map names to dotted paths",
+        "--extensions loose": "extension loose: option_groups letters: must be a dataclass with defaults",
+        "--extensions ragged --data NoSuch": "--data NoSuch: no such class; known are",
+        "--extensions ragged --data Broken": "extension ragged: data Broken: ragged.Missing: ragged has no Missing",
+        "--extensions ragged --data Wrong": "--data Wrong: must be a class derived from DataModule",
+        "--extensions ragged --data Ragged": "train: rows differ in length; the dataset needs `lengths` or `is_ragged`",
+        "--extensions ragged --data Ragged --data.least 200": "train: a row has 202 tokens, and a sequence has 128",
         "--extensions letters --letters.loud": "--letters.loud true: has no effect without --strategy replicas",
         "--extensions letters --letters.load 1": "--letters.load 1: no such option; did you mean --letters.loud",
         "--extensions letters --compiler printng": "none, torch, printing; did you mean 'printing'",

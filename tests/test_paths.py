@@ -19,9 +19,10 @@ from toolkit.errors import UserError
 from toolkit.paths import is_path_option
 
 NO_PATHS = {
-    "base_model", "callbacks", "columns", "compiler", "family", "group", "latent_attention", "logger_name",
-    "model_name", "name", "options", "project", "prompt", "prompt_style", "repo_id", "revision", "rope_adjustments",
-    "run", "split", "split_names", "strategy", "subset", "system", "tasks", "val_split", "wrap_classes",
+    "base_model", "callbacks", "columns", "compiler", "family", "family_options", "group", "latent_attention",
+    "logger_name", "model_name", "name", "options", "project", "prompt", "prompt_style", "repo_id", "revision",
+    "rope_adjustments", "run", "split", "split_names", "strategy", "subset", "system", "tasks", "val_split",
+    "wrap_classes",
 }  # fmt: skip
 
 

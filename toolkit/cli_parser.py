@@ -39,8 +39,8 @@ def parse(
         functions, positionals = setup.choose(argv)
     words = read_words(argv, positionals)
     files = [(file, read_config(file)) for key, file in words if key == "config"]
-    extensions = [name for file, values in files for name in take_extensions(values, f"{file}: extensions")]
-    extensions += [name for key, text in words if key == "extensions" for name in take_extensions({key: text})]
+    extensions = [name for key, text in words if key == "extensions" for name in take_extensions({key: text})]
+    extensions += [name for file, values in files for name in take_extensions(values, f"{file}: extensions")]
     command = CommandOptions(*functions)  # after the extensions, which may add options
     flags = [pair for key, text in words if key not in COMMON_OPTIONS for pair in expand_flag(command, key, text)]
     for layer in [*flatten_files(command, files, flags), flags]:

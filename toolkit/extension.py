@@ -11,13 +11,17 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
 from toolkit.errors import UserError, one_line
 
 GROUP = "toolkit.extensions"
+KINDS = (
+    "families", "data", "compilers", "strategies", "loggers", "callbacks", "optimizers", "option_groups",
+)  # fmt: skip
+"""The fields of :class:`Extension` that hold names."""
 Names = Mapping[str, str]
 
 
@@ -51,8 +55,12 @@ class Extension:
     option_groups: Names = field(default_factory=dict)
     check: str | None = None
 
-
-KINDS = tuple(f.name for f in fields(Extension) if f.name != "check")
+    def __post_init__(self) -> None:
+        for kind in KINDS:
+            names = getattr(self, kind)
+            pairs = names.items() if isinstance(names, Mapping) else [(names, None)]
+            if not all(isinstance(name, str) and isinstance(path, str) for name, path in pairs):
+                raise TypeError(f"{kind} {names}: must map names to dotted paths, as strings")
 
 
 class Entry(NamedTuple):
@@ -80,6 +88,12 @@ def _installed() -> dict[str, tuple[Extension, str]]:
     return found
 
 
+def is_known(name: str) -> bool:
+    """Whether an extension is known by this name: of its distribution, or of its module."""
+    names = [*_added, *_installed(), *(module for _, module in _installed().values())]
+    return _normal(name) in map(_normal, names)
+
+
 def add_extensions(names: Iterable[str], source: str = "--extensions") -> None:
     """Make extensions known: modules, also in the current folder, or installed packages, which are known already.
 
@@ -90,9 +104,9 @@ def add_extensions(names: Iterable[str], source: str = "--extensions") -> None:
     Raises:
         UserError: there is no such extension; the message has the command that installs it.
     """
-    for name in names:
-        is_installed = any(_normal(name) in (_normal(known), _normal(m)) for known, (_, m) in _installed().items())
-        if not is_installed and name not in _added:
+    for name in split_names(names, source):
+        if not is_known(name):
+            find_modules_here()
             try:
                 _added[name] = _read(name)
             except UserError as error:
@@ -105,7 +119,7 @@ def split_names(value: Any, source: str = "--extensions") -> list[str]:
     Raises:
         UserError: it is neither.
     """
-    names = value.split(",") if isinstance(value, str) else [] if value is None else value
+    names = value.strip("[]").split(",") if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name.strip() for name in names):
         raise UserError(f"{source} {value}: must be the names of extensions, such as my_module")
     return [name.strip() for name in names]
@@ -159,9 +173,13 @@ def run_checks(args: Any) -> None:
     Raises:
         UserError: one refuses them.
     """
-    for extension in extensions().values():
+    for origin, extension in extensions().items():
         if extension.check is not None:
-            import_object(extension.check)(args)
+            try:
+                check = import_object(extension.check)
+            except (ImportError, AttributeError) as error:
+                raise UserError(f"extension {origin}: check {extension.check}: {one_line(error)}") from error
+            check(args)
 
 
 def missing_message(name: str) -> str:
@@ -184,14 +202,18 @@ def describe_extensions() -> Iterator[str]:
         yield f"{origin}{number} ({'; '.join(names).replace('_', ' ')})"
 
 
+def find_modules_here() -> None:
+    """Let Python find modules in the current folder: a console script's path begins with its own folder."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
 def import_object(path: str) -> Any:
-    """Import ``module.name``, or a module. Modules are also found in the current folder.
+    """Import ``module.name``, or a module.
 
     Raises:
         ImportError, AttributeError: there is none.
     """
-    if os.getcwd() not in sys.path:  # a console script's path begins with its own folder
-        sys.path.insert(0, os.getcwd())
     module, _, name = path.rpartition(".")
     if not module:
         return importlib.import_module(path)

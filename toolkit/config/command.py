@@ -14,6 +14,7 @@ import re
 import types
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -100,9 +101,16 @@ def classes_of(base: type) -> dict[str, type]:
     package = importlib.import_module(base.__module__.rpartition(".")[0])
     exported = {name: getattr(package, name) for name in package.__all__}
     derived = {name: c for name, c in exported.items() if inspect.isclass(c) and issubclass(c, base)}
-    own = {name: cls for name, cls in derived.items() if not inspect.isabstract(cls)}
-    kind = package.__name__.rpartition(".")[2]  # "data"
-    return own | {name: load_registered(kind, name) for name in registered(kind, own)}
+    found = {name: cls for name, cls in derived.items() if not inspect.isabstract(cls)}
+    for name in registered(kind := _kind_of(base), list(found)):
+        with suppress(UserError):  # it does not import: an error only where it is chosen
+            found[name] = load_registered(kind, name)
+    return found
+
+
+def _kind_of(base: type) -> str:
+    """Return the kind of extension that a base class stands for: "data" for toolkit.data.base.DataModule."""
+    return base.__module__.split(".")[-2]
 
 
 def class_path(cls: type, base: type) -> str:
@@ -136,6 +144,11 @@ class CommandOptions:
         if "strategy" in self.parameters:  # of the training commands
             kind, known = "option_groups", registered("option_groups", self.parameters)
             self.extension_groups = {name: load_registered(kind, name) for name in known}
+            for name, cls in self.extension_groups.items():
+                if not is_dataclass(cls) or any(
+                    p.default is inspect.Parameter.empty for p in parameters_of(cls).values()
+                ):
+                    raise UserError(f"extension {known[name].origin}: {kind} {name}: must be a dataclass with defaults")
         for name, cls in self.extension_groups.items():
             self.parameters[name] = SimpleNamespace(annotation=cls, default=cls(), doc=inspect.getdoc(cls))
         self.bases = {n: p.annotation for n, p in self.parameters.items() if inspect.isabstract(p.annotation)}
@@ -209,7 +222,11 @@ class CommandOptions:
             found = import_object(given.text) if module else known.get(name)
         except (ImportError, AttributeError, ValueError):
             found = None
-        if not (inspect.isclass(found) and issubclass(found, self.bases[key])):
+        if found is None and name in registered(kind := _kind_of(self.bases[key])):
+            found = load_registered(kind, name)  # says why it does not import
+        if found is not None and not (inspect.isclass(found) and issubclass(found, self.bases[key])):
+            raise UserError(f"{given.named(key)}: must be a class derived from {self.bases[key].__name__}")
+        if found is None:
             near = did_you_mean(name, known) or f"; known are {', '.join(known)}"
             raise UserError(f"{given.named(key)}: no such class{near}")
         return found
@@ -245,6 +262,8 @@ class CommandOptions:
     def arguments(self, config: Namespace) -> dict[str, Any]:
         """Return the arguments for the functions, with groups and choices as objects."""
         ready = vars(self._parser.instantiate(config))
+        plain = self.parameters.keys() - self.groups.keys() - self.bases.keys()  # others may look like a class to make
+        ready |= {name: value for name, value in config.as_dict().items() if name in plain}
         for values in (ready, *(vars(value) for value in ready.values() if is_dataclass(value))):
             # restricted numbers have a class of their own, which YAML does not write
             values |= {key: value._type(value) for key, value in values.items() if is_restricted(type(value))}

@@ -77,12 +77,13 @@ class PreparedData:
 class DataModule(ABC):
     """A data source. A subclass is a dataclass whose fields are the command-line options.
 
-    Every subclass has ``num_workers``, the number of data loading processes (0: the training process reads).
+    ``num_workers`` is the number of data loading processes (0: the training process reads); a subclass makes it an
+    option by declaring it as a field.
     An option has the same default in every subclass: on the command line, the default of one class carries over to
     another when only ``--data`` changes.
     """
 
-    num_workers: int
+    num_workers: int = 0
 
     @abstractmethod
     def prepare(

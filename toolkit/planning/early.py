@@ -72,5 +72,10 @@ def _check_files(data: Any) -> None:
     for name, value in vars(data).items():
         if name == "json_path" and not value:  # the default of the finetuning commands
             raise UserError("--data.json_path: must be given")
-        if name.endswith("_path") and value and not glob.has_magic(value) and not Path(value).expanduser().exists():
+        if (
+            name.endswith("_path")
+            and value
+            and not glob.has_magic(str(value))
+            and not Path(value).expanduser().exists()
+        ):
             raise UserError(f"--data.{name} {value}: no such file or folder")

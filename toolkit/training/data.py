@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from toolkit.data.base import PreparedData, TokenDataset, row_lengths
+from toolkit.data.base import PreparedData, TokenDataset, is_ragged, row_lengths
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.chunks import TokenRows
-from toolkit.data.tokens.in_memory import InMemoryData
+from toolkit.data.tokens.in_memory import InMemoryData, InMemoryDataset
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.planning.run_args import RunArgs
@@ -27,12 +27,35 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
     elif args.base_dir is not None and not (is_tokens and not (args.base_dir / "tokenizer.json").is_file()):
         tokenizer = Tokenizer.load(args.base_dir, "checkpoint_dir")
     data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report)
+    if not type(args.data).__module__.startswith("toolkit."):
+        check_rows(type(args.data).__name__, data, seq_length)
     if len(data.train) < args.train.global_batch_size:
         raise UserError(
             f"--train.global_batch_size {args.train.global_batch_size}: the training data has only {len(data.train)} "
             f"{_sequences(data.train, seq_length)} or a smaller batch"
         )
     return data
+
+
+def check_rows(name: str, data: PreparedData, seq_length: int | None) -> None:
+    """Check some of the rows of a data module from outside toolkit.
+
+    Raises:
+        UserError: they are not as :class:`toolkit.data.TokenDataset` says, or longer than ``seq_length``.
+    """
+    if not isinstance(data, PreparedData):
+        raise UserError(f"--data {name}: prepare() returns {type(data).__name__}; it must return PreparedData")
+    for split, rows in (("train", data.train), ("val", data.val)):
+        if rows is None or not len(rows):
+            continue
+        sample = InMemoryDataset(f"--data {name}: {split}", rows, None)
+        lengths, _ = sample.survey()
+        if sample.is_ragged and not is_ragged(rows):
+            raise UserError(
+                f"--data {name}: {split}: rows differ in length; the dataset needs `lengths` or `is_ragged`"
+            )
+        if seq_length is not None and max(lengths) > seq_length:
+            raise UserError(f"--data {name}: {split}: a row has {max(lengths)} tokens, and a sequence has {seq_length}")
 
 
 def _sequences(rows: TokenDataset, seq_length: int | None) -> str:

@@ -22,6 +22,7 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.fabric import single_device_fabric
 from toolkit.errors import UserError
+from toolkit.extension import is_known, missing_message, split_names
 from toolkit.inference.chat import find_template
 from toolkit.inference.text import require_embedded
 from toolkit.models.config import ModelConfig
@@ -150,13 +151,15 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
     try:
         values = read_yaml(path)
         name, options, length = values["data"]["class_path"], values["data"]["init_args"], None
-        cls = classes_of(DataModule).get(name)
+        cls, extensions = classes_of(DataModule).get(name), split_names(values.get("extensions"))
         length = none_if_auto(values["train"]["max_seq_length"])
         if length is not None and type(length) is not int:
             raise TypeError
     except (OSError, ValueError, TypeError, KeyError):
-        cls = None
+        cls, extensions = None, []
     if cls is None:
+        for missing in filter(lambda extension: not is_known(extension), extensions):
+            raise UserError(f"{path}: data {name}: {missing_message(missing)}; or give --data")
         _notice(f"{path} does not say which data the model was trained on: taking PythonStdlib")
         return PythonStdlib(), None
     try:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from toolkit.errors import UserError, did_you_mean, require_option
-from toolkit.extension import import_object, load_registered, registered
+from toolkit.extension import Entry, import_object, load_registered, registered
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import (
     deepseek,
@@ -59,7 +59,30 @@ MULTIMODAL = {"gemma3": "gemma3_text"}
 
 def families() -> dict[str, ModuleType]:
     """Return :data:`FAMILIES` and the families of extensions."""
-    return FAMILIES | {name: load_registered("families", name) for name in registered("families", FAMILIES)}
+    return FAMILIES | {name: _load_family(name, entry) for name, entry in registered("families", FAMILIES).items()}
+
+
+def _load_family(name: str, entry: Entry) -> ModuleType:
+    """Import a family of an extension.
+
+    Raises:
+        UserError: It lacks a part, or has a configuration that toolkit has.
+    """
+    module, extension = load_registered("families", name), f"extension {entry.origin}: family {name}"
+    for part in ("CONFIGS", "check", "from_hf_config", "to_hf_config", "weight_map"):
+        if not hasattr(module, part):
+            raise UserError(f"{extension}: {entry.path} has no {part}")
+    if not all(isinstance(config, ModelConfig) for config in module.CONFIGS):
+        raise UserError(f"{extension}: CONFIGS of {entry.path}: must be a list of ModelConfig")
+    own = {name.lower() for family in FAMILIES.values() for name in _names_of(family)}
+    if taken := [name for name in _names_of(module) if name.lower() in own]:
+        raise UserError(f"{extension}: toolkit has a configuration {taken[0]}; rename it")
+    return module
+
+
+def _names_of(family: ModuleType) -> list[str]:
+    """Return the names and aliases of a family's configurations."""
+    return [*(config.name for config in family.CONFIGS), *getattr(family, "ALIASES", {})]
 
 
 def _modules() -> list[ModuleType]:
@@ -70,9 +93,7 @@ def _modules() -> list[ModuleType]:
 def extension_of(name: str | None) -> str | None:
     """Return the extension that has the configuration of this name; None for toolkit's own and unknown names."""
     for family, entry in registered("families").items():
-        module = families()[family]
-        names = [*(config.name for config in module.CONFIGS), *module.ALIASES]
-        if _bare(name or DEFAULT_MODEL) in map(str.lower, names):
+        if _bare(name or DEFAULT_MODEL) in map(str.lower, _names_of(families()[family])):
             return entry.origin
     return None
 
@@ -96,7 +117,7 @@ def list_names_by_family() -> dict[str, list[str]]:
 
 def list_aliases() -> list[str]:
     """Return the aliases of the configurations: other models with the same architecture."""
-    return [alias for family in _modules() for alias in family.ALIASES]
+    return [alias for family in _modules() for alias in getattr(family, "ALIASES", {})]
 
 
 def get_config(name: str) -> ModelConfig:
@@ -106,7 +127,7 @@ def get_config(name: str) -> ModelConfig:
         UserError: The name is unknown; the nearest names are suggested.
     """
     configs = {c.name.lower(): c for family in _modules() for c in family.CONFIGS}
-    aliases = {a.lower(): n for family in _modules() for a, n in family.ALIASES.items()}
+    aliases = {a.lower(): n for family in _modules() for a, n in getattr(family, "ALIASES", {}).items()}
     bare = _bare(name)
     if bare in aliases:
         bare = aliases[bare].lower()

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.extension import import_object, load_registered, registered
+from toolkit.extension import find_modules_here, import_object, load_registered, registered
 from toolkit.planning.run_args import callback_entries
 from toolkit.training.callbacks.base import Callback
 
@@ -46,6 +46,7 @@ def _import(path: str) -> Any:
     if path in registered("callbacks"):
         return load_registered("callbacks", path)
     module = path.rpartition(".")[0]
+    find_modules_here()
     try:
         return import_object(path)
     except (ImportError, AttributeError, ValueError) as error:
