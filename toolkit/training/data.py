@@ -50,12 +50,12 @@ def check_rows(name: str, data: PreparedData, seq_length: int | None) -> None:
             continue
         sample = InMemoryDataset(f"--data {name}: {split}", rows, None)
         lengths, _ = sample.survey()
+        if seq_length is not None and max(lengths) > seq_length:
+            raise UserError(f"--data {name}: {split}: a row has {max(lengths)} tokens, and a sequence has {seq_length}")
         if sample.is_ragged and not is_ragged(rows):
             raise UserError(
                 f"--data {name}: {split}: rows differ in length; the dataset needs `lengths` or `is_ragged`"
             )
-        if seq_length is not None and max(lengths) > seq_length:
-            raise UserError(f"--data {name}: {split}: a row has {max(lengths)} tokens, and a sequence has {seq_length}")
 
 
 def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
