@@ -96,10 +96,10 @@ def plot(free: Path, baseline: Path, path: Path) -> None:
     highest = max(
         row[name] for rows, name in ((curves[0][0][1:], "val_loss"), (of_free[1:], "val_elbo")) for row in rows
     )
-    axes.set(ylim=(0, 1.1 * highest), xlabel="optimizer steps", ylabel="validation, nats per token")
+    axes.set(ylim=(0, 1.5 * highest), xlabel="optimizer steps", ylabel="validation, nats per token")
     axes.set_title("Compare the black curve with the red one only", fontsize=11)
     figure.supxlabel(f"{NOTE}.", fontsize=8)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper right")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
