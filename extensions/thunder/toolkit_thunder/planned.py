@@ -1,0 +1,78 @@
+"""``--strategy thunder_fsdp`` and ``thunder_ddp``: see :class:`toolkit.distributed.strategy.StrategyExtension`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.config import Precision
+from toolkit.distributed.strategy import StrategyPlan
+from toolkit.errors import UserError
+from toolkit_thunder.options import ThunderArgs
+from toolkit_thunder.strategies import ThunderDDPStrategy, ThunderFSDPStrategy
+
+
+class PlannedFSDP:
+    """Plans and builds thunder_fsdp."""
+
+    def plan(
+        self, groups: Mapping[str, Any], *, devices: int, num_nodes: int, accelerator: str, precision: Precision
+    ) -> StrategyPlan:
+        """
+        Raises:
+            UserError: there is one device, or the precision is not supported.
+        """
+        size, options = _ranks("thunder_fsdp", devices, num_nodes, accelerator), _options(groups)
+        if precision == "16-mixed":
+            raise UserError("--precision 16-mixed: not supported by --strategy thunder_fsdp; use bf16-mixed")
+        bucketing = f", buckets {options.bucketing_strategy}" if options.jit else ", not compiled"
+        return StrategyPlan("fsdp", "FULL_SHARD", (size,), f"{options.sharding_strategy}{bucketing}")
+
+    def build(
+        self, plan: StrategyPlan, groups: Mapping[str, Any], *, precision: Precision, block_classes: set[type]
+    ) -> tuple[type, dict[str, Any]]:
+        """Return the strategy and its arguments."""
+        options = _options(groups)
+        return ThunderFSDPStrategy, {
+            "sharding_strategy": options.sharding_strategy,
+            "bucketing_strategy": options.bucketing_strategy,
+            **_common(options, block_classes),
+        }
+
+
+class PlannedDDP:
+    """Plans and builds thunder_ddp."""
+
+    def plan(
+        self, groups: Mapping[str, Any], *, devices: int, num_nodes: int, accelerator: str, precision: Precision
+    ) -> StrategyPlan:
+        """
+        Raises:
+            UserError: there is one device.
+        """
+        size = _ranks("thunder_ddp", devices, num_nodes, accelerator)
+        return StrategyPlan("ddp", None, (size, 1), "replicas" if _options(groups).jit else "replicas, not compiled")
+
+    def build(
+        self, plan: StrategyPlan, groups: Mapping[str, Any], *, precision: Precision, block_classes: set[type]
+    ) -> tuple[type, dict[str, Any]]:
+        """Return the strategy and its arguments."""
+        return ThunderDDPStrategy, _common(_options(groups), block_classes)
+
+
+def _options(groups: Mapping[str, Any]) -> ThunderArgs:
+    return groups.get("thunder", ThunderArgs())
+
+
+def _common(options: ThunderArgs, block_classes: set[type]) -> dict[str, Any]:
+    blocks = sorted(block_classes, key=lambda cls: cls.__qualname__)
+    return {"jit": options.jit, "executors": options.executor_names, "blocks": blocks}
+
+
+def _ranks(strategy: str, devices: int, num_nodes: int, accelerator: str) -> int:
+    size = devices * num_nodes
+    if size == 1:
+        raise UserError(f"--strategy {strategy}: requires several devices; on one use --compiler thunder")
+    if accelerator == "mps":
+        raise UserError(f"--strategy {strategy}: does not run on mps; use --accelerator cpu")
+    return size

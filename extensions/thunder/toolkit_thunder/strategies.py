@@ -1,0 +1,207 @@
+"""Strategies of Lightning Fabric that distribute with Thunder: its compiled blocks contain the collectives.
+
+Each block is a unit: one function, compiled by Thunder, that gathers weights and reduces gradients. Parameters outside
+of blocks (embedding, last norm, head) are the root: torch gathers them at the beginning of the forward, and reduces their
+gradients at the end of the backward. Without block classes, the complete module is one unit, as in LitGPT's strategies.
+
+Gradients are reduced after each micro-batch. Not tried on CUDA: what is tested ran on gloo and CPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from toolkit.distributed.private_lightning import ReduceEachMicroBatch
+from toolkit_thunder.kernel import Kernel
+from toolkit_thunder.units import install_units
+from toolkit_thunder.versions import load_thunder
+
+Blocks = Sequence[type[nn.Module]]
+
+
+class ThunderDDPStrategy(DDPStrategy):
+    """Replicas whose gradients Thunder's compiled blocks all-reduce.
+
+    Args:
+        jit: Compile; False runs the same eagerly.
+        executors: Names of Thunder's executors; None for Thunder's choice.
+        blocks: Classes of modules that are compiled one by one; by default the complete module is compiled.
+        bucket_size_in_mb: Size of the buckets of gradients, within a unit.
+        options: Of DDPStrategy, such as ``timeout``.
+
+    Raises:
+        UserError: a version does not fit (on construction).
+    """
+
+    def __init__(
+        self,
+        jit: bool = True,
+        executors: Sequence[str] | None = None,
+        blocks: Blocks = (),
+        bucket_size_in_mb: float = 25.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        load_thunder()
+        self._jit, self._executors, self._blocks = jit, executors, tuple(blocks)
+        self._bucket_size = bucket_size_in_mb
+        self._backward_sync_control = ReduceEachMicroBatch()
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Give all ranks rank 0's values, and compile.
+
+        Raises:
+            UserError: Thunder cannot compile the module, or an executor is unknown.
+        """
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor, src=0)
+
+        def make_transforms() -> list[Any]:
+            from thunder.distributed.transforms.ddp_v2 import DDPTransform
+
+            return [DDPTransform(dist.group.WORLD, self._bucket_size, None)]
+
+        make_kernel = _kernel_maker(self._jit, self._executors, make_transforms)
+        install_units(module, self._blocks, make_kernel, lambda p: p, _AverageGradient.apply)
+        return module
+
+
+class ThunderFSDPStrategy(ModelParallelStrategy):
+    """Fully sharded data parallelism by Thunder, over all ranks.
+
+    Parameters are DTensors of rows, so that clipping, state dicts and optimizer state are Fabric's and torch's, as with
+    FSDP2. Every rank has the complete model while it is set up. Precision 16-mixed is not supported by Fabric.
+
+    Args:
+        sharding_strategy: ZERO3 gathers the weights of a unit again in the backward pass, ZERO2 keeps them.
+        bucketing_strategy: What is gathered in one collective: a tensor (NONE), a layer (LAYER), a block (BLOCK).
+        jit: Compile; False runs the same eagerly, and keeps gathered weights as ZERO2 does.
+        executors: Names of Thunder's executors; None for Thunder's choice.
+        blocks: Classes of modules that are compiled one by one; by default the complete module is compiled.
+        state_dict_type: Whether ``fabric.save`` writes one file ("full") or a folder of shards ("sharded").
+        options: Of ModelParallelStrategy, such as ``timeout``.
+
+    Raises:
+        UserError: a version does not fit (on construction).
+    """
+
+    def __init__(
+        self,
+        sharding_strategy: Literal["ZERO2", "ZERO3"] = "ZERO3",
+        bucketing_strategy: Literal["NONE", "LAYER", "BLOCK"] = "NONE",
+        jit: bool = True,
+        executors: Sequence[str] | None = None,
+        blocks: Blocks = (),
+        state_dict_type: Literal["full", "sharded"] = "sharded",
+        **options: Any,
+    ) -> None:
+        super().__init__(self._shard, save_distributed_checkpoint=state_dict_type == "sharded", **options)
+        distributed = load_thunder().distributed
+        self._sharding = distributed.FSDPType[sharding_strategy]
+        self._bucketing = distributed.FSDPBucketingStrategy[bucketing_strategy]
+        self._jit, self._executors, self._blocks = jit, executors, tuple(blocks)
+        self._backward_sync_control = ReduceEachMicroBatch()
+
+    def setup_environment(self) -> None:
+        ParallelStrategy.setup_environment(self)  # Fabric's class would make a mesh of two dimensions
+        self._setup_distributed()
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """All ranks."""
+        if self._device_mesh is None:
+            shape, names = (dist.get_world_size(),), ("data_parallel",)
+            self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        return self._device_mesh
+
+    def clip_gradients_norm(
+        self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **options: Any
+    ) -> Tensor:
+        """Clip the norm of the complete gradient; return it, the same on all ranks."""
+        norm = super().clip_gradients_norm(module, optimizer, max_norm, *args, **options)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _shard(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """
+        Raises:
+            ValueError: a parameter has no rows.
+            UserError: Thunder cannot compile the module, or an executor is unknown.
+        """
+
+        def make_transforms() -> list[Any]:
+            from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
+
+            options = {"sharding_strategy": self._sharding, "bucketing_strategy": self._bucketing}
+            return [FSDPTransform(self.root_device, process_group=mesh.get_group(), **options)]
+
+        make_kernel = _kernel_maker(self._jit, self._executors, make_transforms)
+        install_units(module, self._blocks, make_kernel, _padded_rows, _gathered)
+        _shard_parameters(module, mesh)
+        for buffers in (part._buffers for part in module.modules()):
+            buffers |= {name: b.to(self.root_device) for name, b in buffers.items() if b is not None and not b.is_meta}
+        return module
+
+
+def _kernel_maker(
+    jit: bool, executors: Sequence[str] | None, make_transforms: Callable[[], list[Any]]
+) -> Callable[[nn.Module, str], Kernel | None]:
+    return lambda part, name: Kernel(part, name, executors, make_transforms) if jit else None
+
+
+def _shard_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace each parameter by a DTensor of this rank's rows of rank 0's values; tied ones by the same DTensor."""
+    sharded: dict[nn.Parameter, nn.Parameter] = {}
+    for path, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            if not parameter.ndim:
+                raise ValueError(f"parameter {path}.{name} has no rows to shard; make it a tensor of one element")
+            if parameter not in sharded:
+                rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+                sharded[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+            owner._parameters[name] = sharded[parameter]
+
+
+def _padded_rows(parameter: Tensor) -> Tensor:
+    """Return this rank's rows of a DTensor, with rows of zeros where the others have more: Thunder's layout."""
+    assert isinstance(parameter, DTensor)
+    rows = parameter.to_local()
+    missing = math.ceil(parameter.size(0) / parameter.device_mesh.size()) - rows.size(0)
+    return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    """Return the complete parameter; the backward pass averages its gradient over the ranks."""
+    assert isinstance(parameter, DTensor)
+    complete, size = parameter.full_tensor(grad_placements=[Partial()]), parameter.device_mesh.size()
+    if complete.requires_grad:
+        complete.register_hook(lambda gradient: gradient / size)
+    return complete
+
+
+class _AverageGradient(torch.autograd.Function):
+    """Returns its argument; the backward pass averages the gradient over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        gradient = gradient / dist.get_world_size()
+        dist.all_reduce(gradient)
+        return gradient

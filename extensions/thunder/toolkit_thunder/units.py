@@ -1,0 +1,101 @@
+"""The parts of a module whose parameters are handled together: each compiled block is a unit, the rest is the root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from toolkit.models.gpt import Block
+from toolkit_thunder.kernel import Kernel, Slot, plain_arguments, slots_of
+
+Fetch = Callable[[Tensor], Tensor]
+
+
+class Unit:
+    """The forward of a module, which takes the place of its own: ``module.forward = Unit(module, ...)``.
+
+    Args:
+        module: The module.
+        slots: The parameters that it handles.
+        kernel: Its compiled forward; None runs it eagerly.
+        fetch: Returns what the kernel computes with, of a parameter.
+        fetch_complete: Returns what the eager forward computes with, of a parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        slots: list[Slot],
+        kernel: Kernel | None,
+        fetch: Fetch = lambda parameter: parameter,
+        fetch_complete: Fetch = lambda parameter: parameter,
+    ) -> None:
+        self._module, self._slots, self._kernel = module, slots, kernel
+        self._eager, self._fetch, self._fetch_complete = module.forward, fetch, fetch_complete
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        kernel = self._kernel
+        if kernel is not None and isinstance(self._module, Block):
+            plain = plain_arguments(*args, **options)
+            kernel, args, options = (None, args, options) if plain is None else (kernel, plain, {})
+        if kernel is not None:
+            values = self._fetched(self._fetch)
+            return kernel(self._slots, values, self._module.training, *args, **options)
+        with _replaced(self._slots, self._fetched(self._fetch_complete)):
+            return self._eager(*args, **options)
+
+    def _fetched(self, fetch: Fetch) -> list[Tensor]:
+        """Return a value for each slot; tied parameters have one."""
+        values: dict[int, Tensor] = {}
+        parameters = [slot.get() for slot in self._slots]
+        for parameter in parameters:
+            if id(parameter) not in values:
+                values[id(parameter)] = fetch(parameter)
+        return [values[id(parameter)] for parameter in parameters]
+
+
+@contextmanager
+def _replaced(slots: list[Slot], values: list[Tensor]) -> Iterator[None]:
+    """Compute with other tensors in the place of parameters."""
+    own = [slot.get() for slot in slots]
+    try:
+        for slot, value in zip(slots, values, strict=True):
+            slot.owner._parameters[slot.attribute] = value  # type: ignore[assignment]
+        yield
+    finally:
+        for slot, parameter in zip(slots, own, strict=True):
+            slot.owner._parameters[slot.attribute] = parameter  # type: ignore[assignment]
+
+
+def install_units(
+    module: nn.Module,
+    blocks: tuple[type[nn.Module], ...],
+    make_kernel: Callable[[nn.Module, str], Kernel | None],
+    fetch: Fetch,
+    fetch_complete: Fetch,
+) -> None:
+    """Make each block a unit, and what is outside of blocks the root unit, which is not compiled.
+
+    Without blocks, the complete module is one unit.
+
+    Args:
+        module: Its ``forward`` and those of its blocks are replaced; names of parameters stay as they are.
+        blocks: The classes of the blocks.
+        make_kernel: Compiles a block, given its name.
+        fetch, fetch_complete: See :class:`Unit`; ``fetch_complete`` is also for the root.
+    """
+    units = {name: part for name, part in module.named_modules() if isinstance(part, blocks)} if blocks else {}
+    units = units or {"": module}
+    for name, part in units.items():
+        kernel = make_kernel(part, name.replace(".", "_") or "model")
+        part.forward = Unit(part, slots_of(part), kernel, fetch, fetch_complete)
+    outside = [slot for slot in slots_of(module) if not _is_inside(slot, list(units))]
+    if outside:
+        module.forward = Unit(module, outside, None, fetch, fetch_complete)
+
+
+def _is_inside(slot: Slot, units: Sequence[str]) -> bool:
+    return any(not name or slot.name.startswith(f"{name}.") for name in units)
