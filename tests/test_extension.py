@@ -48,7 +48,7 @@ class Halve(toolkit.Callback):
         metrics["half_loss"] = metrics["loss"] / 2
 
 
-def compile_blocks(module, blocks, longest_ragged):
+def compile_blocks(module, blocks, longest_ragged, groups):
     print(f"compiling {sum(isinstance(part, blocks) for part in module.modules())} blocks")
 
 

@@ -34,7 +34,7 @@ class Extension:
     Args:
         families: Model families by Hugging Face's model_type; the objects are modules as in toolkit/models/families.
         data: Classes derived from :class:`toolkit.data.DataModule`, by the name of the class, for ``--data``.
-        compilers: Functions ``compile_blocks(module, block_classes, longest_ragged)``, for ``--compiler``.
+        compilers: Functions ``compile_blocks(module, block_classes, longest_ragged, groups)``, for ``--compiler``.
         strategies: Classes derived from :class:`toolkit.distributed.strategy.StrategyExtension`, for ``--strategy``.
         loggers: Functions ``start(folder, log_args, resume_step)`` that return a Lightning logger, for
             ``--logger_name``.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toolkit.checkpoints.fingerprint import ADAPTERS
 from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.weights import canonical_name, load_state, load_weights, named_tensors
-from toolkit.distributed.private_torch import tensor_norms
+from toolkit.distributed.private_torch import local_shard, tensor_norms
 from toolkit.errors import UserError, join_first
 
 
@@ -44,9 +44,9 @@ def nonfinite_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             name = canonical_name(name)
-            weights[name] = _local(parameter)
+            weights[name] = local_shard(parameter)
             state = optimizer.state.get(parameter, {})
-            moments |= {f"{name}|{k}": _local(v) for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
+            moments |= {f"{name}|{k}": local_shard(v) for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
     return nonfinite_tensors(weights | moments, weights.keys())
 
 
@@ -71,10 +71,6 @@ def require_finite(folder: Path) -> None:
         raise DamagedCheckpointError(
             f"{folder}: damaged: NaN or Inf in {join_first(found)}; resume from an older checkpoint"
         )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def nonfinite_warning(names: list[str], folder: object) -> str:

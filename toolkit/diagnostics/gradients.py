@@ -11,7 +11,7 @@ from torch import nn
 
 from toolkit.checkpoints.weights import canonical_name
 from toolkit.distributed import ranks
-from toolkit.distributed.private_torch import local_parts
+from toolkit.distributed.private_torch import local_parts, local_shard
 from toolkit.distributed.replicas import checksum
 from toolkit.errors import DifferenceError
 from toolkit.training.callbacks import Callback
@@ -78,7 +78,7 @@ def gradient_norms(module: nn.Module, shards: int) -> dict[str, float]:
     """
     parameters = {canonical_name(name): p for name, p in module.named_parameters() if p.requires_grad}
     sharded = local_parts(module).keys()
-    gradients = [p.grad if p.grad is not None else torch.zeros(0) for p in parameters.values()]
+    gradients = [local_shard(p.grad) if p.grad is not None else torch.zeros(0) for p in parameters.values()]
     all_squares = _all_gather(torch.stack([_sum_of_squares(g) for g in gradients]))
     all_sums = _all_gather(torch.tensor([checksum(g) for g in gradients], dtype=torch.int64))
     norms = {}

@@ -24,17 +24,31 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def local_parts(module: nn.Module) -> dict[int, tuple[torch.Size, int]]:
-    """Return the unsharded shape and the local start index of each parameter that FSDP may shard, by ``id``.
+    """Return the unsharded shape and the local start index of each parameter that may be sharded, by ``id``.
 
-    The index counts elements of the flattened parameter; the local length is the parameter's own. Empty without FSDP.
+    They are FSDP's, and DTensors. The index counts elements of the flattened parameter; :func:`local_shard` has the
+    local length.
     torch's functions for state dicts know these shards, but hold two copies of the optimizer state on loading.
     """
     flat_params: list[Any] = [handle.flat_param for handle in _handles(module)]
-    return {
+    parts = {
         id(parameter): (shape, info.intra_param_start_idx or 0)
         for flat in flat_params
         for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)
     }
+    for parameter in module.parameters():
+        if hasattr(parameter, "device_mesh"):  # a DTensor, sharded by rows
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            layout = parameter.device_mesh, parameter.placements
+            _, (first_row, *_) = compute_local_shape_and_global_offset(parameter.shape, *layout)
+            parts[id(parameter)] = (parameter.shape, first_row * parameter.shape[1:].numel())
+    return parts
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, in the same memory; another tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def restore_gradient_dtypes(module: nn.Module) -> None:

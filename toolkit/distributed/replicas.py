@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import distributed as dist
 
+from toolkit.distributed.private_torch import local_shard
 from toolkit.distributed.ranks import is_distributed, world_size
 from toolkit.errors import GuardError
 
@@ -39,7 +40,8 @@ def require_equal_replicas(parameters: Mapping[str, torch.Tensor], sizes: dict[s
     """
     if not is_distributed():
         return
-    local = torch.tensor([[*checksum(shard), shard.numel()] for shard in parameters.values()], dtype=torch.int64)
+    own = [local_shard(parameter) for parameter in parameters.values()]
+    local = torch.tensor([[*checksum(shard), shard.numel()] for shard in own], dtype=torch.int64)
     gathered = [torch.empty_like(local) for _ in range(world_size())]
     dist.all_gather(gathered, local)
     for i, name in enumerate(parameters):

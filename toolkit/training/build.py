@@ -62,6 +62,7 @@ def build_model(config: ResolvedConfig, state: RunState, fabric: Fabric, report:
         precision=config.precision,
         activation_checkpointing=args.train.activation_checkpointing,
         compiler=args.compiler,
+        groups=args.groups,
         longest_ragged=state.longest_ragged,
         source=source if state.base is not None else state.resume_from or source,
         adapters=adapters.initial_adapters(args, state.model, state.resume_from, report),

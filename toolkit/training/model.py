@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,7 @@ def set_up_model(
     precision: str,
     activation_checkpointing: ActivationCheckpointing,
     compiler: str,
+    groups: Mapping[str, Any],
     longest_ragged: int,
     source: Path | None,
     adapters: dict[str, torch.Tensor] | None = None,
@@ -107,6 +108,7 @@ def set_up_model(
     (M3): no rank ever has a second complete copy.
 
     Args:
+        groups: Options of extensions by group.
         longest_ragged: Tokens of the longest row, where rows differ in length; else 0.
         source: A checkpoint folder to take the weights from.
         adapters: Values of the adapters, by name; None initializes them, without effect on the output.
@@ -137,9 +139,10 @@ def set_up_model(
     if isinstance(module, GPT):
         module.seed = seed
     checkpoint_blocks(module, spec.blocks, activation_checkpointing)
-    if compiler != "none":
-        compile_with = compile_blocks if compiler == "torch" else load_registered("compilers", compiler)
-        compile_with(module, spec.blocks, longest_ragged)
+    if compiler == "torch":
+        compile_blocks(module, spec.blocks, longest_ragged)
+    elif compiler != "none":
+        load_registered("compilers", compiler)(module, spec.blocks, longest_ragged, groups)
     wrapped = fabric.setup(module)
     give_back_freed_memory()
     if shards:

@@ -18,7 +18,7 @@ def compile_blocks(
     module: nn.Module,
     blocks: tuple[type[nn.Module], ...],
     longest_ragged: int,
-    groups: Mapping[str, Any] | None = None,
+    groups: Mapping[str, Any],
 ) -> None:
     """Compile the blocks in place: their class and the names of their weights stay as they are.
 
@@ -36,7 +36,7 @@ def compile_blocks(
     """
     if longest_ragged:
         warnings.warn("rows differ in length: Thunder compiles each length anew (seconds per length)", stacklevel=2)
-    options: ThunderArgs = (groups or {}).get("thunder", ThunderArgs())
+    options: ThunderArgs = groups.get("thunder", ThunderArgs())
     kernels: dict[Hashable, Kernel] = {}
     for name, part in module.named_modules():
         if isinstance(part, blocks):

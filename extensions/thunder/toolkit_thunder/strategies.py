@@ -1,7 +1,7 @@
 """Strategies of Lightning Fabric that distribute with Thunder: its compiled blocks contain the collectives.
 
 Each block is a unit: one function, compiled by Thunder, that gathers weights and reduces gradients. Parameters outside
-of blocks (embedding, last norm, head) are the root: torch gathers them at the beginning of the forward, and reduces their
+of blocks (embedding, last norm, head) are the root: torch gathers them before the forward and reduces their
 gradients at the end of the backward. Without block classes, the complete module is one unit, as in LitGPT's strategies.
 
 Gradients are reduced after each micro-batch. Not tried on CUDA: what is tested ran on gloo and CPUs.

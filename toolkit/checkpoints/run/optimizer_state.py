@@ -23,7 +23,7 @@ from toolkit.checkpoints.scratch import SMALL
 from toolkit.checkpoints.weights import canonical_name
 from toolkit.distributed import ranks
 from toolkit.distributed.memory import give_back_freed_memory
-from toolkit.distributed.private_torch import local_parts
+from toolkit.distributed.private_torch import local_parts, local_shard
 from toolkit.errors import UserError
 
 SEPARATOR = "|"  # in names of sharded tensors: parameter|key
@@ -55,8 +55,13 @@ class _LocalParameter:
     """Offset of this rank's first element in the flattened parameter."""
 
     @property
+    def local(self) -> Tensor:
+        """This rank's elements."""
+        return local_shard(self.parameter)
+
+    @property
     def is_sharded(self) -> bool:
-        return self.parameter.numel() != self.shape.numel()
+        return self.local.numel() != self.shape.numel()
 
 
 def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -260,12 +265,15 @@ def _load_tensor(
     key: str, stored: _LazyTensor, target: Tensor | None, part: _LocalParameter, is_torch_optimizer: bool
 ) -> Tensor:
     """Read this rank's part of a saved tensor into ``target``, or into a new tensor."""
+    if target is not None and (shard := local_shard(target)) is not target:  # a DTensor, which has the same memory
+        _load_tensor(key, stored, shard, part, is_torch_optimizer)
+        return target
     is_scalar, has_param_shape = stored.shape == (), stored.shape in (part.shape, (part.shape.numel(),))
     is_sharded = part.is_sharded and not is_scalar
-    shape, start = (part.parameter.shape, part.start) if is_sharded else (stored.shape, 0)
+    shape, start = (part.local.shape, part.start) if is_sharded else (stored.shape, 0)
     fits, is_same = has_param_shape or not is_sharded, target is None
     if target is not None:
-        is_same = target.shape == shape or (has_param_shape and target.numel() == part.parameter.numel())
+        is_same = target.shape == shape or (has_param_shape and target.numel() == part.local.numel())
         fits &= is_same or (not is_torch_optimizer and (is_scalar or has_param_shape))
     if not fits:
         raise _MismatchError(f"{key} has shape {tuple(stored.shape)}; the parameter has {tuple(part.shape)}")
