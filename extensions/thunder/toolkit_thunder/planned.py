@@ -9,7 +9,6 @@ from toolkit.config import Precision
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError
 from toolkit_thunder.options import ThunderArgs
-from toolkit_thunder.strategies import ThunderDDPStrategy, ThunderFSDPStrategy
 
 
 class PlannedFSDP:
@@ -32,6 +31,8 @@ class PlannedFSDP:
         self, plan: StrategyPlan, groups: Mapping[str, Any], *, precision: Precision, block_classes: set[type]
     ) -> tuple[type, dict[str, Any]]:
         """Return the strategy and its arguments."""
+        from toolkit_thunder.strategies import ThunderFSDPStrategy  # slow to import
+
         options = _options(groups)
         return ThunderFSDPStrategy, {
             "sharding_strategy": options.sharding_strategy,
@@ -57,6 +58,8 @@ class PlannedDDP:
         self, plan: StrategyPlan, groups: Mapping[str, Any], *, precision: Precision, block_classes: set[type]
     ) -> tuple[type, dict[str, Any]]:
         """Return the strategy and its arguments."""
+        from toolkit_thunder.strategies import ThunderDDPStrategy  # slow to import
+
         return ThunderDDPStrategy, _common(_options(groups), block_classes)
 
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from toolkit.distributed.private_lightning import ReduceEachMicroBatch
 from toolkit_thunder.kernel import Kernel
+from toolkit_thunder.options import ThunderArgs
 from toolkit_thunder.units import install_units
 from toolkit_thunder.versions import load_thunder
 
@@ -109,9 +110,9 @@ class ThunderFSDPStrategy(ModelParallelStrategy):
         **options: Any,
     ) -> None:
         super().__init__(self._shard, save_distributed_checkpoint=state_dict_type == "sharded", **options)
-        distributed = load_thunder().distributed
-        self._sharding = distributed.FSDPType[sharding_strategy]
-        self._bucketing = distributed.FSDPBucketingStrategy[bucketing_strategy]
+        load_thunder()
+        ThunderArgs(sharding_strategy, bucketing_strategy)  # checks the names
+        self._sharding, self._bucketing = sharding_strategy, bucketing_strategy
         self._jit, self._executors, self._blocks = jit, executors, tuple(blocks)
         self._backward_sync_control = ReduceEachMicroBatch()
 
@@ -141,13 +142,12 @@ class ThunderFSDPStrategy(ModelParallelStrategy):
             UserError: Thunder cannot compile the module, or an executor is unknown.
         """
 
-        def make_transforms() -> list[Any]:
-            from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
+        def transforms() -> list[Any]:
+            from toolkit_thunder.sharding import make_transforms
 
-            options = {"sharding_strategy": self._sharding, "bucketing_strategy": self._bucketing}
-            return [FSDPTransform(self.root_device, process_group=mesh.get_group(), **options)]
+            return make_transforms(self.root_device, mesh.get_group(), self._sharding, self._bucketing)
 
-        make_kernel = _kernel_maker(self._jit, self._executors, make_transforms)
+        make_kernel = _kernel_maker(self._jit, self._executors, transforms)
         install_units(module, self._blocks, make_kernel, _padded_rows, _gathered)
         _shard_parameters(module, mesh)
         for buffers in (part._buffers for part in module.modules()):

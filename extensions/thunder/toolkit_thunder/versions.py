@@ -41,10 +41,8 @@ def require_versions(needed_by: str) -> None:
     version = metadata.version("torch")
     first, last = TORCH
     if not first <= tuple(int(part) for part in version.split(".")[:2]) <= last:
-        names = (".".join(map(str, minor)) for minor in TORCH)
-        raise UserError(
-            f"{needed_by}: needs torch {' to '.join(names)} with lightning-thunder {THUNDER}, not {version}"
-        )
+        known = " to ".join(f"{major}.{minor}" for major, minor in TORCH)
+        raise UserError(f"{needed_by}: lightning-thunder {THUNDER} needs torch {known}, found {version}")
 
 
 @functools.cache
