@@ -76,6 +76,8 @@ def _gather_bucket(trace: Any, symbols: list[Any], group: dist.ProcessGroup) -> 
     size, start, found = group.size(), 0, {}
     with tracectx(trace):
         trace.push_scope([])
+        for symbol in symbols:  # FSDPTransform changes the shape only
+            symbol.args[0]._numel = math.prod(symbol.args[0].shape)
         flat = operations.cat([operations.reshape(symbol.args[0], (-1,)) for symbol in symbols])
         gathered = prims.synchronize(flat, group, DistParallelType.FULLY_SHARDED)
         by_rank = operations.reshape(gathered, (size, -1))
