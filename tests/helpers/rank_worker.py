@@ -53,7 +53,9 @@ def local_bytes(module, optimizer, what) -> int:
 
 def waiting_gradients(module) -> list[torch.Tensor]:
     """Return unsharded gradients that FSDP holds between micro-batches, in addition to those of the parameters."""
-    units = FullyShardedDataParallel.fsdp_modules(module) if isinstance(module, FullyShardedDataParallel) else []
+    if not isinstance(module, FullyShardedDataParallel):
+        return []
+    units = FullyShardedDataParallel.fsdp_modules(module)
     flat = [unit._handle.flat_param for unit in units if unit._handle is not None]
     shown = {p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None}
     return [p.grad for p in flat if p.grad is not None and p.grad.untyped_storage().data_ptr() not in shown]

@@ -56,6 +56,8 @@ def load_thunder() -> ModuleType:
     with _placeholders(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as those about executors that are not installed
         import thunder
+    # of torch 2.13, in each collective of Thunder
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     return thunder
 
 
