@@ -36,7 +36,8 @@ def local_parts(module: nn.Module) -> dict[int, tuple[torch.Size, int]]:
         for flat in flat_params
         for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True)
     }
-    for parameter in module.parameters():
+    parameters: list[Any] = list(module.parameters())
+    for parameter in parameters:
         if hasattr(parameter, "device_mesh"):  # a DTensor, sharded by rows
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -119,6 +119,8 @@ def runs(tmp_path_factory):
 def test_n3_run_equals_one_process(name, runs):
     assert losses(runs / name) == pytest.approx(losses(runs / "one"), rel=1e-5)
     weights, expected = load_weights(runs / name / "final"), load_weights(runs / "one" / "final")
+    if name == "sharded":
+        del expected["lm_head.weight"]  # tied: stored once
     assert weights.keys() == expected.keys()
     for key, value in expected.items():
         assert (weights[key] - value).norm() <= 2e-4 * value.norm(), key
