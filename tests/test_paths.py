@@ -16,6 +16,7 @@ from toolkit.cli import COMMANDS, main
 from toolkit.config.command import CommandOptions
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
+from toolkit.extension import registered
 from toolkit.paths import is_path_option
 
 NO_PATHS = {
@@ -27,7 +28,7 @@ NO_PATHS = {
 
 
 def path_options() -> list[tuple[str, list[str], str]]:
-    """Return (command, words that choose the data, option) of every string option that is a path."""
+    """Return (command, words that choose the data, option) of every string option of toolkit that is a path."""
     found = []
     for name, (module, _, _) in COMMANDS.items():
         setup = importlib.import_module(module).setup
@@ -41,7 +42,9 @@ def path_options() -> list[tuple[str, list[str], str]]:
                 group, (short, cls) = chosen
                 command.chosen[group], words = cls, [f"--{group}", short]
             for option, (kind, *_) in command.options().items():
-                if re.search(r"\bstr\b", str(kind)) and option.rpartition(".")[2] not in NO_PATHS:
+                group, _, field = option.rpartition(".")
+                is_own = group not in registered("option_groups")  # packages may be installed
+                if is_own and re.search(r"\bstr\b", str(kind)) and field not in NO_PATHS:
                     found.append((name, words, option))
     return found
 
