@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
+from toolkit_thunder.compiler import compile_blocks
 from toolkit_thunder.options import ThunderArgs
 
 from toolkit.checkpoints.weights import load_weights
@@ -16,12 +18,7 @@ from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block
 from toolkit.ui.loggers import read_metrics
 
-pytest.importorskip("lightning_utilities")
-thunder = pytest.importorskip("toolkit_thunder.compiler", reason="lightning-thunder is not installed")
-pytestmark = pytest.mark.skipif(
-    __import__("importlib.util", fromlist=["util"]).find_spec("thunder") is None,
-    reason="lightning-thunder is not installed",
-)
+pytestmark = pytest.mark.skipif(find_spec("thunder") is None, reason="lightning-thunder is not installed")
 
 SIZES = {
     "n_layer": 2, "n_embd": 32, "n_head": 4, "n_query_groups": 4, "head_size": 8, "intermediate_size": 48,
@@ -39,7 +36,7 @@ def tiny(name: str, **changes) -> GPT:
 
 def compiled(model: GPT, **options) -> GPT:
     model = copy.deepcopy(model)
-    thunder.compile_blocks(model, (Block,), 0, {"thunder": ThunderArgs(**options)})
+    compile_blocks(model, (Block,), 0, {"thunder": ThunderArgs(**options)})
     return model
 
 

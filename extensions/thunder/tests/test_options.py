@@ -19,11 +19,6 @@ from toolkit.distributed.strategy import plan_strategy
 from toolkit.errors import UserError
 from toolkit.extension import extensions, import_object
 
-needs_thunder = pytest.mark.skipif(
-    "lightning-thunder" not in {d.metadata["Name"] for d in metadata.distributions()},
-    reason="lightning-thunder is not installed",
-)
-
 
 def run_args(compiler="none", strategy="auto", thunder=None, **changes):
     """Return what check_run reads of a run's arguments."""
@@ -39,8 +34,7 @@ def run_args(compiler="none", strategy="auto", thunder=None, **changes):
 
 def test_installed_package_is_known():
     assert EXTENSION in extensions().values()
-    for kind in ("option_groups",):
-        assert all(import_object(path) is ThunderArgs for path in getattr(EXTENSION, kind).values())
+    assert import_object(EXTENSION.option_groups["thunder"]) is ThunderArgs
 
 
 @pytest.mark.parametrize(
@@ -132,7 +126,6 @@ def plan(strategy, thunder=None, **changes):
     return plan_strategy(strategy, FSDPArgs(), DDPArgs(), groups={"thunder": thunder or ThunderArgs()}, **sizes)
 
 
-@needs_thunder
 def test_plans():
     fsdp = plan("thunder_fsdp", ThunderArgs("ZERO2", "BLOCK"), num_nodes=3)
     assert (fsdp.kind, fsdp.mesh, fsdp.extension) == ("fsdp", (6,), "thunder_fsdp")
