@@ -108,12 +108,12 @@ EXTENSION = Extension(
     check="letters_parts.check",
 )
 """
-RAGGED = '''
+LONG = '''
 from dataclasses import dataclass
 from toolkit.data import DataModule, PreparedData
 from toolkit.extension import Extension
 
-EXTENSION = Extension(data={"Ragged": "ragged.Ragged", "Wrong": "ragged.Wrong", "Broken": "ragged.Missing"})
+EXTENSION = Extension(data={"Long": "long.Long", "Wrong": "long.Wrong", "Broken": "long.Missing"})
 
 
 class Wrong:
@@ -121,14 +121,13 @@ class Wrong:
 
 
 @dataclass
-class Ragged(DataModule):
-    """Rows of different lengths, which do not say so."""
+class Long(DataModule):
+    """Rows of one length."""
 
-    least: int = 1
+    length: int = 1
 
     def prepare(self, *, tokenizer, max_seq_length, report=print):
-        lengths = (self.least, self.least + 2) * 64
-        rows = [{"input_ids": list(range(n)), "labels": list(range(1, n + 1))} for n in lengths]
+        rows = [{"input_ids": list(range(self.length)), "labels": list(range(1, self.length + 1))}] * 64
         return PreparedData(rows, None, tokenizer, "key", "rows", vocab_size=512)
 '''
 RUN = ["--data", "Noise", "--data.vocab_size", "64", "--optimizer.name", "Descent", "--callbacks", "Halve"]
@@ -203,7 +202,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "partly.py").write_text(INIT.replace('"letters_family"', '"letters_options"'))
     (tmp_path / "listed.py").write_text(INIT.replace('{"Noise": "letters_parts.Noise"}', '["letters_parts.Noise"]'))
     (tmp_path / "loose.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_parts.Log"))
-    (tmp_path / "ragged.py").write_text(RAGGED)
+    (tmp_path / "long.py").write_text(LONG)
     cases = {
         "--extensions nothing-here": "nothing-here: no such module here, and no such package; run: pip install",
         "--extensions empty": "--extensions empty: has no EXTENSION",
@@ -214,11 +213,10 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         "--extensions partly": "extension partly: family letters: letters_options has no CONFIGS",
         "--extensions listed": "TypeError: data ['letters_parts.Noise']: must map names to dotted paths",
         "--extensions loose": "extension loose: option_groups letters: must be a dataclass with defaults",
-        "--extensions ragged --data NoSuch": "--data NoSuch: no such class; known are",
-        "--extensions ragged --data Broken": "extension ragged: data Broken: ragged.Missing: ragged has no Missing",
-        "--extensions ragged --data Wrong": "--data Wrong: must be a class derived from DataModule",
-        "--extensions ragged --data Ragged": "train: rows differ in length; the dataset needs `lengths` or `is_ragged`",
-        "--extensions ragged --data Ragged --data.least 200": "train: a row has 202 tokens, and a sequence has 128",
+        "--extensions long --data NoSuch": "--data NoSuch: no such class; known are",
+        "--extensions long --data Broken": "extension long: data Broken: long.Missing: long has no Missing",
+        "--extensions long --data Wrong": "--data Wrong: must be a class derived from DataModule",
+        "--extensions long --data Long --data.length 200": "train[0]: has 200 tokens, and a sequence has 128",
         "--extensions letters --letters.loud": "--letters.loud true: has no effect without --strategy replicas",
         "--extensions letters --letters.load 1": "--letters.load 1: no such option; did you mean --letters.loud",
         "--extensions letters --compiler printng": "printing; did you mean 'printing'",

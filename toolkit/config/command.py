@@ -141,7 +141,7 @@ class CommandOptions:
         self.functions = functions
         self.parameters = {n: p for function in reversed(functions) for n, p in parameters_of(function).items()}
         self.extension_groups: dict[str, type] = {}
-        if "strategy" in self.parameters:  # of the training commands
+        if "fsdp" in self.parameters:  # of the training commands
             kind, known = "option_groups", registered("option_groups", self.parameters)
             self.extension_groups = {name: load_registered(kind, name) for name in known}
             for name, cls in self.extension_groups.items():

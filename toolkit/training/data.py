@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from toolkit.data.base import PreparedData, TokenDataset, is_ragged, row_lengths
+from toolkit.data.base import PreparedData, TokenDataset, row_lengths
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.chunks import TokenRows
 from toolkit.data.tokens.in_memory import InMemoryData, InMemoryDataset
@@ -38,7 +38,7 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
 
 
 def check_rows(name: str, data: PreparedData, seq_length: int | None) -> None:
-    """Check some of the rows of a data module from outside toolkit.
+    """Check the first rows of a data module from outside toolkit.
 
     Raises:
         UserError: they are not as :class:`toolkit.data.TokenDataset` says, or longer than ``seq_length``.
@@ -48,14 +48,9 @@ def check_rows(name: str, data: PreparedData, seq_length: int | None) -> None:
     for split, rows in (("train", data.train), ("val", data.val)):
         if rows is None or not len(rows):
             continue
-        sample = InMemoryDataset(f"--data {name}: {split}", rows, None)
-        lengths, _ = sample.survey()
-        if seq_length is not None and max(lengths) > seq_length:
-            raise UserError(f"--data {name}: {split}: a row has {max(lengths)} tokens, and a sequence has {seq_length}")
-        if sample.is_ragged and not is_ragged(rows):
-            raise UserError(
-                f"--data {name}: {split}: rows differ in length; the dataset needs `lengths` or `is_ragged`"
-            )
+        length = len(InMemoryDataset(f"--data {name}: {split}", rows, None)[0]["input_ids"])
+        if seq_length is not None and length > seq_length:
+            raise UserError(f"--data {name}: {split}[0]: has {length} tokens, and a sequence has {seq_length}")
 
 
 def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
