@@ -176,6 +176,7 @@ def reference_script() -> str:
     return script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.slow)])
 def test_reference_script_on_two_devices_matches_one_device(tmp_path, monkeypatch, how):
     script = tmp_path / "file.py"

@@ -65,6 +65,7 @@ def results(capsys, *words) -> dict:
 SETTINGS = [{}, {"num_fewshot": 2}, {"apply_chat_template": False, "limit": 5}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", slow_except([{}], SETTINGS))
 def test_task_results_match_lm_eval_on_the_export(settings, talker, task, tmp_path, capsys):
     import lm_eval

@@ -146,6 +146,7 @@ def test_sharded_gradients_without_accumulation_are_refused(capsys):
     assert "nothing is sharded" in mistake(capsys, "pretrain", "pythia-160m", "--fsdp.accumulate", "sharded")
 
 
+@pytest.mark.slow
 def test_the_wrap_plan_is_shown(capsys):
     run = ["pretrain", "pythia-160m", "--devices", "2"]
     assert plan(capsys, *run)["units"] == "12 x Block, 7,087,872 parameters each; root, 77,268,480"
@@ -222,6 +223,7 @@ def test_the_table_names_the_mode(capsys):
     assert "\nRecompute  all activations of a block but its input" in shown and "\n  recomputed_block " in shown
 
 
+@pytest.mark.slow
 def test_insufficient_advice_is_reported_as_such(capsys):
     assert main(["plan", "pretrain", "pythia-160m", "--device_memory_gb", "0.1", "--accelerator", "cpu"]) == 0
     assert "That is not enough" in capsys.readouterr().out

@@ -236,6 +236,7 @@ PREPARE = """
 """
 
 
+@pytest.mark.slow
 def test_s5_killed_preparation_is_never_reused(prepare, text, tmp_path):
     killed = (
         PREPARE

@@ -140,6 +140,7 @@ def test_nothing_is_recomputed_without_gradients_and_none_undoes_a_mode():
     run(copy.deepcopy(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mode"), [("llama-tied", "full"), pytest.param("gpt-oss", "selective", marks=pytest.mark.slow)]
 )

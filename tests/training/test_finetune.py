@@ -261,6 +261,7 @@ def test_adapter_checkpoint_as_base_is_an_error(base, questions, tmp_path):
     assert FSDPArgs().state_dict_type == "full"
 
 
+@pytest.mark.slow
 def test_qlora_trains_adapters_and_merges_into_the_unquantized_base(base, questions, tmp_path):
     pytest.importorskip("bitsandbytes")
     out = tmp_path / "run"

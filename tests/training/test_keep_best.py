@@ -70,6 +70,7 @@ def test_no_best_checkpoint_without_the_flag(flags, fake_losses, tmp_path):
     assert not has_best(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_s2_resumed_run_restores_the_best_loss(flags, fake_losses, tmp_path):
     assert pretrain(flags, tmp_path / "uninterrupted", 12) == 0
     assert pretrain(flags, tmp_path / "run", 6) == 0

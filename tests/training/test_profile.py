@@ -131,6 +131,7 @@ def read_csv(path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_profiled_run_is_bit_equal_and_a_resumed_one_profiles_its_own_steps(corpus, tmp_path, capsys):
     options = {"profile": True, "profiler": ProfilerArgs(wait=1, warmup=1, active=2, record_shapes=True)}
     flat = {"lr_schedule": "constant", "lr_warmup_steps": 0}

@@ -292,6 +292,7 @@ def test_user_errors_are_found_before_anything_is_written(corpus, tmp_path, chan
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_s2_extended_epochs_continue_with_the_next_sample(few_texts, tmp_path, monkeypatch):
     """The last batch of an epoch-limited run is short; the samples missing from it must not be lost."""
     corpus, seen = few_texts, []
@@ -325,6 +326,7 @@ def test_s2_resume_with_another_optimizer_is_an_error(corpus, finished, options)
         run_training(replace(again, optimizer=OptimizerArgs(**options)))
 
 
+@pytest.mark.slow
 def test_n7_grad_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, capsys):
     """The 16-mixed code path with a CPU scaler; its initial scale is far too large."""
 
@@ -402,6 +404,7 @@ def test_initial_checkpoint_dir_starts_from_its_weights(corpus, tmp_path):
     assert losses(tmp_path / "second")[0] < losses(tmp_path / "first")[0] - 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 def test_low_precision_learns(corpus, tmp_path, precision):
     run_training(arguments(corpus, tmp_path / "run", precision=precision, train={"max_steps": 20}))

@@ -338,6 +338,7 @@ for source, dtype in zip(sys.argv[2::2], sys.argv[3::2]):
 LARGE = [("llama", "float32"), ("neox", "bfloat16"), ("gpt2", "float32")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("large", [LARGE[1:2], pytest.param(LARGE, marks=pytest.mark.slow)])
 def test_m2_export_holds_a_small_multiple_of_the_largest_weight(tmp_path, large):
     save(tmp_path / "small", LLAMA)
