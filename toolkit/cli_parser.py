@@ -97,7 +97,8 @@ def flatten_files(
 
     def world_size() -> int:
         devices, num_nodes, accelerator = (texts.get(name, AUTO) for name in ("devices", "num_nodes", "accelerator"))
-        sizes = [int(text) if text.isdecimal() else text for text in (devices, num_nodes)]
+        # other values are reported where the options are checked
+        sizes: list[Any] = [int(text) if text.isdecimal() else AUTO for text in (devices, num_nodes)]
         return count_processes(sizes[0], sizes[1], accelerator)
 
     later, layers = dict(flags), []

@@ -158,8 +158,11 @@ def load_registered(kind: str, name: str) -> Any:
     entry = registered(kind)[name]
     try:
         return import_object(entry.path)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"extension {entry.origin}: {kind} {name}: {entry.path}: {one_line(error)}") from error
+    except Exception as error:  # it is code of others
+        reason = (
+            one_line(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        )
+        raise UserError(f"extension {entry.origin}: {kind} {name}: {entry.path}: {one_line(reason)}") from error
 
 
 def take_option_groups(values: dict[str, Any]) -> dict[str, Any]:

@@ -109,6 +109,7 @@ class GPT(nn.Module):
         loss_part_sums: To which such a model adds, in each forward with labels, the detached fp32 sum over the
             supervised tokens of each part that it has computed; the same ones on all ranks.
         seed: Seed of the random numbers that a subclass draws in training: the run's.
+        note: What a reader of the metrics must know, shown when a run starts.
         uniform_length: Build masks and rotary embeddings as for rows of this many tokens, so that compiled blocks
             share one graph for all lengths. 0: the fastest form for the length of each batch.
 
@@ -117,6 +118,7 @@ class GPT(nn.Module):
     """
 
     loss_parts: tuple[str, ...] = ()
+    note = ""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -67,7 +67,9 @@ def resolve_optimizer(
             where = f"options {option}" if option in args.options else option
             hint = did_you_mean(option, options) or f"; it takes {', '.join(options)}"
             raise UserError(f"--optimizer.{where} {requested[option]}: {cls.__name__} takes no such option{hint}")
-    given = {k: getattr(defaults, k) for k in ("weight_decay", "betas") if k in takes} | requested
+    # those of the command are Adam's; an extension's optimizer has its own
+    names = ("weight_decay",) if args.name in registered("optimizers") else ("weight_decay", "betas")
+    given = {k: getattr(defaults, k) for k in names if k in takes} | requested
     if given.get("fused") and precision == "16-mixed":
         raise UserError(
             "--optimizer.options fused: not supported with --precision 16-mixed, whose gradients are scaled"

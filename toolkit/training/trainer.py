@@ -352,6 +352,8 @@ class Trainer:
             say(f"Gradients are reduced after each of {config.batch.accumulation} micro-batches and kept sharded")
         if state.model.config is not None and (reason := export_error(state.model.config)) is not None:
             say(f"note: {reason}")
+        if note := getattr(state.model.module, "note", ""):
+            say(f"note: {note}")
 
     # ---- parts of the loop
 

@@ -65,6 +65,10 @@ class FreeTransformer(GPT):
     """
 
     loss_parts = ("ce", "kl", "elbo", "prior_ce")
+    note = (
+        "ce is given the encoder's latents, and the encoder has seen the tokens to predict: only elbo (ce + kl) and "
+        "val_loss are comparable with a model without latents"
+    )
 
     def __init__(self, config: ModelConfig) -> None:
         validate(config)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import yaml
 from toolkit_lion.optimizer import Lion
 
 from toolkit.checkpoints.weights import load_weights
@@ -43,6 +44,8 @@ def test_interrupted_run_equals_an_uninterrupted_one(tmp_path):
     whole, resumed = (load_weights(tmp_path / name / "final") for name in "ab")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     shares = [row["momentum_agreement"] for row in read_metrics(tmp_path / "a/logs/metrics.csv")]
+    options = yaml.safe_load((tmp_path / "a/final/hyperparameters.yaml").read_text())
+    assert options["optimizer"]["betas"] == "auto"  # Lion's own, not those of the command, which are Adam's
     assert math.isnan(shares[0]) and all(0 < share < 1 for share in shares[1:])
 
 

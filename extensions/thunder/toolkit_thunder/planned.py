@@ -25,7 +25,9 @@ class PlannedFSDP:
         if precision == "16-mixed":
             raise UserError("--precision 16-mixed: not supported by --strategy thunder_fsdp; use bf16-mixed")
         bucketing = f", buckets {options.bucketing_strategy}" if options.jit else ", not compiled"
-        return StrategyPlan("fsdp", "FULL_SHARD", (size,), f"{options.sharding_strategy}{bucketing}")
+        frees_weights = options.sharding_strategy == "ZERO3" and options.jit  # between forward and backward
+        sharding = "FULL_SHARD" if frees_weights else "SHARD_GRAD_OP"
+        return StrategyPlan("fsdp", sharding, (size,), f"{options.sharding_strategy}{bucketing}")
 
     def build(
         self, plan: StrategyPlan, groups: Mapping[str, Any], *, precision: Precision, block_classes: set[type]
