@@ -94,7 +94,7 @@ def is_known(name: str) -> bool:
     return _normal(name) in map(_normal, names)
 
 
-def add_extensions(names: Iterable[str], source: str = "--extensions") -> None:
+def add_extensions(names: str | Iterable[str] | None, source: str = "--extensions") -> None:
     """Make extensions known: modules, also in the current folder, or installed packages, which are known already.
 
     Args:
@@ -159,10 +159,9 @@ def load_registered(kind: str, name: str) -> Any:
     try:
         return import_object(entry.path)
     except Exception as error:  # it is code of others
-        reason = (
-            one_line(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-        )
-        raise UserError(f"extension {entry.origin}: {kind} {name}: {entry.path}: {one_line(reason)}") from error
+        error_type = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        reason = f"{entry.path}: {error_type}{one_line(error)}"
+        raise UserError(f"extension {entry.origin}: {kind} {name}: {reason}") from error
 
 
 def take_option_groups(values: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
 from toolkit.errors import UserError, did_you_mean, one_line
-from toolkit.extension import add_extensions, import_object, load_registered, registered, split_names
+from toolkit.extension import add_extensions, import_object, load_registered, registered
 from toolkit.paths import require_local
 
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
@@ -85,7 +85,7 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
         UserError: an unknown name, with a suggestion, or a value of the wrong type.
     """
     values = dict(values)
-    add_extensions(split_names(values.pop("extensions", None), "extensions"), "extensions")
+    add_extensions(values.pop("extensions", None), "extensions")
     command = CommandOptions(setup)
     objects = {name: values.get(name, command.parameters[name].default) for name in command.bases}
     for name, value in objects.items():

@@ -22,7 +22,8 @@ class ThunderArgs:
             gathered weights, ZERO3 only the shards, so that weights are gathered twice.
         bucketing_strategy: What thunder_fsdp gathers in one collective: one tensor (NONE), the weights of a layer
             (LAYER), or those of a block (BLOCK).
-        jit: Compile the blocks in thunder_fsdp and thunder_ddp. false runs them eagerly, to look for an error.
+        jit: Compile the blocks in thunder_fsdp and thunder_ddp. false runs them eagerly, to look for an error;
+            thunder_fsdp then keeps gathered weights, as with ZERO2.
         executors: Names of Thunder's executors in order of priority, separated by commas, such as sdpa,nvfuser.
             Default: Thunder's own choice.
     """
@@ -33,10 +34,7 @@ class ThunderArgs:
     executors: str | list[str] | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("sharding_strategy", ("ZERO2", "ZERO3")),
-            ("bucketing_strategy", ("NONE", "LAYER", "BLOCK")),
-        ):
+        for name, known in _CHOICES.items():
             value = getattr(self, name)
             require_option(value in known, f"thunder.{name}", value, f"must be one of {', '.join(known)}")
         require_option(isinstance(self.jit, bool), "thunder.jit", self.jit, "must be true or false")
@@ -44,8 +42,8 @@ class ThunderArgs:
         if not self.jit:
             for name in ("bucketing_strategy", "executors"):
                 value = getattr(self, name)
-                unused = value == getattr(type(self), name)
-                require_option(unused, f"thunder.{name}", value, "has no effect with --thunder.jit false; leave it out")
+                ok = value == getattr(type(self), name)
+                require_option(ok, f"thunder.{name}", value, "has no effect with --thunder.jit false; leave it out")
 
     @property
     def executor_names(self) -> list[str] | None:

@@ -24,10 +24,11 @@ class PlannedFSDP:
         size, options = _ranks("thunder_fsdp", devices, num_nodes, accelerator), _options(groups)
         if precision == "16-mixed":
             raise UserError("--precision 16-mixed: not supported by --strategy thunder_fsdp; use bf16-mixed")
-        bucketing = f", buckets {options.bucketing_strategy}" if options.jit else ", not compiled"
-        frees_weights = options.sharding_strategy == "ZERO3" and options.jit  # between forward and backward
-        sharding = "FULL_SHARD" if frees_weights else "SHARD_GRAD_OP"
-        return StrategyPlan("fsdp", sharding, (size,), f"{options.sharding_strategy}{bucketing}")
+        if not options.jit:
+            return StrategyPlan("fsdp", "SHARD_GRAD_OP", (size,), "not compiled, keeps gathered weights as ZERO2 does")
+        sharding = {"ZERO2": "SHARD_GRAD_OP", "ZERO3": "FULL_SHARD"}[options.sharding_strategy]
+        reason = f"{options.sharding_strategy}, buckets {options.bucketing_strategy}"
+        return StrategyPlan("fsdp", sharding, (size,), reason)
 
     def build(
         self, plan: StrategyPlan, groups: Mapping[str, Any], *, precision: Precision, block_classes: set[type]
