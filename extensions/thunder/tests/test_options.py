@@ -130,6 +130,9 @@ def test_plans():
     fsdp = plan("thunder_fsdp", ThunderArgs("ZERO2", "BLOCK"), num_nodes=3)
     assert (fsdp.kind, fsdp.mesh, fsdp.extension) == ("fsdp", (6,), "thunder_fsdp")
     assert str(fsdp) == "thunder_fsdp, 6 devices (ZERO2, buckets BLOCK)"
+    options = (ThunderArgs(), ThunderArgs("ZERO2"), ThunderArgs(jit=False))
+    shardings = [plan("thunder_fsdp", thunder).sharding for thunder in options]
+    assert shardings == ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP"]
     ddp = plan("thunder_ddp", ThunderArgs(jit=False))
     assert (ddp.kind, ddp.mesh, ddp.extension) == ("ddp", (2, 1), "thunder_ddp") and "not compiled" in str(ddp)
     with pytest.raises(UserError, match="--strategy thunder_ddp: requires several devices; on one use --compiler"):
