@@ -73,14 +73,16 @@ def prepare(hf_dir: Path, folder: Path, python: str) -> None:
 def positions(folder: Path) -> list[int]:
     """Count the positions of toolkit's batches, including padding, by reading the data again."""
     from toolkit.data.loader import train_batches
+    from toolkit.data.order import ShuffledOrder
     from toolkit.data.sft.datasets import JSON
     from toolkit.data.tokenizer import Tokenizer
 
     data = JSON(json_path=str(folder / "data"), prompt_style="alpaca", cache_dir=str(folder / "cache"))
     tokenizer = Tokenizer.load(folder / "toolkit-base")
+    rows = data.prepare(tokenizer=tokenizer, max_seq_length=2048, report=lambda _: None).train
     steps = train_batches(
-        data.prepare(tokenizer=tokenizer, max_seq_length=2048, report=lambda _: None).train,
-        seed=SEED, start_position=0, total_positions=ROWS, global_batch_size=GLOBAL, micro_batch_size=MICRO,
+        rows, ShuffledOrder(len(rows), SEED),
+        start_position=0, total_positions=ROWS, global_batch_size=GLOBAL, micro_batch_size=MICRO,
         rank=0, world_size=1, num_workers=0,
     )  # fmt: skip
     return list(accumulate(sum(batch.input_ids.numel() for batch in step) for step in steps))

@@ -30,6 +30,15 @@ class DifferenceError(CommandError, RuntimeError):
     exit_code = 3
 
 
+class DataError(CommandError, RuntimeError):
+    """Training data cannot be read: a file is damaged or missing. The message names it and the fix.
+
+    A run saves a checkpoint before it ends with it. Before the first step it is a user error (exit code 2).
+    """
+
+    exit_code = 3
+
+
 class StoppedBySignalError(CommandError, RuntimeError):
     """A signal stopped the run, and its state is saved (exit code 128 + signal number)."""
 

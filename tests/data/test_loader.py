@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from toolkit.data.loader import NO_ROUNDING, Batch, Padding, choose_padding, train_batches, val_batches
-from toolkit.data.order import shuffled_index
+from toolkit.data.order import ShuffledOrder, shuffled_index
 from toolkit.data.tokens.synthetic import SyntheticRows
 
 T = 8
@@ -20,10 +20,10 @@ ROWS = SyntheticRows(vocab_size=100, num_rows=N, seed=0, block_size=T + 1)
 
 def batches(**changes):
     options = {
-        "seed": 5, "start_position": 0, "total_positions": None, "global_batch_size": 8, "micro_batch_size": 2,
+        "start_position": 0, "total_positions": None, "global_batch_size": 8, "micro_batch_size": 2,
         "rank": 0, "world_size": 1, "num_workers": 0,
     }  # fmt: skip
-    return train_batches(ROWS, **(options | changes))
+    return train_batches(ROWS, ShuffledOrder(N, 5), **(options | changes))
 
 
 def ids_of(step: list[Batch]) -> list[int]:
@@ -128,8 +128,8 @@ def test_rows_are_read_lazily():
             return ROWS[index]
 
     endless = train_batches(
-        Recorded(), seed=0, start_position=0, total_positions=None, global_batch_size=8, micro_batch_size=2, rank=0,
-        world_size=1, num_workers=0,
+        Recorded(), ShuffledOrder(N, 0), start_position=0, total_positions=None, global_batch_size=8,
+        micro_batch_size=2, rank=0, world_size=1, num_workers=0,
     )  # fmt: skip
     assert read == []
     next(endless)
@@ -202,8 +202,8 @@ if __name__ == "__main__":
         signal.signal(getattr(signal, name), lambda number, frame: received.append(number))
     rows = SyntheticRows(vocab_size=100, num_rows=1000, seed=0, block_size=9)
     batches = train_batches(
-        rows, seed=0, start_position=0, total_positions=None, global_batch_size=1, micro_batch_size=1, rank=0,
-        world_size=1, num_workers=2,
+        rows, ShuffledOrder(1000, 0), start_position=0, total_positions=None, global_batch_size=1,
+        micro_batch_size=1, rank=0, world_size=1, num_workers=2,
     )
     for _ in range(4):  # both workers have returned a batch
         next(batches)
@@ -250,10 +250,10 @@ class UnequalRows:
 @pytest.mark.parametrize(("world", "micro"), [(1, 8), (1, 2), (2, 2), (4, 1)])
 def test_n3_rows_of_unequal_length_stay_in_their_global_batch_longest_first(world, micro):
     options = {
-        "seed": 5, "start_position": 0, "total_positions": 27, "global_batch_size": 8, "micro_batch_size": micro,
+        "start_position": 0, "total_positions": 27, "global_batch_size": 8, "micro_batch_size": micro,
         "world_size": world, "num_workers": 0,
     }  # fmt: skip
-    ranks = [train_batches(UnequalRows(), rank=r, **options) for r in range(world)]
+    ranks = [train_batches(UnequalRows(), ShuffledOrder(N, 5), rank=r, **options) for r in range(world)]
     for s in range(4):
         steps = [next(rank) for rank in ranks]
         ids = [i for a in range(8 // (world * micro)) for step in steps for i in step[a].ids]

@@ -92,3 +92,15 @@ def test_s1_rank_without_write_permission_ends_all_with_one_line(broken):
     assert text.count("toolkit pretrain:") == 1 and "Traceback" not in text
     assert "--out_dir" in text and "rank 1 could not write" in text and "Permission denied" in text
     assert not list((folder / "forbidden").glob("*step-*"))
+
+
+@pytest.mark.slow
+def test_rank_that_cannot_read_its_data_stops_all_after_a_checkpoint(tmp_path, shared_flags):
+    start, rest = shared_flags[:3], shared_flags[shared_flags.index("--train.global_batch_size") :]
+    data = ["--data", "helpers.failing_data.Endless", "--data.vocab_size", "300", "--data.broken_at", "33"]
+    case = Case("unreadable", ["--strategy", "fsdp"], fault="by the data")
+    (ranks,) = run_group(tmp_path, 2, [case], [*start, *data, *rest]).values()
+    assert [seen["exit"] for seen in ranks] == [3, 3]
+    text = output_of(tmp_path, "unreadable")
+    assert text.count("shard-7.parquet: is damaged") == 1 and "Traceback" not in text
+    assert "step-00000004 is saved; resume with --resume auto" in text

@@ -4,8 +4,10 @@ import os
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from toolkit.data import SyntheticTokens
-from toolkit.errors import UserError
+from toolkit.errors import DataError, UserError
 
 
 @dataclass
@@ -49,3 +51,49 @@ class FailingRows:
         if index and self.how == "asleep":
             time.sleep(1000)
         return self.rows[index]
+
+
+@dataclass
+class Endless(SyntheticTokens):
+    """Random tokens in an order of their own: of unknown length, and known only from where the run goes on.
+
+    Args:
+        broken_at: Position that cannot be read; -1: none.
+        broken_rank: The rank of a node that cannot read it.
+    """
+
+    broken_at: int = -1
+    broken_rank: int = 1
+
+    def prepare(self, **options):
+        prepared = super().prepare(**options)
+        here = int(os.environ.get("LOCAL_RANK", "0"))
+        prepared.train = EndlessRows(prepared.train, self.broken_at if here == self.broken_rank else -1)
+        return prepared
+
+
+class EndlessRows:
+    def __init__(self, rows, broken_at):
+        self.rows, self.broken_at = rows, broken_at
+
+    def __getitem__(self, index):
+        return self.rows[index % len(self.rows)]
+
+    def order(self, seed, state):
+        return Countdown(self.broken_at, state.get("position", 0))
+
+
+class Countdown:
+    """Knows nothing of positions before ``first``."""
+
+    def __init__(self, broken_at, first):
+        self.broken_at, self.first = broken_at, first
+
+    def ids(self, positions):
+        assert (positions >= self.first).all(), (positions, self.first)
+        if self.broken_at in positions:
+            raise DataError("shard-7.parquet: is damaged; download it again")
+        return np.int64(1 << 40) - positions
+
+    def state(self, position):
+        return {"position": position}

@@ -32,7 +32,7 @@ from toolkit.diagnostics import alone, communication
 from toolkit.diagnostics.gradients import GradientRecorder
 from toolkit.distributed import fsdp, strategy
 from toolkit.models.mlp import LLaMAMLP
-from toolkit.training import build, checkpointer, trainer
+from toolkit.training import build, checkpointer, reading, trainer
 from toolkit.training.callbacks import metrics
 from toolkit.training.model import unwrapped
 
@@ -162,10 +162,10 @@ def broken(kind: str):
     if kind == "the search for NaN fails on rank 1":
         return mock.patch.object(checkpointer, "nonfinite_state", failing_search)
     if kind == "slow data on rank 1":
-        return mock.patch.multiple(trainer, **slow_loading(trainer.train_batches))
+        return slow_loading(reading.train_batches)
     if kind == "nan on rank 1":
         return mock.patch.object(trainer, "train_step", with_nan(trainer.train_step))
-    if kind == "by a callback":
+    if kind in ("by a callback", "by the data"):
         return nullcontext()
     if kind == "wrong values from rank 1":
         values = communication._values
@@ -217,7 +217,7 @@ def with_inf(train_step):
 
 
 def slow_loading(train_batches):
-    """Return the loader, and a clock for the trainer that rank 1 sets 100 s ahead with every batch."""
+    """Patch the loader, and give the trainer a clock that rank 1 sets 100 s ahead with every batch."""
     ahead = 0
 
     def batches(*args, **options):
@@ -226,7 +226,11 @@ def slow_loading(train_batches):
             ahead += 100 * dist.get_rank()
             yield batch
 
-    return {"train_batches": batches, "time": SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)}
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(reading, "train_batches", batches))
+    stack.enter_context(mock.patch.object(trainer, "time", clock))
+    return stack
 
 
 def with_nan(train_step):

@@ -23,6 +23,7 @@ from toolkit.commands import finetune_full, finetune_lora
 from toolkit.config import EvalArgs, FSDPArgs
 from toolkit.data import JSON
 from toolkit.data.loader import train_batches
+from toolkit.data.order import ShuffledOrder
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 from toolkit.models.lora import is_adapter
@@ -130,8 +131,8 @@ def test_n9_packed_and_unpacked_samples_have_equal_token_losses(base, questions,
         rows = data.prepare(tokenizer=tokenizer, max_seq_length=64, report=lambda line: None).train
         found[packing] = []
         for (batch,) in train_batches(
-            rows, seed=0, start_position=0, total_positions=len(rows), global_batch_size=4, micro_batch_size=4,
-            rank=0, world_size=1, num_workers=0,
+            rows, ShuffledOrder(len(rows), 0), start_position=0, total_positions=len(rows), global_batch_size=4,
+            micro_batch_size=4, rank=0, world_size=1, num_workers=0,
         ):  # fmt: skip
             inputs = batch.inputs(torch.device("cpu"))
             labels = inputs.pop("labels")

@@ -9,6 +9,7 @@ import torch
 from helpers.initialize import initialize
 
 from toolkit.data.loader import train_batches, val_batches
+from toolkit.data.order import ShuffledOrder
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
 from toolkit.training.step import train_step
@@ -40,8 +41,8 @@ def noisy() -> GPT:
 def batches_of(ragged, micro_batch_size, start=0):
     return next(
         train_batches(
-            ragged.train, seed=3, start_position=start, total_positions=None, global_batch_size=8,
-            micro_batch_size=micro_batch_size, rank=0, world_size=1, num_workers=0,
+            ragged.train, ShuffledOrder(len(ragged.train), 3), start_position=start, total_positions=None,
+            global_batch_size=8, micro_batch_size=micro_batch_size, rank=0, world_size=1, num_workers=0,
         )
     )  # fmt: skip
 

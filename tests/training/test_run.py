@@ -29,7 +29,7 @@ from toolkit.models.config import ModelOverrides
 from toolkit.planning import resolve
 from toolkit.planning.limits import Intervals
 from toolkit.planning.run_args import RunArgs
-from toolkit.training import agreement, trainer
+from toolkit.training import agreement, reading, trainer
 from toolkit.training.run import run_training
 from toolkit.training.state import RunFingerprint
 
@@ -302,7 +302,7 @@ def test_s2_extended_epochs_continue_with_the_next_sample(few_texts, tmp_path, m
             seen.extend(row for batch in batches for row in batch.ids if row >= 0)
             yield batches
 
-    monkeypatch.setattr(trainer, "train_batches", watch)
+    monkeypatch.setattr(reading, "train_batches", watch)
     n_rows = len(prepared(corpus).train)
     assert n_rows % 8
     for epochs in (1, 2):

@@ -9,6 +9,7 @@ from helpers.initialize import initialize
 
 from tests.training.conftest import VOCABULARY
 from toolkit.data.loader import NO_ROUNDING, Padding, train_batches, val_batches
+from toolkit.data.order import ShuffledOrder
 from toolkit.errors import GuardError
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
@@ -26,7 +27,7 @@ def gradients(fabric, model, rows, micro_batch_size, max_norm=None, padding=NO_R
     wrapped, optimizer = fabric.setup(model, optimizer)
     batches = next(
         train_batches(
-            rows, seed=3, start_position=0, total_positions=None, global_batch_size=8,
+            rows, ShuffledOrder(len(rows), 3), start_position=0, total_positions=None, global_batch_size=8,
             micro_batch_size=micro_batch_size, rank=0, world_size=1, num_workers=0, padding=padding,
         )
     )  # fmt: skip
@@ -108,7 +109,8 @@ def test_n7_nonfinite_loss_never_reaches_the_weights(fabric, pico, ragged, value
     model, optimizer = fabric.setup(pico, torch.optim.AdamW(pico.parameters()))
     batches = next(
         train_batches(
-            ragged.train, seed=3, start_position=0, total_positions=None, global_batch_size=4, micro_batch_size=2,
+            ragged.train, ShuffledOrder(len(ragged.train), 3), start_position=0, total_positions=None,
+            global_batch_size=4, micro_batch_size=2,
             rank=0, world_size=1, num_workers=0,
         )
     )  # fmt: skip

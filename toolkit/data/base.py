@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from toolkit.errors import require_option
@@ -12,6 +12,7 @@ from toolkit.errors import require_option
 if TYPE_CHECKING:
     import numpy as np
 
+    from toolkit.data.order import SampleOrder
     from toolkit.data.tokenizer import Tokenizer
 
 
@@ -35,6 +36,10 @@ class TokenDataset(Protocol):
 
     A dataset of variable-length rows has ``lengths``, a numpy (n,) int64 array of input tokens per row, or sets
     ``is_ragged`` if the lengths are unknown.
+
+    A dataset may define its own sample order: ``order(seed, state) -> SampleOrder``, where ``state`` is what the order
+    returned when the run's checkpoint was saved, or {} at the start of a run. Its row indices may then be any
+    non-negative int64, and it may leave out ``__len__`` if the number of rows is unknown.
     """
 
     def __len__(self) -> int: ...
@@ -45,6 +50,27 @@ class TokenDataset(Protocol):
 def row_lengths(dataset: TokenDataset | None) -> np.ndarray | None:
     """Return the input tokens of each row, (n,) int64; None if they are unknown, or the same in all rows."""
     return getattr(dataset, "lengths", None)
+
+
+def row_count(dataset: TokenDataset | None) -> int | None:
+    """Return the number of rows, 0 without a dataset; None if it is unknown."""
+    if dataset is None:
+        return 0
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def sample_order(dataset: TokenDataset, seed: int, state: dict[str, Any]) -> SampleOrder:
+    """Return the dataset's own sample order, else :class:`~toolkit.data.order.ShuffledOrder`.
+
+    Args:
+        dataset: The training rows.
+        seed: Seed of the sample order.
+        state: Of the checkpoint that the run resumes from, see :meth:`~toolkit.data.order.SampleOrder.state`.
+    """
+    from toolkit.data.order import ShuffledOrder
+
+    own = getattr(dataset, "order", None)
+    return ShuffledOrder(len(dataset), seed) if own is None else own(seed, state)
 
 
 def is_ragged(dataset: TokenDataset | None) -> bool:
@@ -64,6 +90,7 @@ class PreparedData:
         summary: One line for the log.
         vocab_size: For pre-tokenized data, one more than the largest possible token (SyntheticTokens) or the largest
             token found (LitData; ``TokenRows.survey`` samples very large data). None if ``tokenizer`` made the tokens.
+        val_sources: Parts of ``val`` by name, each of which is also validated on its own, as val_loss_<name>.
     """
 
     train: TokenDataset
@@ -72,6 +99,7 @@ class PreparedData:
     content_key: str
     summary: str
     vocab_size: int | None = None
+    val_sources: dict[str, TokenDataset] = field(default_factory=dict)
 
 
 class DataModule(ABC):

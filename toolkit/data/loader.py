@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from toolkit.data.base import TokenDataset, row_lengths
-from toolkit.data.order import shuffled_index
+from toolkit.data.base import TokenDataset, row_count, row_lengths
+from toolkit.data.order import SampleOrder
+from toolkit.errors import DataError
 from toolkit.models.labels import IGNORE_INDEX
 
 FILLER = -1  # row index of a filler row, which only completes a batch
@@ -122,10 +123,15 @@ class _MicroBatches(Dataset):
         self.rows = rows
         self.padding = padding
 
-    def __getitem__(self, ids_and_keys: list[list[int]]) -> Batch:
+    def __getitem__(self, ids_and_keys: list[list[int]] | DataError) -> Batch | DataError:
+        if isinstance(ids_and_keys, DataError):
+            return ids_and_keys
         ids, keys = ids_and_keys
-        rows = [None if i == FILLER else self.rows[i] for i in ids]
-        longest = len(self.rows[0]["input_ids"]) if all(row is None for row in rows) else 0
+        try:
+            rows = [None if i == FILLER else self.rows[i] for i in ids]
+            longest = len(self.rows[0]["input_ids"]) if all(row is None for row in rows) else 0
+        except DataError as error:
+            return error  # raised there, a worker's error would arrive with its traceback in the message
         return _collate(rows, ids, keys, longest, self.padding)
 
 
@@ -151,7 +157,7 @@ def exit_with_parent() -> None:
 
 
 def _load(
-    rows: TokenDataset, micro_batches: Iterable[list[list[int]]], num_workers: int, padding: Padding
+    rows: TokenDataset, micro_batches: Iterable[list[list[int]] | DataError], num_workers: int, padding: Padding
 ) -> Iterator[Batch]:
     loader = DataLoader(
         _MicroBatches(rows, padding),
@@ -162,13 +168,20 @@ def _load(
         # DataLoader draws a seed for its workers; the global generator's state must not change.
         generator=torch.Generator(),
     )
-    batches = _as_generator(iter(loader))
+    batches = _as_generator(loader)
     _open_loaders.add(batches)
     return batches
 
 
-def _as_generator(batches: Iterator[Batch]) -> Generator[Batch, None, None]:
-    yield from batches
+def _as_generator(loader: DataLoader) -> Generator[Batch, None, None]:
+    error = None
+    for batch in loader:
+        if isinstance(batch, DataError):
+            error = batch
+            break  # drops the iterator, which a traceback would keep alive with its workers
+        yield batch
+    if error is not None:
+        raise error
 
 
 _open_loaders: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
@@ -185,7 +198,11 @@ def _close_all() -> None:
 
 
 def _step_ids(
-    start: int, n: int, seed: int, total: int | None, batch_shape: tuple[int, int, int, int], lengths: np.ndarray | None
+    start: int,
+    order: SampleOrder,
+    total: int | None,
+    batch_shape: tuple[int, int, int, int],
+    lengths: np.ndarray | None,
 ) -> np.ndarray:
     """Return row indices and positions of one rank in the step from ``start``, (accumulation, 2, micro_batch_size).
 
@@ -195,12 +212,13 @@ def _step_ids(
     """
     global_size, micro_size, rank, world_size = batch_shape
     positions = start + np.arange(global_size)
-    ids = shuffled_index(positions, n, seed)
     if total is not None:
-        ids, positions = (np.where(positions < total, values, FILLER) for values in (ids, positions))
+        positions = np.where(positions < total, positions, FILLER)
+    ids = np.full_like(positions, FILLER)
+    ids[positions >= 0] = order.ids(positions[positions >= 0])
     if lengths is not None:
-        order = _longest_first(ids, lengths)
-        ids, positions = ids[order], positions[order]
+        longest_first = _longest_first(ids, lengths)
+        ids, positions = ids[longest_first], positions[longest_first]
     return np.stack([ids, positions]).reshape(2, -1, world_size, micro_size)[:, :, rank].swapaxes(0, 1)
 
 
@@ -211,8 +229,8 @@ def _longest_first(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def train_batches(
     rows: TokenDataset,
+    order: SampleOrder,
     *,
-    seed: int,
     start_position: int,
     total_positions: int | None,
     global_batch_size: int,
@@ -224,13 +242,13 @@ def train_batches(
 ) -> Iterator[list[Batch]]:
     """Yield the micro-batches of this rank for each optimizer step, starting at ``start_position``.
 
-    A global batch is the next G positions of the shuffled stream, up to ``total_positions`` (None: infinite). Filler
+    A global batch is the next G positions of the stream of samples, up to ``total_positions`` (None: infinite). Filler
     rows complete a short last batch, so that shapes and counts are equal on all ranks. Rows are read lazily; workers
     prefetch a few micro-batches.
 
     Args:
         rows: The dataset.
-        seed: Seed of the sample order.
+        order: The order of its rows.
         start_position: Rows consumed before; seeking is free.
         total_positions: Rows in the run, over all epochs.
         global_batch_size: Rows per step, G; a multiple of ``world_size * micro_batch_size``.
@@ -242,6 +260,7 @@ def train_batches(
 
     Raises:
         ValueError: The global batch is not divisible (N1), or there are no rows.
+        DataError: Data cannot be read; raised by the iterator.
     """
     if global_batch_size % (world_size * micro_batch_size):
         raise ValueError(
@@ -250,14 +269,18 @@ def train_batches(
     batch_shape = (global_batch_size, micro_batch_size, rank, world_size)
     size = global_batch_size
     starts = count(start_position, size) if total_positions is None else range(start_position, total_positions, size)
-    n = len(rows)
-    if n < 1:
+    if row_count(rows) == 0:
         raise ValueError("there are no rows to train on")
     lengths = row_lengths(rows)
-    micro_batches = (
-        one for start in starts for one in _step_ids(start, n, seed, total_positions, batch_shape, lengths).tolist()
-    )
-    batches = _load(rows, micro_batches, num_workers, padding)
+
+    def micro_batches() -> Iterator[list[list[int]] | DataError]:
+        try:
+            for start in starts:
+                yield from _step_ids(start, order, total_positions, batch_shape, lengths).tolist()
+        except DataError as error:
+            yield error  # in its place: the loader reads ahead
+
+    batches = _load(rows, micro_batches(), num_workers, padding)
     accumulation = global_batch_size // (world_size * micro_batch_size)
     return iter(lambda: list(islice(batches, accumulation)), [])
 

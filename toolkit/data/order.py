@@ -1,4 +1,6 @@
-"""Sample order: one permutation per epoch, computed and never stored, so that seeking is free.
+"""Sample order: which row stands at each position of the endless stream of samples that a run reads.
+
+That of a dataset of known length is one permutation per epoch, computed and never stored, so that seeking is free.
 
 A permutation of n rows is a Feistel network over the smallest even-bit domain of at least n values, with cycle walking
 (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: under four steps on average).
@@ -6,9 +8,43 @@ A permutation of n rows is a Feistel network over the smallest even-bit domain o
 
 from __future__ import annotations
 
-from typing import overload
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
 
 import numpy as np
+
+
+class SampleOrder(Protocol):
+    """The row at each position of the stream, the same on all ranks (N3)."""
+
+    def ids(self, positions: np.ndarray) -> np.ndarray:
+        """Return the row indices at ``positions``, int64 of their shape; positions increase from call to call.
+
+        It may wait for data that is being prepared. It runs in the training process, never in its workers.
+
+        Raises:
+            DataError: The data cannot be read.
+        """
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Return what a run that resumes at ``position`` needs in order not to read what came before (JSON)."""
+
+
+@dataclass(frozen=True)
+class ShuffledOrder:
+    """Endless epochs of ``n`` rows, each in a permutation of its own; see :func:`shuffled_index`."""
+
+    n: int
+    seed: int
+
+    def ids(self, positions: np.ndarray) -> np.ndarray:
+        """See :meth:`SampleOrder.ids`."""
+        return shuffled_index(positions, self.n, self.seed)
+
+    def state(self, position: int) -> dict[str, Any]:
+        """See :meth:`SampleOrder.state`; a seek needs nothing."""
+        return {}
+
 
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from toolkit.config import AUTO, Auto, EvalArgs, ProfilerArgs, TrainArgs
 from toolkit.errors import UserError
@@ -26,6 +27,7 @@ class Progress:
         best_val_loss: Of the checkpoint in ``best/``, where there is one.
         lowest_val_loss: Of all validations, where ``--train.patience`` counts them.
         stale_validations: Validations since the lowest one.
+        data: State of the sample order at ``samples``, see :meth:`toolkit.data.order.SampleOrder.state`.
     """
 
     step: int = 0
@@ -35,6 +37,7 @@ class Progress:
     best_val_loss: float | None = None
     lowest_val_loss: float | None = None
     stale_validations: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,15 @@ class Limits:
 
 
 def build_limits(
-    args: TrainArgs, done: Progress, *, n_rows: int, tokens_per_row: float, is_ragged: bool = False
+    args: TrainArgs, done: Progress, *, n_rows: int | None, tokens_per_row: float, is_ragged: bool = False
 ) -> Limits:
     """Combine the user's limits (at least one).
 
     ``done`` is the progress so far. It is needed because the last batch of an epoch may have been short, so steps and
-    samples are not proportional. ``tokens_per_row`` is a mean.
+    samples are not proportional. ``n_rows`` is None if it is unknown; ``tokens_per_row`` is a mean.
+
+    Raises:
+        UserError: epochs are given for data of unknown length.
     """
     ends: list[int] = []
     estimates: list[int] = []
@@ -81,6 +87,11 @@ def build_limits(
         end = done.step + math.ceil(left / (args.global_batch_size * tokens_per_row))
         (estimates if is_ragged else ends).append(end)
     if args.epochs is not None:
+        if n_rows is None:
+            raise UserError(
+                f"--train.epochs {args.epochs:g}: the number of rows of this data is unknown; set --train.max_tokens "
+                "or --train.max_steps instead"
+            )
         total_samples = math.ceil(args.epochs * n_rows)
         ends.append(done.step + math.ceil(max(0, total_samples - done.samples) / args.global_batch_size))
     assert ends or estimates or args.max_time is not None

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from toolkit.data.base import PreparedData, TokenDataset, row_lengths
+from toolkit.data.base import PreparedData, TokenDataset, row_count, row_lengths
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.chunks import TokenRows
-from toolkit.data.tokens.in_memory import InMemoryData, InMemoryDataset
+from toolkit.data.tokens.in_memory import InMemoryData, read_row
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.planning.run_args import RunArgs
@@ -29,9 +29,10 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
     data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report)
     if not type(args.data).__module__.startswith("toolkit."):
         check_rows(type(args.data).__name__, data, seq_length)
-    if len(data.train) < args.train.global_batch_size:
+    count = row_count(data.train)
+    if count is not None and count < args.train.global_batch_size:
         raise UserError(
-            f"--train.global_batch_size {args.train.global_batch_size}: the training data has only {len(data.train)} "
+            f"--train.global_batch_size {args.train.global_batch_size}: the training data has only {count} "
             f"{_sequences(data.train, seq_length)} or a smaller batch"
         )
     return data
@@ -46,9 +47,9 @@ def check_rows(name: str, data: PreparedData, seq_length: int | None) -> None:
     if not isinstance(data, PreparedData):
         raise UserError(f"--data {name}: prepare() returns {type(data).__name__}; it must return PreparedData")
     for split, rows in (("train", data.train), ("val", data.val)):
-        if rows is None or not len(rows):
+        if rows is None or row_count(rows) == 0:
             continue
-        length = len(InMemoryDataset(f"--data {name}: {split}", rows, None)[0]["input_ids"])
+        length = len(read_row(rows[0], f"--data {name}: {split}[0]", None)["input_ids"])
         if seq_length is not None and length > seq_length:
             raise UserError(f"--data {name}: {split}[0]: has {length} tokens, and a sequence has {seq_length}")
 

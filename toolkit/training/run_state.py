@@ -10,7 +10,7 @@ from pathlib import Path
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.store import BEST, FINAL, has_best
 from toolkit.config import EvalArgs, TrainArgs
-from toolkit.data.base import PreparedData, TokenDataset, is_ragged, row_lengths
+from toolkit.data.base import PreparedData, TokenDataset, is_ragged, row_count, row_lengths
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -91,7 +91,7 @@ def prepare_run_state(
     progress = Progress() if resume_from is None else read_progress(resume_from, fingerprint)
     reset_best_if_missing(progress, Path(args.out_dir), damaged)
     limits = build_limits(
-        args.train, progress, n_rows=len(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
+        args.train, progress, n_rows=row_count(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
     )
     if resume_from is not None:
         require_ahead(args.train, progress, limits, longest or math.ceil(length), resume_from)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -17,7 +17,8 @@ from torch.profiler import record_function
 from toolkit.checkpoints.lock import require_unlocked
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import FINAL, newest
-from toolkit.data.loader import Batch, choose_padding, train_batches, val_batches
+from toolkit.data.base import row_count
+from toolkit.data.loader import Batch, choose_padding, val_batches
 from toolkit.distributed import ranks
 from toolkit.distributed.device import deterministic_algorithms
 from toolkit.distributed.fabric import build_fabric
@@ -40,6 +41,7 @@ from toolkit.training.callbacks import Callback, Sampler, notify
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.data import prepare_data
 from toolkit.training.model import describe_model
+from toolkit.training.reading import TrainReader
 from toolkit.training.run_state import prepare_run_state
 from toolkit.training.state import read_meta
 from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
@@ -82,6 +84,7 @@ class Trainer:
             GuardError: the loss, the gradient or the weights are not finite, or replicas differ.
             StoppedBySignalError: a signal came; the state has been saved.
             PeerLostError, PeerShutdownError: see :func:`toolkit.distributed.launch.launch_processes`.
+            DataError: data cannot be read in the midst of the run; the state has been saved.
             CallbackError: a callback failed.
         """
         args, config, world = self.args, self.config, self.world
@@ -121,6 +124,7 @@ class Trainer:
                 return
             context = None if self.state.model.config is None else config.max_seq_length
             self.padding = choose_padding(self.fabric.device.type, self.state.longest_ragged > 0, context)
+            self.reader = TrainReader(config, self.state, self.data.train, self.padding)
             self.token_bytes = None if self.data.tokenizer is None else self.data.tokenizer.token_bytes()
             self._describe()
             if (gpt := self.state.model.meta_model) is not None and args.optimizer_class is None:
@@ -165,13 +169,12 @@ class Trainer:
         ready_at = last_saved = last_validated = time.perf_counter()
         step_seconds, skipped_in_a_row = 0.0, 0
         first_step = progress.step + 1
-        batches = self._train_batches()
         self.model.train()
         self.display.phase("training")
         while True:
             step_started = time.perf_counter()
             with record_function(DATA_WAIT):
-                micro_batches = next(batches)
+                micro_batches = self.reader.read()
 
             # The one collective of the step for what the ranks must agree on, and for their times.
             has_data = time.perf_counter()
@@ -182,6 +185,7 @@ class Trainer:
                 n_inputs=sum(batch.n_inputs for batch in micro_batches),
                 signalled=int(signals.received > 0),
                 should_stop=int(self._stop_reason is not None),
+                cannot_read=int(self.reader.error is not None),
                 time_is_up=int(left <= step_seconds),
                 eval_is_due=int(step_started - last_validated >= (intervals.eval_seconds or math.inf)),
                 save_is_due=int(step_started - last_saved >= (intervals.save_seconds or math.inf)),
@@ -189,6 +193,8 @@ class Trainer:
             voted_at = time.perf_counter()
             if agreed["signalled"]:
                 self._stop_for_signal(signals)
+            if agreed["cannot_read"]:
+                self._stop_for_data(is_first=progress.step + 1 == first_step)
             if agreed["should_stop"]:
                 self.display.message(
                     f"stopping after step {progress.step}: {self._stop_reason or 'requested by another rank'}"
@@ -267,6 +273,7 @@ class Trainer:
         """
         self.display.phase("saving")
         self._count_seconds()
+        self.progress.data = self.reader.order.state(self.progress.samples)
         with ranks.extended_timeout(self.timeouts.first, self.timeouts.later), record_function(SAVE):
             folder = self.checkpointer.save(name, self.progress)
         notify(self.callbacks, "on_checkpoint_saved", self, folder)
@@ -279,7 +286,7 @@ class Trainer:
         Raises:
             GuardError: the loss is not finite.
         """
-        if self.data.val is None or not len(self.data.val):
+        if self.data.val is None or not row_count(self.data.val):
             return {}
         self.display.phase("validating")
         batch, max_iters = self.config.batch, self.args.eval.max_iters
@@ -357,21 +364,6 @@ class Trainer:
 
     # ---- parts of the loop
 
-    def _train_batches(self) -> Iterator[list[Batch]]:
-        batch = self.config.batch
-        return train_batches(
-            self.data.train,
-            seed=self.args.seed,
-            start_position=self.progress.samples,
-            total_positions=self.state.limits.total_samples,
-            global_batch_size=batch.global_batch_size,
-            micro_batch_size=batch.micro_batch_size,
-            rank=self.fabric.global_rank,
-            world_size=self.fabric.world_size,
-            num_workers=self.args.data.num_workers,
-            padding=self.padding,
-        )
-
     def _log(self, metrics: dict[str, float]) -> None:
         """Hand a row of metrics to the callbacks."""
         if metrics:
@@ -389,6 +381,13 @@ class Trainer:
         raise StoppedBySignalError(
             signal_number, f"stopped after step {self.progress.step}; {folder} is saved; resume with --resume auto"
         )
+
+    def _stop_for_data(self, is_first: bool) -> None:
+        saved = None
+        if not is_first:
+            folder = self.save(f"step-{self.progress.step:08d}")
+            saved = f"stopped after step {self.progress.step}; {folder} is saved; resume with --resume auto"
+        self.reader.raise_error(saved)
 
     def _report_exception(self, error: BaseException) -> None:
         for callback in self.callbacks:

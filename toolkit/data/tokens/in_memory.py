@@ -81,24 +81,7 @@ class InMemoryDataset:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        item, name = self._dataset[index], f"{self._name}[{index}]"
-        if isinstance(item, tuple) and len(item) == 1:
-            (item,) = item
-        if isinstance(item, Mapping):
-            if missing := {"input_ids", "labels"} - item.keys():
-                raise UserError(f"{name}: has no {' and no '.join(sorted(missing))}; its keys are {', '.join(item)}")
-            input_ids, labels = (_to_token_tensor(item[key], f"{name}[{key!r}]") for key in ("input_ids", "labels"))
-        else:
-            block = _to_token_tensor(item, name)
-            input_ids, labels = block[:-1], block[1:]
-        if not 0 < len(input_ids) == len(labels):
-            raise UserError(
-                f"{name}: has {len(input_ids)} input tokens and {len(labels)} labels; provide equally many, "
-                "or one tensor of at least two tokens"
-            )
-        if (input_ids < 0).any() or ((labels < 0) & (labels != IGNORE_INDEX)).any():
-            raise UserError(f"{name}: contains negative tokens; only labels may be {IGNORE_INDEX}, to mask the loss")
-        return {"input_ids": input_ids[: self._max_length], "labels": labels[: self._max_length]}
+        return read_row(self._dataset[index], f"{self._name}[{index}]", self._max_length)
 
     def survey(self) -> tuple[list[int], str]:
         """Return the lengths of some evenly spaced rows, and a SHA-256 of these rows and the dataset length.
@@ -121,6 +104,31 @@ class InMemoryDataset:
         lengths = [len(row["input_ids"]) for row in rows]
         self.is_ragged = min(lengths) != max(lengths)
         return lengths, digest.hexdigest()
+
+
+def read_row(item: Any, name: str, max_length: int | None) -> dict[str, Tensor]:
+    """Return a user-provided row as inputs and labels, (T,) int64 each, truncated to ``max_length``.
+
+    Raises:
+        UserError: The row is invalid; the message begins with ``name``.
+    """
+    if isinstance(item, tuple) and len(item) == 1:
+        (item,) = item
+    if isinstance(item, Mapping):
+        if missing := {"input_ids", "labels"} - item.keys():
+            raise UserError(f"{name}: has no {' and no '.join(sorted(missing))}; its keys are {', '.join(item)}")
+        input_ids, labels = (_to_token_tensor(item[key], f"{name}[{key!r}]") for key in ("input_ids", "labels"))
+    else:
+        block = _to_token_tensor(item, name)
+        input_ids, labels = block[:-1], block[1:]
+    if not 0 < len(input_ids) == len(labels):
+        raise UserError(
+            f"{name}: has {len(input_ids)} input tokens and {len(labels)} labels; provide equally many, "
+            "or one tensor of at least two tokens"
+        )
+    if (input_ids < 0).any() or ((labels < 0) & (labels != IGNORE_INDEX)).any():
+        raise UserError(f"{name}: contains negative tokens; only labels may be {IGNORE_INDEX}, to mask the loss")
+    return {"input_ids": input_ids[:max_length], "labels": labels[:max_length]}
 
 
 def _to_token_tensor(value: Any, name: str) -> Tensor:
