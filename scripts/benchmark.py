@@ -72,13 +72,16 @@ def write_tokens(folder: Path, work: Work, vocab_size: int) -> None:
     """Write the random tokens of all steps as LitData chunks (toolkit, LitGPT) and as tokens.npy (Trainer)."""
     import numpy as np
 
-    from toolkit.data.tokens.chunks import write_chunks
+    from toolkit.data.tokens.store import TOKENS_PER_CHUNK, TokenWriter
 
     rows = (work.steps + 1) * work.batch_size
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
     tokens = np.random.default_rng(SEED).integers(0, vocab_size, (rows, work.seq_length + 1), dtype=dtype)
     np.save(folder / "tokens.npy", tokens)
-    write_chunks(tokens.reshape(-1), folder / "chunks", work.seq_length + 1)
+    block_size = work.seq_length + 1  # LitData reads only blocks within a chunk
+    writer = TokenWriter(folder, dtype, tokens_per_chunk=TOKENS_PER_CHUNK // block_size * block_size)
+    writer.add(tokens.reshape(-1))
+    writer.finish()
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,6 +1,6 @@
 """The products that scripts/benchmark.py compares: how to run each and read its figures.
 
-Each run is a process of the real product in a folder with ``chunks`` (LitData) and ``tokens.npy``.
+Each run is a process of the real product in a folder with ``tokens`` (LitData) and ``tokens.npy``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str) -> M
     out_dir = folder / "toolkit"
     command = [
         python, "-m", "toolkit", "pretrain", work.model, f"--out_dir={out_dir}",
-        "--data=LitData", f"--data.data_path={folder / 'chunks'}", "--data.split_names=null", "--data.num_workers=0",
+        "--data=LitData", f"--data.data_path={folder / 'tokens'}", "--data.split_names=null", "--data.num_workers=0",
         f"--train.max_steps={work.steps}", f"--train.max_seq_length={work.seq_length}",
         f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.batch_size}",
         f"--train.learning_rate={LEARNING_RATE}", f"--train.max_norm={MAX_NORM}", "--train.log_interval=1",
@@ -135,7 +135,7 @@ def run_litgpt(work: Work, config: ModelConfig, folder: Path, python: str, *, sh
     command = [
         python, "-m", "litgpt", "pretrain", config.name, f"--out_dir={out_dir}",
         f"--model_config={json.dumps(litgpt_config(config))}",
-        "--data=LitData", f"--data.data_path={folder / 'chunks'}", "--data.num_workers=0",
+        "--data=LitData", f"--data.data_path={folder / 'tokens'}", "--data.num_workers=0",
         f"--train.max_tokens={work.steps * work.tokens_per_step}", f"--train.max_seq_length={work.seq_length}",
         f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.batch_size}",
         f"--train.tie_embeddings={str(config.tie_embeddings).lower()}", f"--train.max_norm={MAX_NORM}",

@@ -93,7 +93,7 @@ def test_products_alternate_and_must_build_the_same_model(monkeypatch):
 
     def product(name, parameters):
         def run(work, config, folder, python):
-            assert (folder / "tokens.npy").is_file() and (folder / "chunks" / "index.json").is_file()
+            assert (folder / "tokens.npy").is_file() and (folder / "tokens" / "index.json").is_file()
             turns.append(name)
             return products.Measurement(parameters, 1.0, 1.0, 1.0)
 

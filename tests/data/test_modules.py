@@ -102,6 +102,7 @@ def prepared(corpus, tmp_path):
     data = module.prepare(tokenizer=None, max_seq_length=32, report=lambda _: None)
     folder = next(tmp_path.glob("text_files-*"))
     (folder / "checksums.json").unlink()
+    (folder / "tokens" / "crc32.npy").unlink()
     return folder, data
 
 
@@ -111,10 +112,10 @@ def test_litdata_reads_prepared_chunks(prepared):
     again = LitData(str(folder)).prepare(tokenizer=data.tokenizer, max_seq_length=32, report=lines.append)
     assert len(again.train) == len(data.train) and len(again.val) == len(data.val)
     assert torch.equal(again.train[3]["labels"], data.train[3]["labels"])
-    assert data.vocab_size is None and "0 leftover tokens at chunk ends" in lines[0]
-    alone = LitData(str(folder / "train"), split_names=None)
+    assert data.vocab_size is None and f"{data.train.tail_tokens + data.val.tail_tokens} leftover tokens" in lines[0]
+    alone = LitData(str(folder / "tokens"), split_names=None)
     alone = alone.prepare(tokenizer=None, max_seq_length=32, report=lines.append)
-    assert len(alone.train) == len(data.train) and alone.val is None and alone.tokenizer is None
+    assert len(alone.train) == data.train.store.n_tokens // 33 and alone.val is None and alone.tokenizer is None
     assert alone.content_key != again.content_key
 
 
@@ -122,7 +123,7 @@ def test_litdata_reports_the_tail_of_each_chunk(prepared):
     folder, data = prepared
     lines = []
     LitData(str(folder)).prepare(tokenizer=None, max_seq_length=100, report=lines.append)
-    tokens = [33 * len(data.train), 33 * len(data.val)]
+    tokens = [data.train.n_tokens, data.val.n_tokens]
     assert f"{sum(t % 101 for t in tokens)} leftover tokens at chunk ends" in lines[0]
 
 
@@ -135,9 +136,9 @@ def litdata_error(path, tokenizer=None, max_seq_length=32, **options) -> str:
 
 def test_s4_hostile_index_is_refused(prepared):
     folder, _ = prepared
-    index = json.loads((folder / "train" / "index.json").read_text())
-    index["chunks"][0]["filename"] = "../val/chunk-0-0.bin"
-    (folder / "train" / "index.json").write_text(json.dumps(index))
+    index = json.loads((folder / "tokens" / "index.json").read_text())
+    index["chunks"][0]["filename"] = "../tokens/chunk-0-0.bin"
+    (folder / "tokens" / "index.json").write_text(json.dumps(index))
     assert "only plain file names" in litdata_error(folder)
 
 
@@ -145,9 +146,9 @@ def test_litdata_errors_are_one_line(prepared, tmp_path):
     folder, _ = prepared
     assert litdata_error(tmp_path / "nowhere").startswith(f"--data.data_path {tmp_path}/nowhere: no folder")
     assert "see --data.split_names" in litdata_error(folder, split_names=("train", "validation"))
-    assert "contains no index.json" in litdata_error(folder, split_names=None)
+    assert "contains no index.json" in litdata_error(folder / "tokenizer", split_names=None)
     assert "has a row of 1,000,001 tokens" in litdata_error(folder, max_seq_length=10**6)
-    (folder / "train" / "index.json").write_text("{")
+    (folder / "tokens" / "index.json").write_text("{")
     assert "not an index" in litdata_error(folder)
 
 
@@ -168,9 +169,10 @@ def test_s5_litdata_reads_all_chunks_for_its_key_and_vocabulary(prepared, split)
 
     before = prepare(data.tokenizer)
     assert before.vocab_size <= data.tokenizer.vocab_size
-    chunk = folder / split / "chunk-0-0.bin"
+    chunk = folder / "tokens" / "chunk-0-0.bin"
     content = bytearray(chunk.read_bytes())
-    content[-2:] = (999).to_bytes(2, "little")  # uint16
+    last = len(content) - (2 * data.val.n_tokens if split == "train" else 0)
+    content[last - 2 : last] = (999).to_bytes(2, "little")  # uint16
     chunk.write_bytes(content)
     after = prepare()
     assert after.vocab_size == 1000 and after.content_key != before.content_key

@@ -60,14 +60,14 @@ def test_s5_miss_then_hit(prepare, tmp_path):
     assert all_tokens(again.train) == all_tokens(first.train) and all_tokens(again.val) == all_tokens(first.val)
     assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
     (folder,) = (tmp_path / "cache").iterdir()
-    assert folders(folder) == ["checksums.json", "manifest.json", "tokenizer", "train", "val"]
+    assert folders(folder) == ["checksums.json", "content_keys", "manifest.json", "tokenizer", "tokens"]
 
 
 def test_s5_every_input_changes_the_key(prepare, text, tmp_path):
     keys = [prepare()[0].content_key]
     tokenizer = train_bpe(["other text, another tokenizer " * 50], 280)
     for change in (
-        {"max_seq_length": T + 1}, {"vocab_size": 301}, {"val_fraction": 0.1}, {"val_fraction": 0.0},
+        {"vocab_size": 301}, {"val_fraction": 0.1}, {"val_fraction": 0.0},
         {"tokenizer": tokenizer}, {"vocab_size": "characters"}, {"text_fraction": 0.5},
     ):  # fmt: skip
         data, log = prepare(**change)
@@ -79,6 +79,59 @@ def test_s5_every_input_changes_the_key(prepare, text, tmp_path):
     assert "preparing" in log
     keys.append(data.content_key)
     assert len(set(keys)) == len(keys) == len(folders(tmp_path / "cache"))
+
+
+def test_s5_another_row_length_is_a_hit(prepare, tmp_path):
+    """Rows of any length are blocks of the same tokens; each length has a content key, computed once."""
+    first = prepare()[0]
+    stream = all_tokens(first.train)
+    for _ in range(2):
+        data, log = prepare(max_seq_length=T + 9)
+        assert "using cached" in log and "preparing" not in log and data.content_key != first.content_key
+        tokens = all_tokens(data.train)
+        assert len(tokens) > 1000 and tokens[: len(stream)] == stream[: len(tokens)]
+    (folder,) = (tmp_path / "cache").iterdir()
+    known = folder / "content_keys" / str(T + 10)
+    for content in ("", "0" * 64):
+        known.write_text(content)
+        assert (prepare(max_seq_length=T + 9)[0].content_key == data.content_key) == (content == "")
+    shutil.rmtree(folder / "content_keys")
+    (folder / "content_keys").touch()  # cannot be written
+    assert prepare()[0].content_key == first.content_key
+
+
+def test_s2_rows_and_keys_equal_those_of_earlier_versions(tmp_path):
+    """A run from before the format changed can be resumed: its checkpoints record this key."""
+    for number in range(8):
+        lines = (f"line {i * 31 % 97} of document {number}\n" for i in range(40 + number))
+        (tmp_path / f"{number}.txt").write_text("".join(lines))
+    for fraction, share, length, key, rows in (
+        (0.05, 1.0, 32, "1aeaac17e6161bf2d7edcb24cf1b970c8f1a2f2ec93660565d31b68c186c3bb4", (219, 11)),
+        (0.05, 1.0, 57, "a0be8a5f72b85865622c7d1c5d4bca38fd71a81c0fc6c95878695eb424defc4e", (125, 6)),
+        (0.2, 0.5, 32, "6dded94bd9e1198c336cbc961fdf89cd8ecc67b7d389147b462c57fadee8c5b9", (92, 23)),
+    ):
+        module = TextFiles(
+            f"{tmp_path}/*.txt", cache_dir=str(tmp_path / "c"), val_fraction=fraction, text_fraction=share
+        )
+        data = module.prepare(tokenizer=train_bpe(["x"], 257), max_seq_length=length, report=lambda _: None)
+        assert (len(data.train), len(data.val)) == rows and data.content_key == key
+    digest = hashlib.sha256(json.dumps([all_tokens(data.train), all_tokens(data.val)]).encode())
+    assert digest.hexdigest() == "654a8d191c2422150ddbd91d974bf065aa3d9af8ac063f2a541a804785b441f4"
+
+
+def test_data_of_an_earlier_version_is_prepared_anew_and_that_is_said(prepare, text, tmp_path):
+    from toolkit.data.text import prepare as module
+
+    prepare()
+    (folder,) = (tmp_path / "cache").iterdir()
+    found = documents.fingerprint(sorted(text.iterdir()), "x")
+    sources = module.TextSources("text_files", [], None, "", "", 0.05, 300, None)
+    inputs = module._key_inputs(sources, found, None, None)
+    assert folder.name == f"text_files-{module._hash(inputs)[:16]}"
+    former = folder.with_name(f"text_files-{module._hash(inputs | {'code': 2, 'block_size': T + 1})[:16]}")
+    folder.rename(former)
+    log = prepare()[1]
+    assert f"preparing {folder} (not prepared yet; {former.name} is of an earlier version and can be deleted)" in log
 
 
 def test_s5_code_version_is_part_of_the_key(prepare, monkeypatch):
@@ -130,22 +183,22 @@ DAMAGE = {
     "manifest emptied": lambda f: (f / "manifest.json").write_text(""),
     "manifest of other data": lambda f: _edit(f, lambda m: m.update(key="0" * 64)),
     "manifest of another kind": lambda f: (f / "manifest.json").write_text("[]"),
-    "manifest without splits": lambda f: _edit(f, lambda m: m.pop("val")),
-    "manifest with an invalid split": lambda f: _edit(f, lambda m: m.update(train=3)),
-    "manifest with other counts": lambda f: _edit(f, lambda m: m["train"].update(rows=5)),
+    "manifest without splits": lambda f: _edit(f, lambda m: m["splits"].pop("val")),
+    "manifest with an invalid split": lambda f: _edit(f, lambda m: m["splits"].update(train=3)),
+    "manifest with other counts": lambda f: _edit(f, lambda m: m["splits"].update(train=[0, 10**9])),
     "manifest missing": lambda f: (f / "manifest.json").unlink(),
-    "chunk truncated": lambda f: _cut(f / "train" / "chunk-0-0.bin"),
-    "chunk missing": lambda f: (f / "val" / "chunk-0-0.bin").unlink(),
+    "chunk truncated": lambda f: _cut(f / "tokens" / "chunk-0-0.bin"),
+    "chunk missing": lambda f: (f / "tokens" / "chunk-0-0.bin").unlink(),
     "tokenizer missing": lambda f: shutil.rmtree(f / "tokenizer"),
     "tokenizer changed": lambda f: (f / "tokenizer/tokenizer_config.json").write_text('{"eos_token": "a"}'),
     "everything missing": lambda f: (shutil.rmtree(f), f.mkdir()),
-    "a low bit of a token": lambda f: _flip(f / "train" / "chunk-0-0.bin", 100, 1),
-    "a high byte of a token": lambda f: _flip(f / "val" / "chunk-0-0.bin", -1, 0xFF),
-    "index changed": lambda f: _replace(f / "train" / "index.json", "0", "1"),
+    "a low bit of a token": lambda f: _flip(f / "tokens" / "chunk-0-0.bin", 100, 1),
+    "a high byte of a token": lambda f: _flip(f / "tokens" / "chunk-0-0.bin", -1, 0xFF),
+    "index changed": lambda f: _replace(f / "tokens" / "index.json", "0", "1"),
     "a digit of a checksum": lambda f: _replace(f / "checksums.json", '"crc32": ["', '"crc32": ["0'),
     "checksums missing": lambda f: (f / "checksums.json").unlink(),
     "checksums of another kind": lambda f: (f / "checksums.json").write_text("[]"),
-    "a chunk that is a pipe": lambda f: ((f / "train/chunk-0-0.bin").unlink(), os.mkfifo(f / "train/chunk-0-0.bin")),
+    "a chunk that is a pipe": lambda f: ((f / "tokens/chunk-0-0.bin").unlink(), os.mkfifo(f / "tokens/chunk-0-0.bin")),
 }
 
 
@@ -176,10 +229,11 @@ FAST = ["manifest emptied", "chunk truncated", "tokenizer missing", "a low bit o
 def test_s5_damaged_cache_is_rebuilt(prepare, tmp_path, damage):
     first = prepare()[0]
     (folder,) = (tmp_path / "cache").iterdir()
+    expected = all_tokens(first.train)
     DAMAGE[damage](folder)
     again, log = prepare()
     assert "preparing" in log and "damaged" in log
-    assert again.content_key == first.content_key and all_tokens(again.train) == all_tokens(first.train)
+    assert again.content_key == first.content_key and all_tokens(again.train) == expected
     assert folders(tmp_path / "cache") == [folder.name]
     assert "using cached" in prepare()[1]
 
@@ -192,8 +246,9 @@ def test_s7_damaged_file_is_named_and_intact_folder_is_verified_once_per_machine
     monkeypatch.setattr(cache, "find_damage", lambda f, files: checked.append(len(files)) or find_damage(f, files))
     for _ in range(3):
         assert "using cached" in prepare()[1]
-    assert checked == [sum(path.is_file() for path in folder.rglob("*")) - 1]  # all but the checksums
-    os.utime(folder / "train" / "index.json", (1, 1))
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "content_keys"]
+    assert checked == [len(files) - 1]  # all but the checksums
+    os.utime(folder / "tokens" / "index.json", (1, 1))
     assert "using cached" in prepare()[1] and len(checked) == 2
     with monkeypatch.context() as other:
         other.setattr(cache.socket, "gethostname", lambda: "another")
@@ -203,10 +258,10 @@ def test_s7_damaged_file_is_named_and_intact_folder_is_verified_once_per_machine
     with monkeypatch.context() as other:
         other.setenv("XDG_CACHE_HOME", str(stamps))
         assert "using cached" in prepare()[1] and "using cached" in prepare()[1] and len(checked) == 5
-    _flip(folder / "train" / "chunk-0-0.bin", 100, 1)
-    with pytest.raises(UserError, match="--data.data_path .* is damaged .*train/chunk-0-0.bin: bytes differ"):
+    _flip(folder / "tokens" / "chunk-0-0.bin", 100, 1)
+    with pytest.raises(UserError, match="--data.data_path .* is damaged .*tokens/chunk-0-0.bin: bytes differ"):
         LitData(str(folder)).prepare(tokenizer=None, max_seq_length=T, report=print)
-    assert re.search(r"preparing .*damaged \(train/chunk-0-0.bin: bytes differ from its checksum", prepare()[1])
+    assert re.search(r"preparing .*damaged \(tokens/chunk-0-0.bin: bytes differ from its checksum", prepare()[1])
     LitData(str(folder)).prepare(tokenizer=None, max_seq_length=T, report=print)
 
 
@@ -216,7 +271,7 @@ def test_stamps_of_removed_folders_are_removed(prepare, tmp_path, monkeypatch):
     stamps = tmp_path / "home" / "toolkit" / "verified"
     before = folders(stamps)
     shutil.rmtree(tmp_path / "cache")
-    prepare(max_seq_length=16), prepare(max_seq_length=16)
+    prepare(vocab_size=301), prepare(vocab_size=301)
     assert len(before) == len(folders(stamps)) == 1 and before != folders(stamps)
 
 
@@ -228,7 +283,6 @@ def run_python(code: str, *args) -> subprocess.Popen:
 PREPARE = """
     import sys
     from toolkit.data import TextFiles
-    import toolkit.data.text.prepare as prepare
     text, cache = sys.argv[1:3]
     def run():
         data = TextFiles(text, cache_dir=cache, vocab_size=300)
@@ -242,12 +296,12 @@ def test_s5_killed_preparation_is_never_reused(prepare, text, tmp_path):
         PREPARE
         + """
     import os, signal
-    write = prepare.write_chunks
-    def write_and_die(tokens, folder, block_size):
-        write(tokens, folder, block_size)
-        if folder.name == "val":
-            os.kill(os.getpid(), signal.SIGKILL)
-    prepare.write_chunks = write_and_die
+    from toolkit.data.tokens.store import TokenWriter
+    finish = TokenWriter.finish
+    def finish_and_die(writer):
+        finish(writer)
+        os.kill(os.getpid(), signal.SIGKILL)
+    TokenWriter.finish = finish_and_die
     run()
     """
     )
@@ -291,10 +345,10 @@ def test_s5_slower_process_uses_the_published_data(prepare, text, tmp_path, monk
 
 
 def test_failed_preparation_leaves_no_files(prepare, tmp_path, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("toolkit.data.text.prepare.write_chunks", full)
+    monkeypatch.setattr("toolkit.data.text.prepare.TokenWriter", full)
     with pytest.raises(UserError, match=r"--data.cache_dir .*: No space left on device"):
         prepare()
     assert folders(tmp_path / "cache") == []
@@ -343,11 +397,11 @@ def test_large_vocabularies_and_chunks(prepare, monkeypatch):
     files = small.tokenizer._files | {"tokenizer.json": json.dumps(raw).encode()}
     tokenizer = Tokenizer(files, "big")
     complete = prepare(tokenizer=tokenizer)[0]
-    assert 70_000 in all_tokens(complete.train) and complete.train.dtype.name == "int32"
-    monkeypatch.setattr("toolkit.data.tokens.chunks._TOKENS_PER_CHUNK", 1000)
+    assert 70_000 in all_tokens(complete.train) and complete.train.store.dtype.name == "int32"
+    monkeypatch.setattr("toolkit.data.tokens.store.TOKENS_PER_CHUNK", 1000)
     monkeypatch.setattr("toolkit.data.text.prepare.CODE_VERSION", 10**6)
     pieces = prepare(tokenizer=tokenizer)[0]
-    assert len(list(pieces.train.folder.glob("*.bin"))) > 5
+    assert len(list(pieces.train.store.array.folder.glob("*.bin"))) > 5
     assert pieces.content_key == complete.content_key and all_tokens(pieces.train) == all_tokens(complete.train)
 
 

@@ -89,7 +89,7 @@ class PreparedData:
         content_key: Hex SHA-256 of the row contents: equal keys mean equal rows.
         summary: One line for the log.
         vocab_size: For pre-tokenized data, one more than the largest possible token (SyntheticTokens) or the largest
-            token found (LitData; ``TokenRows.survey`` samples very large data). None if ``tokenizer`` made the tokens.
+            token found (LitData, of samples of very large data). None if ``tokenizer`` made the tokens.
         val_sources: Parts of ``val`` by name, each of which is also validated on its own, as val_loss_<name>.
     """
 

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from toolkit.checksums import check_entries, checksum_files, find_damage
-from toolkit.errors import UserError
+from toolkit.errors import DataError, UserError
 from toolkit.leftovers import sweep, temporary_prefix
 
 T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"
-DAMAGE_ERRORS = (ValueError, TypeError, KeyError, OSError)  # raised on reading a damaged folder
+DAMAGE_ERRORS = (ValueError, TypeError, KeyError, OSError, DataError)  # raised on reading a damaged folder
 HEARTBEAT = 10.0  # seconds between progress lines
-_ANNOUNCE_BYTES = 1 << 31  # verifying this much takes seconds
+ANNOUNCE_BYTES = 1 << 31  # reading this much takes seconds
 
 
 def default_cache_dir() -> Path:
@@ -80,7 +80,13 @@ def publish(temporary: Path, folder: Path, is_intact: Callable[[], bool]) -> Non
 
 
 def load_or_prepare(
-    folder: Path, what: str, read: Callable[[], T], make: Callable[[Path], None], report: Callable[[str], None]
+    folder: Path,
+    what: str,
+    read: Callable[[], T],
+    make: Callable[[Path], None],
+    report: Callable[[str], None],
+    *,
+    former: Path | None = None,
 ) -> tuple[T, bool]:
     """Return what ``read`` returns of a prepared folder, and whether it was in the cache.
 
@@ -90,6 +96,7 @@ def load_or_prepare(
         read: Reads ``folder``; raises one of DAMAGE_ERRORS if it is damaged.
         make: Fills the folder that it is given.
         report: Receives progress lines.
+        former: Where an earlier version of this package put the same data, in a format that is not read any more.
 
     Raises:
         UserError: The cache folder cannot be read or written.
@@ -98,6 +105,8 @@ def load_or_prepare(
         found, reason = find_prepared(folder, read, report)
         if found is not None:
             return found, True
+        if former is not None and former.exists():
+            reason += f"; {former.name} is of an earlier version and can be deleted"
         report(f"Data: preparing {folder} ({reason}): {what}")
         clean_up(folder.parent)
         with staging_folder(folder) as temporary:
@@ -150,7 +159,7 @@ def verify(folder: Path, report: Callable[[str], None]) -> None:
         seen = {"folder": str(folder.resolve()), "checksums": content, "versions": versions}
         if stamp is not None and _read_stamp(stamp) == seen:
             return
-        if (size := sum(stat.st_size for stat in stats.values())) >= _ANNOUNCE_BYTES:
+        if (size := sum(stat.st_size for stat in stats.values())) >= ANNOUNCE_BYTES:
             report(f"Data: verifying {size / 1e9:,.1f} GB in {folder}, once on this machine")
         if damaged := find_damage(folder, files):
             raise ValueError("; ".join(f"{name}: {why}" for name, why in damaged.items()))

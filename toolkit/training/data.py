@@ -8,8 +8,8 @@ import torch
 
 from toolkit.data.base import PreparedData, TokenDataset, row_count, row_lengths
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.tokens.chunks import TokenRows
 from toolkit.data.tokens.in_memory import InMemoryData, read_row
+from toolkit.data.tokens.store import BlockDataset
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
 from toolkit.planning.run_args import RunArgs
@@ -94,7 +94,7 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
 
 
 def _largest_token(rows: TokenDataset) -> int:
-    if isinstance(rows, TokenRows):
+    if isinstance(rows, BlockDataset):
         return rows.survey()[1]
     return max(
         int(torch.as_tensor(row[name]).max())

@@ -1,12 +1,13 @@
-"""Prepare text files once, cached by content: documents -> tokenizer -> chunks -> manifest.
+"""Prepare text files once, cached by content: documents -> tokenizer -> token store -> manifest.
 
-    <cache_dir>/<module>-<first 16 of the key>/{train,val}/   LitData chunks of full blocks
+    <cache_dir>/<module>-<first 16 of the key>/tokens/         all tokens, see toolkit.data.tokens.store
                                               tokenizer/
                                               manifest.json   contents and provenance
                                               checksums.json  of all of these files
+                                              content_keys/   of the row lengths seen so far
 
 Folders are published atomically with a rename (S5). The key excludes paths and dates: moved or copied text is a cache
-hit, changed text a miss.
+hit, changed text a miss. Rows are blocks of any length from the same tokens.
 """
 
 from __future__ import annotations
@@ -15,21 +16,20 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from toolkit.data.base import PreparedData, Vocabulary
-from toolkit.data.cache import HEARTBEAT, MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
+from toolkit.data.cache import ANNOUNCE_BYTES, HEARTBEAT, MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
 from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, collect_characters, train_bpe
-from toolkit.data.tokens.chunks import TokenRows, write_chunks
+from toolkit.data.tokens.store import BlockDataset, TokenWriter, open_splits, token_dtype
 from toolkit.errors import UserError
 
 Report = Callable[[str], None]
-CODE_VERSION = 2  # increment if the same text and options produce different rows
+CODE_VERSION = 3  # increment if the same text and options produce different rows
 _BPE_SAMPLE = 8_000_000  # characters for tokenizer training
 
 
@@ -76,76 +76,100 @@ def prepare_text(
     texts = train + (val or [])
     if changes := documents.describe_changes(texts):
         report(f"Data: {changes}")
-    key = _key(sources, train, val, tokenizer, max_seq_length)
+    inputs = _key_inputs(sources, train, val, tokenizer)
+    key, former = _hash(inputs), _hash(inputs | {"code": 2, "block_size": max_seq_length + 1})
     folder = choose_cache_dir(sources.cache_dir) / f"{sources.module}-{key[:16]}"
     prepared, is_cached = load_or_prepare(
         folder,
         f"{len(texts):,} documents, {sum(document.size for document in texts) / 1e6:.1f} MB",
-        lambda: _open(folder, key, tokenizer, max_seq_length),
-        lambda temporary: _make(temporary, key, sources, (train, val), tokenizer, max_seq_length, report),
+        lambda: _open(folder, key, tokenizer, max_seq_length + 1, report),
+        lambda temporary: _make(temporary, key, sources, (train, val), tokenizer, report),
         report,
+        former=folder.with_name(f"{sources.module}-{former[:16]}"),
     )
+    _require_block(prepared.train, sources.train_option, "training tokens")
+    _require_block(prepared.val, sources.val_option, "held-out tokens")
     how = f"using cached {folder}:" if is_cached else "prepared"
     report(f"Data: {how} {prepared.summary} ({time.perf_counter() - start:.1f} s)")
     return prepared
 
 
-def _key(
+def _key_inputs(
     sources: TextSources,
     train: list[documents.Document],
     val: list[documents.Document] | None,
     tokenizer: Tokenizer | None,
-    max_seq_length: int,
-) -> str:
+) -> dict[str, Any]:
     inputs = {
         "code": CODE_VERSION,
         "train": [d.sha256 for d in train],
         "val": None if val is None else [d.sha256 for d in val],
         "tokenizer": ["trained", sources.vocab_size] if tokenizer is None else tokenizer.fingerprint,
-        "block_size": max_seq_length + 1,
         "val_fraction": sources.val_fraction,
     }
     if sources.text_fraction < 1:
         inputs["text_fraction"] = sources.text_fraction
+    return inputs
+
+
+def _hash(inputs: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def _open(folder: Path, key: str, tokenizer: Tokenizer | None, max_seq_length: int) -> PreparedData:
+def _require_block(rows: Any, option: str, what: str) -> None:
+    if rows is not None and not len(rows):
+        raise UserError(
+            f"{option}: {rows.n_tokens:,} {what}, but one row needs {rows.block_size:,} (--train.max_seq_length + 1);"
+            " reduce --train.max_seq_length, provide more text, or change the held-out share"
+        )
+
+
+# ---- reading
+
+
+def _open(folder: Path, key: str, tokenizer: Tokenizer | None, block_size: int, report: Report) -> PreparedData:
     """Read a prepared folder. Raises one of DAMAGE_ERRORS if it is damaged."""
     manifest = read_manifest(folder, key)
     if tokenizer is None:
         tokenizer = Tokenizer.load(folder / "tokenizer", flag="the cached tokenizer")
     if tokenizer.fingerprint != manifest.get("tokenizer"):
         raise ValueError("the tokenizer was changed")
-    rows: dict[str, TokenRows | None] = {"train": None, "val": None}
-    for split in rows:
-        entry = manifest[split]
-        if entry is not None:
-            found = rows[split] = TokenRows(folder / split, max_seq_length + 1)
-            if len(found) != entry["rows"]:
-                raise ValueError(f"{split} has {len(found):,} rows instead of {entry['rows']:,}")
-    train = rows["train"]
-    if train is None:
-        raise ValueError(f"{MANIFEST} lists no training rows")
-    return PreparedData(
-        train=train,
-        val=rows["val"],
-        tokenizer=tokenizer,
-        content_key=manifest["content_key"],
-        summary=_summary(manifest),
-    )
+    train, val = open_splits(folder, manifest, block_size)
+    return PreparedData(train, val, tokenizer, _content_key(train, val, report), _summary(train, val, tokenizer))
 
 
-def _summary(manifest: dict[str, Any]) -> str:
-    def describe(split: str) -> str:
-        entry = manifest[split]
-        if entry is None:
+def _content_key(train: BlockDataset, val: BlockDataset | None, report: Report) -> str:
+    """Return the SHA-256 of the lengths and the tokens; all tokens are read once for each row length."""
+    store, known = train.store, train.store.folder / "content_keys" / str(train.block_size)
+    with suppress(OSError):
+        if len(key := known.read_text(encoding="utf-8")) == 2 * hashlib.sha256().digest_size:
+            return key
+    if (size := store.n_tokens * store.dtype.itemsize) >= ANNOUNCE_BYTES:
+        report(f"Data: hashing {size / 1e9:,.1f} GB in {store.folder}, once for this --train.max_seq_length")
+    n_val = 0 if val is None else val.n_tokens
+    digest = hashlib.sha256(f"{train.block_size} {train.n_tokens} {n_val} {store.dtype}".encode())
+    for rows in (train, val):
+        for block in () if rows is None else store.array.blocks(rows.start, rows.start + rows.n_tokens):
+            digest.update(block.data)
+    with suppress(OSError):  # another user's cache
+        known.parent.mkdir(exist_ok=True)
+        known.write_text(digest.hexdigest(), encoding="utf-8")
+    return digest.hexdigest()
+
+
+def _summary(train: BlockDataset, val: BlockDataset | None, tokenizer: Tokenizer) -> str:
+    def describe(split: str, rows: BlockDataset | None) -> str:
+        if rows is None:
             return f"no {split} rows"
-        leftover = f", {entry['tail_tokens']:,} tokens left over" if entry["tail_tokens"] else ""
-        return f"{entry['rows']:,} {split} rows{leftover}"
+        leftover = f", {rows.tail_tokens:,} tokens left over" if rows.tail_tokens else ""
+        return f"{len(rows):,} {split} rows{leftover}"
 
-    size = f"{manifest['tokens'] / 1e6:.2f} M tokens, vocabulary size {manifest['vocab_size']:,}"
-    return f"{size} in blocks of {manifest['block_size']:,}: {describe('train')}; {describe('val')}"
+    n_tokens = train.n_tokens + (0 if val is None else val.n_tokens)
+    size = f"{n_tokens / 1e6:.2f} M tokens, vocabulary size {tokenizer.vocab_size:,}"
+    return f"{size} in blocks of {train.block_size:,}: {describe('train', train)}; {describe('val', val)}"
+
+
+# ---- writing
 
 
 def _make(
@@ -154,13 +178,20 @@ def _make(
     sources: TextSources,
     texts: tuple[list[documents.Document], list[documents.Document] | None],
     tokenizer: Tokenizer | None,
-    max_seq_length: int,
     report: Report,
 ) -> None:
     active = tokenizer or _train_tokenizer(sources, texts, report)
     active.save(folder / "tokenizer")
-    manifest = {"version": CODE_VERSION, "key": key, "tokenizer": active.fingerprint}
-    manifest |= _write_splits(folder, sources, texts, active, max_seq_length, report)
+    writer = TokenWriter(folder, token_dtype(active.vocab_size))
+    _write_tokens(writer, texts[0], active, report)
+    n_train = writer.n_tokens
+    _write_tokens(writer, texts[1] or [], active, report)
+    n_all = writer.finish()
+    used = round(n_train * sources.text_fraction)
+    held_out = int(used * sources.val_fraction)
+    val = [used - held_out, used] if sources.val_fraction else None
+    splits = {"train": [0, used - held_out], "val": val if texts[1] is None else [n_train, n_all]}
+    manifest = {"version": CODE_VERSION, "key": key, "tokenizer": active.fingerprint, "splits": splits}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
@@ -184,64 +215,15 @@ def _train_tokenizer(
     return tokenizer
 
 
-def _write_splits(
-    temporary: Path,
-    sources: TextSources,
-    texts: tuple[list[documents.Document], list[documents.Document] | None],
-    tokenizer: Tokenizer,
-    max_seq_length: int,
-    report: Report,
-) -> dict[str, Any]:
-    """Write the chunks of both splits and return their manifest entries."""
-    stream, val_stream = temporary / "train.tokens", temporary / "val.tokens"
-    tokens = _write_tokens(stream, texts[0], tokenizer, report)
-    tokens = tokens[: round(len(tokens) * sources.text_fraction)]
-    if texts[1] is not None:
-        val = _write_tokens(val_stream, texts[1], tokenizer, report)
-    else:
-        held_out = int(len(tokens) * sources.val_fraction)
-        tokens, val = tokens[: len(tokens) - held_out], tokens[len(tokens) - held_out :]
-    block_size = max_seq_length + 1
-    _require_block(tokens, sources.train_option, "training tokens", max_seq_length)
-    has_val = texts[1] is not None or sources.val_fraction > 0
-    if has_val:
-        _require_block(val, sources.val_option, "held-out tokens", max_seq_length)
-    content = hashlib.sha256(f"{block_size} {len(tokens)} {len(val)} {tokens.dtype}".encode())
-    splits: dict[str, Any] = {"train": None, "val": None}
-    for split, part in (("train", tokens), ("val", val)) if has_val else (("train", tokens),):
-        content.update(part.data)
-        tail = write_chunks(part, temporary / split, block_size)
-        splits[split] = {"tokens": len(part), "rows": len(part) // block_size, "tail_tokens": tail}
-    total = len(tokens) + len(val)
-    del tokens, val, part
-    stream.unlink()
-    val_stream.unlink(missing_ok=True)
-    entries = {"content_key": content.hexdigest(), "block_size": block_size, "vocab_size": tokenizer.vocab_size}
-    return {**entries, "tokens": total, **splits}
-
-
-def _require_block(tokens: np.ndarray, option: str, what: str, max_seq_length: int) -> None:
-    if len(tokens) <= max_seq_length:
-        raise UserError(
-            f"{option}: {len(tokens):,} {what}, but one row needs {max_seq_length + 1:,} (--train.max_seq_length + 1);"
-            " reduce --train.max_seq_length, provide more text, or change the held-out share"
-        )
-
-
-def _write_tokens(path: Path, texts: list[documents.Document], tokenizer: Tokenizer, report: Report) -> np.ndarray:
-    """Tokenize documents into a file, an eos token after each, and return it as a memory map.
-
-    The tokens of a large corpus do not fit into memory.
-    """
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
+def _write_tokens(writer: TokenWriter, texts: list[documents.Document], tokenizer: Tokenizer, report: Report) -> None:
+    """Write the tokens of documents, an eos token after each."""
     total, done, last_line = sum(d.size for d in texts), 0, time.perf_counter()
-    with open(path, "wb") as out:
-        for pieces in documents.batches(texts, cut=tokenizer.splits_at_newlines()):
-            encoded = tokenizer.encode_batch([piece.text for piece in pieces], bos=False)
-            for ids, piece in zip(encoded, pieces, strict=True):
-                np.array([*ids, tokenizer.eos_id] if piece.ends_document else ids, dtype=dtype).tofile(out)
-            done += sum(len(piece.text) for piece in pieces)
-            if time.perf_counter() - last_line > HEARTBEAT:
-                report(f"Data: tokenized {done / 1e6:,.0f} of about {total / 1e6:,.0f} MB")
-                last_line = time.perf_counter()
-    return np.memmap(path, dtype=dtype, mode="r")
+    assert tokenizer.eos_id is not None  # checked by prepare_text
+    for pieces in documents.batches(texts, cut=tokenizer.splits_at_newlines()):
+        encoded = tokenizer.encode_batch([piece.text for piece in pieces], bos=False)
+        for ids, piece in zip(encoded, pieces, strict=True):
+            writer.add([*ids, tokenizer.eos_id] if piece.ends_document else ids)
+        done += sum(len(piece.text) for piece in pieces)
+        if time.perf_counter() - last_line > HEARTBEAT:
+            report(f"Data: tokenized {done / 1e6:,.0f} of about {total / 1e6:,.0f} MB")
+            last_line = time.perf_counter()

@@ -1,8 +1,7 @@
-"""Token folders in LitData's chunk format: written with LitData's writer, read by global row index.
+"""Arrays of tokens in LitData's flat chunk format, read by position.
 
-``litdata.optimize`` writes the same files but starts processes: 6 s more, and a calling script without a ``__main__``
-guard would run itself again. ``StreamingDataset`` reads them, but checks for updates over the network, divides its
-length by the number of ranks, and is at least twice as slow for random access.
+``StreamingDataset`` reads the same files, but checks for updates over the network, divides its length by the number of
+ranks, and is at least twice as slow for random access.
 """
 
 from __future__ import annotations
@@ -12,132 +11,180 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+
+from toolkit.errors import DataError
 
 INDEX = "index.json"
-_TOKENS_PER_CHUNK = 1 << 23  # 16 or 32 MB
+CHECKSUMS = "crc32.npy"
+PIECE = 1 << 16  # values per checksum: with uint16 as many bytes as Linux reads ahead
 _OPEN_CHUNKS = 128  # each holds a file descriptor
+_STAT_CHUNKS = 1024  # of more chunks, sizes are checked on reading, and survey() samples so many
 _READ_ALL_BYTES = 1 << 30  # above this, survey() samples
 _SAMPLES, _SAMPLE = 16, 1 << 14  # samples per chunk, tokens per sample
-_PIECE = 1 << 22  # tokens
+_BLOCK = 1 << 22  # values read at once
 
 
-def write_chunks(tokens: np.ndarray, folder: Path, block_size: int) -> int:
-    """Write the full blocks of ``tokens`` (1-D, uint16 or int32, may be a memory map) as LitData chunks.
+class ChunkedArray:
+    """A 1-D array of integers in the chunks of a folder. Opening it does not read, and rarely stats, the chunks.
 
-    Every chunk holds only full blocks, so LitData's TokensLoader drops nothing either.
-
-    Returns:
-        The number of leftover tokens at the end, less than ``block_size``.
-    """
-    from litdata import TokensLoader
-    from litdata.streaming.writer import BinaryWriter
-
-    n_full = len(tokens) // block_size * block_size
-    per_chunk = max(1, _TOKENS_PER_CHUNK // block_size) * block_size
-    # One item is one chunk: the writer closes a chunk when a second item would not fit.
-    writer = BinaryWriter(str(folder), chunk_size=per_chunk, item_loader=TokensLoader())
-    for i, start in enumerate(range(0, n_full, per_chunk)):
-        writer[i] = torch.from_numpy(np.array(tokens[start : min(start + per_chunk, n_full)]))
-    writer.done()
-    # One writer, so its index is complete. (LitData's merge would wait for all ranks of a process group.)
-    os.replace(folder / f"{writer.rank}.{INDEX}", folder / INDEX)
-    return len(tokens) - n_full
-
-
-class TokenRows:
-    """The rows of a chunk folder; see :class:`toolkit.data.base.TokenDataset`. A row is a block of T + 1 tokens.
+    Chunks are read with ``pread``: with a memory map, a chunk truncated in a running run would be a bus error, and the
+    pages of all chunks would count as memory of the process. Safe in several threads, and picklable.
 
     Args:
-        folder: Contains ``index.json`` and the chunks it lists.
-        block_size: T + 1.
+        folder: Contains ``index.json`` and the chunks it lists; ``crc32.npy`` if :class:`TokenWriter` wrote it. Then
+            each piece of 65,536 values is verified before it is used for the first time (S7).
 
     Attributes:
-        tail_tokens: Tokens at the chunk ends that do not fill a block.
+        dtype: The integer type.
+        sizes: Values per chunk.
 
     Raises:
-        ValueError: The index is invalid or names a file outside its folder, or a chunk is missing or truncated.
+        ValueError: The index is invalid or names a file outside its folder, or a chunk is missing. Up to 1,024 chunks,
+            also if one is truncated.
     """
 
-    def __init__(self, folder: str | Path, block_size: int) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.block_size = block_size
         index = _read_index(self.folder)
         self.dtype = _parse_dtype(index["config"])
         self._files = [_parse_chunk_name(chunk) for chunk in index["chunks"]]
         # A chunk starts with a uint32 header: the number of items, then n + 1 item offsets.
-        self._offsets = [4 * (chunk["chunk_size"] + 2) for chunk in index["chunks"]]
-        self._sizes = [chunk["dim"] for chunk in index["chunks"]]
-        self._check_sizes()
-        self._ends = list(accumulate(size // block_size for size in self._sizes))
-        self._open: dict[int, np.ndarray] = {}
-        self.tail_tokens = sum(size % block_size for size in self._sizes)
+        self._headers = [4 * (chunk["chunk_size"] + 2) for chunk in index["chunks"]]
+        self.sizes: list[int] = [chunk["dim"] for chunk in index["chunks"]]
+        self._starts = [0, *accumulate(self.sizes)]
+        self._check_files()
+        self._checksums = self._read_checksums()
+        self._forget()
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._starts[-1]
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        chunk = bisect.bisect_right(self._ends, index)
-        start = (index - (self._ends[chunk - 1] if chunk else 0)) * self.block_size
-        block = torch.from_numpy(self._tokens(chunk)[start : start + self.block_size].astype(np.int64))
-        return {"input_ids": block[:-1], "labels": block[1:]}
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the values from ``start`` to ``stop``, (stop - start,); they may span chunks.
 
-    def survey(self) -> tuple[bytes, int]:
-        """Scan the tokens once.
+        Raises:
+            DataError: A chunk is missing, damaged or cannot be read.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"values {start} to {stop} of {len(self)}")
+        if self._checksums is not None and stop > start:
+            for piece in range(start // PIECE, (stop - 1) // PIECE + 1):
+                if not self._verified[piece]:
+                    self._verify(piece, self._checksums)
+        return self._read(start, stop)
 
-        Up to 1 GiB, every token is read. Larger data is sampled: 16 blocks of 16 Ki tokens per chunk, evenly spaced
-        from its first token to its last; changes between the samples are not detected.
+    def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
+        """Yield all values from ``start`` to ``stop`` in large blocks."""
+        stop = len(self) if stop is None else stop
+        for first in range(start, stop, _BLOCK):
+            yield self.read(first, min(first + _BLOCK, stop))
+
+    def survey(self, start: int = 0, stop: int | None = None) -> tuple[bytes, int]:
+        """Scan the values from ``start`` to ``stop`` once.
+
+        Up to 1 GiB, every value is read. Of larger data, 16 blocks of 16 Ki values per chunk, evenly spaced from its
+        first value to its last, in at most 1,024 evenly spaced chunks; changes in between are not detected.
 
         Returns:
-            SHA-256 of the index and the tokens, and the largest token.
+            SHA-256 of the index and the values, and the largest value.
         """
         digest, largest = hashlib.sha256((self.folder / INDEX).read_bytes()), 0
-        for tokens in self._samples():
-            digest.update(tokens.data)
-            largest = max(largest, int(tokens.max()))
+        for values in self._samples(start, len(self) if stop is None else stop):
+            digest.update(values.data)
+            largest = max(largest, int(values.max()))
         return digest.digest(), largest
 
-    def _samples(self) -> Iterator[np.ndarray]:
-        """Yield the non-empty chunk pieces that :meth:`survey` reads."""
-        reads_all = sum(self._sizes) * self.dtype.itemsize <= _READ_ALL_BYTES
-        for chunk, size in enumerate(self._sizes):
-            starts: Sequence[int]
-            if reads_all or size <= _SAMPLES * _SAMPLE:
-                starts, length = range(0, size, _PIECE), _PIECE
-            else:
-                starts, length = [i * (size - _SAMPLE) // (_SAMPLES - 1) for i in range(_SAMPLES)], _SAMPLE
-            for start in starts:
-                yield self._tokens(chunk)[start : start + length]
+    def _samples(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Yield the non-empty blocks that :meth:`survey` reads."""
+        if (stop - start) * self.dtype.itemsize <= _READ_ALL_BYTES:
+            yield from self.blocks(start, stop)
+            return
+        last = len(self.sizes) - 1
+        for chunk in sorted({i * last // (_STAT_CHUNKS - 1) for i in range(_STAT_CHUNKS)}):
+            begin, end = max(start, self._starts[chunk]), min(stop, self._starts[chunk + 1])
+            if end - begin <= _SAMPLES * _SAMPLE:
+                yield from self.blocks(begin, end)
+                continue
+            for first in (begin + i * (end - begin - _SAMPLE) // (_SAMPLES - 1) for i in range(_SAMPLES)):
+                yield self.read(first, first + _SAMPLE)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # memory maps cannot be pickled
+        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_verified")}
 
-    def _tokens(self, chunk: int) -> np.ndarray:
-        if chunk not in self._open:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start without open files and verified pieces, here or in another process."""
+        self._open: dict[int, IO[bytes]] = {}
+        self._verified = bytearray(0 if self._checksums is None else len(self._checksums))
+
+    def _verify(self, piece: int, checksums: np.ndarray) -> None:
+        start = piece * PIECE
+        if zlib.crc32(self._read(start, min(start + PIECE, len(self))).data) != checksums[piece]:
+            chunk = bisect.bisect_right(self._starts, start) - 1
+            raise self._error(chunk, f"bytes differ from their checksum (after token {start - self._starts[chunk]:,})")
+        self._verified[piece] = True
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        parts = []
+        chunk = bisect.bisect_right(self._starts, start) - 1
+        while start < stop:
+            end = min(stop, self._starts[chunk + 1])
+            parts.append(self._read_chunk(chunk, start - self._starts[chunk], end - start))
+            start, chunk = end, chunk + 1
+        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self.dtype)])
+
+    def _read_chunk(self, chunk: int, start: int, count: int) -> np.ndarray:
+        n_bytes = count * self.dtype.itemsize
+        try:
+            file = self._open.get(chunk) or self._open_chunk(chunk)
+            content = os.pread(file.fileno(), n_bytes, self._headers[chunk] + start * self.dtype.itemsize)
+        except OSError as error:
+            raise self._error(chunk, f"cannot be read: {error.strerror or error}") from error
+        if len(content) != n_bytes:
+            raise self._error(chunk, "is truncated")
+        return np.frombuffer(content, self.dtype)
+
+    def _open_chunk(self, chunk: int) -> IO[bytes]:
+        with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # another thread was faster
             if len(self._open) >= _OPEN_CHUNKS:
-                del self._open[next(iter(self._open))]
-            path, shape = self.folder / self._files[chunk], (self._sizes[chunk],)
-            # A plain array: slicing np.memmap itself is slow.
-            self._open[chunk] = np.asarray(np.memmap(path, self.dtype, "r", self._offsets[chunk], shape))
-        return self._open[chunk]
+                del self._open[next(iter(self._open))]  # closed when the last thread has read from it
+        file = self._open[chunk] = open(self.folder / self._files[chunk], "rb", buffering=0)  # noqa: SIM115
+        return file
 
-    def _check_sizes(self) -> None:
-        for name, offset, size in zip(self._files, self._offsets, self._sizes, strict=True):
-            path = self.folder / name
-            needed = offset + size * self.dtype.itemsize
-            found = path.stat().st_size if path.is_file() else None
-            if found is None or found < needed:
-                problem = "is missing" if found is None else f"is truncated: {found:,} of {needed:,} bytes"
-                raise ValueError(f"{path} {problem}")
+    def _error(self, chunk: int, problem: str) -> DataError:
+        fix = "restore it" if self._checksums is None else "delete the folder of this data, and it is prepared anew"
+        return DataError(f"{self.folder / self._files[chunk]}: {problem}; {fix}")
+
+    def _check_files(self) -> None:
+        with os.scandir(self.folder) as entries:
+            present = {entry.name for entry in entries if entry.is_file()}  # one listing, no stat per chunk
+        for chunk, name in enumerate(self._files):
+            if name not in present:
+                raise ValueError(f"{self.folder / name} is missing")
+            if len(self._files) <= _STAT_CHUNKS:
+                found = (self.folder / name).stat().st_size
+                needed = self._headers[chunk] + self.sizes[chunk] * self.dtype.itemsize
+                if found < needed:
+                    raise ValueError(f"{self.folder / name} is truncated: {found:,} of {needed:,} bytes")
+
+    def _read_checksums(self) -> np.ndarray | None:
+        if not (self.folder / CHECKSUMS).is_file():
+            return None
+        checksums = np.load(self.folder / CHECKSUMS, mmap_mode="r")
+        if checksums.dtype != np.uint32 or checksums.shape != (-(-len(self) // PIECE),):
+            raise ValueError(f"{self.folder / CHECKSUMS} does not belong to these chunks")
+        return checksums
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
-    from toolkit.data.tokens.chunks import TokenRows
+    from toolkit.data.tokens.store import BlockDataset
 
 
 @dataclass
@@ -38,11 +39,11 @@ class LitData(DataModule):
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
     ) -> PreparedData:
         """See :meth:`DataModule.prepare`; nothing is written."""
-        self._verify(report)
-        names = [""] if self.split_names is None else list(self.split_names)
-        splits = [self._open_split(name, max_seq_length + 1) for name in names]
-        content = hashlib.sha256(f"{max_seq_length + 1}".encode())
-        largest = 0
+        folder, block_size = Path(self.data_path).expanduser(), max_seq_length + 1
+        self._verify(folder, report)
+        train, val = self._open(folder, block_size)
+        splits = [train] if val is None else [train, val]
+        content, largest = hashlib.sha256(f"{block_size}".encode()), 0
         for split in splits:
             digest, split_largest = split.survey()
             content.update(digest)
@@ -52,38 +53,45 @@ class LitData(DataModule):
                 f"--data.data_path {self.data_path}: contains token {largest:,}, but {tokenizer.name} has only"
                 f" {tokenizer.vocab_size:,}: the chunks were made with another tokenizer"
             )
-        train, val = splits[0], splits[1] if len(splits) > 1 else None
         tails = sum(split.tail_tokens for split in splits)
         held_out = "no val rows" if val is None else f"{len(val):,} val rows"
         summary = f"{len(train):,} train rows of {max_seq_length:,} tokens; {held_out}"
         report(f"Data: {self.data_path}: {summary}; {tails:,} leftover tokens at chunk ends do not fill a row")
         return PreparedData(train, val, tokenizer, content.hexdigest(), summary, largest + 1)
 
-    def _verify(self, report: Callable[[str], None]) -> None:
+    def _verify(self, folder: Path, report: Callable[[str], None]) -> None:
         """Check the bytes of a folder written by prepare_data; others have no checksums."""
         from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, verify
 
-        folder = Path(self.data_path).expanduser()
         if (folder / CHECKSUMS).is_file():
             try:
                 verify(folder, report)
             except DAMAGE_ERRORS as error:
                 raise UserError(f"--data.data_path {self.data_path}: is damaged ({error}); prepare it again") from error
 
-    def _open_split(self, name: str, block_size: int) -> TokenRows:
-        from toolkit.data.tokens.chunks import TokenRows
+    def _open(self, folder: Path, block_size: int) -> tuple[BlockDataset, BlockDataset | None]:
+        """Return the training and the held-out rows."""
+        from toolkit.data.cache import MANIFEST
+        from toolkit.data.tokens.store import SPLITS, TOKENS, ChunkBlockDataset, TokenStore, open_splits
 
-        folder = Path(self.data_path).expanduser() / name
         hint = "; see --data.split_names" if self.split_names else ""
-        if not folder.is_dir():
-            raise UserError(f"--data.data_path {self.data_path}: no folder {folder}{hint}")
         try:
-            rows = TokenRows(folder, block_size)
-        except ValueError as error:
+            if tuple(self.split_names or ()) == SPLITS and (folder / MANIFEST).is_file() and (folder / TOKENS).is_dir():
+                manifest = json.loads((folder / MANIFEST).read_bytes())
+                train, val = open_splits(folder, manifest, block_size)
+            else:
+                folders = [folder / name for name in self.split_names or ("",)]
+                for part in folders:
+                    require(part.is_dir(), "data_path", self.data_path, f"no folder {part}{hint}")
+                train, val, *_ = [*(ChunkBlockDataset(TokenStore(part), block_size) for part in folders), None]
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError, OSError) as error:
             raise UserError(f"--data.data_path {self.data_path}: {error}{hint}") from error
-        if len(rows) == 0:
-            raise UserError(
-                f"--data.data_path {self.data_path}: no chunk in {folder} has a row of {block_size:,} tokens"
-                " (--train.max_seq_length + 1); provide more text or reduce --train.max_seq_length"
-            )
-        return rows
+        for rows in (train, val):
+            if rows is not None and not len(rows):
+                raise UserError(
+                    f"--data.data_path {self.data_path}: no chunk in {rows.store.folder} has a row of {block_size:,}"
+                    " tokens (--train.max_seq_length + 1); provide more text or reduce --train.max_seq_length"
+                )
+        return train, val

@@ -1,0 +1,268 @@
+"""Prepared tokens: one format for text and instruction data.
+
+    <folder>/tokens/      all tokens one after the other, in LitData's flat chunk format (TokensLoader): uint16 or int32
+             loss_mask/   the same, uint8: 1 where a token has loss; only of instruction data
+             offsets.npy  int64 (n + 1,): where the samples start; only of instruction data
+
+``litdata.StreamingDataset(f"{folder}/tokens", item_loader=TokensLoader(block_size))`` reads the tokens, too; it drops
+those at the end of a chunk that do not fill a block.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.data.tokens.chunks import CHECKSUMS, INDEX, PIECE, ChunkedArray
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+TOKENS, LOSS_MASK, OFFSETS = "tokens", "loss_mask", "offsets.npy"
+SPLITS = ("train", "val")
+TOKENS_PER_CHUNK = 1 << 23  # 16 or 32 MB
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the type of tokens on disk."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+
+
+class TokenWriter:
+    """Streams tokens to a folder that :class:`TokenStore` reads. Memory: a few chunks.
+
+    Nothing is published: write to a staging folder (:mod:`toolkit.data.cache`) and rename it when it is complete.
+
+    Args:
+        folder: Created if it does not exist.
+        dtype: uint16 or int32, see :func:`token_dtype`.
+        with_loss_mask: Each sample comes with a loss mask.
+        with_offsets: Write where each sample starts, in memory 8 bytes per sample.
+        tokens_per_chunk: Tokens of all chunks but the last.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        dtype: npt.DTypeLike,
+        *,
+        with_loss_mask: bool = False,
+        with_offsets: bool = False,
+        tokens_per_chunk: int | None = None,
+    ) -> None:
+        self._folder, per_chunk = Path(folder), tokens_per_chunk or TOKENS_PER_CHUNK
+        self._tokens = _ArrayWriter(self._folder / TOKENS, np.dtype(dtype), per_chunk)
+        self._loss_mask = None
+        if with_loss_mask:
+            self._loss_mask = _ArrayWriter(self._folder / LOSS_MASK, np.dtype(np.uint8), per_chunk)
+        self._offsets = array("q", [0]) if with_offsets else None
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens so far."""
+        return self._tokens.size
+
+    def add(self, ids: Sequence[int] | np.ndarray, loss_mask: Sequence[bool] | np.ndarray | None = None) -> None:
+        """Append the tokens of a sample, or of any part of the data; ``loss_mask`` has as many values.
+
+        Raises:
+            ValueError: A token does not fit the dtype, or the loss mask has another length.
+        """
+        if (loss_mask is None) != (self._loss_mask is None) or (loss_mask is not None and len(loss_mask) != len(ids)):
+            raise ValueError(f"{len(ids)} tokens need as many values of the loss mask, if there is one")
+        self._tokens.add(np.asarray(ids))
+        if self._loss_mask is not None:
+            self._loss_mask.add(np.asarray(loss_mask))
+        if self._offsets is not None:
+            self._offsets.append(self.n_tokens)
+
+    def finish(self) -> int:
+        """Write what is left and the index; return the number of tokens. A folder without tokens cannot be opened."""
+        self._tokens.finish()
+        if self._loss_mask is not None:
+            self._loss_mask.finish()
+        if self._offsets is not None:
+            np.save(self._folder / OFFSETS, np.asarray(self._offsets))
+        return self.n_tokens
+
+
+class _ArrayWriter:
+    """Streams one array to chunks, with LitData's writer, and the CRC-32 of each piece to ``crc32.npy``.
+
+    ``litdata.optimize`` writes the same chunks but starts processes: 6 s more, and a calling script without a
+    ``__main__`` guard would run itself again.
+    """
+
+    def __init__(self, folder: Path, dtype: np.dtype, per_chunk: int) -> None:
+        from litdata import TokensLoader
+        from litdata.streaming.writer import BinaryWriter
+
+        self.folder, self.size = folder, 0
+        # One item is one chunk: the writer closes a chunk when a second item would not fit.
+        self._writer = BinaryWriter(str(folder), chunk_size=per_chunk, item_loader=TokensLoader())
+        self._buffer, self._n_chunks = np.empty(per_chunk, dtype), 0
+        self._checksums, self._crc32 = array("I"), 0
+
+    def add(self, values: np.ndarray) -> None:
+        if len(values) and not 0 <= values.min() <= values.max() <= np.iinfo(self._buffer.dtype).max:
+            raise ValueError(f"values {values.min()} to {values.max()} are no {self._buffer.dtype} of 0 or more")
+        while len(values):
+            filled = self.size % len(self._buffer)
+            n = min(len(values), len(self._buffer) - filled, PIECE - self.size % PIECE)
+            self._buffer[filled : filled + n] = values[:n]
+            self._crc32 = zlib.crc32(self._buffer[filled : filled + n].data, self._crc32)
+            self.size += n
+            values = values[n:]
+            if self.size % PIECE == 0:
+                self._close_piece()
+            if self.size % len(self._buffer) == 0:
+                self._write_chunk(len(self._buffer))
+
+    def finish(self) -> None:
+        if self.size % PIECE:
+            self._close_piece()
+        if (filled := self.size % len(self._buffer)) or not self.size:
+            self._write_chunk(filled)
+        self._writer.done()
+        # One writer, so its index is complete. (LitData's merge would wait for all ranks of a process group.)
+        os.replace(self.folder / f"{self._writer.rank}.{INDEX}", self.folder / INDEX)
+        np.save(self.folder / CHECKSUMS, np.asarray(self._checksums, np.uint32))
+
+    def _close_piece(self) -> None:
+        self._checksums.append(self._crc32)
+        self._crc32 = 0
+
+    def _write_chunk(self, filled: int) -> None:
+        import torch
+
+        self._writer[self._n_chunks] = torch.from_numpy(self._buffer[:filled].copy())
+        self._n_chunks += 1
+
+
+class TokenStore:
+    """Tokens that :class:`TokenWriter` or LitData wrote. Opening takes as long for 1 TB as for 1 GB; picklable.
+
+    Args:
+        folder: A folder of :class:`TokenWriter`, or of LitData chunks themselves.
+
+    Attributes:
+        folder: The folder.
+        array: The tokens.
+        has_loss_mask: Whether :meth:`loss_mask` can be read.
+
+    Raises:
+        ValueError: The folder is damaged, see :class:`ChunkedArray`.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        has_parts = (self.folder / TOKENS).is_dir()
+        self.array = ChunkedArray(self.folder / TOKENS if has_parts else self.folder)
+        self.has_loss_mask = has_parts and (self.folder / LOSS_MASK).is_dir()
+        self._loss_mask = ChunkedArray(self.folder / LOSS_MASK) if self.has_loss_mask else None
+        if self._loss_mask is not None and len(self._loss_mask) != len(self.array):
+            raise ValueError(f"{self.folder}: the loss mask has {len(self._loss_mask):,} of {len(self.array):,} values")
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.array)
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Return the tokens from ``start`` to ``stop``, (stop - start,) of the dtype of the store.
+
+        Raises:
+            DataError: They are damaged or cannot be read.
+        """
+        return self.array.read(start, stop)
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray:
+        """Return which tokens from ``start`` to ``stop`` have loss, (stop - start,) bool; see :meth:`tokens`."""
+        assert self._loss_mask is not None, "these tokens were written without a loss mask"
+        return self._loss_mask.read(start, stop).astype(np.bool_)
+
+    def offsets(self) -> np.ndarray:
+        """Return where the samples start, and the end of the last one, (n + 1,) int64."""
+        return np.load(self.folder / OFFSETS)
+
+
+class BlockDataset:
+    """Rows of consecutive tokens; see :class:`toolkit.data.base.TokenDataset`. A row is a block of T + 1 tokens.
+
+    Args:
+        store: The tokens.
+        block_size: T + 1.
+        start: The first token.
+        stop: The end of the tokens; None for all. Fewer than ``block_size`` at the end are left over.
+    """
+
+    def __init__(self, store: TokenStore, block_size: int, start: int = 0, stop: int | None = None) -> None:
+        self.store, self.block_size, self.start = store, block_size, start
+        self.n_tokens = (store.n_tokens if stop is None else stop) - start
+        if not 0 <= start <= start + self.n_tokens <= store.n_tokens:
+            raise ValueError(f"{store.folder} has no tokens {start:,} to {stop:,}: it has {store.n_tokens:,}")
+
+    def survey(self) -> tuple[bytes, int]:
+        """See :meth:`ChunkedArray.survey`."""
+        return self.store.array.survey(self.start, self.start + self.n_tokens)
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens that do not fill a block."""
+        return self.n_tokens - len(self) * self.block_size
+
+    def __len__(self) -> int:
+        return self.n_tokens // self.block_size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        import torch
+
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        start = self.find_row(index)
+        block = torch.from_numpy(self.store.tokens(start, start + self.block_size).astype(np.int64))
+        return {"input_ids": block[:-1], "labels": block[1:]}
+
+    def find_row(self, index: int) -> int:
+        """Return the first token of a row."""
+        return self.start + index * self.block_size
+
+
+class ChunkBlockDataset(BlockDataset):
+    """Rows of blocks that do not span chunks, as of LitData's TokensLoader; each chunk may have a tail."""
+
+    def __init__(self, store: TokenStore, block_size: int) -> None:
+        super().__init__(store, block_size)
+        sizes = np.asarray(store.array.sizes, np.int64)
+        self._row_ends = np.cumsum(sizes // block_size)
+        self._skipped = np.cumsum(sizes % block_size)
+
+    def __len__(self) -> int:
+        return int(self._row_ends[-1]) if len(self._row_ends) else 0
+
+    def find_row(self, index: int) -> int:
+        chunk = int(np.searchsorted(self._row_ends, index, side="right"))
+        return index * self.block_size + (int(self._skipped[chunk - 1]) if chunk else 0)
+
+
+def open_splits(folder: Path, manifest: dict[str, Any], block_size: int) -> tuple[BlockDataset, BlockDataset | None]:
+    """Return the training and held-out rows of a folder: the ranges of its tokens that the manifest lists.
+
+    Raises:
+        ValueError: The folder is damaged; also TypeError and KeyError.
+    """
+    store, splits = TokenStore(folder), manifest["splits"]
+    train, val = (None if (part := splits[name]) is None else BlockDataset(store, block_size, *part) for name in SPLITS)
+    if train is None:
+        raise ValueError("the manifest lists no training tokens")
+    return train, val
