@@ -226,7 +226,8 @@ def _run(command: TrainingCommand, arguments: dict[str, Any], callbacks: Iterabl
         if not isinstance(callback, Callback):
             raise UserError(f"callbacks {type(callback).__name__}: must be objects of a class of toolkit.Callback")
     for name, value in vars(data).items() if type(data).__module__.startswith("toolkit.") else ():
-        require_local(f"data.{name}", value)
+        if name not in getattr(data, "takes_urls", ()):
+            require_local(f"data.{name}", value)
     args = run_args(command, arguments)
     _require_script(args)
     try:

@@ -297,7 +297,8 @@ class CommandOptions:
             del self.given[key]
         elif self.chosen.get(group) in (None, *(self.choices(group).values() if group in self.bases else ())):
             prefix = f"{given.source}: " if given.source else "--" if given.source == "" else ""
-            require_local(f"{prefix}{key}", given.value)  # user-provided classes may accept URLs
+            if key.rpartition(".")[2] not in getattr(self.chosen.get(group), "takes_urls", ()):
+                require_local(f"{prefix}{key}", given.value)  # user-provided classes may accept URLs
 
     def _suggest(self, key: str, source: str | None, known: dict[str, Option]) -> str:
         """Return a hint for an unknown option, such as ``; did you mean --train.max_steps?``."""

@@ -6,12 +6,14 @@ The data modules import (and the command line lists them) without torch, litdata
 from toolkit.data.base import DataModule, PreparedData, TokenDataset
 from toolkit.data.sft.datasets import CSV, JSON, LIMA, Alpaca, Alpaca2k, AlpacaGPT4, Dolly, HuggingFace, Parquet
 from toolkit.data.sft.instruct import InstructionData
+from toolkit.data.streamed.hugging_face_text import HuggingFaceText
 from toolkit.data.text.python_stdlib import PythonStdlib
 from toolkit.data.text.text_files import TextFiles
 from toolkit.data.tokens.lit_data import LitData
 from toolkit.data.tokens.synthetic import SyntheticTokens
 
 __all__ = [
-    "CSV", "JSON", "LIMA", "Alpaca", "Alpaca2k", "AlpacaGPT4", "DataModule", "Dolly", "HuggingFace", "InstructionData",
-    "LitData", "Parquet", "PreparedData", "PythonStdlib", "SyntheticTokens", "TextFiles", "TokenDataset",
+    "CSV", "JSON", "LIMA", "Alpaca", "Alpaca2k", "AlpacaGPT4", "DataModule", "Dolly", "HuggingFace", "HuggingFaceText",
+    "InstructionData", "LitData", "Parquet", "PreparedData", "PythonStdlib", "SyntheticTokens", "TextFiles",
+    "TokenDataset",
 ]  # fmt: skip

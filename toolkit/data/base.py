@@ -39,7 +39,8 @@ class TokenDataset(Protocol):
 
     A dataset may define its own sample order: ``order(seed, state) -> SampleOrder``, where ``state`` is what the order
     returned when the run's checkpoint was saved, or {} at the start of a run. Its row indices may then be any
-    non-negative int64, and it may leave out ``__len__`` if the number of rows is unknown.
+    non-negative int64, and it may leave out ``__len__`` if the number of rows is unknown. ``preview`` is then a dataset
+    of some of its rows, for inspect_data.
     """
 
     def __len__(self) -> int: ...

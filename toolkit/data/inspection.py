@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.data.base import PreparedData, TokenDataset
+from toolkit.data.base import PreparedData, TokenDataset, row_count
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -22,12 +22,11 @@ def inspect_rows(prepared: PreparedData, num_samples: int) -> dict[str, Any]:
         character that spans several tokens appears in the last of them.
     """
     statistics = getattr(prepared.train, "statistics", None)
+    rows = getattr(prepared.train, "preview", prepared.train)
     return {
         "counts": _count_rows(prepared) if statistics is None else _select_counts(statistics, prepared),
         "longest": _describe_longest(prepared.train, [] if statistics is None else statistics["longest"]),
-        "samples": [
-            _describe_sample(prepared, *document) for document in _iterate_documents(prepared.train, num_samples)
-        ],
+        "samples": [_describe_sample(prepared, *document) for document in _iterate_documents(rows, num_samples)],
     }
 
 
@@ -57,12 +56,12 @@ def _select_counts(statistics: dict[str, Any], prepared: PreparedData) -> dict[s
 
 def _count_rows(prepared: PreparedData) -> dict[str, Any]:
     """Count the first rows of a dataset without statistics."""
-    surveyed = min(len(prepared.train), _SURVEY_ROWS)
-    rows = [prepared.train[i] for i in range(surveyed)]
+    train, count = getattr(prepared.train, "preview", prepared.train), row_count(prepared.train)
+    surveyed = min(len(train), _SURVEY_ROWS)
+    rows = [train[i] for i in range(surveyed)]
     tokens = sum(len(row["input_ids"]) for row in rows)
     n_targets = sum(int((row["labels"] != IGNORE_INDEX).sum()) for row in rows)
-    return {
-        "train_rows": len(prepared.train),
+    return ({} if count is None else {"train_rows": count}) | {
         "val_rows": 0 if prepared.val is None else len(prepared.val),
         "surveyed_rows": surveyed,
         "tokens_per_row": tokens / surveyed,

@@ -82,6 +82,8 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
         return config
     if data.vocab_size is not None:  # known for pre-tokenized data
         largest = data.vocab_size - 1
+    elif row_count(data.train) is None:  # it is not all read before the run
+        largest = max(known) - 1
     else:
         largest = max(_largest_token(rows) for rows in (data.train, data.val) if rows is not None)
     if largest >= embedded:

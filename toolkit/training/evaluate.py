@@ -16,7 +16,7 @@ from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model, load_model
 from toolkit.config import Accelerator, Auto, Precision, none_if_auto
 from toolkit.config.command import as_mapping, classes_of, parse_object
 from toolkit.data import DataModule, PythonStdlib
-from toolkit.data.base import is_ragged, row_lengths
+from toolkit.data.base import is_ragged, row_count, row_lengths
 from toolkit.data.loader import Batch, choose_padding, val_batches
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
@@ -108,12 +108,15 @@ def evaluate(
         raise UserError(f"--max_seq_length {length}: the model takes 1 to {block_size} tokens")
     prepared = data.prepare(tokenizer=checkpoint.tokenizer, max_seq_length=length, report=_notice)
     rows = prepared.val if split == "val" else prepared.train
-    if rows is None or not len(rows):
+    count = row_count(rows)
+    if count is None:
+        raise UserError(f"--split {split}: the number of rows of this data is unknown; use --split val")
+    if rows is None or not count:
         raise UserError(
             f"--split {split}: this data has none; hold some out (--data.val_split_fraction, for text "
             "--data.val_fraction), or use --split train"
         )
-    n_rows = len(rows) if max_iters is None else min(len(rows), max_iters * micro_batch_size)
+    n_rows = count if max_iters is None else min(count, max_iters * micro_batch_size)
     padding = choose_padding(checkpoint.fabric.device.type, is_ragged(rows), block_size)
     batches = val_batches(
         rows, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_rows=n_rows, padding=padding

@@ -12,14 +12,14 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit
 
 from toolkit.checkpoints.hf.import_hf import import_hf, read_hf_config, write_origin
 from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE, quantized_bits, read_index
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.store import disk_full_reason, require_new_folder
+from toolkit.data.hub_errors import describe_hub_error, hub_error_types
 from toolkit.data.tokenizer import FILE_PATTERNS
-from toolkit.errors import UserError, one_line
+from toolkit.errors import UserError
 from toolkit.untrusted import read_json_object
 
 if TYPE_CHECKING:
@@ -252,54 +252,11 @@ def _move(folder: Path, out_dir: Path) -> list[str]:
 @contextmanager
 def _hub_errors(repo_id: str, revision: str, hint: str = "") -> Iterator[None]:
     """Translate exceptions of huggingface_hub into a one-line ``UserError``."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # The bases are the errors of the HTTP library, which differs between major versions. hf_xet raises RuntimeError;
-    # the others are caused by malformed responses.
-    kinds = (HfHubHTTPError, *HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError, KeyError, TypeError)
-    errors: tuple[type[BaseException], ...] = kinds
     try:
         yield
     except UserError:
         raise
-    except errors as error:
-        raise UserError(_describe_error(error, repo_id, revision) + hint) from error
-
-
-def _describe_error(error: BaseException, repo_id: str, revision: str) -> str:
-    from huggingface_hub import errors
-
-    where, hub = f"repo_id {repo_id}", _endpoint()
-    causes = list(_causes(error))
-    status = next((e.response.status_code for e in causes if isinstance(e, errors.HfHubHTTPError)), None)
-    login = "log in with `hf auth login` or set HF_TOKEN"
-    if any(isinstance(e, errors.GatedRepoError) for e in causes):
-        return f"{where}: is gated; accept its license at {hub}/{repo_id}, then {login} to a token of that account"
-    if any(isinstance(e, errors.RepositoryNotFoundError) for e in causes):
-        return f"{where}: no such model at {hub}, or a private one; check the name, or {login}"
-    if any(isinstance(e, errors.RevisionNotFoundError) for e in causes):
-        return f"--revision {revision}: no such branch, tag or commit of {repo_id}; see {hub}/{repo_id}/tree/main"
-    if status in (401, 403):
-        return f"{where}: {hub} refuses the token (status {status}); {login} to one that may read it"
-    if any(isinstance(e, errors.OfflineModeIsEnabled) for e in causes):
-        return f"{where}: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, which disables downloads; unset it"
-    if reason := disk_full_reason(error):
-        return f"{where}: {reason}; free some space"
-    if isinstance(error, (KeyError, TypeError, ValueError)) and status is None:
-        return f"{where}: {hub} does not answer like a hub; check HF_ENDPOINT"
-    reason = f"status {status}" if status else one_line(causes[-1])[:200]
-    return f"{where}: no download from {hub} ({reason}); check the network, or HF_ENDPOINT if you use a mirror"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _endpoint() -> str:
-    """Return the hub's URL for messages, without credentials."""
-    from huggingface_hub import constants
-
-    url = urlsplit(constants.ENDPOINT)
-    return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
+    except hub_error_types() as error:
+        if (full := disk_full_reason(error)) is not None:
+            raise UserError(f"repo_id {repo_id}: {full}; free some space{hint}") from error
+        raise UserError(describe_hub_error(error, repo_id, revision) + hint) from error

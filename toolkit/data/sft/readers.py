@@ -333,7 +333,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise UserError("--data Parquet: needs pyarrow; run: pip install 'pyarrow>=17'") from error
     try:
         with parquet.ParquetFile(path) as file:
-            _require_plausible(path, file.metadata)
+            require_plausible(path.stat().st_size, file.metadata, str(path))
             batches = file.iter_batches(batch_size=_PARQUET_BATCH)
             yield from enumerate((_drop_nulls(row) for batch in batches for row in batch.to_pylist()), 1)
     except pyarrow.ArrowException as error:
@@ -347,9 +347,14 @@ def _drop_nulls(value: Any) -> Any:
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _require_plausible(path: Path, metadata: Any) -> None:
-    """Raise UserError for a decompression bomb: repeats of one value, or compressed zeros."""
-    size = path.stat().st_size
+def require_plausible(size: int, metadata: Any, name: str) -> None:
+    """Raise UserError for a decompression bomb: repeats of one value, or compressed zeros.
+
+    Args:
+        size: Of the file, in bytes.
+        metadata: Of its Parquet footer.
+        name: For the message.
+    """
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
     values = sum(chunk.num_values for chunk in chunks)
@@ -361,7 +366,7 @@ def _require_plausible(path: Path, metadata: Any) -> None:
         (repeated, 10**9 + (20 * size) ** 2, f"{values:,} values of up to {expanded / 1e6:,.1f} MB"),
     ):
         if found > limit:
-            raise UserError(f"{path}: claims {what} in a file of {size / 1e3:,.1f} kB; refusing to read it")
+            raise UserError(f"{name}: claims {what} in a file of {size / 1e3:,.1f} kB; refusing to read it")
 
 
 def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) -> HubRows:

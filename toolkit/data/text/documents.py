@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from toolkit.errors import UserError
 
@@ -99,15 +99,7 @@ def pieces(document: Document, size: int | None = PIECE) -> Iterator[Piece]:
     """
     try:
         with open(document.path, encoding="utf-8-sig", newline="") as file:
-            rest = carry = ""
-            while block := file.read(size or -1):
-                block = carry + block
-                carry = "\r" if block.endswith("\r") else ""  # its \n may be in the next block
-                rest += block[: len(block) - len(carry)].replace("\r\n", "\n")
-                if size and (cut := _last_line_end(rest, len(rest) - size)):
-                    yield Piece(rest[:cut], False)
-                    rest = rest[cut:]
-            yield Piece(rest + carry, True)
+            yield from cut_text(file, size)
     except UnicodeDecodeError as error:
         raise UserError(
             f"{document.option}: {document.path} is not UTF-8 text ({error.reason} at byte {error.start});"
@@ -115,6 +107,24 @@ def pieces(document: Document, size: int | None = PIECE) -> Iterator[Piece]:
         ) from error
     except OSError as error:
         raise UserError(f"{document.option}: {document.path} cannot be read: {error.strerror}") from error
+
+
+def cut_text(file: IO[str], size: int | None) -> Iterator[Piece]:
+    r"""Read one document in pieces of about ``size`` characters; None reads it in one piece.
+
+    \r\n line endings become \n.
+    Cuts fall only between a line that ends in a visible character and one that starts with a letter: tokenizers with
+    :meth:`Tokenizer.splits_at_newlines` split there as well, so the token ids do not change.
+    """
+    rest = carry = ""
+    while block := file.read(size or -1):
+        block = carry + block
+        carry = "\r" if block.endswith("\r") else ""  # its \n may be in the next block
+        rest += block[: len(block) - len(carry)].replace("\r\n", "\n")
+        if size and (cut := _last_line_end(rest, len(rest) - size)):
+            yield Piece(rest[:cut], False)
+            rest = rest[cut:]
+    yield Piece(rest + carry, True)
 
 
 def _last_line_end(text: str, start: int) -> int:

@@ -1,0 +1,233 @@
+"""Streamed text: units, the order of rows, broken files, and the processes that prepare units."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from helpers.cases import check_each
+from helpers.corpus import WORDS
+from pyarrow import parquet
+
+from toolkit.data import HuggingFaceText
+from toolkit.data.base import row_count, sample_order
+from toolkit.data.streamed import stream as stream_module
+from toolkit.data.streamed import units
+from toolkit.data.streamed.files import list_path
+from toolkit.data.streamed.order import ROW_BITS
+from toolkit.data.streamed.reader import stop_preparers
+from toolkit.data.streamed.units import plan_units, read_part
+from toolkit.errors import DataError, UserError
+
+T = 16
+
+
+def documents(count: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    return [f"{seed}.{i} é " + " ".join(rng.choices(WORDS, k=rng.randint(1, 60))) for i in range(count)]
+
+
+def lines(texts: list[str], column: str = "text") -> bytes:
+    return "".join(json.dumps({"id": 1, column: text}) + "\n" for text in texts).encode()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A file of each format, and small ones; about 60 kB."""
+    folder = tmp_path_factory.mktemp("text")
+    table = pyarrow.table({"id": range(90), "text": documents(90, 0)})
+    parquet.write_table(table, folder / "a.parquet", row_group_size=10)
+    (folder / "b.jsonl").write_bytes(lines(documents(90, 1)))
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines(documents(30, 2))))
+    (folder / "d.jsonl.zst").write_bytes(pyarrow.compress(lines(documents(30, 3)), "zstd", asbytes=True))
+    for i in range(5):
+        (folder / f"e{i}.txt").write_text(documents(1, 4 + i)[0])
+    (folder / "f.txt.gz").write_bytes(gzip.compress(documents(1, 9)[0].encode()))
+    return folder
+
+
+ALL_TEXTS = sorted(text for seed, count in ((0, 90), (1, 90), (2, 30), (3, 30)) for text in documents(count, seed))
+ALL_TEXTS += sorted(documents(1, seed)[0] for seed in range(4, 10))
+
+
+@pytest.fixture(autouse=True)
+def _small_units(monkeypatch):
+    monkeypatch.setattr(units, "UNIT_BYTES", 4000)
+
+
+def opened(path, cache: Path, **options):
+    data = HuggingFaceText(path=str(path), cache_dir=str(cache), vocab_size=300, **options)
+    return data.prepare(tokenizer=None, max_seq_length=T, report=lambda line: None)
+
+
+def stream_of(prepared):
+    return prepared.train.units.reader.stream
+
+
+def prepare_units(prepared) -> dict[int, int]:
+    """Prepare all units in this process; return their tokens."""
+    stream = stream_of(prepared)
+    return {number: stream.prepare(number).tokens for number in range(len(stream.source.units))}
+
+
+@pytest.mark.parametrize("unit_bytes", [200, 3000, 10**6])
+def test_units_have_every_document_once(folder, unit_bytes):
+    files = list_path(str(folder), "path")
+    found = []
+    for unit in plan_units(files, unit_bytes):
+        for part in unit:
+            assert len(unit) == 1 or part.total == 1  # parts of a large file are units of their own
+            found += [piece.text for piece in read_part(files[part.file], part, "text")]
+    assert sorted(found) == sorted(ALL_TEXTS)
+
+
+def test_n3_stream_order_has_every_row_once_per_epoch_and_seeks(folder, tmp_path):
+    prepared = opened(folder, tmp_path, val_rows=3)
+    tokens = prepare_units(prepared)
+    assert row_count(prepared.train) is None and len(prepared.val) == 3
+    rows = {(n << ROW_BITS) | row for n, count in tokens.items() for row in range(count // (T + 1))}
+    first = tokens[0] // (T + 1)
+    rows -= {first - 1 - i for i in range(3)}  # held out
+    size, order = len(rows), sample_order(prepared.train, 3, {})
+    epochs = [order.ids(np.arange(e * size, (e + 1) * size)) for e in range(3)]
+    assert all(set(ids.tolist()) == rows and len(ids) == size for ids in epochs)
+    assert not np.array_equal(epochs[0], epochs[1]) and not np.array_equal(epochs[1], epochs[2])
+    assert set((epochs[0][: first - 3] >> ROW_BITS).tolist()) == {0}  # the unit that is prepared before the first step
+    stream = np.concatenate(epochs)
+    for start in (0, 1, first - 4, first - 3, size - 1, size, size + 7, 2 * size):
+        state = json.loads(json.dumps(order.state(start)))
+        resumed = sample_order(prepared.train, 3, state)
+        assert resumed.state(start) == state
+        for step in range(start, start + 40, 8):  # as a run reads
+            positions = np.arange(step, step + 8)
+            assert np.array_equal(resumed.ids(positions), stream[positions])
+
+
+def test_resume_in_a_clean_cache_reads_only_what_comes_next(folder, tmp_path):
+    prepared = opened(folder, tmp_path / "first")
+    n_units = len(prepare_units(prepared))
+    order = sample_order(prepared.train, 3, {})
+    order.ids(np.arange(600))
+    passed = list(dict.fromkeys((order.ids(np.arange(600)) >> ROW_BITS).tolist()))
+    assert len(passed) > 4
+    start = order._starts[-1] + 1
+    clean = opened(folder, tmp_path / "clean")
+    assert clean.content_key == prepared.content_key
+    resumed = sample_order(clean.train, 3, order.state(start))
+    ids = resumed.ids(np.arange(start, start + 2))
+    stop_preparers(stream_of(clean).folder)
+    assert np.array_equal(ids, order.ids(np.arange(start, start + 2)))
+    row = clean.train[int(ids[0])]
+    assert row["input_ids"].tolist() == prepared.train[int(ids[0])]["input_ids"].tolist() and len(row["labels"]) == T
+    consumed = set(passed[1:-1])  # unit 0 has the rows to validate on
+    assert consumed and not consumed & set(stream_of(clean).prepared()) and n_units > len(passed)
+
+
+def test_unit_that_was_evicted_or_damaged_is_prepared_again(folder, tmp_path):
+    prepared = opened(folder, tmp_path)
+    prepare_units(prepared)
+    stream, row_id = stream_of(prepared), 3 << ROW_BITS
+    expected = prepared.train[row_id]["input_ids"].tolist()
+    for damage in ("evicted", "damaged"):
+        if damage == "evicted":
+            stream.evict(3)
+        else:
+            chunk = next((stream.unit_folder(3) / "tokens").glob("*.bin"))
+            chunk.write_bytes(chunk.read_bytes()[:-1] + b"\x00")
+        prepared.train.units._open.clear()
+        assert prepared.train[row_id]["input_ids"].tolist() == expected, damage
+    stop_preparers(stream.folder)
+
+
+def test_broken_file_is_an_error_or_skipped(folder, tmp_path):
+    source = tmp_path / "text"
+    shutil.copytree(folder, source)
+    whole = (source / "c.jsonl.gz").read_bytes()
+    (source / "c.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (source / "b.jsonl").write_bytes((source / "b.jsonl").read_bytes().replace(b"{", b"(", 91)[:-40])
+    lines = []
+    for choice in ("error", "skip", "error"):
+        data = HuggingFaceText(path=str(source), cache_dir=str(tmp_path), vocab_size=300, on_bad_shard=choice)
+        prepared = data.prepare(tokenizer=None, max_seq_length=T, report=lines.append)
+        prepare_units(prepared)
+        order = sample_order(prepared.train, 3, {})
+        if choice == "error":
+            with pytest.raises(DataError, match=r"(b.jsonl|c.jsonl.gz): .*--data.on_bad_shard skip"):
+                order.ids(np.arange(5000))
+        else:
+            first = order.ids(np.arange(900))
+            assert np.array_equal(first, sample_order(prepared.train, 3, {}).ids(np.arange(900)))
+            assert sum("skipped the rest of b.jsonl: byte " in line for line in lines) == 1 + 1  # by both orders
+            assert sum("skipped the rest of c.jsonl.gz" in line for line in lines) == 2
+            assert "(2 in total)" in "".join(lines)
+
+
+def test_invalid_input_is_one_line(folder, tmp_path, monkeypatch):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "table.csv").write_text("a,b\n")
+    (tmp_path / "short.txt").write_text("word")
+    (tmp_path / "list.json").write_text('[{"text": "x"}]')
+    (tmp_path / "none").mkdir()
+    parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
+    cases = [
+        (
+            {"path": folder, "text_column": "content"},
+            "--data.text_column content: a.parquet: .*its columns are id, text",
+        ),
+        (
+            {"path": folder / "b.jsonl", "text_column": "content"},
+            "text_column content: b.jsonl: .*columns are id, text",
+        ),
+        ({"path": tmp_path / "numbers.parquet"}, "--data.text_column text: .*of type int64, not text"),
+        ({"path": tmp_path / "nothing*.parquet"}, "--data.path .*: no file matches"),
+        ({"path": tmp_path / "missing"}, "--data.path .*: no such file, folder or bucket"),
+        ({"path": tmp_path / "none"}, "the folder has no file of a supported format"),
+        ({"path": tmp_path / "empty.jsonl"}, "contains no text"),
+        ({"path": tmp_path / "table.csv"}, "table.csv: must end in .parquet, .jsonl or .txt"),
+        ({"path": tmp_path / "short.txt"}, "5 tokens, but one row needs 17"),
+        ({"path": tmp_path / "list.json"}, "list.json: byte 0: is not a JSON object"),
+        ({"path": folder, "max_cache_gb": 1e-6}, "--data.max_cache_gb 1e-06: a run needs 5 units at a time"),
+        ({"path": folder, "val_path": folder / "b.jsonl"}, "--data.val_path .*b.jsonl is also training text"),
+        ({"path": "unknown://bucket/x.txt"}, "unknown kind of storage"),
+        ({"path": "https://user:secret@host/x.txt"}, "--data.path https://...: contains credentials"),
+        ({"path": "https://host/x.txt?X-Amz-Signature=secret"}, "contains credentials"),
+        ({}, "--data.repo_id None: give either this or --data.path"),
+        ({"path": "x", "repo_id": "y/z"}, "give either this or --data.path"),
+        ({"path": "x", "subset": "y"}, "--data.subset y: needs --data.repo_id"),
+        ({"path": "x", "val_rows": -1}, "--data.val_rows -1"),
+        ({"path": "x", "val_path": "y", "val_rows": 0}, "--data.val_rows 0: must be positive"),
+        ({"path": "x", "vocab_size": 256}, "--data.vocab_size 256"),
+        ({"path": "x", "prepare_workers": 0}, "--data.prepare_workers 0"),
+    ]
+
+    def check(options, message):
+        options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+        with pytest.raises(UserError, match=message) as error:
+            data = HuggingFaceText(**({"vocab_size": 300, "cache_dir": str(tmp_path / "cache")} | options))
+            data.prepare(tokenizer=None, max_seq_length=T, report=lambda line: None)
+        assert "\n" not in str(error.value) and "secret" not in str(error.value)
+
+    check_each(check, cases)
+
+
+def test_changed_text_is_another_cache(folder, tmp_path):
+    source = tmp_path / "text"
+    shutil.copytree(folder, source)
+    key = opened(source, tmp_path).content_key
+    moved = source.rename(tmp_path / "moved")
+    assert opened(moved, tmp_path).content_key == key
+    content = (moved / "b.jsonl").read_bytes()
+    (moved / "b.jsonl").write_bytes(content.replace(b"model", b"MODEL", 1))  # of the same size
+    assert opened(moved, tmp_path).content_key != key
+
+
+def test_code_version_is_part_of_the_key(folder, tmp_path, monkeypatch):
+    key = opened(folder, tmp_path).content_key
+    monkeypatch.setattr(stream_module, "CODE_VERSION", 0)
+    assert opened(folder, tmp_path).content_key != key

@@ -1,0 +1,71 @@
+"""Errors of the Hugging Face hub as one line: what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from toolkit.errors import one_line
+
+
+def hub_error_types() -> tuple[type[BaseException], ...]:
+    """Return the exceptions of huggingface_hub and what it uses.
+
+    The bases are the errors of the HTTP library, which differs between major versions. hf_xet raises RuntimeError; the
+    others are caused by malformed responses.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (HfHubHTTPError, *HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError, KeyError, TypeError)
+
+
+def describe_hub_error(
+    error: BaseException, repo_id: str, revision: str, *, kind: str = "model", option: str = "", hint: str = ""
+) -> str:
+    """Return one line about an error of :func:`hub_error_types`, without credentials.
+
+    Args:
+        error: The error.
+        repo_id: The repository.
+        revision: As requested.
+        kind: What the repository should hold.
+        option: Prefix of the options, such as ``--data.``.
+        hint: What to do about a revision that does not exist; by default a link to the files.
+    """
+    from huggingface_hub import errors
+
+    where, hub = f"{option}repo_id {repo_id}", hub_url()
+    page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{repo_id}"
+    causes = list(iterate_causes(error))
+    status = next((e.response.status_code for e in causes if isinstance(e, errors.HfHubHTTPError)), None)
+    login = "log in with `hf auth login` or set HF_TOKEN"
+    if any(isinstance(e, errors.GatedRepoError) for e in causes):
+        return f"{where}: is gated; accept its license at {page}, then {login} to a token of that account"
+    if any(isinstance(e, errors.RepositoryNotFoundError) for e in causes):
+        return f"{where}: no such {kind} at {hub}, or a private one; check the name, or {login}"
+    if any(isinstance(e, errors.RevisionNotFoundError) for e in causes):
+        see = hint or f"see {page}/tree/main"
+        return f"{option or '--'}revision {revision}: no such branch, tag or commit of {repo_id}; {see}"
+    if status in (401, 403):
+        return f"{where}: {hub} refuses the token (status {status}); {login} to one that may read it"
+    if any(isinstance(e, errors.OfflineModeIsEnabled) for e in causes):
+        return f"{where}: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, which disables downloads; unset it"
+    if isinstance(error, (KeyError, TypeError, ValueError)) and status is None:
+        return f"{where}: {hub} does not answer like a hub; check HF_ENDPOINT"
+    reason = f"status {status}" if status else one_line(causes[-1])[:200]
+    return f"{where}: no download from {hub} ({reason}); check the network, or HF_ENDPOINT if you use a mirror"
+
+
+def iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def hub_url() -> str:
+    """Return the hub's URL for messages, without credentials."""
+    from huggingface_hub import constants
+
+    url = urlsplit(constants.ENDPOINT)
+    return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()

@@ -1,0 +1,282 @@
+"""Source files: local, or in any storage that fsspec knows. They are listed once, and read with retries."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from toolkit.errors import UserError, join_first, one_line
+
+# Formats by suffix; each may be followed by one of COMPRESSIONS, Parquet not.
+FORMATS = {
+    ".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".txt": "text", ".text": "text",
+    ".md": "text",
+}  # fmt: skip
+COMPRESSIONS = (".gz", ".zst")
+SUPPORTED = ".parquet, .jsonl or .txt, the last two also with .gz or .zst"
+
+_PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "http": "aiohttp",
+    "https": "aiohttp",
+}  # fmt: skip
+_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before another attempt to read
+_SAMPLED_FILES, _SAMPLE = 32, 1 << 16  # local files of a source that are sampled for its identity; bytes per sample
+_SECRET_QUERY = re.compile(r"[?&][^=&]*(signature|token|sig|key|credential|secret|password)[^=&]*=", re.IGNORECASE)
+
+
+class StorageError(Exception):
+    """A file cannot be read for a reason that is not its content, after several attempts."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file to read.
+
+    Args:
+        url: For fsspec; a local file's path.
+        name: Relative to its source, for the cache key and for messages.
+        size: Bytes.
+        version: The storage's checksum or version, if its listing has one.
+    """
+
+    url: str
+    name: str
+    size: int
+    version: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Return "parquet", "jsonl" or "text"."""
+        return FORMATS[_suffixes(self.name)[0]]
+
+    @property
+    def compression(self) -> str:
+        """Return ".gz", ".zst" or an empty string."""
+        return _suffixes(self.name)[1]
+
+
+def _suffixes(name: str) -> tuple[str, str]:
+    """Return the suffixes of format and compression, in lower case; both empty if the format is not supported."""
+    name = name.lower()
+    compression = next((suffix for suffix in COMPRESSIONS if name.endswith(suffix)), "")
+    suffix = Path(name.removesuffix(compression)).suffix
+    if suffix not in FORMATS or (suffix == ".parquet" and compression):
+        return "", ""
+    return suffix, compression
+
+
+def is_supported(name: str) -> bool:
+    """Whether the suffix of a file name is that of a format to read."""
+    return _suffixes(name)[0] != ""
+
+
+def is_url(value: str) -> bool:
+    return "://" in value
+
+
+def require_no_secret(value: str, option: str) -> None:
+    """Refuse a URL with credentials, which would be saved with the run's options.
+
+    Raises:
+        UserError: it has some; the message does not show them.
+    """
+    if is_url(value) and (urlsplit(value).password or urlsplit(value).username or _SECRET_QUERY.search(value)):
+        raise UserError(
+            f"--data.{option} {urlsplit(value).scheme}://...: contains credentials, which would be saved with the run;"
+            " give them in the environment"
+        )
+
+
+def list_path(value: str, option: str) -> list[SourceFile]:
+    """Return the files of a path, a folder or a glob, local or remote, sorted by name.
+
+    Args:
+        value: What ``--data.<option>`` gives. In a folder, hidden files and other formats are ignored.
+
+    Raises:
+        UserError: nothing matches, a format is not supported, or the storage refuses.
+    """
+    where = f"--data.{option} {value}"
+    with storage_errors(where, value):
+        import fsspec
+
+        fs, path = fsspec.core.url_to_fs(value if is_url(value) else str(Path(value).expanduser().absolute()))
+        if _has_magic(path):
+            found = {k: v for k, v in fs.glob(path, detail=True).items() if v["type"] == "file"}
+            if not found:
+                raise UserError(f"{where}: no file matches")
+            root = path[: re.search(r"[*?\[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
+        elif fs.isdir(path):
+            root, found = path.rstrip("/"), fs.find(path, detail=True)
+            found = {k: v for k, v in found.items() if is_supported(k) and "/." not in k.removeprefix(root)}
+            if not found:
+                raise UserError(f"{where}: the folder has no file of a supported format: {SUPPORTED}")
+        else:
+            root, found = path.rpartition("/")[0], {path: fs.info(path)}
+        for name in found:
+            if not is_supported(name):
+                raise UserError(f"{where}: {name.rpartition('/')[2]}: must end in {SUPPORTED}")
+        files = [_describe(fs, name, info, root) for name, info in sorted(found.items())]
+    return require_content(files, where)
+
+
+def require_content(files: list[SourceFile], where: str) -> list[SourceFile]:
+    """Return the files that are not empty.
+
+    Raises:
+        UserError: all are empty.
+    """
+    if not (found := [file for file in files if file.size]):
+        names = join_first([file.name for file in files], 3)
+        raise UserError(f"{where}: contains no text ({names}: 0 bytes); give other files")
+    return found
+
+
+def _has_magic(path: str) -> bool:
+    return re.search(r"[*?\[]", path) is not None
+
+
+def _describe(fs: Any, path: str, info: dict[str, Any], root: str) -> SourceFile:
+    is_local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
+    version = next((str(info[key]) for key in ("ETag", "etag", "crc32c", "md5Hash", "sha256") if info.get(key)), "")
+    name = path.removeprefix(root).lstrip("/")
+    return SourceFile(path if is_local else fs.unstrip_protocol(path), name, int(info.get("size") or 0), version)
+
+
+def identify(files: list[SourceFile]) -> str:
+    """Return a hex SHA-256 of the listing: names, sizes and versions.
+
+    Local files have no version: the first and last 64 KiB of up to 32 evenly spaced files stand for it. Neither paths
+    nor dates count. A change elsewhere that keeps the size is not detected.
+
+    Raises:
+        OSError: a local file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{file.size}\0{file.version}\n".encode())
+    local = [file for file in files if not is_url(file.url)]
+    for i in sorted(
+        {round(i * (len(local) - 1) / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)} if local else []
+    ):
+        with open(local[i].url, "rb") as opened:
+            digest.update(opened.read(_SAMPLE))
+            opened.seek(max(0, local[i].size - _SAMPLE))
+            digest.update(opened.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+@contextmanager
+def storage_errors(where: str, url: str) -> Iterator[None]:
+    """Translate the errors of a storage into a one-line UserError that starts with ``where``."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # each storage has exceptions of its own
+        raise UserError(f"{where}: {describe_storage_error(error, url)}") from error
+
+
+def describe_storage_error(error: BaseException, url: str) -> str:
+    """Return the reason, and what to do about it, without credentials."""
+    scheme = url.partition("://")[0] if is_url(url) else ""
+    name = type(error).__name__
+    if isinstance(error, ImportError) and scheme in _PACKAGES:
+        return f"needs {_PACKAGES[scheme]}; run: pip install {_PACKAGES[scheme]}"
+    if isinstance(error, ValueError) and "rotocol not known" in str(error):
+        return "unknown kind of storage; use a local path, s3://, gs://, hf:// or https://"
+    if isinstance(error, FileNotFoundError):
+        return "no such file, folder or bucket"
+    if "Credential" in name:
+        return f"no credentials for {scheme}:// found; set them in the environment or the storage's configuration"
+    if isinstance(error, PermissionError):
+        fix = f"check the credentials for {scheme}:// and their permissions" if scheme else "check its permissions"
+        return f"access was refused; {fix}"
+    reason = getattr(error, "strerror", None) or one_line(error) or name
+    return f"cannot be read: {reason[:200]}"
+
+
+class RetryingFile(io.RawIOBase):
+    """A file to read and seek in; a failed read is repeated on a new connection.
+
+    Raises:
+        StorageError: the storage refuses, every attempt failed, or the file is shorter than when it was listed.
+    """
+
+    def __init__(self, file: SourceFile) -> None:
+        self._source, self._position = file, 0
+        self._opened: IO[bytes] | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._source.size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def size(self) -> int:
+        return self._source.size
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), self._source.size - self._position)
+        if wanted <= 0:
+            return 0
+        content = self._read(wanted)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+    def close(self) -> None:
+        self._disconnect()
+        super().close()
+
+    def _read(self, size: int) -> bytes:
+        for pause in (*_PAUSES, None):
+            try:
+                if self._opened is None:
+                    self._opened = _open(self._source)
+                self._opened.seek(self._position)
+                content = self._opened.read(size)
+                if not content:
+                    raise StorageError(f"{self._source.name}: is shorter than when it was listed")
+                return content
+            except StorageError:
+                raise
+            except Exception as error:
+                self._disconnect()
+                if pause is None or isinstance(error, (FileNotFoundError, PermissionError, ImportError)):
+                    reason = describe_storage_error(error, self._source.url)
+                    raise StorageError(f"{self._source.name}: {reason}") from error
+                time.sleep(pause)
+        raise AssertionError
+
+    def _disconnect(self) -> None:
+        if self._opened is not None:
+            with suppress(Exception):
+                self._opened.close()
+        self._opened = None
+
+
+def _open(file: SourceFile) -> IO[bytes]:
+    if not is_url(file.url):
+        return open(file.url, "rb", buffering=0)
+    import fsspec
+
+    fs, path = fsspec.core.url_to_fs(file.url)
+    # The size is known. Readers ask for what they need: reading further ahead would only repeat requests.
+    return fs.open(path, "rb", size=file.size, cache_type="none")

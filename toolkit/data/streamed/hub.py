@@ -1,0 +1,238 @@
+"""Files of a dataset on the Hugging Face hub, at one commit, by subset and split.
+
+Subsets are those of the README's ``configs``; without them, splits are recognized by file names, as the datasets
+library does (https://huggingface.co/docs/hub/datasets-file-names-and-splits). No code of the repository is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from toolkit.data.hub_errors import describe_hub_error, hub_error_types
+from toolkit.data.streamed.files import SourceFile, is_supported, list_path, require_content
+from toolkit.errors import UserError, join_first
+from toolkit.untrusted import parse_yaml
+
+_TIMEOUT = 30  # seconds
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_URL = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?/(?P<pattern>.+)")
+
+
+class Repository(NamedTuple):
+    """A dataset repository at one commit; ``option`` is the prefix of its options in messages."""
+
+    repo_id: str
+    revision: str
+    commit: str
+
+
+def open_repository(repo_id: str, revision: str) -> Repository:
+    """Resolve a branch, tag or commit.
+
+    Raises:
+        UserError: there is no such dataset or revision, or it cannot be read.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"--data.repo_id {repo_id}: not a valid hub name; give organization/name") from error
+    with _hub_errors(repo_id, revision):
+        commit = HfApi().dataset_info(repo_id, revision=revision, timeout=_TIMEOUT).sha
+        if not commit:
+            raise ValueError("no commit")
+    return Repository(repo_id, revision, commit)
+
+
+def list_split(repository: Repository, subset: str | None, split: str) -> list[SourceFile]:
+    """Return the files of a split, sorted by name.
+
+    Raises:
+        UserError: the subset or split does not exist; the message names those that do.
+    """
+    where = f"--data.repo_id {repository.repo_id}"
+    patterns = _patterns(repository, subset)
+    if patterns is None:
+        by_split = _split_by_name(_tree(repository, ""))
+        if subset is not None:
+            raise UserError(f"--data.subset {subset}: {repository.repo_id} has no subsets; leave it out")
+    else:
+        by_split = {name: list(_match(repository, globs)) for name, globs in patterns.items()}
+    if split not in by_split:
+        known = f"it has {join_first(sorted(by_split))}" if by_split else "it has no files of a supported format"
+        raise UserError(f"--data.split {split}: {repository.repo_id} has no such split; {known}")
+    if not by_split[split]:
+        raise UserError(f"{where}: split {split} has no files")
+    for file in by_split[split]:
+        if not is_supported(file.name):
+            raise UserError(f"{where}: {file.name}: its format is not supported")
+    return require_content(by_split[split], where)
+
+
+def list_url(value: str, option: str) -> list[SourceFile]:
+    """Return the files of a path or URL of any kind of storage, see :func:`~toolkit.data.streamed.files.list_path`."""
+    return _list_hub_url(value, option) if value.startswith("hf://") else list_path(value, option)
+
+
+def _list_hub_url(url: str, option: str) -> list[SourceFile]:
+    """Return the files of ``hf://datasets/ORGANIZATION/NAME[@REVISION]/GLOB``.
+
+    Raises:
+        UserError: it has another form, or nothing matches.
+    """
+    where = f"--data.{option} {url}"
+    if (match := _URL.fullmatch(url)) is None:
+        raise UserError(f"{where}: must be hf://datasets/ORGANIZATION/NAME[@REVISION]/FILES")
+    repository = open_repository(match["repo"], (match["revision"] or "main").replace("%2F", "/"))
+    if not (files := list(_match(repository, [match["pattern"]]))):
+        raise UserError(f"{where}: no file matches")
+    for file in files:
+        if not is_supported(file.name):
+            raise UserError(f"{where}: {file.name}: its format is not supported")
+    return require_content(files, where)
+
+
+def _patterns(repository: Repository, subset: str | None) -> dict[str, list[str]] | None:
+    """Return the globs of each split of a subset, from the README; None if it names no files."""
+    configs = {
+        str(c.get("config_name", "default")): c for c in _configs(repository) if "data_files" in c or "data_dir" in c
+    }
+    if not configs:
+        return None
+    name = subset
+    if name is None:
+        defaults = [n for n, c in configs.items() if n == "default" or c.get("default") is True]
+        name = defaults[0] if defaults else next(iter(configs)) if len(configs) == 1 else None
+    if name not in configs:
+        problem = "must be given" if subset is None else f"{subset}: no such subset"
+        raise UserError(f"--data.subset {problem}; {repository.repo_id} has {join_first(sorted(configs), 20)}")
+    folder, files = configs[name].get("data_dir"), configs[name].get("data_files")
+    prefix = f"{folder.strip('/')}/" if isinstance(folder, str) and folder.strip("/.") else ""
+    if files is None:
+        by_name = _split_by_name(_tree(repository, prefix.rstrip("/")))
+        return {split: [file.name for file in found] for split, found in by_name.items()}
+    return {split: [prefix + glob for glob in globs] for split, globs in _by_split(files, repository).items()}
+
+
+def _by_split(files: Any, repository: Repository) -> dict[str, list[str]]:
+    """Normalize ``data_files``: one or more globs, or a list of splits with their paths."""
+
+    def as_globs(value: Any) -> list[str]:
+        return [value] if isinstance(value, str) else [glob for glob in value if isinstance(glob, str)]
+
+    if isinstance(files, str) or (isinstance(files, list) and all(isinstance(item, str) for item in files)):
+        return {"train": as_globs(files)}
+    items = [{"split": k, "path": v} for k, v in files.items()] if isinstance(files, dict) else files
+    try:
+        found: dict[str, list[str]] = {}
+        for item in items:
+            found.setdefault(str(item["split"]), []).extend(as_globs(item["path"]))
+        return found
+    except (TypeError, KeyError) as error:
+        raise UserError(f"--data.repo_id {repository.repo_id}: the data_files of its README are malformed") from error
+
+
+def _configs(repository: Repository) -> list[dict[str, Any]]:
+    """Return ``configs`` of the README's YAML header."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    with _hub_errors(repository.repo_id, repository.revision):
+        try:
+            path = hf_hub_download(
+                repository.repo_id, "README.md", repo_type="dataset", revision=repository.commit, etag_timeout=_TIMEOUT
+            )
+        except EntryNotFoundError:
+            return []
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    header = re.match(r"\s*---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+    try:
+        values = parse_yaml(header[1]) if header else None
+    except ValueError as error:
+        raise UserError(
+            f"--data.repo_id {repository.repo_id}: the YAML of its README cannot be read: {error}"
+        ) from error
+    configs = values.get("configs") if isinstance(values, dict) else None
+    return [config for config in configs if isinstance(config, dict)] if isinstance(configs, list) else []
+
+
+def _split_by_name(files: list[SourceFile]) -> dict[str, list[SourceFile]]:
+    """Sort files into splits by the words of their names; all are for training if no name has such a word."""
+    supported = [file for file in files if is_supported(file.name)]
+    found: dict[str, list[SourceFile]] = {}
+    for split, words in _SPLITS.items():
+        pattern = re.compile(rf"(^|[-._ /0-9])({'|'.join(words)})([-._ /0-9]|$)", re.IGNORECASE)
+        if matching := [file for file in supported if pattern.search(file.name)]:
+            found[split] = matching
+    return found or ({"train": supported} if supported else {})
+
+
+def _match(repository: Repository, globs: Sequence[str]) -> Iterator[SourceFile]:
+    """Yield the files that match any glob, each once, sorted by name."""
+    found: dict[str, SourceFile] = {}
+    for glob in globs:
+        glob = glob.removeprefix("./")
+        pattern, fixed = _compile(glob), re.split(r"[*?\[{]", glob)[0].rpartition("/")[0]
+        found |= {file.name: file for file in _tree(repository, fixed) if pattern.fullmatch(file.name)}
+    yield from (found[name] for name in sorted(found))
+
+
+def _compile(glob: str) -> re.Pattern[str]:
+    """Translate a glob: ``*`` matches within a folder, ``**`` across folders."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]*\])", glob)
+    special = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return re.compile("".join(special.get(p) or (p if p[:1] == "[" and p[1:] else re.escape(p)) for p in parts))
+
+
+def _tree(repository: Repository, folder: str) -> list[SourceFile]:
+    """Return all files below a folder of the repository."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.hf_api import RepoFile
+
+    repo_id, commit = repository.repo_id, repository.commit
+    with _hub_errors(repo_id, repository.revision):
+        try:
+            entries = HfApi().list_repo_tree(
+                repo_id, folder or None, recursive=True, revision=commit, repo_type="dataset"
+            )
+            files = [entry for entry in entries if isinstance(entry, RepoFile)]
+        except EntryNotFoundError:
+            return []
+    base = f"hf://datasets/{repo_id}@{commit}/"
+    return [SourceFile(base + quote(f.path), f.path, f.size, f.blob_id) for f in sorted(files, key=lambda f: f.path)]
+
+
+@contextmanager
+def _hub_errors(repo_id: str, revision: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except hub_error_types() as error:
+        hint = _known_revisions(repo_id)
+        raise UserError(
+            describe_hub_error(error, repo_id, revision, kind="dataset", option="--data.", hint=hint)
+        ) from error
+
+
+def _known_revisions(repo_id: str) -> str:
+    """Return a hint with the branches and tags, or an empty string if they cannot be listed."""
+    from huggingface_hub import HfApi
+
+    try:
+        refs = HfApi().list_repo_refs(repo_id, repo_type="dataset")
+        return f"it has {join_first([ref.name for ref in (*refs.branches, *refs.tags)], 10)}"
+    except hub_error_types():
+        return ""

@@ -1,0 +1,129 @@
+"""Text of any size from the Hugging Face hub, from object storage or from files, tokenized while a run trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from toolkit.data.base import DataModule, PreparedData, require
+
+if TYPE_CHECKING:
+    from toolkit.data.streamed.files import SourceFile
+    from toolkit.data.tokenizer import Tokenizer
+
+
+@dataclass
+class HuggingFaceText(DataModule):
+    """Text from the Hugging Face hub, object storage or files of any size, tokenized while the run trains.
+
+    Args:
+        repo_id: Dataset name, such as HuggingFaceFW/fineweb-edu.
+        subset: Dataset configuration (subset) name.
+        revision: Branch, tag or commit of the dataset.
+        split: Training split.
+        path: Instead of repo_id, a file, folder or glob: local, or s3://, gs://, hf:// or https://. Parquet, JSON
+            Lines or text, the last two also as .gz or .zst.
+        text_column: Column or JSON key of the text.
+        val_split: Split to validate on.
+        val_path: Files to validate on.
+        val_rows: Sequences to validate on: the first ones of val_split or val_path, else the last ones of the first
+            unit, but at most a tenth of it; 0 for none.
+        max_cache_gb: Disk space for tokens; the oldest ones are deleted, and tokenized again when they are needed
+            again. By default all are kept.
+        on_bad_shard: What to do about a file that cannot be read: end the run, or skip the rest of it.
+        prepare_workers: Processes that tokenize ahead of the run, on each node.
+        vocab_size: Size of the byte-level BPE tokenizer trained on the first unit without --tokenizer_dir.
+        cache_dir: Cache folder for prepared data; ~/.cache/toolkit/data by default.
+        num_workers: Data loading processes; 0 reads in the training process.
+    """
+
+    repo_id: str | None = None
+    subset: str | None = None
+    revision: str = "main"
+    split: str = "train"
+    path: str | None = None
+    text_column: str = "text"
+    val_split: str | None = None
+    val_path: str | None = None
+    val_rows: int = 256
+    max_cache_gb: float | None = None
+    on_bad_shard: Literal["error", "skip"] = "error"
+    prepare_workers: int = 1
+    vocab_size: int = 4096
+    cache_dir: str | None = None
+    num_workers: int = 0
+
+    takes_urls: ClassVar[tuple[str, ...]] = ("path", "val_path")
+
+    def __post_init__(self) -> None:
+        require(
+            (self.repo_id is None) != (self.path is None), "repo_id", self.repo_id, "give either this or --data.path"
+        )
+        for name, default in (("subset", None), ("revision", "main"), ("split", "train"), ("val_split", None)):
+            value = getattr(self, name)
+            require(self.path is None or value == default, name, value, "needs --data.repo_id; --data.path has no such")
+        both = self.val_split is not None and self.val_path is not None
+        require(not both, "val_path", self.val_path, "give either this or --data.val_split")
+        given = self.val_split or self.val_path
+        require(not given or self.val_rows > 0, "val_rows", self.val_rows, f"must be positive to validate on {given}")
+        require(self.val_rows >= 0, "val_rows", self.val_rows, "must not be negative")
+        budget = self.max_cache_gb
+        require(budget is None or budget > 0, "max_cache_gb", budget, "must be positive")
+        require(self.prepare_workers > 0, "prepare_workers", self.prepare_workers, "must be positive")
+        require(
+            self.vocab_size > 256, "vocab_size", self.vocab_size, "must be at least 257: the bytes and <|endoftext|>"
+        )
+        require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
+        require(bool(self.text_column), "text_column", self.text_column, "must be given")
+        self._check_urls()
+
+    def _check_urls(self) -> None:
+        from toolkit.data.streamed.files import require_no_secret
+
+        for name in self.takes_urls:
+            if value := getattr(self, name):
+                require_no_secret(value, name)
+
+    def prepare(
+        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
+    ) -> PreparedData:
+        """See :meth:`DataModule.prepare`. Only the first unit, about 64 MB, is tokenized here."""
+        from toolkit.data.streamed.open import TextSource, open_text
+
+        where, files, val_files = self._list_files(report)
+        val_option = "val_path" if self.val_split is None else "val_split"
+        text = TextSource(
+            where=where,
+            files=files,
+            val_where=f"--data.{val_option} {getattr(self, val_option)}",
+            val_files=val_files,
+            column=self.text_column,
+            val_rows=self.val_rows,
+            max_cache_gb=self.max_cache_gb,
+            skips_broken=self.on_bad_shard == "skip",
+            workers=self.prepare_workers,
+            vocab_size=self.vocab_size,
+            cache_dir=self.cache_dir,
+        )
+        return open_text(text, tokenizer, max_seq_length, report)
+
+    def _list_files(self, report: Callable[[str], None]) -> tuple[str, list[SourceFile], list[SourceFile] | None]:
+        """Return the option that names the files, and the files to train and to validate on.
+
+        The revision becomes the commit that is read, which is recorded with the run's options.
+        """
+        from toolkit.data.streamed.hub import list_split, list_url, open_repository
+
+        val_files = None if self.val_path is None else list_url(self.val_path, "val_path")
+        if self.repo_id is None:
+            assert self.path is not None
+            return f"--data.path {self.path}", list_url(self.path, "path"), val_files
+        repository = open_repository(self.repo_id, self.revision)
+        if repository.commit != self.revision:
+            report(f"Data: {self.repo_id}: revision {self.revision} is commit {repository.commit}")
+            self.revision = repository.commit
+        files = list_split(repository, self.subset, self.split)
+        if self.val_split is not None:
+            val_files = list_split(repository, self.subset, self.val_split)
+        return f"--data.repo_id {self.repo_id}", files, val_files

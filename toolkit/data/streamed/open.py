@@ -1,0 +1,255 @@
+"""Open a stream of text: prepare what a run needs before its first step, which is the tokenizer, the first unit and the
+rows to validate on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.data.base import PreparedData
+from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
+from toolkit.data.streamed import units
+from toolkit.data.streamed.files import SourceFile, StorageError, identify
+from toolkit.data.streamed.order import RowSpans, StreamedRows, UnitRows, describe_broken
+from toolkit.data.streamed.reader import StreamReader, Wanted, error_file, stop_preparers, used_bytes
+from toolkit.data.streamed.stream import SOURCE, Report, Source, Stream, UnitCounts, file_lock, unit_texts
+from toolkit.data.tokenizer import Tokenizer, train_bpe
+from toolkit.errors import UserError
+
+_BPE_SAMPLE = 8_000_000  # characters for tokenizer training
+_LEAST_UNITS = 5  # that the budget must hold: held-out, previous, current and next one, and one being written
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Listed files and the options of :class:`~toolkit.data.streamed.hugging_face_text.HuggingFaceText`.
+
+    Args:
+        where: The option that named the files, for messages.
+        files: Training text.
+        val_where: The option that named ``val_files``.
+        val_files: Text to validate on; None: held out from the first unit.
+        column: Text column.
+        val_rows: Rows to validate on.
+        max_cache_gb: Disk space for tokens; None: no limit.
+        skips_broken: Whether files that cannot be read are left out.
+        workers: Processes that prepare units.
+        vocab_size: Of the tokenizer to train if none is given.
+        cache_dir: Cache folder; None: the default.
+    """
+
+    where: str
+    files: list[SourceFile]
+    val_where: str
+    val_files: list[SourceFile] | None
+    column: str
+    val_rows: int
+    max_cache_gb: float | None
+    skips_broken: bool
+    workers: int
+    vocab_size: int
+    cache_dir: str | None
+
+
+def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int, report: Report) -> PreparedData:
+    """Return the rows of the files, with the first unit prepared.
+
+    Raises:
+        UserError: an option, a file or the storage is not as it must be.
+    """
+    start = time.perf_counter()
+    if tokenizer is not None and tokenizer.eos_id is None:
+        raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
+    if both := sorted({file.url for file in text.files} & {file.url for file in text.val_files or []}):
+        raise UserError(f"{text.val_where}: {both[0]} is also training text; exclude it there")
+    cache_dir = choose_cache_dir(text.cache_dir)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        clean_up(cache_dir)
+        source = _source(text.files, text.column)
+        stream = _open_stream(cache_dir, source, tokenizer, text.vocab_size, report)
+        prepared = _prepare_rows(text, stream, max_seq_length + 1, report)
+    except StorageError as error:
+        raise UserError(f"{text.where}: {error}") from error
+    except OSError as error:
+        raise UserError(f"--data.cache_dir {cache_dir}: cannot be used: {error.strerror or error}") from error
+    report(f"Data: {prepared.summary} ({time.perf_counter() - start:.1f} s)")
+    return prepared
+
+
+def _source(files: list[SourceFile], column: str) -> Source:
+    if any(file.kind == "parquet" or file.compression == ".zst" for file in files):
+        units.import_pyarrow()
+    source = Source(files, column, units.UNIT_BYTES, identify(files))
+    part = source.units[0][0]
+    try:
+        next(units.read_part(files[part.file], part, column), None)
+    except units.ColumnError as error:
+        raise UserError(f"--data.text_column {column}: {files[part.file].name}: {error}") from error
+    except units.BrokenFileError:
+        pass  # reported, or skipped, when the unit is prepared
+    return source
+
+
+def _open_stream(
+    cache_dir: Path, source: Source, tokenizer: Tokenizer | None, vocab_size: int, report: Report
+) -> Stream:
+    """Return the stream; without a tokenizer, with one trained on its first unit."""
+    key = source.key(["trained", vocab_size] if tokenizer is None else tokenizer.fingerprint)
+    folder = cache_dir / f"streamed-{key[:16]}"
+    (folder / "locks").mkdir(parents=True, exist_ok=True)
+    if tokenizer is None:
+        with file_lock(folder / "locks" / "tokenizer"):
+            if (folder / SOURCE).exists():
+                return Stream.load(folder)
+            stream = Stream(folder, source, _train_tokenizer(source, vocab_size, report))
+            stream.save()
+            return stream
+    stream = Stream(folder, source, tokenizer)
+    stream.save()
+    return stream
+
+
+def _train_tokenizer(source: Source, vocab_size: int, report: Report) -> Tokenizer:
+    start, texts, left = time.perf_counter(), list[str](), _BPE_SAMPLE
+    for piece in unit_texts(source, 0, {}):
+        texts.append(piece.text[:left])
+        left -= len(texts[-1])
+        if not left:
+            break
+    tokenizer = train_bpe(texts, vocab_size)
+    note = "" if tokenizer.vocab_size == vocab_size else f" (too little text for {vocab_size:,})"
+    seconds = time.perf_counter() - start
+    report(f"Data: trained a byte-level BPE with {tokenizer.vocab_size:,} tokens{note} ({seconds:.1f} s)")
+    return tokenizer
+
+
+def _prepare_rows(text: TextSource, stream: Stream, block_size: int, report: Report) -> PreparedData:
+    skips = text.skips_broken
+    if not skips and (n := stream.forget_broken()):
+        report(f"Data: reading the files of {n} units again that could not be read before")
+    first, counts = _prepare_first(stream, block_size, skips, text.where, report)
+    n_rows = counts.tokens // block_size
+    max_bytes = _require_budget(text.max_cache_gb, stream, first)
+    reader = StreamReader(stream, text.workers, max_bytes, report)
+    rows, held_out, val = UnitRows(reader, block_size), 0, None
+    if text.val_files is not None:
+        val = _val_rows(text, stream, text.val_files, block_size, report)
+    elif text.val_rows and n_rows > 1:
+        held_out = min(text.val_rows, max(1, n_rows // 10))
+        val = RowSpans(rows, [(first, n_rows - held_out, n_rows)])
+    of_val = None if val is None else [val.units.reader.stream.folder.name, val.spans]
+    content = [stream.source.key(stream.tokenizer.fingerprint), block_size, of_val]
+    files, n_units = stream.source.files, len(stream.source.units)
+    size = sum(file.size for file in files) / 1e6
+    return PreparedData(
+        train=StreamedRows(rows, first, n_rows - held_out, held_out, skips),  # type: ignore[arg-type]
+        val=val,
+        tokenizer=stream.tokenizer,
+        content_key=hashlib.sha256(json.dumps(content).encode()).hexdigest(),
+        summary=(
+            f"{len(files):,} file{'s' if len(files) > 1 else ''}, {size:,.1f} MB in {n_units:,} "
+            f"unit{'s' if n_units > 1 else ''}, tokenized while they are read; the first has {n_rows:,} rows of "
+            f"{block_size - 1:,} tokens, {'no rows' if val is None else f'{len(val):,} rows'} to validate on"
+        ),
+    )
+
+
+def _prepare_first(stream: Stream, block_size: int, skips: bool, where: str, report: Report) -> tuple[int, UnitCounts]:
+    """Tokenize units up to the first one with a row, with all cores; return its number and counts."""
+    total = 0
+    for number in range(len(stream.source.units)):
+        if stream.ready(number) is None:
+            report(f"Data: tokenizing unit {number:,} into {stream.folder}")
+        counts = stream.prepare(number, report)
+        assert counts is not None
+        if counts.broken and not skips:
+            raise UserError(f"{where}: {describe_broken(counts.broken)}")
+        if counts.tokens >= block_size:
+            return number, counts
+        total += counts.tokens
+        for name, reason in counts.broken.items():
+            report(f"Data: skipped the rest of {name}: {reason}")
+    raise UserError(
+        f"{where}: {total:,} tokens, but one row needs {block_size:,} (--train.max_seq_length + 1); reduce "
+        "--train.max_seq_length, or give more text"
+    )
+
+
+def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> int | None:
+    """Return the budget in bytes.
+
+    Raises:
+        UserError: it cannot hold the few units that a run needs at a time.
+    """
+    if max_cache_gb is None:
+        return None
+    source = stream.source
+    size = sum(path.stat().st_size for path in stream.unit_folder(first).rglob("*") if path.is_file())
+    largest = max(map(source.unit_size, range(len(source.units)))) / max(1, source.unit_size(first))
+    needed = _LEAST_UNITS * size * max(1.0, largest)
+    if max_cache_gb * 1e9 < needed:
+        raise UserError(
+            f"--data.max_cache_gb {max_cache_gb:g}: a run needs {_LEAST_UNITS} units at a time, about "
+            f"{needed / 1e9:.2g} GB; give at least that"
+        )
+    return int(max_cache_gb * 1e9)
+
+
+def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_size: int, report: Report) -> RowSpans:
+    """Tokenize as many units of the validation files as ``val_rows`` needs."""
+    source = _source(files, text.column)
+    stream = _open_stream(train.folder.parent, source, train.tokenizer, 0, report)
+    spans, left = list[tuple[int, int, int]](), text.val_rows
+    for number in range(len(source.units)):
+        counts = stream.prepare(number, report)
+        assert counts is not None
+        if counts.broken and not text.skips_broken:
+            raise UserError(f"{text.val_where}: {describe_broken(counts.broken)}")
+        if rows := min(left, counts.tokens // block_size):
+            spans.append((number, 0, rows))
+            left -= rows
+        if not left:
+            break
+    if not spans:
+        raise UserError(f"{text.val_where}: has no row of {block_size:,} tokens; give more text")
+    return RowSpans(UnitRows(StreamReader(stream, 1, None, report), block_size), spans)
+
+
+def prepare_all(rows: StreamedRows, workers: int, part: tuple[int, int], report: Report) -> None:
+    """Tokenize all units, or part ``part[0]`` of ``part[1]``, with several processes.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    stream = rows.units.reader.stream
+    left = [n for n in range(part[0] - 1, len(stream.source.units), part[1]) if stream.ready(n) is None]
+    reader, total, done, size = StreamReader(stream, workers, None, report), len(left), 0, 0
+    start = last_line = time.perf_counter()
+    for number in left:
+        error_file(stream.folder, number).unlink(missing_ok=True)
+    try:
+        while left:
+            window = left[: 4 * workers]
+            reader.ask(Wanted(ahead=window))
+            for number in window:
+                if (counts := stream.ready(number)) is not None:
+                    rows.count(number, counts)
+                    left.remove(number)
+                    done, size = done + 1, size + counts.text_bytes
+                elif error_file(stream.folder, number).exists():
+                    raise UserError(error_file(stream.folder, number).read_text(encoding="utf-8"))
+            now = time.perf_counter()
+            if now - last_line > HEARTBEAT:
+                last_line = now
+                report(f"Data: {done:,} of {total:,} units, {size / 1e6 / (now - start):.1f} MB of text per second")
+            time.sleep(0.1)
+    finally:
+        reader.close()
+        stop_preparers(stream.folder)
+    seconds = time.perf_counter() - start
+    rate = f", {size / 1e6 / seconds:.1f} MB of text per second" if done else ""
+    report(f"Data: {total:,} units prepared in {stream.folder}, {used_bytes(stream.folder) / 1e9:.2f} GB{rate}")

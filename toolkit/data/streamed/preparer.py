@@ -1,0 +1,108 @@
+"""The process that tokenizes units ahead of those that read them: ``python -m toolkit.data.streamed.preparer``.
+
+It runs at low priority, and ends with the process that started it, whose pipe is its standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+
+from toolkit.data.streamed.files import StorageError
+from toolkit.data.streamed.reader import Wanted, error_file, read_wanted, used_bytes
+from toolkit.data.streamed.stream import Stream
+
+_POLL = 0.1  # seconds between looks at what is wanted
+_RETRY = 30.0  # seconds before another attempt at a unit whose storage failed
+
+
+def main(folder: Path, max_bytes: int) -> None:
+    """Prepare what the readers of ``folder`` want, until standard input ends.
+
+    Args:
+        folder: Of the stream.
+        max_bytes: Disk space for units; 0: no limit.
+    """
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # of launchers, for the processes of a run
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # other cores train, or prepare other units
+    if hasattr(os, "nice"):
+        os.nice(10)
+    _serve(Stream.load(folder), max_bytes)
+
+
+def _exit_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _serve(stream: Stream, max_bytes: int) -> None:
+    failed: dict[int, float] = {}  # units whose storage failed: when
+    while True:
+        wanted = read_wanted(stream.folder)
+        for number in _missing(stream, wanted):
+            if time.monotonic() - failed.get(number, -_RETRY) < _RETRY and not _is_awaited(number, wanted):
+                continue
+            if max_bytes and not make_room(stream, wanted, number, max_bytes):
+                continue
+            try:
+                if stream.prepare(number, wait=False) is not None:
+                    break
+            except (StorageError, OSError) as error:
+                failed[number] = time.monotonic()
+                path = f"{stream.folder}: " if isinstance(error, OSError) else ""
+                error_file(stream.folder, number).write_text(f"{path}{error}", encoding="utf-8")
+        else:
+            time.sleep(_POLL)
+
+
+def _missing(stream: Stream, wanted: list[Wanted]) -> Iterator[int]:
+    """Yield the units to prepare: what processes wait for first, then what they need next, in turns."""
+    queues = [w.ahead for w in sorted(wanted, key=lambda w: not w.is_waiting)]
+    seen = set()
+    for number in (n for turn in zip_longest(*queues) for n in turn if n is not None):
+        if number not in seen and stream.ready(number) is None:
+            yield number
+        seen.add(number)
+
+
+def _is_awaited(number: int, wanted: list[Wanted]) -> bool:
+    return any(w.is_waiting and w.ahead[:1] == [number] for w in wanted)
+
+
+def make_room(stream: Stream, wanted: list[Wanted], number: int, max_bytes: int) -> bool:
+    """Evict units until another fits into the budget, and return whether it does.
+
+    Units that nobody wants go first, the oldest of them first. For a unit that a process waits for, those that others
+    will need later go, too; what they may be reading stays.
+    """
+    folders = [path for path in (stream.folder / "units").iterdir() if path.name.isdigit()]
+    sizes = {int(path.name): (path.stat().st_mtime, _size(path)) for path in folders if path.exists()}
+    needed = int(1.2 * max((size for _, size in sizes.values()), default=0))
+    excess = used_bytes(stream.folder) + needed - max_bytes
+    kept = {n for w in wanted for n in w.keep}
+    later = {n for w in wanted for n in w.ahead} - kept
+    is_awaited = _is_awaited(number, wanted)
+    for unit in sorted(sizes, key=lambda n: (n in later, sizes[n][0])):
+        if excess <= 0:
+            return True
+        if unit not in kept and (unit not in later or is_awaited):
+            stream.evict(unit)
+            excess -= sizes[unit][1]
+    return excess <= 0 or is_awaited
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,202 @@
+"""A process that reads a stream: it says which units it needs, has them prepared, and waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from toolkit.data.cache import HEARTBEAT
+from toolkit.data.streamed.stream import Report, Stream, UnitCounts, file_lock, write_json
+from toolkit.errors import DataError, one_line
+
+_POLL = 0.05  # seconds between looks for a unit
+_MAX_STARTS = 4  # of one preparer, while this process waits for one unit
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The units that a process needs.
+
+    Args:
+        keep: Units it may be reading, which must not be evicted.
+        ahead: Units that it will read next, the most urgent first.
+        is_waiting: Whether it waits for the first of ``ahead``.
+    """
+
+    keep: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+    is_waiting: bool = False
+
+
+class StreamReader:
+    """Asks for units and waits for them, in one process; a forked copy asks under a name of its own.
+
+    Args:
+        stream: The stream.
+        workers: Processes that prepare units.
+        max_bytes: Disk space for units; None: no limit.
+        report: Receives progress lines.
+    """
+
+    def __init__(self, stream: Stream, workers: int, max_bytes: int | None, report: Report) -> None:
+        self.stream, self.workers, self.max_bytes, self.report = stream, workers, max_bytes, report
+        self.wanted = Wanted()
+        self._file: Path | None = None
+        self._lock: IO[str] | None = None
+        self._pid = 0
+
+    def ask(self, wanted: Wanted) -> None:
+        """Publish what this process needs from now on, and see to it that somebody prepares it."""
+        if wanted != self.wanted or self._pid != os.getpid():
+            self._register()
+            assert self._file is not None
+            self.wanted = wanted
+            write_json(self._file, wanted.__dict__)
+        if not all(self.stream.ready(number) for number in wanted.ahead):
+            start_preparers(self.stream.folder, self.workers, self.max_bytes)
+
+    def wait(self, number: int, keep: list[int], ahead: list[int]) -> UnitCounts:
+        """Return the counts of a unit once it can be read; ``keep`` and ``ahead`` as in :class:`Wanted`.
+
+        Raises:
+            DataError: it cannot be prepared.
+        """
+        if (counts := self.stream.ready(number)) is not None:
+            self.ask(Wanted(keep, ahead))
+            return counts
+        started = last_line = time.monotonic()
+        starts, error = 0, error_file(self.stream.folder, number)
+        error.unlink(missing_ok=True)  # of an earlier attempt
+        self.ask(Wanted(keep, [number, *ahead], is_waiting=True))
+        while (counts := self.stream.ready(number)) is None:
+            time.sleep(_POLL)
+            with contextlib.suppress(FileNotFoundError):
+                raise DataError(error.read_text(encoding="utf-8"))
+            if start_preparers(self.stream.folder, self.workers, self.max_bytes):
+                starts += 1
+            if starts > _MAX_STARTS * self.workers:
+                raise DataError(f"unit {number:,} of the data: {describe_death(self.stream.folder)}")
+            if time.monotonic() - last_line > HEARTBEAT:
+                last_line = time.monotonic()
+                self.report(f"Data: waiting for unit {number:,} to be tokenized ({last_line - started:.0f} s)")
+        self.ask(Wanted(keep, ahead))
+        return counts
+
+    def close(self) -> None:
+        """Withdraw what this process asked for."""
+        if self._file is not None and self._pid == os.getpid():
+            self._file.unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.close()
+        self._file = self._lock = None
+
+    def _register(self) -> None:
+        """Create this process's file and hold its lock, by which others see that the process lives."""
+        if self._pid == os.getpid() and self._file is not None:
+            return
+        name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._file, self._pid = self.stream.folder / "readers" / f"{name}.json", os.getpid()
+        self._lock = open(self._file.with_suffix(".lock"), "w")  # noqa: SIM115 - held as long as the process lives
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "report": print, "_file": None, "_lock": None, "_pid": 0}
+
+
+def read_wanted(folder: Path) -> list[Wanted]:
+    """Return what the living readers of a stream need, and forget the dead."""
+    found = []
+    for file in sorted((folder / "readers").glob("*.json")):
+        if file.name.startswith("."):
+            continue
+        lock = file.with_suffix(".lock")
+        with contextlib.suppress(FileNotFoundError), file_lock(lock, wait=False) as held:
+            if held is not None and _has_locks():
+                file.unlink(missing_ok=True)
+                lock.unlink(missing_ok=True)
+                continue
+        with contextlib.suppress(ValueError, TypeError, OSError):
+            found.append(Wanted(**json.loads(file.read_bytes())))
+    return found
+
+
+def _has_locks() -> bool:
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        return bool(fcntl)
+    return False
+
+
+def error_file(folder: Path, number: int) -> Path:
+    """Return where a preparer says why it cannot prepare a unit."""
+    return folder / "readers" / f"unit-{number:06d}.error"
+
+
+def describe_death(folder: Path) -> str:
+    """Return the last line that a preparer wrote."""
+    lines = [text for file in sorted(folder.glob("readers/preparer-*.log")) if (text := file.read_text().strip())]
+    last = one_line(lines[-1].splitlines()[-1]) if lines else "killed; is there enough memory?"
+    return f"the process that tokenizes it ended again and again ({last[:300]})"
+
+
+_processes: dict[tuple[Path, int], subprocess.Popen[bytes]] = {}
+"""The preparers that this process started: they end when it closes their stdin, which the end of the process does."""
+
+
+def start_preparers(folder: Path, workers: int, max_bytes: int | None) -> int:
+    """Start the preparers of a stream that do not run, in any process of this machine; return their number."""
+    started = 0
+    for slot in range(workers):
+        mine = _processes.get((folder, slot))
+        if mine is not None and mine.poll() is None:
+            continue
+        # On another machine with the same folder, another preparer may run.
+        with file_lock(folder / "locks" / f"preparer-{socket.gethostname()}-{slot}", wait=False) as lock:
+            if lock is not None:
+                _processes[folder, slot] = _start(folder, slot, max_bytes, lock)
+                started += 1
+    return started
+
+
+def _start(folder: Path, slot: int, max_bytes: int | None, lock: IO[str]) -> subprocess.Popen[bytes]:
+    """Start a preparer that holds ``lock`` until it ends."""
+    with open(folder / "readers" / f"preparer-{slot}.log", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "toolkit.data.streamed.preparer", str(folder), str(max_bytes or 0)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            pass_fds=[lock.fileno()] if os.name == "posix" else [],
+            start_new_session=True,  # a launcher signals the group of processes of a run
+        )
+
+
+def stop_preparers(folder: Path) -> None:
+    """End the preparers that this process started, and wait for them."""
+    for key in [key for key in _processes if key[0] == folder]:
+        process = _processes.pop(key)
+        process.kill()  # what it writes is whole or absent
+        process.wait()
+
+
+def used_bytes(folder: Path) -> int:
+    """Return the disk space of all units, those being written included."""
+    total = 0
+    for parent, _, names in os.walk(folder / "units"):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total

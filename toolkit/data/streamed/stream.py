@@ -1,0 +1,282 @@
+"""The cache of a stream: units tokenized one by one, each published whole, by whichever process needs it first.
+
+<cache_dir>/streamed-<first 16 of the key>/
+    source.json             the files, so that other processes need not list them
+    tokenizer/
+    counts/000000.json      tokens and broken files of a unit; kept when the unit is evicted
+    units/000000/           its tokens, with a manifest and checksums
+    locks/  readers/        of the processes that prepare and read units
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+from toolkit.checksums import check_entries, find_damage
+from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, HEARTBEAT, MANIFEST, publish, staging_folder
+from toolkit.data.streamed.files import SourceFile
+from toolkit.data.streamed.units import BrokenFileError, Part, plan_units, read_part
+from toolkit.data.text.documents import Piece
+from toolkit.data.tokenizer import Tokenizer
+from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
+from toolkit.leftovers import sweep, temporary_path
+
+Report = Callable[[str], None]
+
+CODE_VERSION = 1  # increment if the same files and options give different tokens
+SOURCE = "source.json"
+_BATCH = 1 << 20  # characters tokenized at once
+
+
+@dataclass(frozen=True)
+class UnitCounts:
+    """What a unit holds.
+
+    Args:
+        tokens: Tokens.
+        documents: Documents.
+        text_bytes: Bytes of their text.
+        broken: Name of each broken file, and the reason; the documents before the damage are in the unit.
+    """
+
+    tokens: int
+    documents: int
+    text_bytes: int
+    broken: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is tokenized.
+
+    Args:
+        files: In the order in which they are cut into units.
+        column: The text column.
+        unit_bytes: See :func:`~toolkit.data.streamed.units.plan_units`.
+        identity: Hex SHA-256 of the files.
+    """
+
+    files: list[SourceFile]
+    column: str
+    unit_bytes: int
+    identity: str
+
+    @cached_property
+    def units(self) -> list[tuple[Part, ...]]:
+        return plan_units(self.files, self.unit_bytes)
+
+    def key(self, tokenizer: list[Any] | str) -> str:
+        """Return the hex SHA-256 of all that the tokens of the units depend on."""
+        inputs = [CODE_VERSION, self.identity, self.column, self.unit_bytes, tokenizer]
+        return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+
+    def unit_size(self, number: int) -> int:
+        """Return the bytes of a unit's source, compressed as they are."""
+        return sum(self.files[part.file].size // part.total for part in self.units[number])
+
+
+class Stream:
+    """A source, its tokenizer and the cache folder of its units.
+
+    Args:
+        folder: The cache folder.
+        source: What is tokenized.
+        tokenizer: Its tokenizer.
+    """
+
+    def __init__(self, folder: Path, source: Source, tokenizer: Tokenizer) -> None:
+        self.folder, self.source, self.tokenizer = folder, source, tokenizer
+        for name in ("counts", "units", "locks", "readers"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        sweep(folder / "units")
+
+    def save(self) -> None:
+        """Write what :meth:`load` reads, once."""
+        with file_lock(self.folder / "locks" / "source"):
+            if not (self.folder / SOURCE).exists():
+                (self.folder / "tokenizer").mkdir(exist_ok=True)
+                self.tokenizer.save(self.folder / "tokenizer")
+                write_json(self.folder / SOURCE, asdict(self.source))
+
+    @classmethod
+    def load(cls, folder: Path) -> Stream:
+        """Open the stream of a folder that :meth:`save` has written."""
+        values = json.loads((folder / SOURCE).read_bytes())
+        values["files"] = [SourceFile(**file) for file in values["files"]]
+        return cls(folder, Source(**values), Tokenizer.load(folder / "tokenizer", flag="the cached tokenizer"))
+
+    def unit_folder(self, number: int) -> Path:
+        return self.folder / "units" / f"{number:06d}"
+
+    def counts(self, number: int) -> UnitCounts | None:
+        """Return the counts of a unit that was prepared at some time, else None."""
+        with contextlib.suppress(*DAMAGE_ERRORS):
+            return UnitCounts(**json.loads(self._counts_file(number).read_bytes()))
+        return None
+
+    def ready(self, number: int) -> UnitCounts | None:
+        """Return the counts of a unit that can be read now, else None."""
+        counts = self.counts(number)
+        return counts if counts is not None and (not counts.tokens or self.unit_folder(number).is_dir()) else None
+
+    def prepare(self, number: int, report: Report = lambda line: None, wait: bool = True) -> UnitCounts | None:
+        """Tokenize a unit unless it is in the cache.
+
+        Args:
+            number: The unit.
+            report: Receives progress lines.
+            wait: Where another process is tokenizing it, wait for that.
+
+        Returns:
+            Its counts; None if another process is tokenizing it.
+
+        Raises:
+            StorageError: a file cannot be read.
+            OSError: the cache folder cannot be written.
+        """
+        with file_lock(self.folder / "locks" / f"unit-{number:06d}", wait) as lock:
+            if lock is None:
+                return None
+            if (counts := self.ready(number)) is not None:
+                return counts
+            folder = self.unit_folder(number)
+            with staging_folder(folder) as temporary:
+                counts = self._tokenize(number, temporary, report)
+                write_json(temporary / MANIFEST, asdict(counts))
+                if counts.tokens:
+                    publish(temporary, folder, lambda: is_intact(folder))
+            write_json(self._counts_file(number), asdict(counts))
+            return counts
+
+    def open(self, number: int) -> TokenStore | None:
+        """Return the tokens of a unit; None if it is not there. A damaged one is removed."""
+        folder = self.unit_folder(number)
+        try:
+            return TokenStore(folder)
+        except DAMAGE_ERRORS:
+            self.evict(number)
+        return None
+
+    def evict(self, number: int) -> None:
+        """Delete the tokens of a unit; its counts stay."""
+        folder = self.unit_folder(number)
+        with contextlib.suppress(OSError):
+            gone = temporary_path(folder)
+            os.rename(folder, gone)  # whole or not at all, also for readers
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def forget_broken(self) -> int:
+        """Remove units with broken files, to read these files again; return their number."""
+        broken = [n for n in self.prepared() if (counts := self.counts(n)) is not None and counts.broken]
+        for number in broken:
+            self._counts_file(number).unlink(missing_ok=True)
+            self.evict(number)
+        return len(broken)
+
+    def prepared(self) -> list[int]:
+        """Return the units with counts."""
+        names = sorted(path.stem for path in (self.folder / "counts").glob("*.json"))
+        return [int(name) for name in names if name.isdigit()]
+
+    def _counts_file(self, number: int) -> Path:
+        return self.folder / "counts" / f"{number:06d}.json"
+
+    def _tokenize(self, number: int, folder: Path, report: Report) -> UnitCounts:
+        writer, broken = TokenWriter(folder, token_dtype(self.tokenizer.vocab_size)), dict[str, str]()
+        documents = size = 0
+        last_line = time.perf_counter()
+        for pieces in _batches(unit_texts(self.source, number, broken), self.tokenizer.splits_at_newlines()):
+            encoded = self.tokenizer.encode_batch([piece.text for piece in pieces], bos=False)
+            for ids, piece in zip(encoded, pieces, strict=True):
+                if piece.ends_document:
+                    assert self.tokenizer.eos_id is not None
+                    ids.append(self.tokenizer.eos_id)
+                    documents += 1
+            writer.add(list(chain.from_iterable(encoded)))
+            size += sum(len(piece.text.encode()) for piece in pieces)
+            if time.perf_counter() - last_line > HEARTBEAT:
+                report(f"Data: tokenized {size / 1e6:,.0f} MB of text of unit {number:,}")
+                last_line = time.perf_counter()
+        return UnitCounts(writer.finish(), documents, size, broken)
+
+
+def unit_texts(source: Source, number: int, broken: dict[str, str]) -> Iterator[Piece]:
+    """Yield the documents of a unit; files that cannot be read to their end are added to ``broken`` with the reason.
+
+    Raises:
+        StorageError: a file cannot be read for another reason than its content.
+    """
+    for part in source.units[number]:
+        file, is_open = source.files[part.file], False
+        try:
+            for piece in read_part(file, part, source.column):
+                is_open = not piece.ends_document
+                yield piece
+        except BrokenFileError as error:
+            broken[file.name] = str(error)
+            if is_open:
+                yield Piece("", True)
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether the files of a unit are as they were written. Raises one of DAMAGE_ERRORS if they cannot be read."""
+    files = check_entries(json.loads((folder / CHECKSUMS).read_bytes())["files"])
+    if damaged := find_damage(folder, files):
+        raise ValueError("; ".join(f"{name}: {why}" for name, why in damaged.items()))
+    return True
+
+
+def _batches(texts: Iterator[Piece], can_cut: bool) -> Iterator[list[Piece]]:
+    """Yield pieces in lists of about _BATCH characters; with ``can_cut`` false, pieces of a document are joined."""
+    batch, size, held = list[Piece](), 0, list[str]()
+    for piece in texts:
+        size += len(piece.text)
+        if not can_cut:
+            held.append(piece.text)
+            if not piece.ends_document:
+                continue
+            piece, held = Piece("".join(held), True), []
+        batch.append(piece)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file whole or not at all."""
+    temporary = temporary_path(path)
+    temporary.write_text(json.dumps(value), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+@contextmanager
+def file_lock(path: Path, wait: bool = True) -> Iterator[IO[str] | None]:
+    """Hold a lock of the processes that share a folder; it ends with the process. Yield its file, None if not held.
+
+    Where there are no locks (Windows, some network file systems), it counts as held: work may be done twice.
+    """
+    with open(path, "a") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield None
+            return
+        except (ImportError, OSError):
+            pass
+        yield file

@@ -1,0 +1,174 @@
+"""Units: the list of files, cut into pieces of about UNIT_BYTES that are tokenized and shuffled one by one.
+
+The cut depends on names and sizes only, so that nothing is read to know the units of a terabyte.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, NamedTuple
+
+from toolkit.data.streamed.files import RetryingFile, SourceFile, StorageError
+from toolkit.data.text.documents import PIECE, Piece, cut_text
+from toolkit.errors import UserError, join_first, one_line
+
+UNIT_BYTES = 64 << 20
+_BUFFER = 4 << 20  # bytes per read
+_PARQUET_ROWS = 256  # per batch
+
+
+class Part(NamedTuple):
+    """Part ``number`` of ``total`` of file number ``file``."""
+
+    file: int
+    number: int
+    total: int
+
+
+class BrokenFileError(Exception):
+    """The content of a file cannot be read."""
+
+
+class ColumnError(BrokenFileError):
+    """A file has no such text column."""
+
+
+def plan_units(files: Sequence[SourceFile], unit_bytes: int) -> list[tuple[Part, ...]]:
+    """Return the parts of each unit, in the order of the files.
+
+    A Parquet or uncompressed JSONL file of s bytes is cut into ceil(s / unit_bytes) units. Others cannot be read from
+    the middle. Consecutive files smaller than a unit are grouped.
+    """
+    units: list[tuple[Part, ...]] = []
+    group: list[Part] = []
+    grouped = 0
+    for number, file in enumerate(files):
+        can_cut = file.kind != "text" and not file.compression
+        count = -(-file.size // unit_bytes) if can_cut else 1
+        if group and grouped + file.size > unit_bytes:
+            units.append(tuple(group))
+            group, grouped = [], 0
+        if count > 1:
+            units += [(Part(number, index, count),) for index in range(count)]
+        else:
+            group.append(Part(number, 0, 1))
+            grouped += file.size
+    return [*units, tuple(group)] if group else units
+
+
+def read_part(file: SourceFile, part: Part, column: str) -> Iterator[Piece]:
+    """Yield the documents of a part of a file, those without text left out.
+
+    Raises:
+        BrokenFileError: the content is damaged.
+        ColumnError: there is no text in ``column``.
+        StorageError: the storage fails.
+    """
+    with RetryingFile(file) as raw:
+        try:
+            if file.kind == "parquet":
+                yield from _parquet(raw, part, column)
+            elif file.kind == "jsonl":
+                yield from _json_lines(raw, file, part, column)
+            else:
+                yield from _text(_decompressed(raw, file))
+        except (BrokenFileError, StorageError):
+            raise
+        except UnicodeDecodeError as error:
+            raise BrokenFileError(f"is not UTF-8 text ({error.reason})") from error
+        except UserError as error:
+            raise BrokenFileError(str(error)) from error
+        except (OSError, EOFError, ValueError, zlib.error) as error:  # pyarrow's are OSError or ValueError
+            if (cause := _storage_error(error)) is not None:
+                raise cause from error
+            raise BrokenFileError(one_line(error)[:200]) from error
+
+
+def _storage_error(error: BaseException | None) -> StorageError | None:
+    """Return the StorageError that caused an error of a library, if one did."""
+    while error is not None and not isinstance(error, StorageError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _parquet(raw: RetryingFile, part: Part, column: str) -> Iterator[Piece]:
+    pyarrow = import_pyarrow()
+    from pyarrow import parquet, types
+
+    from toolkit.data.sft.readers import require_plausible
+
+    with parquet.ParquetFile(pyarrow.PythonFile(raw, mode="r"), pre_buffer=True) as file:
+        require_plausible(raw.size(), file.metadata, "the file")
+        schema = file.schema_arrow
+        if column not in schema.names:
+            raise ColumnError(f"has no column {column!r}; its columns are {join_first(schema.names, 20)}")
+        kind = schema.field(column).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+            raise ColumnError(f"column {column!r} is of type {kind}, not text")
+        groups = file.metadata.num_row_groups
+        chosen = range(groups * part.number // part.total, groups * (part.number + 1) // part.total)
+        for batch in file.iter_batches(_PARQUET_ROWS, row_groups=chosen, columns=[column]):
+            yield from (Piece(text, True) for text in batch.column(0).to_pylist() if text)
+
+
+def _json_lines(raw: RetryingFile, file: SourceFile, part: Part, column: str) -> Iterator[Piece]:
+    start, stop = file.size * part.number // part.total, file.size * (part.number + 1) // part.total
+    stream = _decompressed(raw, file)
+    if start:  # a line belongs to the part in which it starts
+        stream.seek(start - 1)
+        start += len(stream.readline()) - 1
+    while (start < stop or file.compression) and (line := stream.readline()):
+        content = line.removeprefix(BOM_UTF8).strip()
+        if content and (text := _text_of(content, column, start)):
+            yield Piece(text, True)
+        start += len(line)
+
+
+def _text_of(line: bytes, column: str, start: int) -> str | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BrokenFileError(f"byte {start:,}: is not a line of JSON ({one_line(error)[:100]})") from error
+    if not isinstance(row, dict):
+        raise BrokenFileError(f"byte {start:,}: is not a JSON object; give one object with text per line")
+    if column not in row:
+        raise ColumnError(f"byte {start:,}: has no column {column!r}; its columns are {join_first(list(row), 20)}")
+    text = row[column]
+    if text is not None and not isinstance(text, str):
+        raise ColumnError(f"byte {start:,}: column {column!r} is of type {type(text).__name__}, not text")
+    if text and not text.isascii():
+        text.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
+    return text
+
+
+def _text(stream: IO[bytes]) -> Iterator[Piece]:
+    with io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
+        yield from cut_text(file, PIECE)
+
+
+def _decompressed(raw: RetryingFile, file: SourceFile) -> IO[bytes]:
+    buffered: Any = io.BufferedReader(raw, _BUFFER)
+    if file.compression == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=buffered), _BUFFER)  # type: ignore[return-value,type-var]
+    if file.compression == ".zst":
+        return io.BufferedReader(import_pyarrow().CompressedInputStream(buffered, "zstd"), _BUFFER)
+    return buffered
+
+
+def import_pyarrow() -> Any:
+    """Import pyarrow.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UserError("--data HuggingFaceText: needs pyarrow; run: pip install 'pyarrow>=17'") from error
+    return pyarrow
