@@ -380,13 +380,12 @@ DAMAGE = {
     "manifest of other data": lambda f: _edit(f, lambda m: m.update(key="0" * 64)),
     "manifest without counts": lambda f: _edit(f, lambda m: m.pop("facts")),
     "manifest missing": lambda f: (f / "manifest.json").unlink(),
-    "tokens truncated": lambda f: os.truncate(f / "tokens.bin", 10),
-    "one token changed": lambda f: _flip(f / "tokens.bin"),
-    "one label changed": lambda f: _flip(f / "trained.bin"),
-    "one offset changed": lambda f: _flip(f / "offsets.bin"),
-    "one row number changed": lambda f: _flip(f / "numbers.bin"),
+    "tokens truncated": lambda f: os.truncate(f / "tokens" / "chunk-0-0.bin", 10),
+    "one token changed": lambda f: _flip(f / "tokens" / "chunk-0-0.bin"),
+    "one label changed": lambda f: _flip(f / "loss_mask" / "chunk-0-0.bin"),
+    "one offset changed": lambda f: _flip(f / "offsets.npy"),
     "a count changed": lambda f: _edit(f, lambda m: m["facts"].update(samples=3)),
-    "index missing": lambda f: (f / "train_starts.bin").unlink(),
+    "index missing": lambda f: (f / "rows.npz").unlink(),
     "everything missing": lambda f: (shutil.rmtree(f), f.mkdir()),
 }
 
@@ -440,13 +439,6 @@ def test_token_ids_beyond_16_bits(prepare, tokenizer):
     raw["model"]["vocab"]["ye"] = 69_999
     big = tokenizer.with_files({"tokenizer.json": json.dumps(raw).encode()})
     assert 70_000 in prepare([qa("hi", "yes")], tokenizer=big)[0].train[0]["labels"].tolist()
-
-
-def test_tokens_are_written_in_batches(prepare, monkeypatch, tmp_path):
-    complete = list(documents(prepare(MANY)[0].train))
-    shutil.rmtree(tmp_path / "cache")
-    monkeypatch.setattr("toolkit.data.sft.tokenize._BATCH", 100)
-    assert list(documents(prepare(MANY)[0].train)) == complete
 
 
 def test_longest_samples_are_reported(prepare):

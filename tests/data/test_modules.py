@@ -3,11 +3,13 @@ import subprocess
 import sys
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 
 from toolkit.data import LitData, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.data.text import python_stdlib
+from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError
 
 MODULES = [LitData, PythonStdlib, SyntheticTokens, TextFiles]
@@ -97,34 +99,49 @@ def test_synthetic_tokens_are_a_pure_function_of_the_row():
 
 @pytest.fixture
 def prepared(corpus, tmp_path):
-    """Return a chunk folder and its data. It has no checksums, like chunks from other tools, so tests can edit it."""
+    """Return a folder of prepare_data, and its data."""
     module = TextFiles(str(corpus), cache_dir=str(tmp_path), vocab_size=300)
     data = module.prepare(tokenizer=None, max_seq_length=32, report=lambda _: None)
-    folder = next(tmp_path.glob("text_files-*"))
-    (folder / "checksums.json").unlink()
-    (folder / "tokens" / "crc32.npy").unlink()
-    return folder, data
+    return next(tmp_path.glob("text_files-*")), data
 
 
-def test_litdata_reads_prepared_chunks(prepared):
+@pytest.fixture
+def plain(prepared, tmp_path):
+    """Return a folder of LitData's own with the same rows, without checksums, and the data."""
+    data = prepared[1]
+    for name, rows in (("train", data.train), ("val", data.val)):
+        writer = TokenWriter(tmp_path / name, np.uint16)
+        writer.add(rows.store.tokens(rows.start, rows.start + rows.n_tokens))
+        writer.finish()
+        (tmp_path / name / "tokens" / "crc32.npy").unlink()
+        (tmp_path / "plain").mkdir(exist_ok=True)
+        (tmp_path / name / "tokens").rename(tmp_path / "plain" / name)
+    return tmp_path / "plain", data
+
+
+def test_litdata_reads_prepared_and_plain_chunks(prepared, plain):
     folder, data = prepared
-    lines = []
-    again = LitData(str(folder)).prepare(tokenizer=data.tokenizer, max_seq_length=32, report=lines.append)
-    assert len(again.train) == len(data.train) and len(again.val) == len(data.val)
-    assert torch.equal(again.train[3]["labels"], data.train[3]["labels"])
-    assert data.vocab_size is None and f"{data.train.tail_tokens + data.val.tail_tokens} leftover tokens" in lines[0]
-    alone = LitData(str(folder / "tokens"), split_names=None)
-    alone = alone.prepare(tokenizer=None, max_seq_length=32, report=lines.append)
-    assert len(alone.train) == data.train.store.n_tokens // 33 and alone.val is None and alone.tokenizer is None
-    assert alone.content_key != again.content_key
+    for path in (folder, plain[0]):
+        lines = []
+        again = LitData(str(path)).prepare(tokenizer=data.tokenizer, max_seq_length=32, report=lines.append)
+        assert len(again.train) == len(data.train) and len(again.val) == len(data.val)
+        for split, i in (("train", 3), ("val", -1)):
+            i %= len(getattr(data, split))
+            assert torch.equal(getattr(again, split)[i]["labels"], getattr(data, split)[i]["labels"])
+        assert f"{data.train.tail_tokens + data.val.tail_tokens} leftover tokens at chunk ends" in lines[0]
+        assert again.vocab_size <= data.tokenizer.vocab_size and data.vocab_size is None
+    for alone in (LitData(str(folder / "tokens"), split_names=None), LitData(str(folder), split_names=None)):
+        alone = alone.prepare(tokenizer=None, max_seq_length=32, report=lines.append)
+        assert len(alone.train) == data.train.store.n_tokens // 33 and alone.val is None and alone.tokenizer is None
+        assert alone.content_key != again.content_key
 
 
-def test_litdata_reports_the_tail_of_each_chunk(prepared):
-    folder, data = prepared
-    lines = []
-    LitData(str(folder)).prepare(tokenizer=None, max_seq_length=100, report=lines.append)
-    tokens = [data.train.n_tokens, data.val.n_tokens]
-    assert f"{sum(t % 101 for t in tokens)} leftover tokens at chunk ends" in lines[0]
+def test_litdata_without_held_out_tokens(corpus, tmp_path):
+    module = TextFiles(str(corpus), cache_dir=str(tmp_path), vocab_size=300, val_fraction=0.0)
+    data = module.prepare(tokenizer=None, max_seq_length=32, report=lambda _: None)
+    again = LitData(str(next(tmp_path.glob("text_files-*"))))
+    again = again.prepare(tokenizer=None, max_seq_length=32, report=lambda _: None)
+    assert again.val is None and len(again.train) == len(data.train)
 
 
 def litdata_error(path, tokenizer=None, max_seq_length=32, **options) -> str:
@@ -134,22 +151,24 @@ def litdata_error(path, tokenizer=None, max_seq_length=32, **options) -> str:
     return str(error.value)
 
 
-def test_s4_hostile_index_is_refused(prepared):
-    folder, _ = prepared
-    index = json.loads((folder / "tokens" / "index.json").read_text())
-    index["chunks"][0]["filename"] = "../tokens/chunk-0-0.bin"
-    (folder / "tokens" / "index.json").write_text(json.dumps(index))
+def test_s4_hostile_index_is_refused(plain):
+    folder, _ = plain
+    index = json.loads((folder / "train" / "index.json").read_text())
+    index["chunks"][0]["filename"] = "../val/chunk-0-0.bin"
+    (folder / "train" / "index.json").write_text(json.dumps(index))
     assert "only plain file names" in litdata_error(folder)
 
 
-def test_litdata_errors_are_one_line(prepared, tmp_path):
-    folder, _ = prepared
+def test_litdata_errors_are_one_line(prepared, plain, tmp_path):
+    folder, _ = plain
     assert litdata_error(tmp_path / "nowhere").startswith(f"--data.data_path {tmp_path}/nowhere: no folder")
     assert "see --data.split_names" in litdata_error(folder, split_names=("train", "validation"))
-    assert "contains no index.json" in litdata_error(folder / "tokenizer", split_names=None)
+    assert "contains no index.json" in litdata_error(folder, split_names=None)
     assert "has a row of 1,000,001 tokens" in litdata_error(folder, max_seq_length=10**6)
-    (folder / "tokens" / "index.json").write_text("{")
+    (folder / "train" / "index.json").write_text("{")
     assert "not an index" in litdata_error(folder)
+    (prepared[0] / "checksums.json").unlink()
+    assert "is damaged (checksums.json is missing); prepare it again" in litdata_error(prepared[0])
 
 
 def test_litdata_detects_a_different_tokenizer(prepared):
@@ -161,18 +180,17 @@ def test_litdata_detects_a_different_tokenizer(prepared):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_s5_litdata_reads_all_chunks_for_its_key_and_vocabulary(prepared, split):
-    folder, data = prepared
+def test_s5_litdata_reads_all_chunks_for_its_key_and_vocabulary(plain, split):
+    folder, data = plain
 
     def prepare(tokenizer=None):
         return LitData(str(folder)).prepare(tokenizer=tokenizer, max_seq_length=32, report=lambda _: None)
 
     before = prepare(data.tokenizer)
     assert before.vocab_size <= data.tokenizer.vocab_size
-    chunk = folder / "tokens" / "chunk-0-0.bin"
+    chunk = folder / split / "chunk-0-0.bin"
     content = bytearray(chunk.read_bytes())
-    last = len(content) - (2 * data.val.n_tokens if split == "train" else 0)
-    content[last - 2 : last] = (999).to_bytes(2, "little")  # uint16
+    content[-2:] = (999).to_bytes(2, "little")  # uint16
     chunk.write_bytes(content)
     after = prepare()
     assert after.vocab_size == 1000 and after.content_key != before.content_key

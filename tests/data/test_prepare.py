@@ -127,8 +127,8 @@ def test_data_of_an_earlier_version_is_prepared_anew_and_that_is_said(prepare, t
     found = documents.fingerprint(sorted(text.iterdir()), "x")
     sources = module.TextSources("text_files", [], None, "", "", 0.05, 300, None)
     inputs = module._key_inputs(sources, found, None, None)
-    assert folder.name == f"text_files-{module._hash(inputs)[:16]}"
-    former = folder.with_name(f"text_files-{module._hash(inputs | {'code': 2, 'block_size': T + 1})[:16]}")
+    assert folder.name == f"text_files-{cache.hash_inputs(inputs)[:16]}"
+    former = folder.with_name(f"text_files-{cache.hash_inputs(inputs | {'code': 2, 'block_size': T + 1})[:16]}")
     folder.rename(former)
     log = prepare()[1]
     assert f"preparing {folder} (not prepared yet; {former.name} is of an earlier version and can be deleted)" in log

@@ -105,7 +105,7 @@ def test_samples_have_a_loss_mask_and_offsets(tmp_path):
     assert writer.finish() == 134
     found = TokenStore(tmp_path)
     offsets = found.offsets().tolist()
-    assert offsets == [0, 3, 3, 43, 44, 134] and found.has_loss_mask
+    assert offsets == [0, 3, 3, 43, 44, 134] and found.mask is not None
     for (ids, mask), start, stop in zip(samples, offsets, offsets[1:], strict=False):
         assert np.array_equal(found.tokens(start, stop), ids) and np.array_equal(found.loss_mask(start, stop), mask)
     assert found.loss_mask(0, 3).dtype == np.bool_
@@ -192,7 +192,8 @@ def test_s7_damage_is_found_and_named_on_reading(written, monkeypatch):
         rows = BlockDataset(TokenStore(folder), BLOCK)
         good = [rows[i]["input_ids"] for i in (0, 1)]  # of another chunk and piece
         assert np.array_equal(torch.cat(good), np.delete(tokens[: 2 * BLOCK], [BLOCK - 1, 2 * BLOCK - 1]))
-        with pytest.raises(DataError, match=f"{re.escape(str(chunk))}: {reason}.*prepared anew") as error:
+        fix = f"delete {folder} and prepare the data again"
+        with pytest.raises(DataError, match=re.escape(f"{chunk}: {reason}") + f".*; {fix}") as error:
             rows[20]
         assert "\n" not in str(error.value)
 

@@ -25,9 +25,11 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 CHECKSUMS = "checksums.json"
+PIECES = "crc32.npy"  # checksums of the pieces of an array of tokens
 DAMAGE_ERRORS = (ValueError, TypeError, KeyError, OSError, DataError)  # raised on reading a damaged folder
 HEARTBEAT = 10.0  # seconds between progress lines
 ANNOUNCE_BYTES = 1 << 31  # reading this much takes seconds
+_LARGE = 1 << 32  # bytes; tokens of larger data are verified as they are read
 
 
 def default_cache_dir() -> Path:
@@ -128,6 +130,16 @@ def find_prepared(folder: Path, read: Callable[[], T], report: Callable[[str], N
         return None, f"the cached data is damaged ({error!s})"
 
 
+def hash_inputs(inputs: dict[str, Any]) -> str:
+    """Return the key of data made from these inputs, a hex SHA-256."""
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest of a folder; it has the key of the data."""
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
 def read_manifest(folder: Path, key: str) -> dict[str, Any]:
     """Return the manifest of a prepared folder.
 
@@ -143,7 +155,8 @@ def read_manifest(folder: Path, key: str) -> dict[str, Any]:
 def verify(folder: Path, report: Callable[[str], None]) -> None:
     """Compare the files of ``folder`` with their checksums, once per user and machine.
 
-    Stamps in ``~/.cache/toolkit/verified`` record the sizes, mtimes and inodes of verified files.
+    Stamps in ``~/.cache/toolkit/verified`` record the sizes, mtimes and inodes of verified files. Of more than 4 GiB,
+    the tokens are left out, so that a run starts at once: a ChunkedArray verifies them as they are read.
 
     Raises:
         ValueError: A file is damaged; the message names it.
@@ -153,6 +166,9 @@ def verify(folder: Path, report: Callable[[str], None]) -> None:
         raise ValueError(f"{CHECKSUMS} is missing")
     content = json.loads((folder / CHECKSUMS).read_bytes())
     files = check_entries(content.get("files") if isinstance(content, dict) else None)
+    if sum(entry["size"] for entry in files.values()) > _LARGE:
+        verified_later = tuple(name.removesuffix(PIECES) for name in files if name.endswith(f"/{PIECES}"))
+        files = {n: e for n, e in files.items() if not (n.endswith(".bin") and n.startswith(verified_later))}
     with _open_stamp(folder) as stamp:
         stats = {name: (folder / name).stat() for name in files}  # before reading: a later change is detected next time
         versions = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats.items()}

@@ -1,9 +1,9 @@
 """Prepare instruction data once, cached by content: rows -> records -> tokens and loss mask -> packed rows.
 
-    <cache_dir>/<module>-<first 16 of the key>/tokens.bin, trained.bin   the samples: token ids and loss mask
-                                              offsets.bin ...           their offsets, and the samples of each row
-                                              manifest.json             contents and statistics
-                                              checksums.json            of all of these files
+    <cache_dir>/<module>-<first 16 of the key>/tokens/, loss_mask/, offsets.npy   the samples, see tokens.store
+                                              rows.npz         where the samples come from, and those of each row
+                                              manifest.json    contents and statistics
+                                              checksums.json   of all of these files
 
 Packing is decided here, so the order of rows stays a pure function of their index (S2).
 """
@@ -11,20 +11,20 @@ Packing is decided here, so the order of rows stays a pure function of their ind
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.data.base import PreparedData
-from toolkit.data.cache import MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
+from toolkit.data.cache import choose_cache_dir, hash_inputs, load_or_prepare, read_manifest, write_manifest
 from toolkit.data.order import shuffled_index
 from toolkit.data.sft.packing import best_fit
 from toolkit.data.sft.tokenize import Counts, tokenize_samples
+from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import UserError
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from toolkit.data.sft.tokenize import SFTConfig
 
-CODE_VERSION = 6  # increment if the same rows and options produce different tokens or counts
+CODE_VERSION = 7  # increment if the same rows and options produce different tokens or counts
 _VAL_SEED = 0  # of the permutation that selects held-out samples
-_INDEX = ("offsets", "sources", "numbers", "train_members", "train_starts", "val_members", "val_starts")
-_CONTENT = ("tokens", "trained", "offsets", "train_members", "train_starts", "val_members", "val_starts")
+_ROWS = "rows.npz"
+_CONTENT = ("offsets", "train_members", "train_starts", "val_members", "val_starts")
 
 
 def prepare_sft(config: SFTConfig, report: Callable[[str], None]) -> PreparedData:
@@ -46,7 +46,8 @@ def prepare_sft(config: SFTConfig, report: Callable[[str], None]) -> PreparedDat
         UserError: A row, the template or the cache folder is invalid, or no training sample remains.
     """
     start = time.perf_counter()
-    key = _key(config)
+    inputs = _key_inputs(config)
+    key, former = hash_inputs(inputs), hash_inputs(inputs | {"code": 6})
     folder = choose_cache_dir(config.cache_dir) / f"{config.module}-{key[:16]}"
     (prepared, statistics), is_cached = load_or_prepare(
         folder,
@@ -54,6 +55,7 @@ def prepare_sft(config: SFTConfig, report: Callable[[str], None]) -> PreparedDat
         lambda: _open(folder, key, config),
         lambda temporary: _make(temporary, key, config, report),
         report,
+        former=folder.with_name(f"{config.module}-{former[:16]}"),
     )
     if is_cached:
         report(f"Data: using cached {folder} ({time.perf_counter() - start:.1f} s)")
@@ -63,8 +65,8 @@ def prepare_sft(config: SFTConfig, report: Callable[[str], None]) -> PreparedDat
     return prepared
 
 
-def _key(config: SFTConfig) -> str:
-    inputs = {
+def _key_inputs(config: SFTConfig) -> dict[str, Any]:
+    return {
         "code": CODE_VERSION,
         "sources": {
             "train": [source.fingerprint() for source in config.splits.train],
@@ -75,7 +77,6 @@ def _key(config: SFTConfig) -> str:
         "template": config.template and config.template.source,
         "options": config.cache_options(),
     }
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 def _collect_notes(config: SFTConfig, statistics: dict[str, Any]) -> list[str]:
@@ -93,11 +94,18 @@ def _collect_notes(config: SFTConfig, statistics: dict[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class TokenStore:
-    """The arrays of a prepared folder; tokens and loss mask are memory-mapped on first use."""
+class Samples:
+    """The samples of a store, and where they come from.
 
-    folder: Path
-    dtype: np.dtype
+    Args:
+        store: Their tokens and loss mask.
+        offsets: (n + 1,) int64, where they start.
+        sources: (n,) int64, an index in ``source_names``.
+        numbers: (n,) int64, the row number in that source.
+        source_names: File and unit, such as ``data/faq.jsonl line``.
+    """
+
+    store: TokenStore
     offsets: np.ndarray
     sources: np.ndarray
     numbers: np.ndarray
@@ -111,24 +119,11 @@ class TokenStore:
         """Return the position of a row, such as ``data/faq.jsonl line 17``."""
         return f"{self.source_names[source]} {number:,}"
 
-    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
         """Return input tokens and labels of a sample, each (N - 1,) int64."""
-        begin, end = self.offsets[index], self.offsets[index + 1]
-        tokens = self._map("tokens", self.dtype)[begin:end].astype(np.int64)
-        loss_mask = self._map("trained", np.dtype(np.bool_))[begin + 1 : end]
-        return tokens[:-1], np.where(loss_mask, tokens[1:], IGNORE_INDEX)
-
-    def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
-        if name not in self.__dict__:
-            # A plain array: slicing np.memmap itself is slow.
-            self.__dict__[name] = np.asarray(np.memmap(self.folder / f"{name}.bin", dtype, "r"))
-        return self.__dict__[name]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # memory maps cannot be pickled
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        begin, end = int(self.offsets[sample]), int(self.offsets[sample + 1])
+        tokens = self.store.tokens(begin, end).astype(np.int64)
+        return tokens[:-1], np.where(self.store.loss_mask(begin + 1, end), tokens[1:], IGNORE_INDEX)
 
 
 class PackedDataset:
@@ -143,11 +138,11 @@ class PackedDataset:
     """
 
     def __init__(
-        self, store: TokenStore, members: np.ndarray, starts: np.ndarray, packed: bool, statistics: dict[str, Any]
+        self, samples: Samples, members: np.ndarray, starts: np.ndarray, packed: bool, statistics: dict[str, Any]
     ) -> None:
-        self._store, self._members, self._starts = store, members, starts
+        self._samples, self._members, self._starts = samples, members, starts
         self.packed, self.statistics = packed, statistics
-        inputs = np.diff(store.offsets)[members] - 1
+        inputs = np.diff(samples.offsets)[members] - 1
         self.lengths: np.ndarray = np.add.reduceat(inputs, starts[:-1]) if len(members) else inputs
 
     def __len__(self) -> int:
@@ -156,7 +151,7 @@ class PackedDataset:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         import torch
 
-        samples = [self._store.sample(member) for member in self._row(index)]
+        samples = [self._samples[member] for member in self._row(index)]
         row = {
             "input_ids": np.concatenate([inputs for inputs, _ in samples]),
             "labels": np.concatenate([labels for _, labels in samples]),
@@ -169,11 +164,11 @@ class PackedDataset:
 
     def where(self, index: int) -> list[str]:
         """Return the files and rows of the samples in row ``index``."""
-        return [self._store.where(member) for member in self._row(index)]
+        return [self._samples.where(member) for member in self._row(index)]
 
     def describe_row(self, source: int, number: int) -> str:
-        """See :meth:`TokenStore.describe_row`."""
-        return self._store.describe_row(source, number)
+        """See :meth:`Samples.describe_row`."""
+        return self._samples.describe_row(source, number)
 
     def _row(self, index: int) -> list[int]:
         if not 0 <= index < len(self):
@@ -184,15 +179,15 @@ class PackedDataset:
 def _open(folder: Path, key: str, config: SFTConfig) -> tuple[PreparedData, dict[str, Any]]:
     """Read a prepared folder; return the data and its statistics. Raises one of DAMAGE_ERRORS if it is damaged."""
     manifest = read_manifest(folder, key)
-    statistics, arrays = manifest["facts"], manifest["arrays"]
-    index = {name: np.fromfile(folder / f"{name}.bin", np.int64) for name in _INDEX}
+    statistics, store = manifest["facts"], TokenStore(folder)
+    with np.load(folder / _ROWS) as file:
+        arrays = dict(file)
     names = tuple(f"{source.name} {source.unit}" for source in config.sources)
-    origins = (index["offsets"], index["sources"], index["numbers"], names)
-    store = TokenStore(folder, np.dtype(arrays["tokens"]["dtype"]), *origins)
+    samples = Samples(store, store.offsets(), arrays["sources"], arrays["numbers"], names)
     splits = {}
     for split in ("train", "val"):
-        members, starts = index[f"{split}_members"], index[f"{split}_starts"]
-        rows = PackedDataset(store, members, starts, config.packing != "none", statistics)
+        members, starts = arrays[f"{split}_members"], arrays[f"{split}_starts"]
+        rows = PackedDataset(samples, members, starts, config.packing != "none", statistics)
         splits[split] = rows if len(rows) else None
     if splits["train"] is None:
         raise ValueError("there are no training rows")
@@ -201,13 +196,15 @@ def _open(folder: Path, key: str, config: SFTConfig) -> tuple[PreparedData, dict
     return PreparedData(splits["train"], splits["val"], tokenizer, manifest["content_key"], summary), statistics
 
 
-def _content_key(folder: Path, arrays: dict[str, Any]) -> str:
+def _content_key(store: TokenStore, arrays: dict[str, np.ndarray]) -> str:
+    assert store.mask is not None
     digest = hashlib.sha256()
+    for name, array, dtype in (("tokens", store.array, store.dtype.name), ("trained", store.mask, "bool")):
+        digest.update(f"|{name} {dtype} {len(array) * array.dtype.itemsize}|".encode())
+        for block in array.blocks():
+            digest.update(block.data)
     for name in _CONTENT:
-        digest.update(f"|{name} {arrays[name]['dtype']} {arrays[name]['bytes']}|".encode())
-        with open(folder / f"{name}.bin", "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        digest.update(f"|{name} int64 {arrays[name].nbytes}|".encode() + arrays[name].tobytes())
     return digest.hexdigest()
 
 
@@ -215,9 +212,13 @@ def _content_key(folder: Path, arrays: dict[str, Any]) -> str:
 
 
 def _make(folder: Path, key: str, config: SFTConfig, report: Callable[[str], None]) -> None:
-    dtype = np.dtype(np.uint16 if config.tokenizer.vocab_size <= 1 << 16 else np.int32)
-    counts, samples = tokenize_samples(config, folder / "tokens.bin", folder / "trained.bin", dtype, report)
+    writer = TokenWriter(folder, token_dtype(config.tokenizer.vocab_size), with_loss_mask=True, with_offsets=True)
+    counts, samples = tokenize_samples(config, writer, report)
     rows = _assign_rows(config, samples, counts)
+    arrays = {name: samples[name] for name in ("sources", "numbers")}
+    for split, (members, starts) in rows.items():
+        arrays |= {f"{split}_members": members.astype(np.int64), f"{split}_starts": starts.astype(np.int64)}
+    np.savez(folder / _ROWS, **arrays)  # type: ignore[arg-type]
     statistics = counts.to_dict() | {"notes": []}
     if (template := config.template) is not None:  # some notes are added during rendering
         statistics["notes"] = [note.removeprefix(f"{template.name}: ") for note in template.notes]
@@ -227,16 +228,10 @@ def _make(folder: Path, key: str, config: SFTConfig, report: Callable[[str], Non
     statistics |= {"tokens": sum(used.values()), "max_seq_length": config.max_seq_length, "packing": config.packing}
     statistics["packing_efficiency"] = used["train"] / (statistics["train_rows"] * config.max_seq_length)
     statistics["val_samples"] = len(rows["val"][0])
-    statistics["val_samples_also_trained"] = _count_repeats(folder, dtype, samples, rows)
-    index = {name: samples[name] for name in ("offsets", "sources", "numbers")}
-    for split, (members, starts) in rows.items():
-        index |= {f"{split}_members": members, f"{split}_starts": starts}
-    for name, values in index.items():
-        values.astype(np.int64).tofile(folder / f"{name}.bin")
-    types = dict.fromkeys(_INDEX, "int64") | {"tokens": dtype.name, "trained": "bool"}
-    arrays = {name: {"dtype": kind, "bytes": (folder / f"{name}.bin").stat().st_size} for name, kind in types.items()}
-    manifest = {"key": key, "content_key": _content_key(folder, arrays), "facts": statistics, "arrays": arrays}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    store = TokenStore(folder)
+    statistics["val_samples_also_trained"] = _count_repeats(store, samples["offsets"], rows)
+    content_key = _content_key(store, arrays | samples)
+    write_manifest(folder, {"key": key, "content_key": content_key, "facts": statistics})
 
 
 def _assign_rows(
@@ -259,15 +254,14 @@ def _assign_rows(
     return {"train": _group_rows(config, train, lengths), "val": _group_rows(config, val, lengths)}
 
 
-def _count_repeats(folder: Path, dtype: np.dtype, samples: dict[str, np.ndarray], rows: dict[str, Any]) -> int:
+def _count_repeats(store: TokenStore, offsets: np.ndarray, rows: dict[str, Any]) -> int:
     """Count held-out samples whose tokens equal those of a training sample."""
-    offsets, tokens = samples["offsets"].tolist(), np.asarray(np.memmap(folder / "tokens.bin", dtype, "r"))
 
     def hash_samples(split: str) -> Iterator[int]:
-        return (hash(tokens[offsets[i] : offsets[i + 1]].tobytes()) for i in rows[split][0].tolist())
+        return (hash(store.tokens(*offsets[i : i + 2].tolist()).tobytes()) for i in rows[split][0].tolist())
 
     held_out = list(hash_samples("val"))
-    repeated = set(held_out).intersection(hash_samples("train"))
+    repeated = set(held_out).intersection(hash_samples("train")) if held_out else set()
     return sum(value in repeated for value in held_out)
 
 

@@ -7,7 +7,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +20,9 @@ from toolkit.errors import UserError
 if TYPE_CHECKING:
     from toolkit.data.base import OnLong, Packing, TrainOn
     from toolkit.data.tokenizer import Tokenizer
+    from toolkit.data.tokens.store import TokenWriter
 
 LONGEST = 5  # longest samples to report
-_BATCH = 1 << 20  # tokens buffered before a write
 
 
 @dataclass(frozen=True)
@@ -111,59 +110,32 @@ class Counts:
         return asdict(self) | {"dropped": self.dropped, "longest": longest}
 
 
-class SampleWriter:
-    """Appends samples to two files: the tokens, and the loss mask with one byte per token."""
-
-    def __init__(self, tokens: Path, loss_mask: Path, dtype: np.dtype) -> None:
-        self._files = open(tokens, "wb"), open(loss_mask, "wb")  # noqa: SIM115  (closed by finish)
-        self._buffers: tuple[list[Any], list[Any]] = [], []
-        self._types = dtype, np.dtype(np.bool_)
-        self.offsets, self.sources, self.numbers = array("q", [0]), array("q"), array("q")
-
-    def add(self, ids: list[int], loss_mask: list[bool], source: int, number: int) -> None:
-        self._buffers[0].extend(ids)
-        self._buffers[1].extend(loss_mask)
-        self.offsets.append(self.offsets[-1] + len(ids))
-        self.sources.append(source)
-        self.numbers.append(number)
-        if len(self._buffers[0]) >= _BATCH:
-            self._write()
-
-    def finish(self) -> dict[str, np.ndarray]:
-        """Close the files; return the sample offsets (n + 1), and the source and row number of each sample."""
-        self._write()
-        for file in self._files:
-            file.close()
-        return {name: np.asarray(getattr(self, name), np.int64) for name in ("offsets", "sources", "numbers")}
-
-    def _write(self) -> None:
-        for buffer, file, dtype in zip(self._buffers, self._files, self._types, strict=True):
-            np.array(buffer, dtype).tofile(file)
-            buffer.clear()
-
-
 def tokenize_samples(
-    config: SFTConfig, tokens: Path, loss_mask: Path, dtype: np.dtype, report: Callable[[str], None]
+    config: SFTConfig, writer: TokenWriter, report: Callable[[str], None]
 ) -> tuple[Counts, dict[str, np.ndarray]]:
-    """Tokenize all rows into two files.
+    """Tokenize all rows, with their loss mask, and finish the writer.
 
     Returns:
-        The counts, and int64 arrays: ``offsets`` (n + 1,) of the samples in the files, and for each sample its index in
+        The counts, and int64 arrays: ``offsets`` (n + 1,) of the samples, and for each sample its index in
         ``config.sources`` (``sources``, (n,)) and its row number (``numbers``, (n,)). Pieces of a sample are adjacent.
 
     Raises:
         UserError: A row is invalid, or too long with ``on_long`` "error"; the message names it.
     """
-    writer, counts, last_line = SampleWriter(tokens, loss_mask, dtype), Counts(), time.perf_counter()
+    counts, sources, numbers, last_line = Counts(), array("q"), array("q"), time.perf_counter()
     for position, source in enumerate(config.sources):
         for number, row in source.rows():
             counts.samples += 1
             for ids, mask in _tokenize_row(config, row, position, number, counts):
-                writer.add(ids, mask, position, number)
+                writer.add(ids, mask)
+                sources.append(position)
+                numbers.append(number)
             if time.perf_counter() - last_line > HEARTBEAT:
                 report(f"Data: tokenized {counts.samples:,} samples")
                 last_line = time.perf_counter()
-    return counts, writer.finish()
+    writer.finish()
+    arrays = {"offsets": writer.offsets, "sources": sources, "numbers": numbers}
+    return counts, {name: np.asarray(values, np.int64) for name, values in arrays.items()}
 
 
 def _tokenize_row(

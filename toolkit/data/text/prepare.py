@@ -13,7 +13,6 @@ hit, changed text a miss. Rows are blocks of any length from the same tokens.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.base import PreparedData, Vocabulary
-from toolkit.data.cache import ANNOUNCE_BYTES, HEARTBEAT, MANIFEST, choose_cache_dir, load_or_prepare, read_manifest
+from toolkit.data.cache import (
+    ANNOUNCE_BYTES,
+    HEARTBEAT,
+    choose_cache_dir,
+    hash_inputs,
+    load_or_prepare,
+    read_manifest,
+    write_manifest,
+)
 from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, collect_characters, train_bpe
 from toolkit.data.tokens.store import BlockDataset, TokenWriter, open_splits, token_dtype
@@ -77,7 +84,7 @@ def prepare_text(
     if changes := documents.describe_changes(texts):
         report(f"Data: {changes}")
     inputs = _key_inputs(sources, train, val, tokenizer)
-    key, former = _hash(inputs), _hash(inputs | {"code": 2, "block_size": max_seq_length + 1})
+    key, former = hash_inputs(inputs), hash_inputs(inputs | {"code": 2, "block_size": max_seq_length + 1})
     folder = choose_cache_dir(sources.cache_dir) / f"{sources.module}-{key[:16]}"
     prepared, is_cached = load_or_prepare(
         folder,
@@ -110,10 +117,6 @@ def _key_inputs(
     if sources.text_fraction < 1:
         inputs["text_fraction"] = sources.text_fraction
     return inputs
-
-
-def _hash(inputs: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 def _require_block(rows: Any, option: str, what: str) -> None:
@@ -191,8 +194,8 @@ def _make(
     held_out = int(used * sources.val_fraction)
     val = [used - held_out, used] if sources.val_fraction else None
     splits = {"train": [0, used - held_out], "val": val if texts[1] is None else [n_train, n_all]}
-    manifest = {"version": CODE_VERSION, "key": key, "tokenizer": active.fingerprint, "splits": splits}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    manifest = {"key": key, "tokenizer": active.fingerprint, "largest_token": writer.largest_token, "splits": splits}
+    write_manifest(folder, manifest)
 
 
 def _train_tokenizer(

@@ -20,10 +20,10 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from toolkit.data.cache import PIECES
 from toolkit.errors import DataError
 
 INDEX = "index.json"
-CHECKSUMS = "crc32.npy"
 PIECE = 1 << 16  # values per checksum: with uint16 as many bytes as Linux reads ahead
 _OPEN_CHUNKS = 128  # each holds a file descriptor
 _STAT_CHUNKS = 1024  # of more chunks, sizes are checked on reading, and survey() samples so many
@@ -163,7 +163,8 @@ class ChunkedArray:
         return file
 
     def _error(self, chunk: int, problem: str) -> DataError:
-        fix = "restore it" if self._checksums is None else "delete the folder of this data, and it is prepared anew"
+        prepared = self._checksums is not None
+        fix = f"delete {self.folder.parent} and prepare the data again" if prepared else "restore this file"
         return DataError(f"{self.folder / self._files[chunk]}: {problem}; {fix}")
 
     def _check_files(self) -> None:
@@ -179,11 +180,11 @@ class ChunkedArray:
                     raise ValueError(f"{self.folder / name} is truncated: {found:,} of {needed:,} bytes")
 
     def _read_checksums(self) -> np.ndarray | None:
-        if not (self.folder / CHECKSUMS).is_file():
+        if not (self.folder / PIECES).is_file():
             return None
-        checksums = np.load(self.folder / CHECKSUMS, mmap_mode="r")
+        checksums = np.load(self.folder / PIECES, mmap_mode="r")
         if checksums.dtype != np.uint32 or checksums.shape != (-(-len(self) // PIECE),):
-            raise ValueError(f"{self.folder / CHECKSUMS} does not belong to these chunks")
+            raise ValueError(f"{self.folder / PIECES} does not belong to these chunks")
         return checksums
 
 

@@ -40,58 +40,54 @@ class LitData(DataModule):
     ) -> PreparedData:
         """See :meth:`DataModule.prepare`; nothing is written."""
         folder, block_size = Path(self.data_path).expanduser(), max_seq_length + 1
-        self._verify(folder, report)
-        train, val = self._open(folder, block_size)
-        splits = [train] if val is None else [train, val]
-        content, largest = hashlib.sha256(f"{block_size}".encode()), 0
-        for split in splits:
-            digest, split_largest = split.survey()
-            content.update(digest)
-            largest = max(largest, split_largest)
+        train, val, content, largest = self._open(folder, block_size, report)
         if tokenizer is not None and largest >= tokenizer.vocab_size:
             raise UserError(
                 f"--data.data_path {self.data_path}: contains token {largest:,}, but {tokenizer.name} has only"
                 f" {tokenizer.vocab_size:,}: the chunks were made with another tokenizer"
             )
-        tails = sum(split.tail_tokens for split in splits)
+        tails = sum(split.tail_tokens for split in (train, val) if split is not None)
         held_out = "no val rows" if val is None else f"{len(val):,} val rows"
         summary = f"{len(train):,} train rows of {max_seq_length:,} tokens; {held_out}"
         report(f"Data: {self.data_path}: {summary}; {tails:,} leftover tokens at chunk ends do not fill a row")
-        return PreparedData(train, val, tokenizer, content.hexdigest(), summary, largest + 1)
+        content_key = hashlib.sha256(f"{block_size}".encode() + content).hexdigest()
+        return PreparedData(train, val, tokenizer, content_key, summary, largest + 1)
 
-    def _verify(self, folder: Path, report: Callable[[str], None]) -> None:
-        """Check the bytes of a folder written by prepare_data; others have no checksums."""
-        from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, verify
+    def _open(
+        self, folder: Path, block_size: int, report: Callable[[str], None]
+    ) -> tuple[BlockDataset, BlockDataset | None, bytes, int]:
+        """Return the training rows, the held-out rows, what the content key depends on, and the largest token."""
+        from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, MANIFEST, verify
+        from toolkit.data.tokens.store import SPLITS, TOKENS, ChunkBlockDataset, TokenStore, open_splits
 
-        if (folder / CHECKSUMS).is_file():
+        is_store = (folder / MANIFEST).is_file() and (folder / TOKENS).is_dir()
+        if is_store or (folder / CHECKSUMS).is_file():  # written by prepare_data; others have no checksums
             try:
                 verify(folder, report)
             except DAMAGE_ERRORS as error:
                 raise UserError(f"--data.data_path {self.data_path}: is damaged ({error}); prepare it again") from error
-
-    def _open(self, folder: Path, block_size: int) -> tuple[BlockDataset, BlockDataset | None]:
-        """Return the training and the held-out rows."""
-        from toolkit.data.cache import MANIFEST
-        from toolkit.data.tokens.store import SPLITS, TOKENS, ChunkBlockDataset, TokenStore, open_splits
-
+        folders = [folder / name for name in self.split_names or ("",)]
         hint = "; see --data.split_names" if self.split_names else ""
         try:
-            if tuple(self.split_names or ()) == SPLITS and (folder / MANIFEST).is_file() and (folder / TOKENS).is_dir():
+            if is_store and tuple(self.split_names or ()) == SPLITS:
                 manifest = json.loads((folder / MANIFEST).read_bytes())
                 train, val = open_splits(folder, manifest, block_size)
+                content, largest = manifest["key"].encode(), int(manifest["largest_token"])
             else:
-                folders = [folder / name for name in self.split_names or ("",)]
                 for part in folders:
                     require(part.is_dir(), "data_path", self.data_path, f"no folder {part}{hint}")
-                train, val, *_ = [*(ChunkBlockDataset(TokenStore(part), block_size) for part in folders), None]
+                rows = [ChunkBlockDataset(TokenStore(part), block_size) for part in folders]
+                train, val, *_ = [*rows, None]
+                digests, tokens = zip(*(part.survey() for part in rows), strict=True)
+                content, largest = b"".join(digests), max(tokens)
         except UserError:
             raise
-        except (ValueError, KeyError, TypeError, OSError) as error:
+        except DAMAGE_ERRORS as error:
             raise UserError(f"--data.data_path {self.data_path}: {error}{hint}") from error
-        for rows in (train, val):
-            if rows is not None and not len(rows):
+        for split in (train, val):
+            if split is not None and not len(split):
                 raise UserError(
-                    f"--data.data_path {self.data_path}: no chunk in {rows.store.folder} has a row of {block_size:,}"
+                    f"--data.data_path {self.data_path}: no chunk in {split.store.folder} has a row of {block_size:,}"
                     " tokens (--train.max_seq_length + 1); provide more text or reduce --train.max_seq_length"
                 )
-        return train, val
+        return train, val, content, largest

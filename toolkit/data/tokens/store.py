@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.data.tokens.chunks import CHECKSUMS, INDEX, PIECE, ChunkedArray
+from toolkit.data.cache import PIECES
+from toolkit.data.tokens.chunks import INDEX, PIECE, ChunkedArray
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -62,12 +63,17 @@ class TokenWriter:
         self._loss_mask = None
         if with_loss_mask:
             self._loss_mask = _ArrayWriter(self._folder / LOSS_MASK, np.dtype(np.uint8), per_chunk)
-        self._offsets = array("q", [0]) if with_offsets else None
+        self.offsets = array("q", [0]) if with_offsets else None
 
     @property
     def n_tokens(self) -> int:
         """The number of tokens so far."""
         return self._tokens.size
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token so far; -1 without one."""
+        return self._tokens.largest
 
     def add(self, ids: Sequence[int] | np.ndarray, loss_mask: Sequence[bool] | np.ndarray | None = None) -> None:
         """Append the tokens of a sample, or of any part of the data; ``loss_mask`` has as many values.
@@ -80,16 +86,16 @@ class TokenWriter:
         self._tokens.add(np.asarray(ids))
         if self._loss_mask is not None:
             self._loss_mask.add(np.asarray(loss_mask))
-        if self._offsets is not None:
-            self._offsets.append(self.n_tokens)
+        if self.offsets is not None:
+            self.offsets.append(self.n_tokens)
 
     def finish(self) -> int:
         """Write what is left and the index; return the number of tokens. A folder without tokens cannot be opened."""
         self._tokens.finish()
         if self._loss_mask is not None:
             self._loss_mask.finish()
-        if self._offsets is not None:
-            np.save(self._folder / OFFSETS, np.asarray(self._offsets))
+        if self.offsets is not None:
+            np.save(self._folder / OFFSETS, np.asarray(self.offsets))
         return self.n_tokens
 
 
@@ -104,15 +110,18 @@ class _ArrayWriter:
         from litdata import TokensLoader
         from litdata.streaming.writer import BinaryWriter
 
-        self.folder, self.size = folder, 0
+        self.folder, self.size, self.largest = folder, 0, -1
         # One item is one chunk: the writer closes a chunk when a second item would not fit.
         self._writer = BinaryWriter(str(folder), chunk_size=per_chunk, item_loader=TokensLoader())
         self._buffer, self._n_chunks = np.empty(per_chunk, dtype), 0
         self._checksums, self._crc32 = array("I"), 0
 
     def add(self, values: np.ndarray) -> None:
-        if len(values) and not 0 <= values.min() <= values.max() <= np.iinfo(self._buffer.dtype).max:
-            raise ValueError(f"values {values.min()} to {values.max()} are no {self._buffer.dtype} of 0 or more")
+        if len(values):
+            least, most, dtype = int(values.min()), int(values.max()), self._buffer.dtype
+            if least < 0 or most > np.iinfo(dtype).max:
+                raise ValueError(f"values from {least} to {most} do not fit {dtype}")
+            self.largest = max(self.largest, most)
         while len(values):
             filled = self.size % len(self._buffer)
             n = min(len(values), len(self._buffer) - filled, PIECE - self.size % PIECE)
@@ -133,7 +142,7 @@ class _ArrayWriter:
         self._writer.done()
         # One writer, so its index is complete. (LitData's merge would wait for all ranks of a process group.)
         os.replace(self.folder / f"{self._writer.rank}.{INDEX}", self.folder / INDEX)
-        np.save(self.folder / CHECKSUMS, np.asarray(self._checksums, np.uint32))
+        np.save(self.folder / PIECES, np.asarray(self._checksums, np.uint32))
 
     def _close_piece(self) -> None:
         self._checksums.append(self._crc32)
@@ -155,7 +164,7 @@ class TokenStore:
     Attributes:
         folder: The folder.
         array: The tokens.
-        has_loss_mask: Whether :meth:`loss_mask` can be read.
+        mask: The loss mask, or None.
 
     Raises:
         ValueError: The folder is damaged, see :class:`ChunkedArray`.
@@ -165,10 +174,10 @@ class TokenStore:
         self.folder = Path(folder)
         has_parts = (self.folder / TOKENS).is_dir()
         self.array = ChunkedArray(self.folder / TOKENS if has_parts else self.folder)
-        self.has_loss_mask = has_parts and (self.folder / LOSS_MASK).is_dir()
-        self._loss_mask = ChunkedArray(self.folder / LOSS_MASK) if self.has_loss_mask else None
-        if self._loss_mask is not None and len(self._loss_mask) != len(self.array):
-            raise ValueError(f"{self.folder}: the loss mask has {len(self._loss_mask):,} of {len(self.array):,} values")
+        has_mask = has_parts and (self.folder / LOSS_MASK).is_dir()
+        self.mask = ChunkedArray(self.folder / LOSS_MASK) if has_mask else None
+        if self.mask is not None and len(self.mask) != len(self.array):
+            raise ValueError(f"{self.folder}: the loss mask has {len(self.mask):,} of {len(self.array):,} values")
 
     @property
     def dtype(self) -> np.dtype:
@@ -188,8 +197,8 @@ class TokenStore:
 
     def loss_mask(self, start: int, stop: int) -> np.ndarray:
         """Return which tokens from ``start`` to ``stop`` have loss, (stop - start,) bool; see :meth:`tokens`."""
-        assert self._loss_mask is not None, "these tokens were written without a loss mask"
-        return self._loss_mask.read(start, stop).astype(np.bool_)
+        assert self.mask is not None, "these tokens were written without a loss mask"
+        return self.mask.read(start, stop).astype(np.bool_)
 
     def offsets(self) -> np.ndarray:
         """Return where the samples start, and the end of the last one, (n + 1,) int64."""
@@ -261,7 +270,9 @@ def open_splits(folder: Path, manifest: dict[str, Any], block_size: int) -> tupl
     Raises:
         ValueError: The folder is damaged; also TypeError and KeyError.
     """
-    store, splits = TokenStore(folder), manifest["splits"]
+    store, splits = TokenStore(folder), manifest.get("splits")
+    if splits is None:
+        raise ValueError(f"{folder} holds samples with a loss mask; only the data module that prepared them reads them")
     train, val = (None if (part := splits[name]) is None else BlockDataset(store, block_size, *part) for name in SPLITS)
     if train is None:
         raise ValueError("the manifest lists no training tokens")
