@@ -75,7 +75,7 @@ def test_help_shows_the_options_of_the_chosen_data(capsys):
     assert parse("--help") is None
     default = capsys.readouterr().out
     assert "--data.val_fraction" in default and "--data.train_data_path" not in default
-    assert "LitData, Parquet, PythonStdlib, SyntheticTokens, TextFiles" in " ".join(default.split())
+    assert "LitData, Mixture, Parquet, PythonStdlib, SyntheticTokens, TextFiles" in " ".join(default.split())
     parse("--data", "TextFiles", "--help")
     assert "--data.train_data_path" in capsys.readouterr().out
 

@@ -22,9 +22,11 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
+from toolkit.config.entries import with_entry
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import add_extensions, import_object, load_registered, registered
 from toolkit.paths import require_local
+from toolkit.untrusted import parse_yaml
 
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
 _LAYERS = "; choose the layers with --lora_query, --lora_key, --lora_value, --lora_projection, --lora_mlp, --lora_head"
@@ -243,6 +245,7 @@ class CommandOptions:
             UserError: an unknown name, a missing option, or a value of the wrong type.
         """
         known = self.options()
+        self._merge_into_mappings(known)
         for key in list(self.given):
             self._check(key, known)
         for key, option in known.items():
@@ -268,6 +271,17 @@ class CommandOptions:
             # restricted numbers have a class of their own, which YAML does not write
             values |= {key: value._type(value) for key, value in values.items() if is_restricted(type(value))}
         return {name: ready[name] for name in self.parameters if name in ready}
+
+    def _merge_into_mappings(self, known: Mapping[str, Option]) -> None:
+        """Put values for an entry of a mapping, such as of --data.sources.web.weight, into the mapping given before."""
+        mappings = [name for name in known if get_origin(parts(known[name].kind)[0]) is dict and name in self.given]
+        for key, name in [(key, name) for name in mappings for key in self.given if key.startswith(f"{name}.")]:
+            path = key.removeprefix(f"{name}.").split(".")
+            if len(path) > 1:  # jsonargparse sets entries themselves
+                given = self.given.pop(key)
+                value = parse_yaml(given.text) if given.source == "" else given.value
+                changed = with_entry(self.given[name].value, path, value, given.named(key))
+                self.given[name] = self.given[name]._replace(value=changed)
 
     def _build_parser(self) -> ArgumentParser:
         parser, added = ArgumentParser(exit_on_error=False), set(self.bases)

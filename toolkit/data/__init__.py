@@ -4,6 +4,7 @@ The data modules import (and the command line lists them) without torch, litdata
 """
 
 from toolkit.data.base import DataModule, PreparedData, TokenDataset
+from toolkit.data.mixture import Mixture
 from toolkit.data.sft.datasets import CSV, JSON, LIMA, Alpaca, Alpaca2k, AlpacaGPT4, Dolly, HuggingFace, Parquet
 from toolkit.data.sft.instruct import InstructionData
 from toolkit.data.streamed.hugging_face_text import HuggingFaceText
@@ -14,6 +15,6 @@ from toolkit.data.tokens.synthetic import SyntheticTokens
 
 __all__ = [
     "CSV", "JSON", "LIMA", "Alpaca", "Alpaca2k", "AlpacaGPT4", "DataModule", "Dolly", "HuggingFace", "HuggingFaceText",
-    "InstructionData", "LitData", "Parquet", "PreparedData", "PythonStdlib", "SyntheticTokens", "TextFiles",
+    "InstructionData", "LitData", "Mixture", "Parquet", "PreparedData", "PythonStdlib", "SyntheticTokens", "TextFiles",
     "TokenDataset",
 ]  # fmt: skip

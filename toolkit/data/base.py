@@ -53,6 +53,14 @@ def row_lengths(dataset: TokenDataset | None) -> np.ndarray | None:
     return getattr(dataset, "lengths", None)
 
 
+def mean_length(dataset: TokenDataset) -> float:
+    """Return the mean input tokens of a row. User-provided rows may be shorter than the context."""
+    if (mean := getattr(dataset, "mean_length", None)) is not None:
+        return mean
+    lengths = row_lengths(dataset)
+    return len(dataset[0]["input_ids"]) if lengths is None else float(lengths.mean())
+
+
 def row_count(dataset: TokenDataset | None) -> int | None:
     """Return the number of rows, 0 without a dataset; None if it is unknown."""
     if dataset is None:

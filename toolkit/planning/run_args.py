@@ -28,6 +28,7 @@ from toolkit.config import (
 )
 from toolkit.config.command import class_path
 from toolkit.data.base import DataModule
+from toolkit.data.mixture import Mixture
 from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.errors import UserError
 from toolkit.extension import registered, split_names, take_option_groups
@@ -148,6 +149,11 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
     return plain | ({"extensions": extensions} if (extensions := used_extensions(args)) else {})
 
 
+def data_modules(data: DataModule) -> list[DataModule]:
+    """Return the data module, and those of the sources of a mixture."""
+    return [data, *(data.modules.values() if isinstance(data, Mixture) else ())]
+
+
 def callback_entries(value: str | list[Any] | None) -> list[Any]:
     """Return what ``--callbacks`` names: class paths, and mappings with ``class_path`` and ``init_args``."""
     return [path.strip() for path in value.split(",")] if isinstance(value, str) else value or []
@@ -156,7 +162,7 @@ def callback_entries(value: str | list[Any] | None) -> list[Any]:
 def used_extensions(args: RunArgs) -> list[str]:
     """Return the extensions that a run uses, see :func:`toolkit.extension.extensions`."""
     used = {
-        "data": [type(args.data).__name__],
+        "data": [type(module).__name__ for module in data_modules(args.data)],
         "compilers": [args.compiler],
         "strategies": [args.strategy],
         "loggers": split_names(args.logger_name),

@@ -10,6 +10,7 @@ from lightning.fabric import Fabric
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import rename_damaged
+from toolkit.data.interleave import MixtureOrder
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.distributed.device import choose_attention_kernels
@@ -25,6 +26,7 @@ from toolkit.training.callbacks import (
     ExternalLoggers,
     KeepBest,
     MetricsFile,
+    MixtureShares,
     Profile,
     ReplicaCheck,
     Sampler,
@@ -104,8 +106,11 @@ def build_callbacks(
     ]
     if trainer.args.profile:
         callbacks.append(Profile(trainer.args.profiler))
+    if isinstance(trainer.reader.order, MixtureOrder):
+        callbacks.append(MixtureShares(trainer.reader.order))
     callbacks += user_callbacks
-    columns = [name for callback in callbacks for name in callback.columns]
+    columns = [f"val_loss_{name}" for name in trainer.data.val_sources]
+    columns += [name for callback in callbacks for name in callback.columns]
     columns += [f"{prefix}{part}" for prefix in ("", "val_") for part in loss_parts(trainer.model)]
     callbacks += ranks.run_on_rank0(lambda: open_outputs(trainer, columns, stack)) or []
     if sampler is not None:

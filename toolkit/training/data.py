@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 
 from toolkit.data.base import PreparedData, TokenDataset, row_count, row_lengths
+from toolkit.data.check import check_rows
+from toolkit.data.interleave import ConcatenatedRows
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.tokens.in_memory import InMemoryData, read_row
+from toolkit.data.tokens.in_memory import InMemoryData
 from toolkit.data.tokens.store import BlockDataset
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -28,7 +30,7 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
         tokenizer = Tokenizer.load(args.base_dir, "checkpoint_dir")
     data = args.data.prepare(tokenizer=tokenizer, max_seq_length=seq_length or 0, report=report)
     if not type(args.data).__module__.startswith("toolkit."):
-        check_rows(type(args.data).__name__, data, seq_length)
+        check_rows(f"--data {type(args.data).__name__}", data, seq_length)
     count = row_count(data.train)
     if count is not None and count < args.train.global_batch_size:
         raise UserError(
@@ -36,22 +38,6 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
             f"{_sequences(data.train, seq_length)} or a smaller batch"
         )
     return data
-
-
-def check_rows(name: str, data: PreparedData, seq_length: int | None) -> None:
-    """Check the first rows of a data module from outside toolkit.
-
-    Raises:
-        UserError: they are not as :class:`toolkit.data.TokenDataset` says, or longer than ``seq_length``.
-    """
-    if not isinstance(data, PreparedData):
-        raise UserError(f"--data {name}: prepare() returns {type(data).__name__}; it must return PreparedData")
-    for split, rows in (("train", data.train), ("val", data.val)):
-        if rows is None or row_count(rows) == 0:
-            continue
-        length = len(read_row(rows[0], f"--data {name}: {split}[0]", None)["input_ids"])
-        if seq_length is not None and length > seq_length:
-            raise UserError(f"--data {name}: {split}[0]: has {length} tokens, and a sequence has {seq_length}")
 
 
 def _sequences(rows: TokenDataset, seq_length: int | None) -> str:
@@ -96,6 +82,8 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
 
 
 def _largest_token(rows: TokenDataset) -> int:
+    if isinstance(rows, ConcatenatedRows):
+        return max(map(_largest_token, rows.datasets))
     if isinstance(rows, BlockDataset):
         return rows.survey()[1]
     return max(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from importlib.metadata import version
@@ -15,9 +16,9 @@ from lightning.fabric import Fabric
 from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model, load_model
 from toolkit.config import Accelerator, Auto, Precision, none_if_auto
 from toolkit.config.command import as_mapping, classes_of, parse_object
-from toolkit.data import DataModule, PythonStdlib
-from toolkit.data.base import is_ragged, row_count, row_lengths
-from toolkit.data.loader import Batch, choose_padding, val_batches
+from toolkit.data import DataModule, Mixture, PythonStdlib
+from toolkit.data.base import is_ragged, row_count
+from toolkit.data.loader import Batch, choose_padding
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.fabric import single_device_fabric
@@ -28,7 +29,8 @@ from toolkit.inference.text import require_embedded
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.paths import is_path_option
-from toolkit.training.validate import validate
+from toolkit.planning.run_args import data_modules
+from toolkit.training.validate import batches_by_source, validate
 from toolkit.untrusted import read_yaml
 
 
@@ -116,28 +118,31 @@ def evaluate(
             f"--split {split}: this data has none; hold some out (--data.val_split_fraction, for text "
             "--data.val_fraction), or use --split train"
         )
-    n_rows = count if max_iters is None else min(count, max_iters * micro_batch_size)
+    sources = (prepared.val_sources if split == "val" else {}) or {"": rows}
     padding = choose_padding(checkpoint.fabric.device.type, is_ragged(rows), block_size)
-    batches = val_batches(
-        rows, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_rows=n_rows, padding=padding
-    )
+    limit = None if max_iters is None else max_iters * micro_batch_size
+    options = {"micro_batch_size": micro_batch_size, "rank": 0, "world_size": 1, "padding": padding}
+    batches = batches_by_source(sources, limit, **options)
     source = "--data" if prepared.tokenizer is None else prepared.tokenizer.name
-    batches = _embedded(batches, checkpoint.model.config, source)
+    read: Counter[str] = Counter()
+    checked = {name: _embedded(one, checkpoint.model.config, source, read) for name, one in batches.items()}
     token_bytes = prepared.tokenizer.token_bytes() if prepared.tokenizer is not None else None
     model = checkpoint.fabric.setup(checkpoint.model)
-    metrics = validate(checkpoint.fabric, model, batches, token_bytes)
+    metrics = validate(checkpoint.fabric, model, checked, token_bytes)
     names = {"val_loss": "loss", "val_ppl": "perplexity", "val_bpb": "bits_per_byte"}
     named = {names.get(name, name.removeprefix("val_")): value for name, value in metrics.items()}
     result = {"data": f"{type(data).__name__}, {split}"} | named
-    lengths = row_lengths(rows)
-    tokens = n_rows * length if lengths is None else int(lengths[:n_rows].sum())
-    return result | {"sequences": n_rows, "tokens": tokens}
+    return result | {"sequences": read["sequences"], "tokens": read["tokens"]}
 
 
-def _embedded(batches: Iterable[Batch], config: ModelConfig, source: str) -> Iterator[Batch]:
-    """Yield the batches; a token that the model does not embed is an error. Not all token files store the largest."""
+def _embedded(batches: Iterable[Batch], config: ModelConfig, source: str, read: Counter[str]) -> Iterator[Batch]:
+    """Yield the batches and count what is ``read``; a token that the model does not embed is an error.
+
+    Not all token files store the largest.
+    """
     for batch in batches:
         require_embedded([int(batch.input_ids.max()), int(batch.labels.max())], config, source)
+        read.update(sequences=sum(i >= 0 for i in batch.ids), tokens=batch.n_inputs)
         yield batch
 
 
@@ -166,24 +171,33 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
         _notice(f"{path} does not say which data the model was trained on: taking PythonStdlib")
         return PythonStdlib(), None
     try:
+        if cls is Mixture:
+            _require_known_sources(options)
         data = cls(**parse_object(cls, as_mapping("init_args", options)))
-    except (UserError, TypeError) as error:
+    except (UserError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path}: data.{error}; give --data") from error
     if not trust and (option := option_to_trust(data)) is not None:
         raise UserError(
-            f"{path}: names data.{option} {getattr(data, option)}: if the checkpoint is your own or you trust its "
+            f"{path}: names data.{option}: if the checkpoint is your own or you trust its "
             "author, add --trust_checkpoint_data true; else give --data"
         )
     return data, length
 
 
+def _require_known_sources(options: dict[str, Any]) -> None:
+    """Refuse the sources of a mixture that are no classes of toolkit and its extensions: importing others runs code."""
+    for name, source in options["sources"].items():
+        if (path := source["data"]["class_path"]) not in classes_of(DataModule) or path == "Mixture":
+            raise UserError(f"sources.{name}: {path} is no data module of toolkit")
+
+
 def option_to_trust(data: DataModule) -> str | None:
     """Return the first option that names what is to be read or written; None where the data names nothing."""
-    module: Any = data  # every data module is a dataclass
-    default = {field.name: field.default for field in fields(module)}
-    for option, value in vars(data).items():
-        if (is_path_option(option) or option == "repo_id") and value not in (None, default[option]):
-            return option
+    for module in data_modules(data):
+        default = {field.name: field.default for field in fields(module)}  # type: ignore[arg-type]  # all are dataclasses
+        for option, value in vars(module).items():
+            if (is_path_option(option) or option == "repo_id") and value not in (None, default[option]):
+                return f"{option} {value}"
     return None
 
 

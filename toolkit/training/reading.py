@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 from toolkit.data.base import TokenDataset, sample_order
@@ -28,6 +29,7 @@ class TrainReader:
     def __init__(self, config: ResolvedConfig, state: RunState, rows: TokenDataset, padding: Padding) -> None:
         batch, progress = config.batch, state.progress
         self.order = sample_order(rows, config.args.seed, progress.data)
+        self._end = last_position(state, batch.global_batch_size)
         self.error: DataError | None = None
         self._batches = train_batches(
             rows,
@@ -41,6 +43,15 @@ class TrainReader:
             num_workers=config.args.data.num_workers,
             padding=padding,
         )
+
+    def describe(self) -> list[str]:
+        """Return lines for the log on what the run will read, of orders that have some.
+
+        Raises:
+            UserError: the data is not enough for the run.
+        """
+        describe: Callable[[int | None], list[str]] = getattr(self.order, "describe", lambda end: [])
+        return describe(self._end)
 
     def read(self) -> list[Batch]:
         """Return the micro-batches of the next step; none if they cannot be read, and then ``error`` is set."""
@@ -65,3 +76,12 @@ class TrainReader:
         if saved is None:
             raise UserError(reason)
         raise DataError(f"{reason}; {saved}")
+
+
+def last_position(state: RunState, global_batch_size: int) -> int | None:
+    """Return the position in the stream of samples where a run ends, an estimate for ragged rows; None if unknown."""
+    limits, done = state.limits, state.progress
+    if limits.total_steps is None:
+        return limits.total_samples
+    end = done.samples + max(0, limits.total_steps - done.step) * global_batch_size
+    return end if limits.total_samples is None else min(end, limits.total_samples)

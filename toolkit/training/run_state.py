@@ -10,7 +10,7 @@ from pathlib import Path
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.store import BEST, FINAL, has_best
 from toolkit.config import EvalArgs, TrainArgs
-from toolkit.data.base import PreparedData, TokenDataset, is_ragged, row_count, row_lengths
+from toolkit.data.base import PreparedData, is_ragged, mean_length, row_count, row_lengths
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -107,12 +107,6 @@ def read_progress(folder: Path, fingerprint: RunFingerprint) -> Progress:
     meta = read_meta(folder)
     fingerprint.check_matches(meta["identity"], folder)
     return Progress(**{field.name: meta[field.name] for field in fields(Progress) if field.name in meta})
-
-
-def mean_length(rows: TokenDataset) -> float:
-    """Return the mean input tokens per row. User-provided rows may be shorter than the context."""
-    lengths = row_lengths(rows)
-    return len(rows[0]["input_ids"]) if lengths is None else float(lengths.mean())
 
 
 def longest_ragged(data: PreparedData, limit: int | None) -> int:

@@ -18,7 +18,7 @@ from toolkit.checkpoints.lock import require_unlocked
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import FINAL, newest
 from toolkit.data.base import row_count
-from toolkit.data.loader import Batch, choose_padding, val_batches
+from toolkit.data.loader import Batch, choose_padding
 from toolkit.distributed import ranks
 from toolkit.distributed.device import deterministic_algorithms
 from toolkit.distributed.fabric import build_fabric
@@ -48,7 +48,7 @@ from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
 from toolkit.training.step_in_backward import StepInBackward
 from toolkit.training.throughput import StepTimes
 from toolkit.training.trace import DATA_WAIT, SAVE, VALIDATE
-from toolkit.training.validate import validate
+from toolkit.training.validate import batches_by_source, validate
 from toolkit.training.verify import find_intact
 from toolkit.ui.console import make_progress
 
@@ -290,13 +290,13 @@ class Trainer:
             return {}
         self.display.phase("validating")
         batch, max_iters = self.config.batch, self.args.eval.max_iters
-        batches = val_batches(
-            self.data.val,
+        batches = batches_by_source(
+            self.data.val_sources or {"": self.data.val},
+            None if max_iters is None else max_iters * batch.global_batch_size,
             micro_batch_size=batch.micro_batch_size,
             rank=self.fabric.global_rank,
             world_size=self.fabric.world_size,
             padding=self.padding,
-            max_rows=None if max_iters is None else max_iters * batch.global_batch_size,
         )
         with record_function(VALIDATE):
             metrics = validate(self.fabric, self.model, batches, self.token_bytes)
@@ -347,6 +347,8 @@ class Trainer:
         )
         if (scaled := describe_scaling(self.args.train, state.schedule, self.args.defaults)) is not None:
             say(scaled)
+        for line in self.reader.describe():
+            say(line)
         say(f"Strategy: {config.strategy}")
         if config.strategy.kind == "fsdp" and config.strategy.extension is None:
             units = plan_units(state.model.module, config.fsdp, state.model.blocks)

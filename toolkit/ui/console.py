@@ -16,7 +16,7 @@ from os import PathLike
 from typing import IO
 
 from toolkit.ui.formats import format_seconds
-from toolkit.ui.progress import STEP_METRICS, VALIDATION_METRICS, Pace, Progress, SafeOutput, capitalized, labeled
+from toolkit.ui.progress import STEP_METRICS, Pace, Progress, SafeOutput, capitalized, labeled, validation_labels
 
 
 def make_progress(*, total_steps: int | None, enabled: bool) -> Progress:
@@ -79,7 +79,7 @@ class PlainProgress(Progress):
             self._unprinted = (step, metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        self._line(step, ["validation " + ", ".join(labeled(VALIDATION_METRICS, metrics, required="val_loss"))])
+        self._line(step, ["validation " + ", ".join(validation_labels(metrics))])
 
     def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
         self._line(step, [f"saved {os.fspath(path)}"])

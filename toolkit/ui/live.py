@@ -18,7 +18,15 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.ui.formats import format_count, format_seconds
-from toolkit.ui.progress import STEP_METRICS, VALIDATION_METRICS, Pace, Progress, SafeOutput, capitalized, labeled
+from toolkit.ui.progress import (
+    STEP_METRICS,
+    VALIDATION_METRICS,
+    Pace,
+    Progress,
+    SafeOutput,
+    capitalized,
+    validation_labels,
+)
 
 REFRESHES_PER_SECOND = 4
 
@@ -77,7 +85,7 @@ class LiveProgress(Progress):
     def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
         line = Text(f"step {step:<7,} ", style="dim")
         line.append("validation ", style="not dim magenta")
-        line.append("   ".join(labeled(VALIDATION_METRICS, metrics, required="val_loss")), style="not dim")
+        line.append("   ".join(validation_labels(metrics)), style="not dim")
         self._validation = [*_cells(("val_loss", "val_ppl", "val_bpb"), metrics), ("at step", f"{step:,}")]
         self.console.print(line)
 

@@ -58,7 +58,7 @@ class Progress:
         """
 
     def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Show a validation result: val_loss (nats per token) and, if known, val_ppl and val_bpb."""
+        """Show a validation result: val_loss (nats per token), val_ppl, val_bpb, val_loss_<source> where known."""
 
     def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
         """Show that a checkpoint is complete on disk."""
@@ -87,6 +87,13 @@ def labeled(
     """Return "label value" for each metric of ``table`` in ``metrics``; ``required`` must be among them."""
     assert required is None or required in metrics, f"{required} is not among {sorted(metrics)}"
     return [f"{label} {write(value)}" for key, label, write in table if (value := metrics.get(key)) is not None]
+
+
+def validation_labels(metrics: Mapping[str, float | None]) -> list[str]:
+    """Return "label value" for the metrics of a validation: of all held-out data, and the loss of each source."""
+    prefix = "val_loss_"
+    sources = [(key, f"{key.removeprefix(prefix)} loss", format_loss) for key in metrics if key.startswith(prefix)]
+    return labeled((*VALIDATION_METRICS, *sources), metrics, required="val_loss")
 
 
 class Pace:

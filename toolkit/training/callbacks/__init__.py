@@ -4,11 +4,12 @@ from toolkit.training.callbacks.base import Callback, notify
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
 from toolkit.training.callbacks.console import Console
 from toolkit.training.callbacks.metrics import ExternalLoggers, MetricsFile, ThroughputMonitor
+from toolkit.training.callbacks.mixture import MixtureShares
 from toolkit.training.callbacks.profile import Profile
 from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.callbacks.samples import Sampler
 
 __all__ = [
-    "Callback", "Console", "EarlyStopping", "ExternalLoggers", "KeepBest", "MetricsFile", "Profile", "ReplicaCheck",
-    "Sampler", "ThroughputMonitor", "notify",
+    "Callback", "Console", "EarlyStopping", "ExternalLoggers", "KeepBest", "MetricsFile", "MixtureShares", "Profile",
+    "ReplicaCheck", "Sampler", "ThroughputMonitor", "notify",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from toolkit.errors import CallbackError, CommandError
 from toolkit.planning.limits import Progress
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
+from toolkit.training.reading import TrainReader
 from toolkit.training.run_state import RunState
 from toolkit.training.throughput import StepTimes
 
@@ -28,6 +29,7 @@ class TrainerView(Protocol):
         display: Shows the run on rank 0, see :mod:`toolkit.ui.progress`.
         skipped_steps: Of this launch, by the fp16 scaler.
         step_times: Since the last row of metrics.
+        reader: Of the training data, with its sample order.
     """
 
     args: RunArgs
@@ -42,6 +44,7 @@ class TrainerView(Protocol):
     display: Any
     skipped_steps: int
     step_times: StepTimes
+    reader: TrainReader
 
     def save(self, name: str) -> Path:
         """Write the checkpoint ``out_dir/name``; every rank calls this."""

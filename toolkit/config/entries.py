@@ -1,0 +1,37 @@
+"""Values inside an option that is a mapping, such as ``--data.sources.web.weight``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from toolkit.errors import UserError, did_you_mean
+from toolkit.untrusted import parse_yaml
+
+
+def with_entry(mapping: Any, path: Sequence[str], value: Any, named: str) -> dict[str, Any]:
+    """Return a copy of a mapping, given as such or as text, with another value at ``path``.
+
+    Args:
+        mapping: Has the first key of the path.
+        path: The keys.
+        value: The new value.
+        named: What the user gave, for the message.
+
+    Raises:
+        UserError: There is no such entry.
+    """
+    with suppress(ValueError):
+        mapping = parse_yaml(mapping) if isinstance(mapping, str) else copy.deepcopy(mapping)
+    entries = mapping if isinstance(mapping, dict) else {}
+    if path[0] not in entries:
+        raise UserError(f"{named}: there is no {path[0]!r}{did_you_mean(path[0], map(str, entries))}")
+    entry = entries
+    for key in path[:-1]:
+        if not isinstance(entry.setdefault(key, {}), dict):
+            raise UserError(f"{named}: {key} is {entry[key]!r} and has no options")
+        entry = entry[key]
+    entry[path[-1]] = value
+    return entries

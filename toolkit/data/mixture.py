@@ -1,0 +1,238 @@
+"""Several data modules as one, with weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config.command import CommandOptions, Given, class_path
+from toolkit.data.base import DataModule, PreparedData, is_ragged, mean_length, require, row_count, row_lengths
+from toolkit.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from toolkit.data.tokenizer import Tokenizer
+
+MAX_SOURCES = 256
+_KEYS = ("weight", "data", "max_epochs")
+
+
+@dataclass(frozen=True)
+class MixtureSource:
+    """One entry of ``sources``: see :class:`Mixture`."""
+
+    data: DataModule
+    weight: float
+    max_epochs: float | None
+
+
+def _data_option(data: DataModule) -> None:
+    """The options of a source's data, in the form of a command."""
+
+
+@dataclass
+class Mixture(DataModule):
+    """Several sources at once, each with a share of the tokens. Sources may be of any of these classes but Mixture.
+
+    Args:
+        sources: The sources by name, in YAML: {web: {weight: 0.75, data: {class_path: TextFiles, init_args: {...}}},
+            ...}. The weights sum to 1; a source of weight 0 is only validated. max_epochs: how often the run may read
+            the source; it is refused where it would read it more often.
+        change_weights: Resume a run with other weights than it had: they count from there on, and each source continues
+            where it was. false refuses them.
+        num_workers: Data loading processes; 0 reads in the training process.
+    """
+
+    sources: dict[str, dict]
+    change_weights: bool = False
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.num_workers >= 0, "num_workers", self.num_workers, "must not be negative")
+        if not isinstance(self.sources, Mapping) or not self.sources:
+            raise UserError(f"--data.sources {self.sources}: must map at least one name to a weight and data")
+        require(len(self.sources) <= MAX_SOURCES, "sources", len(self.sources), f"must be at most {MAX_SOURCES}")
+        self._modules = {name: _read_source(name, entry) for name, entry in self.sources.items()}
+        self.sources = {name: _plain(source) for name, source in self._modules.items()}
+        weights = {name: source.weight for name, source in self._modules.items()}
+        if abs(total := sum(weights.values()) - 1) > 1e-6:
+            as_shares = ", ".join(f"{name} {weight / (total + 1):.6g}" for name, weight in weights.items())
+            raise UserError(f"--data.sources: the weights sum to {total + 1:g}; they must sum to 1: {as_shares}")
+
+    @property
+    def modules(self) -> dict[str, DataModule]:
+        """The data modules of the sources, by name."""
+        return {name: source.data for name, source in self._modules.items()}
+
+    @property
+    def packing(self) -> str:
+        """Whether rows of a source are packed, for ``toolkit plan``."""
+        packings = (getattr(module, "packing", "none") for module in self.modules.values())
+        return next((packing for packing in packings if packing != "none"), "none")
+
+    @property
+    def vocab_size(self) -> Any:
+        """That of the first source, which may train the tokenizer."""
+        return getattr(next(iter(self.modules.values())), "vocab_size", None)
+
+    def prepare(
+        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
+    ) -> PreparedData:
+        """See :meth:`DataModule.prepare`.
+
+        Without a tokenizer, the first source that trains one does so for all.
+        """
+        from toolkit.data.interleave import SourceRows, mixture_rows
+
+        found: dict[str, PreparedData] = {}
+        for name, source in self._modules.items():
+            found[name] = _prepare_source(name, source.data, tokenizer, max_seq_length, report)
+            own = found[name].tokenizer
+            if tokenizer is None and own is not None:
+                if len(found) > 1:
+                    raise UserError(
+                        f"--data.sources.{next(iter(found))}: its tokens come from a tokenizer that is not known; give "
+                        "it with --tokenizer_dir, for all sources"
+                    )
+                tokenizer = own
+                if len(self._modules) > 1:
+                    report(f"Data: all sources use the tokenizer of {name}")
+            elif own is not None and tokenizer is not None and own.fingerprint != tokenizer.fingerprint:
+                raise UserError(
+                    f"--data.sources.{name}: its tokenizer differs from {tokenizer.name}; leave the source out, or "
+                    "prepare its data with that one"
+                )
+        # a source may have replaced an option by what it has found, such as a branch by its commit
+        self.sources = {name: _plain(source) for name, source in self._modules.items()}
+        rows = [
+            SourceRows(name, found[name].train, source.weight, source.max_epochs, mean_length(found[name].train))
+            for name, source in self._modules.items()
+        ]
+        train = mixture_rows(rows, self.change_weights)
+        return _join(found, train, tokenizer, report)
+
+
+def _read_source(name: Any, entry: Any) -> MixtureSource:
+    """Return a source from what YAML, flags or Python give.
+
+    Raises:
+        UserError: A key or an option is unknown or missing, or a value is invalid.
+    """
+    flag = f"--data.sources.{name}"
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise UserError(f"--data.sources {name!r}: a name must consist of letters, digits, _ and -")
+    if not isinstance(entry, Mapping):
+        raise UserError(f"{flag} {entry}: must be a mapping such as {{weight: 0.5, data: {{class_path: TextFiles}}}}")
+    for key in entry:
+        if key not in _KEYS:
+            hint = did_you_mean(str(key), _KEYS) or f"; known are {', '.join(_KEYS)}"
+            raise UserError(f"{flag}.{key}: no such option of a source{hint}")
+    for key in ("weight", "data"):
+        if entry.get(key) is None:
+            raise UserError(f"{flag}.{key}: must be given")
+    weight = _read_number(entry["weight"])
+    if not 0 <= weight < math.inf:
+        raise UserError(f"{flag}.weight {entry['weight']}: must be a number from 0 to 1")
+    max_epochs = None if entry.get("max_epochs") is None else _read_number(entry["max_epochs"])
+    if max_epochs is not None and not 0 < max_epochs < math.inf:
+        raise UserError(f"{flag}.max_epochs {entry['max_epochs']}: must be a number greater than zero, or null")
+    module = entry["data"]
+    if not isinstance(module, DataModule):
+        module = _make_module(flag, module)
+    if isinstance(module, Mixture):
+        raise UserError(f"{flag}.data Mixture: list its sources here, each with the product of both weights")
+    if not is_dataclass(module):
+        raise UserError(f"{flag}.data {type(module).__name__}: must be an object of a dataclass")
+    if module.num_workers:
+        raise UserError(f"{flag}.data.num_workers {module.num_workers}: has no effect; use --data.num_workers")
+    return MixtureSource(module, weight, max_epochs)
+
+
+def _read_number(value: Any) -> float:
+    """Return a number, also from text such as 1e-3, which YAML takes for a string; nan if it is none."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _make_module(flag: str, value: Any) -> DataModule:
+    """Return the data module of a source, from the name of its class or a mapping with its options."""
+    command = CommandOptions(_data_option)
+    if not isinstance(value, str | Mapping):
+        raise UserError(f"{flag}.data {value}: must be a class with its options: {{class_path: ..., init_args: ...}}")
+    if isinstance(value, Mapping) and not value.get("class_path"):
+        raise UserError(f"{flag}.data.class_path: must be given, one of {', '.join(command.choices('data'))}")
+    try:
+        given = command.flatten({"data": value}, "")
+        command.give((key, Given("", one.text)) for key, one in given)
+        return command.arguments(command.resolve())["data"]
+    except UserError as error:
+        raise _with_flag(error, flag) from error
+
+
+def _with_flag(error: UserError, flag: str) -> UserError:
+    """Return the error with the options of a source as those of the mixture."""
+    return UserError(re.sub(r"--data(?=[. :])", f"{flag}.data", str(error)))
+
+
+def _plain(source: MixtureSource) -> dict[str, Any]:
+    """Return the entry of ``sources`` that makes the source again."""
+    module: Any = source.data
+    data = {"class_path": class_path(type(module), DataModule), "init_args": json.loads(json.dumps(asdict(module)))}
+    return {"weight": source.weight, "max_epochs": source.max_epochs, "data": data}
+
+
+def _prepare_source(
+    name: str, module: DataModule, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None]
+) -> PreparedData:
+    """Prepare one source, with its name in the messages."""
+    from toolkit.data.check import check_rows
+
+    flag = f"--data.sources.{name}"
+
+    def report_source(line: str) -> None:
+        report(line.replace("Data: ", f"Data: {name}: ", 1))
+
+    try:
+        prepared = module.prepare(tokenizer=tokenizer, max_seq_length=max_seq_length, report=report_source)
+    except UserError as error:
+        raise _with_flag(error, flag) from error
+    kind = type(module).__name__
+    if not type(module).__module__.startswith("toolkit."):
+        check_rows(f"{flag}.data {kind}", prepared, max_seq_length)
+    rows = prepared.train
+    if row_count(rows) == 0:
+        raise UserError(f"{flag}.data {kind}: has no training rows")
+    if is_ragged(rows) and (row_lengths(rows) is None or hasattr(rows, "order")):
+        raise UserError(f"{flag}.data {kind}: the lengths of its rows are unknown; weights are shares of tokens")
+    return prepared
+
+
+def _join(
+    found: dict[str, PreparedData], train: Any, tokenizer: Tokenizer | None, report: Callable[[str], None]
+) -> PreparedData:
+    """Return the data of all sources as one; ``train`` is their :class:`~toolkit.data.interleave.MixtureRows`."""
+    from toolkit.data.interleave import CountedRows, describe_weights
+
+    val = {name: rows for name, prepared in found.items() if (rows := prepared.val) is not None and len(rows)}
+    # without the weights, which may change
+    key = json.dumps([[name, prepared.content_key] for name, prepared in found.items()])
+    sizes = [prepared.vocab_size for prepared in found.values() if prepared.vocab_size is not None]
+    weights = describe_weights({source.name: source.weight for source in train.sources})
+    held_out = CountedRows(list(val.values())) if val else None
+    summary = f"a mixture of {weights}; {row_count(held_out):,} held-out rows"
+    report(f"Data: {summary}")
+    return PreparedData(
+        train=train,
+        val=held_out,
+        tokenizer=tokenizer,
+        content_key=hashlib.sha256(key.encode()).hexdigest(),
+        summary=summary,
+        vocab_size=max(sizes) if sizes and (tokenizer is None or len(sizes) == len(found)) else None,
+        val_sources=val,
+    )

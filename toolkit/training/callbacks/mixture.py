@@ -1,0 +1,29 @@
+"""What a run reads of each source of a mixture, see :class:`toolkit.data.Mixture`."""
+
+from __future__ import annotations
+
+from toolkit.data.interleave import MixtureOrder
+from toolkit.training.callbacks.base import Callback, TrainerView
+
+
+class MixtureShares(Callback):
+    """Adds each source's share of the tokens so far to the metrics, and reports them with the epochs at the end.
+
+    Args:
+        order: Of the run.
+    """
+
+    def __init__(self, order: MixtureOrder) -> None:
+        self.order = order
+        self.columns = tuple(f"share_{name}" for name in order.weights)
+
+    def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+        shares = self.order.shares(trainer.progress.samples)
+        metrics |= {f"share_{name}": share for name, share in shares.items()}
+
+    def on_train_end(self, trainer: TrainerView) -> None:
+        position = trainer.progress.samples
+        epochs, shares = self.order.epochs(position), self.order.shares(position)
+        for name, weight in self.order.weights.items():
+            often = "" if epochs[name] is None else f"; read {epochs[name]:.2f} times in this run"
+            trainer.display.message(f"source {name}: {shares[name]:.3%} of the tokens, weight {weight:.3%}{often}")
