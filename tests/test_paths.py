@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from helpers.cases import check_each
 
 import toolkit
 from tests.checkpoints.test_adapters import make
 from tests.commands.test_consolidate import make_checkpoint, shard
 from toolkit.cli import COMMANDS, main
+from toolkit.commands import TRAINING
 from toolkit.config.command import CommandOptions
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
@@ -22,8 +25,8 @@ from toolkit.paths import is_path_option
 NO_PATHS = {
     "base_model", "callbacks", "columns", "compiler", "family", "family_options", "group", "latent_attention",
     "logger_name", "model_name", "name", "options", "project", "prompt", "prompt_style", "repo_id", "revision",
-    "rope_adjustments", "run", "split", "split_names", "strategy", "subset", "system", "tasks", "val_split",
-    "wrap_classes",
+    "rope_adjustments", "run", "sources", "split", "split_names", "strategy", "subset", "system", "tasks",
+    "text_column", "val_split", "wrap_classes",
 }  # fmt: skip
 
 
@@ -44,7 +47,8 @@ def path_options() -> list[tuple[str, list[str], str]]:
             for option, (kind, *_) in command.options().items():
                 group, _, field = option.rpartition(".")
                 is_own = group not in registered("option_groups")  # packages may be installed
-                if is_own and re.search(r"\bstr\b", str(kind)) and field not in NO_PATHS:
+                is_local = field not in getattr(command.chosen.get(group), "takes_urls", ())
+                if is_own and is_local and re.search(r"\bstr\b", str(kind)) and field not in NO_PATHS:
                     found.append((name, words, option))
     return found
 
@@ -56,26 +60,56 @@ def test_url_in_place_of_a_path_is_an_error(tmp_path, monkeypatch, capsys):
     for name, _, option in options:
         assert is_path_option(option), f"{option} of {name}: neither a path nor in NO_PATHS"
     once = {option if "." in option else (name, option): (name, words, option) for name, words, option in options}
+    remote = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")
     for name, words, option in once.values():
-        assert main([name, *words, f"--{option}", "s3://bucket/x"]) == 2
-        shown = capsys.readouterr().err
-        assert shown == (
-            f"toolkit {name}: --{option} s3://bucket/x: remote storage is not supported; use a local folder\n"
-        )
+        if option in remote or (option == "out_dir" and name in TRAINING):
+            assert main([name, *words, f"--{option}", "s3://bucket"]) == 2
+            expected = f"--{option} s3://bucket: must name a folder in a bucket, such as s3://bucket/run"
+        else:
+            assert main([name, *words, f"--{option}", "s3://bucket/x"]) == 2
+            expected = f"--{option} s3://bucket/x: must not be on remote storage; use a local folder"
+        assert capsys.readouterr().err == f"toolkit {name}: {expected}\n"
     assert not any(tmp_path.iterdir())
+
+
+def test_url_of_remote_storage_that_cannot_be_meant_is_an_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+
+    def check(flags, expected):
+        assert main(["pretrain", "pico-llama", "--train.max_steps", "1", *flags]) == 2
+        shown = capsys.readouterr().err
+        assert expected in shown and shown.count("\n") == 1 and "secret" not in shown
+
+    url = "s3://bucket/run"
+    cases = {
+        ("--out_dir", "s3://key:secret@bucket/run"): "--out_dir s3://bucket/run: must not contain a user name or pass",
+        ("--data.cache_dir", "s3://key:secret@b/x"): "--data.cache_dir s3://b/x: must not be on remote storage",
+        ("--out_dir", "s3:/bucket/run"): "is not a URL; give it as a string such as s3://bucket/run",
+        ("--out_dir", "s3://bucket/run/../other"): "must name a folder in a bucket",
+        ("--out_dir", url): f"--out_dir {url}: s3:// needs a package that is not installed; run: pip install s3fs",
+        ("--resume", url): f"--resume {url}: s3:// needs a package that is not installed; run: pip install s3fs",
+        ("--out_dir", "nfs2://bucket/run"): "nfs2:// is not a kind of storage for runs",
+        ("--staging_dir", "x"): "--staging_dir x: has no effect with the local --out_dir out/pretrain; leave it out",
+    }
+    check_each(check, list(cases.items()))
+    assert main(["generate", url, "--prompt", "a"]) == 2
+    assert f"checkpoint_dir {url}: s3:// needs a package" in capsys.readouterr().err
+    assert main(["merge_lora", url]) == 2
+    assert f"must be a local folder for the merged model of {url}" in capsys.readouterr().err
 
 
 def test_url_in_a_yaml_file_and_from_python_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text("out_dir: gs://bucket/x\n")
+    (tmp_path / "run.yaml").write_text("out_dir: gs://bucket\n")
     assert main(["pretrain", "--config", "run.yaml"]) == 2
-    assert "run.yaml: out_dir gs://bucket/x: remote storage is not supported" in capsys.readouterr().err
-    for out_dir in ("s3://x", Path("s3://x"), "hdfs:/x"):
-        with pytest.raises(UserError, match=f"out_dir {out_dir}: remote storage is not supported"):
+    assert "run.yaml: out_dir gs://bucket: must name a folder in a bucket" in capsys.readouterr().err
+    for out_dir in ("s3://x", Path("s3://x/y"), "hdfs:/x"):
+        with pytest.raises(UserError, match=f"out_dir {out_dir}: (must name a folder|is not a URL)"):
             toolkit.train(out_dir=out_dir, train={"max_steps": 1})
-    with pytest.raises(UserError, match="cache_dir s3://x: remote storage is not supported"):
+    with pytest.raises(UserError, match="cache_dir s3://x: must not be on remote storage"):
         toolkit.train(data=toolkit.data.PythonStdlib(cache_dir="s3://x"))
-    with pytest.raises(UserError, match="checkpoint_dir s3://x: remote storage is not supported"):
+    with pytest.raises(UserError, match="checkpoint_dir s3://x: must name a folder in a bucket"):
         toolkit.load("s3://x")
 
 

@@ -32,13 +32,15 @@ def sweep(folder: Path) -> None:
     For processes on another machine or in another container, only the age of the files is known.
     """
     for path in folder.glob(f"{_TOOLKIT}*"):
-        if path.name.startswith(_machine()):
-            pid = path.name.removeprefix(_machine()).partition("-")[0]
-            is_dead = pid.isdigit() and not _is_alive(int(pid))
-        else:
-            is_dead = time.time() - _last_change(path) > _STALE_SECONDS
-        if is_dead:
+        is_old = not path.name.startswith(_machine()) and time.time() - _last_change(path) > _STALE_SECONDS
+        if is_old or has_ended(path.name):
             remove([path])
+
+
+def has_ended(name: str) -> bool:
+    """Whether a temporary name, or a process's :func:`temporary_prefix`, is of a dead process of this machine."""
+    pid = name.removeprefix(_machine()).partition("-")[0]
+    return name.startswith(_machine()) and pid.isdigit() and not _is_alive(int(pid))
 
 
 def remove(paths: Iterable[Path]) -> None:

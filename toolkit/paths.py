@@ -1,7 +1,8 @@
-"""Recognize path options, and reject URLs and symbolic links that lead out of a folder."""
+"""Path options: which take a URL of remote storage; and symbolic links that lead out of a folder."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,52 @@ def is_path_option(name: str) -> bool:
     return _OPTION.fullmatch(name) is not None
 
 
+def is_url(value: Any) -> bool:
+    """Whether an option names remote storage, such as ``s3://bucket/run``."""
+    return isinstance(value, str | Path) and _URL.match(str(value)) is not None
+
+
 def require_local(name: str, value: Any) -> None:
     """Reject a URL as the value of a path option; ``Path`` would create a local folder ``s3:``.
 
     Raises:
         UserError: the value is a URL.
     """
-    if is_path_option(name) and isinstance(value, str | Path) and _URL.match(str(value)):
-        raise UserError(f"{name} {value}: remote storage is not supported; use a local folder")
+    if is_path_option(name) and is_url(value):
+        raise UserError(f"{name} {_without_user(str(value))}: must not be on remote storage; use a local folder")
+
+
+def require_folder(name: str, value: Any) -> None:
+    """Check the URL of a path option that takes a local folder or one on remote storage.
+
+    Raises:
+        UserError: it is a URL with credentials, or without a bucket or a folder in it.
+    """
+    if not is_url(value):
+        return
+    shown = _without_user(str(value))
+    scheme, separator, path = str(value).partition("://")
+    if not separator:
+        raise UserError(f"{name} {shown}: is not a URL; give it as a string such as s3://bucket/run")
+    if shown != value:
+        raise UserError(
+            f"{name} {shown}: must not contain a user name or password; "
+            "set the credentials in the environment or in the profile of the storage"
+        )
+    parts = path.strip("/").split("/")
+    needed = 1 if scheme in ("file", "memory") else 2
+    if len(parts) < needed or not all(parts) or {".", ".."} & set(parts):
+        raise UserError(f"{name} {shown}: must name a folder in a bucket, such as {scheme}://bucket/run")
+
+
+def _without_user(url: str) -> str:
+    """Return the URL without the user name and password in it."""
+    return re.sub(r"(?<=:/)(/?)[^/]*@", r"\1", url, count=1)
+
+
+def user_cache() -> Path:
+    """Return ``$XDG_CACHE_HOME/toolkit``, with ``~/.cache`` as the default."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "toolkit"
 
 
 def require_inside(file: Path, folder: Path) -> None:

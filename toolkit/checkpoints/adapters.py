@@ -15,12 +15,14 @@ import yaml
 from torch import Tensor, nn
 
 from toolkit.checkpoints.fingerprint import ADAPTERS, base_fingerprint
+from toolkit.checkpoints.remote.cached import local_copy
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_state, only_tensors, require_compatible, save_weights
 from toolkit.errors import UserError, one_line
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize
+from toolkit.paths import is_url
 from toolkit.untrusted import read_yaml
 
 ADAPTER_CONFIG = "adapter.yaml"
@@ -136,6 +138,8 @@ def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = No
 
 def find_base_dir(base_checkpoint_dir: str | Path) -> Path:
     """Return the folder that --base_checkpoint_dir names, whether or not it exists."""
+    if is_url(base_checkpoint_dir):
+        return local_copy(str(base_checkpoint_dir), "--base_checkpoint_dir")
     given = Path(base_checkpoint_dir).expanduser()
     return given if given.is_dir() else Path("checkpoints") / given
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from toolkit.checksums import Checksum, check_entries, checksum_files, find_damage
 from toolkit.errors import UserError, join_first, one_line
 from toolkit.ui.files import write_atomic
-from toolkit.untrusted import read_json
+from toolkit.untrusted import parse_json
 
 COMPLETE = "COMPLETE"
 FORMAT_VERSION = 1
@@ -47,14 +47,25 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
     """
     path = folder / COMPLETE
     try:
-        if not path.is_file() or not path.stat().st_size:
-            return None
-        values = read_json(path)
+        return parse_manifest(path.read_bytes(), path) if path.is_file() and path.stat().st_size else None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path}: damaged: not a manifest ({one_line(error):.200}){_FIX}") from error
+
+
+def parse_manifest(content: bytes, path: Path | str) -> dict[str, Checksum]:
+    """Return the checksums in the content of a manifest, by relative path; ``path`` is for messages.
+
+    Raises:
+        DamagedCheckpointError: it is malformed.
+        UserError: a newer version of toolkit wrote it.
+    """
+    try:
+        values = parse_json(content)
         files = check_entries(values["files"])
         version = values["format_version"]
         if version == FORMAT_VERSION and values["crc32"] != _crc32(files):
             raise ValueError("checksum mismatch")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(f"{path}: damaged: not a manifest ({one_line(error):.200}){_FIX}") from error
     if version != FORMAT_VERSION:
         raise UserError(f"{path}: format version {version!r:.20}, this version of toolkit reads {FORMAT_VERSION}")
@@ -84,7 +95,7 @@ def replace_in_manifest(folder: Path, name: str, replace: Callable[[], None]) ->
         write_manifest(folder, files | checksum_files(folder, [name]))
 
 
-def describe_damage(folder: Path, damage: Mapping[str, str]) -> str:
+def describe_damage(folder: Path | str, damage: Mapping[str, str]) -> str:
     """Return a one-line message: the damaged files, the reasons and the fix."""
     return f"{folder}: damaged: {join_first([f'{name} ({why})' for name, why in damage.items()])}{_FIX}"
 

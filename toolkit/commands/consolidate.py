@@ -18,10 +18,14 @@ def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> 
 
     from toolkit.checkpoints.finite import nonfinite_warning
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
+    from toolkit.checkpoints.remote.cached import local_copy
     from toolkit.checkpoints.run.consolidate import consolidate
     from toolkit.checkpoints.run.sharded import is_sharded
     from toolkit.checkpoints.store import WEIGHTS
+    from toolkit.paths import is_url
 
+    if is_url(checkpoint_dir):
+        checkpoint_dir = str(local_copy(checkpoint_dir, "checkpoint_dir", with_trainer=True))
     folder = Path(checkpoint_dir)  # find_checkpoint_dir rejects user-defined modules: they have no model_config.yaml
     source = folder if is_sharded(folder / WEIGHTS) else find_checkpoint_dir(checkpoint_dir)
     if verify_checkpoint:

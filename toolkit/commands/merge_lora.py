@@ -35,7 +35,15 @@ def setup(
     from toolkit.checkpoints.folder import find_checkpoint_dir, require_intact_model
     from toolkit.checkpoints.merge import logit_difference, merge_in_place, merge_to
     from toolkit.checkpoints.store import WEIGHTS
+    from toolkit.errors import require_option
+    from toolkit.paths import is_url
 
+    require_option(
+        out_dir is not None or not is_url(checkpoint_dir),
+        "out_dir",
+        out_dir,
+        f"must be a local folder for the merged model of {checkpoint_dir}",
+    )
     folder, wanted = find_checkpoint_dir(checkpoint_dir), None if dtype is None else getattr(torch, dtype)
     if verify_checkpoint:
         require_intact_model(folder, base_checkpoint_dir)

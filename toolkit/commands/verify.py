@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 
 def setup(checkpoint_dir: str) -> None:
     """Verify all files of a checkpoint, or of all checkpoints of a run, and list the damaged ones.
@@ -9,7 +13,42 @@ def setup(checkpoint_dir: str) -> None:
     The exit code is 0 if all are intact, and 2 otherwise.
 
     Args:
-        checkpoint_dir: A checkpoint folder, a name below checkpoints/, or the out_dir of a run.
+        checkpoint_dir: A checkpoint folder, a name below checkpoints/, or the out_dir of a run; also on remote storage.
+    """
+    from toolkit.errors import UserError
+    from toolkit.paths import is_url
+
+    checkpoints = find_remote(checkpoint_dir) if is_url(checkpoint_dir) else find_local(checkpoint_dir)
+    failed = []
+    for name, (read, compare) in checkpoints.items():
+        try:
+            files = read()
+        except UserError as error:
+            print(error)
+            failed.append(name)
+            continue
+        if files is None:
+            print(f"{name}: has no checksums (empty COMPLETE of an older version)")
+            failed.append(name)
+        elif damage := compare(files):
+            print(*(f"{name}/{file}: {why}" for file, why in damage.items()), sep="\n")
+            failed.append(name)
+        else:
+            print(f"{name}: intact, {len(files)} files, {sum(f['size'] for f in files.values()):,} bytes")
+    if failed:
+        names = ", ".join(name.rpartition("/")[2] for name in failed)
+        raise UserError(f"checkpoint_dir {checkpoint_dir}: {len(failed)} of {len(checkpoints)} not verified: {names}")
+
+
+Checkpoint = tuple[Callable[[], Any], Callable[[Any], dict[str, str]]]
+"""Reads the manifest of a checkpoint; and compares the files with it and returns the damaged ones."""
+
+
+def find_local(checkpoint_dir: str) -> dict[str, Checkpoint]:
+    """Return the checkpoints in a folder, by path.
+
+    Raises:
+        UserError: there are none.
     """
     from pathlib import Path
 
@@ -25,22 +64,38 @@ def setup(checkpoint_dir: str) -> None:
         is_model = (given / WEIGHTS).exists()
         why = f"has no checksums (no file {COMPLETE})" if is_model else "no complete checkpoint there"
         raise UserError(f"checkpoint_dir {checkpoint_dir}: {why}; give the folder of a checkpoint or of a run")
-    failed = []
-    for folder in folders:
+    return {str(folder): (partial(read_manifest, folder), partial(find_damage, folder)) for folder in folders}
+
+
+def find_remote(url: str) -> dict[str, Checkpoint]:
+    """Return the checkpoints of a run on remote storage, or the one of that URL, by URL; their files are not stored.
+
+    Raises:
+        UserError: there are none, or the storage cannot be read.
+    """
+    from toolkit.checkpoints.manifest import COMPLETE
+    from toolkit.checkpoints.remote.checkpoints import newest_first
+    from toolkit.checkpoints.remote.download import fetch_files, remote_manifest
+    from toolkit.checkpoints.remote.storage import Storage, StorageError
+
+    storage = Storage(url, "checkpoint_dir")
+
+    def reported(request: Callable[..., Any], *args: Any) -> Any:
         try:
-            files = read_manifest(folder)
-        except UserError as error:
-            print(error)
-            failed.append(folder)
-            continue
-        if files is None:
-            print(f"{folder}: has no checksums (empty COMPLETE of an older version)")
-            failed.append(folder)
-        elif damage := find_damage(folder, files):
-            print(*(f"{folder / name}: {why}" for name, why in damage.items()), sep="\n")
-            failed.append(folder)
-        else:
-            print(f"{folder}: intact, {len(files)} files, {sum(f['size'] for f in files.values()):,} bytes")
-    if failed:
-        names = ", ".join(folder.name for folder in failed)
-        raise UserError(f"checkpoint_dir {checkpoint_dir}: {len(failed)} of {len(folders)} not verified: {names}")
+            return request(*args)
+        except StorageError as error:
+            raise storage.error(error) from error
+
+    if reported(storage.exists, COMPLETE):
+        folders = [""]
+    else:
+        folders = sorted(found.folder for found in reported(lambda: list(newest_first(storage))))
+    if not folders:
+        raise storage.error("no complete checkpoint there; give the URL of a checkpoint or of a run")
+    return {
+        f"{storage.url}/{folder}".rstrip("/"): (
+            partial(reported, remote_manifest, storage, folder),
+            partial(reported, partial(fetch_files, storage, folder, target=None)),
+        )
+        for folder in folders
+    }

@@ -25,9 +25,10 @@ from jsonargparse._parameter_resolvers import get_signature_parameters  # see pa
 from toolkit.config.entries import with_entry
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import add_extensions, import_object, load_registered, registered
-from toolkit.paths import require_local
+from toolkit.paths import require_folder, require_local
 from toolkit.untrusted import parse_yaml
 
+_REMOTE = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # also on remote storage
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
 _LAYERS = "; choose the layers with --lora_query, --lora_key, --lora_value, --lora_projection, --lora_mlp, --lora_head"
 _OTHER_TOOLS_OPTIONS = {
@@ -311,8 +312,10 @@ class CommandOptions:
             del self.given[key]
         elif self.chosen.get(group) in (None, *(self.choices(group).values() if group in self.bases else ())):
             prefix = f"{given.source}: " if given.source else "--" if given.source == "" else ""
+            may_be_remote = key in _REMOTE or (key == "out_dir" and "train" in self.groups)  # of a run
             if key.rpartition(".")[2] not in getattr(self.chosen.get(group), "takes_urls", ()):
-                require_local(f"{prefix}{key}", given.value)  # user-provided classes may accept URLs
+                check = require_folder if may_be_remote else require_local
+                check(f"{prefix}{key}", given.value)  # user-provided classes may accept URLs
 
     def _suggest(self, key: str, source: str | None, known: dict[str, Option]) -> str:
         """Return a hint for an unknown option, such as ``; did you mean --train.max_steps?``."""

@@ -20,6 +20,7 @@ from typing import IO, Any, TypeVar
 from toolkit.checksums import check_entries, checksum_files, find_damage
 from toolkit.errors import DataError, UserError
 from toolkit.leftovers import sweep, temporary_prefix
+from toolkit.paths import user_cache
 
 T = TypeVar("T")
 
@@ -34,11 +35,7 @@ _LARGE = 1 << 32  # bytes; tokens of larger data are verified as they are read
 
 def default_cache_dir() -> Path:
     """Return ``$XDG_CACHE_HOME/toolkit/data``, with ``~/.cache`` as the default."""
-    return _user_cache() / "data"
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "toolkit"
+    return user_cache() / "data"
 
 
 def choose_cache_dir(value: str | None) -> Path:
@@ -188,7 +185,7 @@ def verify(folder: Path, report: Callable[[str], None]) -> None:
 @contextmanager
 def _open_stamp(folder: Path) -> Iterator[IO[str] | None]:
     """Yield the stamp file of a folder, locked so that only one rank verifies; None if it cannot be written."""
-    stamps = _user_cache() / "verified"
+    stamps = user_cache() / "verified"
     name = hashlib.sha256(f"{socket.gethostname()} {folder.resolve()}".encode()).hexdigest()[:32]
     with contextlib.ExitStack() as stack:
         file = None
@@ -211,7 +208,7 @@ def _read_stamp(stamp: IO[str]) -> Any:
 def clean_up(cache_dir: Path) -> None:
     """Remove leftovers of killed preparations and stamps of deleted folders."""
     sweep(cache_dir)
-    for path in (_user_cache() / "verified").glob("*.json"):
+    for path in (user_cache() / "verified").glob("*.json"):
         with contextlib.suppress(ValueError, OSError, TypeError, KeyError):
             if not Path(json.loads(path.read_bytes())["folder"]).exists():
                 path.unlink()

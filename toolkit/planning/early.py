@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints.find import find_checkpoint_dir
+from toolkit.checkpoints.remote.run import check_out_dir
+from toolkit.checkpoints.remote.storage import Storage
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.config.command import classes_of
 from toolkit.data import DataModule
 from toolkit.errors import UserError
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.paths import is_url
 from toolkit.planning.batch import plan_batch
 from toolkit.planning.in_backward import check_in_backward
 from toolkit.planning.limits import require_profiled_steps
@@ -32,7 +35,8 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
     if {"LOCAL_RANK", "RANK", "SLURM_PROCID"} & os.environ.keys() or arguments.get("model_name") == "list":
         return
     folder = arguments.get("checkpoint_dir") or arguments.get("initial_checkpoint_dir")
-    if folder is not None and command not in ("verify", "consolidate", "plan"):  # these take other folders, too
+    may_differ = command in ("verify", "consolidate", "plan")  # these take other folders, too
+    if folder is not None and not may_differ and not (command == "merge_lora" and is_url(folder)):
         find_checkpoint_dir(folder)
     if "train" not in arguments or command == "plan":
         return
@@ -45,7 +49,12 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
     if arguments["profile"] and arguments["resume"] is False:
         require_profiled_steps(arguments["profiler"], arguments["train"].max_steps)
     _check_files(arguments["data"])
-    if arguments["resume"] is False and arguments["out_dir"] and command != "verify_parallel":  # it writes nothing
+    if command == "verify_parallel":
+        return  # it writes nothing
+    check_out_dir(arguments["out_dir"], arguments["staging_dir"])
+    if is_url(arguments["resume"]):
+        Storage(arguments["resume"], "--resume")  # is its package installed?
+    if not is_url(arguments["out_dir"]) and arguments["resume"] is False and arguments["out_dir"]:
         resolve_resume(False, Path(arguments["out_dir"]))
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from toolkit.checkpoints.folder import read_model_config
+from toolkit.checkpoints.remote.run import check_out_dir
 from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
 from toolkit.distributed.device import device_memory, pick_precision
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
@@ -230,6 +231,7 @@ def _check_options(args: RunArgs) -> None:
     run_checks(args)
     if not args.out_dir:
         raise UserError("--out_dir '': give the name of a folder")
+    check_out_dir(args.out_dir, args.staging_dir)
     if args.model_name is not None and args.initial_checkpoint_dir is not None:
         raise UserError(
             f"model_name {args.model_name}: --initial_checkpoint_dir {args.initial_checkpoint_dir} brings its own "

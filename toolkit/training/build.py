@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from lightning.fabric import Fabric
 
 from toolkit.checkpoints.lock import exclusive_lock
+from toolkit.checkpoints.remote.run import RemoteRun
+from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import rename_damaged
 from toolkit.data.interleave import MixtureOrder
@@ -31,6 +33,7 @@ from toolkit.training.callbacks import (
     ReplicaCheck,
     Sampler,
     ThroughputMonitor,
+    Upload,
 )
 from toolkit.training.callbacks.base import TrainerView
 from toolkit.training.checkpointer import Checkpointer, seed_generators
@@ -113,6 +116,10 @@ def build_callbacks(
     columns += [name for callback in callbacks for name in callback.columns]
     columns += [f"{prefix}{part}" for prefix in ("", "val_") for part in loss_parts(trainer.model)]
     callbacks += ranks.run_on_rank0(lambda: open_outputs(trainer, columns, stack)) or []
+    if trainer.remote is not None:
+        callbacks.append(open_uploads(trainer.remote, trainer, stack))
+    if ranks.global_rank() == 0:
+        callbacks.append(Console())  # after the uploads: it reports the end
     if sampler is not None:
         callbacks.append(sampler)
     if train.patience is not None:
@@ -137,4 +144,30 @@ def open_outputs(trainer: TrainerView, columns: list[str], stack: ExitStack) -> 
     resume_step = None if state.resume_from is None else state.progress.step
     csv = MetricsCSV(out_dir / "logs" / "metrics.csv", resume_step, columns)
     loggers = make_loggers(args.logger_name, out_dir, args.log, trainer.config.hyperparameters(), resume_step)
-    return [MetricsFile(csv), ExternalLoggers(loggers), Console()]
+    return [MetricsFile(csv), ExternalLoggers(loggers)]
+
+
+def open_uploads(remote: RemoteRun, trainer: TrainerView, stack: ExitStack) -> Upload:
+    """Take the run's folder on remote storage and start to upload there. On rank 0 the staging folder is locked.
+
+    Raises:
+        UserError: another run is alive there, or the storage cannot be used; on rank 0.
+    """
+
+    def start() -> Uploader:
+        uploader = remote.start_uploads(trainer.args.train.keep_last, trainer.display.message)
+        stack.callback(uploader.close)
+        return uploader
+
+    return Upload(ranks.run_on_rank0(start))
+
+
+def upload_missing(remote: RemoteRun, trainer: TrainerView, stack: ExitStack) -> None:
+    """Upload what an earlier launch of a finished run could not; every rank calls this.
+
+    Raises:
+        UserError: see :func:`open_uploads`.
+        GuardError: the upload fails again.
+    """
+    ranks.run_on_rank0(lambda: stack.enter_context(exclusive_lock(remote.out_dir)))
+    open_uploads(remote, trainer, stack).on_train_end(trainer)

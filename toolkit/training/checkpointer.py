@@ -82,7 +82,7 @@ class Checkpointer:
             GuardError: weights or optimizer state contain NaN or Inf; no checkpoint is created.
         """
         args, tied = self.config.args, self.state.model.tied
-        folder = Path(args.out_dir) / name
+        folder = args.run_dir / name
         rng = ranks.all_gather_object(rng_state(self.device))
         # Not within the try: a rank that fails in these collectives must exit at once, because the others wait in them.
         moments: dict[str, torch.Tensor] = {}

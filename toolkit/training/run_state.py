@@ -20,7 +20,7 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.planning.schedule import Schedule, build_schedule
 from toolkit.planning.speed import flops_per_token
 from toolkit.training import adapters
-from toolkit.training.agreement import require_own_samples, require_same_options, require_same_weights
+from toolkit.training.agreement import require_same_options, require_same_weights
 from toolkit.training.data import with_vocabulary
 from toolkit.training.model import ModelSpec, specify_model
 from toolkit.training.state import RunFingerprint, read_meta
@@ -60,7 +60,7 @@ class RunState:
         patience = args.train.patience
         reached = self.limits.reached(self.progress.step, self.progress.tokens)
         stopped_early = patience is not None and self.progress.stale_validations >= patience
-        return (reached or stopped_early) and self.resume_from == Path(args.out_dir) / FINAL
+        return (reached or stopped_early) and self.resume_from == args.run_dir / FINAL
 
 
 def prepare_run_state(
@@ -72,7 +72,6 @@ def prepare_run_state(
         UserError: the checkpoint belongs to another run, or the ranks differ.
     """
     args = resolved.args
-    require_own_samples(data.train)
     config = with_vocabulary(resolved.model, data)
     model = specify_model(config, args.module, args.block_classes, args.lora, args.quantize)
     length, longest = mean_length(data.train), longest_ragged(data, resolved.max_seq_length)
@@ -90,7 +89,7 @@ def prepare_run_state(
     require_same_options(replace(args, fsdp=resolved.fsdp), fingerprint)
     require_validations(args.train, args.eval, data)
     progress = Progress() if resume_from is None else read_progress(resume_from, fingerprint)
-    reset_best_if_missing(progress, Path(args.out_dir), damaged)
+    reset_best_if_missing(progress, args.run_dir, damaged)
     limits = build_limits(
         args.train, progress, n_rows=row_count(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
     )

@@ -15,6 +15,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from toolkit.checkpoints.lock import require_unlocked
+from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import FINAL, newest
 from toolkit.data.base import row_count
@@ -30,15 +31,17 @@ from toolkit.distributed.wrap import describe_units, plan_units
 from toolkit.errors import GuardError, StoppedBySignalError
 from toolkit.models.families import export_error
 from toolkit.models.gpt import Block
+from toolkit.paths import is_url
 from toolkit.planning.advice import oom_advice
 from toolkit.planning.limits import build_intervals
 from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.schedule import describe_scaling
 from toolkit.training.agreement import require_shared_disk
-from toolkit.training.build import build_callbacks, build_checkpointer, build_model
+from toolkit.training.build import build_callbacks, build_checkpointer, build_model, upload_missing
 from toolkit.training.callbacks import Callback, Sampler, notify
 from toolkit.training.callbacks.samples import make_sampler
+from toolkit.training.callbacks.upload import finish_uploads
 from toolkit.training.data import prepare_data
 from toolkit.training.model import describe_model
 from toolkit.training.reading import TrainReader
@@ -49,7 +52,7 @@ from toolkit.training.step_in_backward import StepInBackward
 from toolkit.training.throughput import StepTimes
 from toolkit.training.trace import DATA_WAIT, SAVE, VALIDATE
 from toolkit.training.validate import batches_by_source, validate
-from toolkit.training.verify import find_intact
+from toolkit.training.verify import fetch_on_other_nodes, find_intact
 from toolkit.ui.console import make_progress
 
 
@@ -65,7 +68,9 @@ class Trainer:
     def __init__(self, config: ResolvedConfig, world: WorldInfo, user_callbacks: Sequence[Callback] = ()) -> None:
         self.launched_at = time.perf_counter()  # --train.max_time counts from here
         self.config, self.args, self.world = config, config.args, world
-        self.out_dir = Path(config.args.out_dir)
+        self.out_dir = config.args.run_dir
+        self.remote = RemoteRun(config.args.out_dir, self.out_dir) if is_url(config.args.out_dir) else None
+        self.display: Any = None
         self.timeouts = Timeouts.of(config.args.timeout)
         self.user_callbacks = list(user_callbacks)
         self.callbacks: list[Callback] = []
@@ -112,6 +117,7 @@ class Trainer:
             self.display.phase("preparing data")
             self.data = group.first_then_others(lambda: prepare_data(args, config.max_seq_length, self.display.message))
             group.init_process_group()
+            fetch_on_other_nodes(self.remote, args.resume, resume_from, world)
             resume_from, damaged = find_intact(args, resume_from, world.local_rank == 0, self.display)
             self.state = prepare_run_state(config, self.data, resume_from, damaged)
             sampler = make_sampler(self.data, self.state.model.config, args.eval.max_new_tokens)
@@ -121,6 +127,8 @@ class Trainer:
                 self.display.message(
                     f"{resume_from} has reached step {self.progress.step}: the run is finished, nothing to do"
                 )
+                if self.remote is not None:
+                    upload_missing(self.remote, self, stack)
                 return
             context = None if self.state.model.config is None else config.max_seq_length
             self.padding = choose_padding(self.fabric.device.type, self.state.longest_ragged > 0, context)
@@ -332,6 +340,10 @@ class Trainer:
 
     def _find_resume(self) -> Path | None:
         require_unlocked(self.out_dir)
+        if self.remote is not None:
+            args, report = self.args, print if self.display is None else self.display.message
+            keep_best = args.train.keep_best
+            self.remote.prepare(args.resume, report, keep_best=keep_best, verify=args.verify_checkpoint)
         return resolve_resume(self.args.resume, self.out_dir)
 
     def _resume_hint(self) -> str:
@@ -361,9 +373,8 @@ class Trainer:
             say(f"Gradients are reduced after each of {config.batch.accumulation} micro-batches and kept sharded")
         if state.model.config is not None and (reason := export_error(state.model.config)) is not None:
             say(f"note: {reason}")
-        for note in (getattr(part, "note", "") for part in (state.model.module, self.reader.order)):
-            if note:
-                say(f"note: {note}")
+        if note := getattr(state.model.module, "note", ""):
+            say(f"note: {note}")
 
     # ---- parts of the loop
 
@@ -381,6 +392,7 @@ class Trainer:
         signal_number = max(ranks.all_gather_object(signals.received))
         folder = self.save(f"step-{self.progress.step:08d}")
         signals.ignore()
+        finish_uploads(self.callbacks, self)
         raise StoppedBySignalError(
             signal_number, f"stopped after step {self.progress.step}; {folder} is saved; resume with --resume auto"
         )

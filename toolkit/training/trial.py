@@ -51,8 +51,8 @@ def trial_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
         patience=None, log_interval=1,
     )  # fmt: skip
     return replace(
-        args, train=train, eval=EvalArgs(interval=0, final_validation=False), out_dir=out_dir, resume=False,
-        logger_name="csv", log=LogArgs(), fsdp=replace(args.fsdp, state_dict_type="full"),
+        args, train=train, eval=EvalArgs(interval=0, final_validation=False), out_dir=out_dir, staging_dir=None,
+        resume=False, logger_name="csv", log=LogArgs(), fsdp=replace(args.fsdp, state_dict_type="full"),
         profile=False, profiler=ProfilerArgs(), lora=None if args.lora is None else replace(args.lora, dropout=0.0),
     )  # fmt: skip
 

@@ -16,10 +16,14 @@ from toolkit.checkpoints.manifest import (
     missing_manifest_note,
     read_manifest,
 )
+from toolkit.checkpoints.remote.cached import local_copy
+from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.store import newest_first
 from toolkit.checksums import find_damage
 from toolkit.distributed import ranks
+from toolkit.distributed.world import WorldInfo
 from toolkit.errors import UserError
+from toolkit.paths import is_url
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.agreement import require_same_manifest
 from toolkit.training.state import read_meta
@@ -67,6 +71,37 @@ def require_intact_together(
     return True
 
 
+def fetch_on_other_nodes(
+    remote: RemoteRun | None, resume: bool | str, resume_from: Path | None, world: WorldInfo
+) -> None:
+    """Download the checkpoint that rank 0 resumes from on the first rank of each other node; every rank calls this.
+
+    Args:
+        remote: The run's folder on remote storage, if it is there.
+        resume: ``--resume``.
+        resume_from: Only rank 0's counts.
+        world: The processes of the run.
+
+    Raises:
+        UserError: a node cannot download it; on every rank.
+    """
+    if world.num_nodes == 1 or not (remote is not None or is_url(resume)):
+        return
+    is_own = remote is not None and resume_from is not None and resume_from.parent == remote.out_dir
+    name, is_own = ranks.broadcast_from_rank0((None if resume_from is None else resume_from.name, is_own))
+    error: UserError | None = None
+    if name is not None and world.local_rank == 0 and world.global_rank != 0:
+        try:
+            if is_own and remote is not None:
+                remote.fetch(name, ranks.rank_print)
+            elif is_url(resume):
+                local_copy(str(resume), "--resume", with_trainer=True)
+        except UserError as caught:
+            error = caught
+    if errors := [found for found in ranks.all_gather_object(error) if found is not None]:
+        raise errors[0]
+
+
 def find_intact(
     args: RunArgs, resume_from: Path | None, is_node_leader: bool, display: Any
 ) -> tuple[Path | None, list[Path]]:
@@ -83,7 +118,7 @@ def find_intact(
         DamagedCheckpointError: it is damaged, or with ``--resume auto`` all checkpoints are; on every rank.
     """
     is_auto = str(args.resume).lower() == "auto"
-    candidates = [] if resume_from is None else newest_first(Path(args.out_dir)) if is_auto else [resume_from]
+    candidates = [] if resume_from is None else newest_first(args.run_dir) if is_auto else [resume_from]
     if resume_from is not None:
         display.phase("verifying the checkpoint")
     damaged: list[Path] = []

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 from toolkit.checkpoints.manifest import COMPLETE
+from toolkit.checkpoints.remote.cached import local_copy
 from toolkit.checkpoints.store import WEIGHTS, checkpoint_folders, complete_checkpoints, is_complete, newest, step_of
 from toolkit.errors import UserError
+from toolkit.paths import is_url
 
 
 def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
@@ -43,7 +45,8 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
                 "overwritten; give another --out_dir"
             )
         return found
-    found = _named_checkpoint(Path(resume).expanduser())
+    given = local_copy(resume, "--resume", with_trainer=True) if is_url(resume) else Path(resume).expanduser()
+    found = _named_checkpoint(given)
     if out_dir.resolve() not in found.resolve().parents:
         _require_unused(out_dir, f"--resume {resume} is of another run; give another --out_dir")
     elif (last := newest(out_dir)) is not None and step_of(last) > step_of(found):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from lightning.fabric import Fabric
 
+from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.data.base import PreparedData
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import CallbackError, CommandError
@@ -25,6 +26,8 @@ class TrainerView(Protocol):
     Args:
         args: What the user asked for.
         config: What that was resolved to.
+        out_dir: The local folder of the run.
+        remote: The folder on remote storage, where ``--out_dir`` is one.
         model, optimizer: As Fabric has wrapped them.
         display: Shows the run on rank 0, see :mod:`toolkit.ui.progress`.
         skipped_steps: Of this launch, by the fp16 scaler.
@@ -35,6 +38,7 @@ class TrainerView(Protocol):
     args: RunArgs
     config: ResolvedConfig
     out_dir: Path
+    remote: RemoteRun | None
     fabric: Fabric
     data: PreparedData
     progress: Progress

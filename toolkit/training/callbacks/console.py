@@ -29,18 +29,24 @@ class Console(Callback):
         if trainer.skipped_steps:
             display.message(f"GradScaler skipped {trainer.skipped_steps} steps")
         display.message(
-            f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {trainer.out_dir / FINAL}"
+            f"finished after {progress.step:,} steps and {progress.tokens:,} tokens; model in {final_model(trainer)}"
         )
         for command in next_commands(trainer):
             display.message(f"  {command}")
 
 
+def final_model(trainer: TrainerView) -> Path | str:
+    """The folder of the run's model, or its URL."""
+    return trainer.out_dir / FINAL if trainer.remote is None else f"{trainer.remote.url}/{FINAL}"
+
+
 def next_commands(trainer: TrainerView) -> list[str]:
     """Commands for the model that the run has written; none for a module from Python."""
-    state, data, out_dir = trainer.state, trainer.data, trainer.out_dir
+    state, data = trainer.state, trainer.data
     if state.model.config is None or not trainer.args.is_repeatable:
         return []
-    final, hf = (shlex.quote(str(path)) for path in (out_dir / FINAL, out_dir / "hf"))
+    hf_dir = trainer.out_dir / "hf" if trainer.remote is None else Path("out", "hf")
+    final, hf = (shlex.quote(str(path)) for path in (final_model(trainer), hf_dir))
     merge = "" if state.base is None else " --merge true"
     trust = "" if option_to_trust(trainer.args.data) is None else " --trust_checkpoint_data true"
     commands = {

@@ -1,0 +1,329 @@
+"""Checkpoints on remote storage: S1 at every request, retries, what a clean machine downloads, leases, messages."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import fsspec
+import pytest
+from helpers.cases import check_each
+
+from toolkit.checkpoints.manifest import DamagedCheckpointError, read_manifest
+from toolkit.checkpoints.remote import checkpoints, lease, storage
+from toolkit.checkpoints.remote.download import fetch_files, remote_manifest
+from toolkit.checkpoints.remote.lease import LEASE, Lease
+from toolkit.checkpoints.remote.run import RemoteRun
+from toolkit.checkpoints.remote.storage import Storage, StorageError, describe
+from toolkit.checkpoints.store import newest, write_checkpoint
+from toolkit.checksums import find_damage
+from toolkit.errors import UserError
+from toolkit.leftovers import temporary_prefix
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(storage, "FIRST_DELAY", 0.0)
+    for name, seconds in {"SETTLE": 0.0, "STALE": 0.2, "REFRESH": 0.02}.items():
+        monkeypatch.setattr(lease, name, seconds)
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+
+
+def make(folder: Path, step: int, weights: str = "w") -> Path:
+    """A complete checkpoint with three files."""
+
+    def write(tmp: Path) -> None:
+        (tmp / "lit_model.pth").write_text(f"{weights} of step {step}" * 9)
+        (tmp / "trainer").mkdir()
+        (tmp / "trainer" / "meta.json").write_text(json.dumps({"step": step}))
+        (tmp / "trainer" / "state.pth").write_text(f"state {step}")
+
+    write_checkpoint(folder, write)
+    return folder
+
+
+def complete(store: Storage) -> list[tuple[str, int]]:
+    """Names and steps of the complete checkpoints, newest first; each is intact."""
+    found = list(checkpoints.newest_first(store))
+    for checkpoint in found:
+        assert not fetch_files(store, checkpoint.folder, remote_manifest(store, checkpoint.folder), None), checkpoint
+    return [(checkpoint.name, checkpoint.step) for checkpoint in found]
+
+
+class Killed(BaseException):
+    """The process ends here, whatever handlers there are."""
+
+
+def kill_at(store: Storage, number: int) -> None:
+    """Make the request of that number, of those that change something, the last."""
+    count = iter(range(1000))
+
+    def wrap(method):
+        def call(*args, **kwargs):
+            if next(count) == number:
+                raise Killed
+            return method(*args, **kwargs)
+
+        return call
+
+    inner = store.fs
+    changing = {name: wrap(getattr(inner, name)) for name in ("pipe_file", "put_file", "cp_file", "rm_file")}
+    reading = {name: getattr(inner, name) for name in ("cat_file", "ls", "info", "makedirs", "rm")}
+    store.fs = SimpleNamespace(**changing, **reading)
+
+
+def test_s1_kill_at_every_request_leaves_the_older_or_the_newer_checkpoint(tmp_path):
+    """New and replaced checkpoints, and deletions; the next process converges to what an undisturbed one leaves."""
+    old, final = make(tmp_path / "old" / "final", 10), make(tmp_path / "new" / "final", 20)
+    steps = [make(tmp_path / "new" / f"step-{step:08d}", step) for step in (16, 18)]
+
+    def work(store: Storage) -> None:
+        checkpoints.finish_replacements(store)
+        for folder in (*steps, final):
+            checkpoints.upload(store, folder, folder.name)
+            checkpoints.prune(store, keep_last=1)
+
+    newest_seen = []
+    for number in range(100):
+        url = f"memory://run-{number}"
+        checkpoints.upload(Storage(url, "--out_dir"), old, "final")
+        store = Storage(url, "--out_dir")
+        kill_at(store, number)
+        try:
+            work(store)
+            break
+        except Killed:
+            found = complete(Storage(url, "--out_dir"))
+            newest_seen.append(found[0])
+            work(Storage(url, "--out_dir"))
+            assert complete(Storage(url, "--out_dir")) == [("final", 20), ("step-00000018", 18)]
+    assert newest_seen == sorted(newest_seen, key=lambda found: found[1])
+    assert {step for _, step in newest_seen} == {10, 16, 18, 20}
+    assert set(Storage(url, "--out_dir").entries()) == {"final", "step-00000018"}
+
+
+def test_requests_are_repeated_if_that_may_help(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("content")
+
+    def check(error, n_failures, succeeds):
+        store, calls = Storage("memory://run", "--out_dir"), []
+        put = store.fs.put_file
+
+        def fail(*args):
+            calls.append(args)
+            if len(calls) <= n_failures:
+                put(str(tmp_path / "file"), "/run/name")  # something has arrived
+                raise error
+            put(*args)
+
+        store.fs = SimpleNamespace(put_file=fail, info=store.fs.info, makedirs=store.fs.makedirs)
+        try:
+            store.upload(file, "name")
+            assert succeeds and len(calls) == n_failures + 1
+        except StorageError:
+            assert not succeeds and len(calls) == (storage.ATTEMPTS if n_failures == storage.ATTEMPTS else 1)
+
+    passing = [ConnectionResetError("cut"), TimeoutError(), s3_error("InternalError", 500), s3_error("SlowDown", 503)]
+    lasting = [
+        PermissionError(),
+        s3_error("NoSuchBucket", 404),
+        s3_error("QuotaExceeded", 403),
+        OSError(errno.ENOSPC, ""),
+    ]
+    check_each(
+        check,
+        [(error, 3, True) for error in passing]
+        + [(error, storage.ATTEMPTS, False) for error in passing]
+        + [(error, 1, False) for error in lasting],
+    )
+
+
+def s3_error(code: str, status: int) -> OSError:
+    """What s3fs raises for a response of the server."""
+    error = OSError(errno.EIO, f"An error occurred ({code})")
+    error.__cause__ = Exception(code)
+    error.__cause__.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return error
+
+
+def test_short_upload_is_repeated(tmp_path):
+    store, file, sizes = Storage("memory://run", "--out_dir"), tmp_path / "file", []
+    file.write_text("content")
+
+    def put(path, name):
+        sizes.append(7 if sizes else 3)
+        fsspec.filesystem("memory").pipe_file(name, file.read_bytes()[: sizes[-1]])
+
+    store.fs = SimpleNamespace(put_file=put, info=store.fs.info, makedirs=store.fs.makedirs)
+    store.upload(file, "name")
+    assert sizes == [3, 7]
+
+
+def test_errors_of_the_storage_are_one_line_with_a_fix():
+    def check(error, expected):
+        assert expected in describe(error)[0] and "\n" not in describe(error)[0]
+
+    check_each(
+        check,
+        [
+            (s3_error("SignatureDoesNotMatch", 403), "access denied (SignatureDoesNotMatch); check the key"),
+            (s3_error("AuthorizationHeaderMalformed", 400), "set AWS_DEFAULT_REGION"),
+            (s3_error("NoSuchBucket", 404), "no such bucket; create it"),
+            (s3_error("QuotaExceeded", 403), "the storage is full"),
+            (s3_error("Anything", 507), "the storage is full"),
+            (type("NoCredentialsError", (Exception,), {})("Unable"), "set those of the storage in the environment"),
+            (s3_error("InternalError", 500), "the storage failed (InternalError, HTTP status 500)"),
+            (ValueError("two\nlines"), "the storage failed (two lines)"),
+        ],
+    )
+
+
+# ---- resuming on a clean machine
+
+
+def prepare(out_dir: Path, resume: bool | str = "auto", **options) -> tuple[RemoteRun, list[str]]:
+    run, lines = RemoteRun("memory://bucket/run", out_dir), []
+    run.prepare(resume, lines.append, **options)
+    return run, lines
+
+
+def upload_run(folder: Path, *names: str) -> Storage:
+    store = Storage("memory://bucket/run", "--out_dir")
+    for name in names:
+        step = 30 if name in ("final", "best") else int(name[5:])
+        checkpoints.upload(store, make(folder / name, step), name)
+    store.write("logs/metrics.csv", b"step\n")
+    return store
+
+
+def test_newest_intact_checkpoint_is_downloaded_once(tmp_path):
+    store = upload_run(tmp_path / "first", "step-00000010", "step-00000020", "best", "final")
+    out = tmp_path / "clean"
+    _, lines = prepare(out, keep_best=True)
+    assert len(lines) == 2 and newest(out).name == "final" and (out / "best").is_dir()
+    assert (out / "logs" / "metrics.csv").read_text() == "step\n"
+    assert prepare(out, keep_best=True)[1] == []  # it is there already
+    (out / "final" / "lit_model.pth").write_text("damaged")
+    assert len(prepare(out)[1]) == 1 and not find_damage(out / "final", read_manifest(out / "final"))
+
+    store.write("final/lit_model.pth", b"W" + store.read("final/lit_model.pth")[1:])
+    store.write("best/trainer/state.pth", b"")
+    store.delete("step-00000020/COMPLETE")
+    run, lines = prepare(tmp_path / "other")
+    assert newest(tmp_path / "other").name == "step-00000010"
+    assert "final: damaged: lit_model.pth (bytes differ from its checksum" in lines[1] and len(lines) == 5
+    run.start_uploads(keep_last=3, report=print).close()
+    assert complete(store) == [("step-00000010", 10)]  # the others are no longer taken for checkpoints
+    with pytest.raises(DamagedCheckpointError, match="step-00000010: damaged: lit_model.pth"):
+        store.write("step-00000010/lit_model.pth", b"short")
+        prepare(tmp_path / "third", resume=True)
+    assert newest(tmp_path / "third") is None
+
+
+def test_download_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    upload_run(tmp_path / "first", "step-00000010")
+    read, asked = Storage.read, []
+
+    def interrupted(self, name, start=None, stop=None):
+        if start is not None:
+            asked.append(name)
+            if len(asked) == 3:
+                raise KeyboardInterrupt
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr("toolkit.checkpoints.remote.download._THREADS", 1)
+    monkeypatch.setattr(Storage, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "clean")
+    assert newest(tmp_path / "clean") is None
+    asked.append("")
+    prepare(tmp_path / "clean")
+    assert len(asked) == 3 + 1 + 1 and newest(tmp_path / "clean").name == "step-00000010"
+
+
+def test_local_checkpoints_that_were_not_uploaded_are_kept_and_uploaded(tmp_path):
+    store, out = upload_run(tmp_path / "first", "step-00000010"), tmp_path / "out"
+    for step in (15, 20):
+        make(out / f"step-{step:08d}", step)
+    make(out / "best", 15)
+    run, lines = prepare(out)
+    assert lines == [] and newest(out).name == "step-00000020"
+    uploader = run.start_uploads(keep_last=1, report=print)
+    assert uploader.wait(10) and uploader.upload_outputs() is None
+    uploader.close()
+    assert complete(store) == [("step-00000020", 20), ("best", 15)]
+    store.write("step-00000030/lit_model.pth", b"")  # incomplete
+    assert prepare(out)[1] == []
+
+
+def test_used_folder_without_resume_is_refused(tmp_path):
+    upload_run(tmp_path / "first")
+    with pytest.raises(UserError, match=r"bucket/run: already used \(logs/metrics.csv exists\); --resume auto"):
+        prepare(tmp_path / "clean", resume=False)
+    Storage("memory://bucket/run", "").delete("logs/metrics.csv")
+    prepare(tmp_path / "clean", resume=False)
+    make(tmp_path / "clean" / "step-00000010", 10)
+    with pytest.raises(UserError, match="step-00000010 was not uploaded; --resume auto"):
+        prepare(tmp_path / "clean", resume=False)
+
+
+def test_uploads_go_on_while_the_run_replaces_and_deletes(tmp_path, monkeypatch):
+    """What is uploaded is the checkpoint as it was saved; a failure is one line, and the next is uploaded."""
+    out, may_go_on = tmp_path / "out", threading.Event()
+    run, _ = prepare(out)
+    uploader = run.start_uploads(keep_last=2, report=print)
+    upload = Storage.upload
+
+    def wait_and_upload(self, file, name):
+        may_go_on.wait()
+        if name.startswith("step-00000020"):
+            raise StorageError("the storage is full")
+        upload(self, file, name)
+
+    monkeypatch.setattr(Storage, "upload", wait_and_upload)
+    uploader.submit(make(out / "best", 10, "first"))
+    uploader.submit(make(out / "step-00000020", 20))
+    uploader.submit(make(out / "step-00000030", 30))
+    assert not uploader.wait(0, at_most=2)
+    make(out / "best", 30, "second")
+    shutil.rmtree(out / "step-00000030")
+    may_go_on.set()
+    assert uploader.wait(10)
+    assert complete(run.storage) == [("step-00000030", 30), ("best", 10)]
+    (line,) = uploader.take_messages()
+    assert "warning: step-00000020 could not be uploaded to memory://bucket/run: the storage is full; it is in" in line
+    assert list((out / ".uploads").iterdir()) == []
+    uploader.close()
+
+
+# ---- leases
+
+
+def test_second_run_is_refused_while_the_first_is_alive(tmp_path):
+    first, second = Lease(Storage("memory://run", "--out_dir")), Lease(Storage("memory://run", "--out_dir"))
+    first.acquire(print)
+    with pytest.raises(UserError, match=r"memory://run: another run is alive there \(process \d+ on .+\); wait for it"):
+        second.require_free(print)
+    taken = json.dumps({"id": "other", "pid": 1, "host": "node", "process": "elsewhere"}).encode()
+    first.storage.write(LEASE, taken)
+    first._thread.join()
+    assert first.taken_by.startswith("process 1 on node")
+    first.release()
+    assert second.storage.read(LEASE) == taken
+    lines = []
+    second.acquire(lines.append)  # nobody refreshes it
+    assert len(lines) == 1 and "was in use by process 1 on node" in lines[0]
+    second.release()
+    assert second.storage.read(LEASE) is None
+
+
+def test_lease_of_a_dead_process_of_this_machine_is_taken_at_once():
+    store, dead = Storage("memory://run", "--out_dir"), temporary_prefix().replace(str(os.getpid()), "4194305")
+    store.write(LEASE, json.dumps({"id": "other", "process": dead}).encode())
+    Lease(store).require_free(pytest.fail)

@@ -1,0 +1,119 @@
+"""Runs with --out_dir on remote storage: resumed on a clean machine, errors in one line, local disk."""
+
+import csv
+import io
+import shutil
+
+import fsspec
+import pytest
+
+import toolkit
+from tests.training.test_run import arguments, assert_same_weights, rows_of
+from toolkit import Callback
+from toolkit.checkpoints.remote import lease, storage
+from toolkit.cli import main
+from toolkit.errors import CallbackError, GuardError, UserError
+from toolkit.training.run import run_training
+
+URL = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    monkeypatch.setattr(storage, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr(storage, "ATTEMPTS", 2)
+    monkeypatch.setattr(lease, "SETTLE", 0.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+
+
+class FailAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer, metrics) -> None:
+        if trainer.progress.step == self.step:
+            raise RuntimeError
+
+
+def remote_names() -> set[str]:
+    files = fsspec.filesystem("memory").find("/bucket/run")
+    return {path.split("/")[3] for path in files if path.endswith("COMPLETE")}
+
+
+def remote_losses() -> list[str]:
+    content = fsspec.filesystem("memory").cat("/bucket/run/logs/metrics.csv").decode()
+    return [row["loss"] for row in csv.DictReader(io.StringIO(content))]
+
+
+def test_s2_run_resumed_on_a_clean_machine_is_bit_equal(corpus, tmp_path, capsys):
+    train = {"max_steps": 12, "save_interval": 2, "keep_last": 2, "log_interval": 1}
+    options = {"train": train, "evaluation": {"interval": 0, "final_validation": False}}
+    run_training(arguments(corpus, tmp_path / "local", **options))
+    args = arguments(corpus, URL, resume="auto", **options)
+    with pytest.raises(CallbackError):
+        run_training(args, [FailAt(7)])
+    assert remote_names() == {"step-00000004", "step-00000006"}
+    assert {path.name for path in args.run_dir.glob("step-*")} == {"step-00000006"}
+    shutil.rmtree(args.run_dir)
+    run_training(args)
+    assert f"downloading {URL}/step-00000006" in capsys.readouterr().out
+    assert_same_weights(tmp_path / "local" / "final", args.run_dir / "final")
+    assert remote_losses() == [row["loss"] for row in rows_of(tmp_path / "local")]
+    assert remote_names() == {"step-00000008", "step-00000010", "final"}
+    assert {path.name for path in args.run_dir.iterdir()} - {"loss.png"} == {
+        ".lock", ".uploads", "final", "logs", "step-00000010"
+    }  # fmt: skip
+
+    shutil.rmtree(args.run_dir)
+    assert toolkit.load(f"{URL}/final").config.n_layer > 0
+    assert not (tmp_path / "cache" / "toolkit" / "models" / "final" / "trainer").exists()
+    assert main(["verify", URL]) == 0
+    assert capsys.readouterr().out.count(": intact, ") == 3
+    fsspec.filesystem("memory").pipe("/bucket/run/step-00000008/lit_model.pth", b"")
+    assert main(["verify", URL]) == 2
+    assert "1 of 3 not verified: step-00000008" in capsys.readouterr().err
+    with pytest.raises(UserError, match=rf"{URL}: already used \(final exists\); --resume auto continues it"):
+        run_training(arguments(corpus, URL))
+    other = arguments(corpus, tmp_path / "other", resume=f"{URL}/step-00000010", **options)
+    run_training(other)
+    assert_same_weights(tmp_path / "local" / "final", tmp_path / "other" / "final")
+
+
+def test_failed_upload_ends_the_run_with_exit_3_and_the_next_launch_finishes_it(corpus, monkeypatch, capsys):
+    args = arguments(corpus, URL, train={"max_steps": 4, "save_interval": 2}, resume="auto")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.Storage, "upload", fail_with(storage.StorageError("the storage is full")))
+        with pytest.raises(
+            GuardError, match="final could not be uploaded: the storage is full; it is complete in"
+        ) as e:
+            run_training(args)
+    assert e.value.exit_code == 3 and remote_names() == set()
+    shown = capsys.readouterr().out
+    assert shown.count("warning: step-00000002 could not be uploaded") == 1
+    run_training(args)
+    assert "nothing to do" in capsys.readouterr().out and remote_names() == {"final"}
+
+
+def fail_with(error):
+    def fail(*args, **options):
+        raise error
+
+    return fail
+
+
+def test_storage_that_cannot_be_used_is_refused_before_the_data_is_read(corpus, monkeypatch):
+    args = arguments("no such folder", URL)
+    memory = type(fsspec.filesystem("memory"))
+    for name, error, expected in (
+        ("pipe_file", PermissionError("secret"), f"--out_dir {URL}: access denied \\(no permission\\); check the key"),
+        ("rm_file", PermissionError("secret"), "access denied"),
+        ("ls", PermissionError("secret"), "access denied"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, name, fail_with(error))
+            with pytest.raises(UserError, match=expected) as caught:
+                run_training(args)
+            assert "secret" not in str(caught.value)

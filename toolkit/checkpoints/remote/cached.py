@@ -1,0 +1,68 @@
+"""Copies of remote checkpoints in the user's cache, for commands such as ``toolkit generate s3://bucket/run/final``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from toolkit.checkpoints.manifest import COMPLETE
+from toolkit.checkpoints.remote import checkpoints
+from toolkit.checkpoints.remote.download import download, has_same
+from toolkit.checkpoints.remote.run import local_name
+from toolkit.checkpoints.remote.storage import Storage, StorageError
+from toolkit.errors import UserError
+
+
+@cache  # once per process: a run asks for the folder of its base several times
+def local_copy(url: str, flag: str, with_trainer: bool = False) -> Path:
+    """Download a checkpoint into the user's cache, unless it is there already, and return that folder.
+
+    Args:
+        url: Of the checkpoint, or of a run, whose newest checkpoint is meant.
+        flag: The option that messages name.
+        with_trainer: Whether resuming is possible from the copy; otherwise it is only the model.
+
+    Raises:
+        UserError: there is no complete checkpoint, or it cannot be read.
+        DamagedCheckpointError: its bytes do not match its manifest.
+    """
+    storage = Storage(url, flag)
+    target = local_name(url, "checkpoints" if with_trainer else "models")
+    try:
+        folder = "" if storage.exists(COMPLETE) else find_folder(storage)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target):  # one process of a node downloads, the others wait
+            if not has_same(storage, folder, target):
+                download(storage, folder, target, lambda line: print(line, file=sys.stderr), not with_trainer)
+        return target
+    except StorageError as error:
+        raise storage.error(error) from error
+    except OSError as error:
+        raise UserError(f"{flag} {url}: cannot be copied to {target}: {error.strerror or error}") from error
+
+
+def find_folder(storage: Storage) -> str:
+    """Return the newest checkpoint of a run, by its name in the run's folder.
+
+    Raises:
+        UserError: there is none.
+        StorageError: the storage cannot be read.
+    """
+    found = next(checkpoints.newest_first(storage), None)
+    if found is not None:
+        return found.folder
+    what = f"has no file {COMPLETE}, so it cannot be verified; copy it to a local folder and give that"
+    raise storage.error(what if storage.entries() else "no such checkpoint or run; check the URL")
+
+
+@contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    with open(target.with_name(f"{target.name}.lock"), "w") as file:
+        with suppress(ImportError, OSError):  # Windows has no fcntl, and some network file systems no locks
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

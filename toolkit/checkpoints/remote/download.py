@@ -1,0 +1,176 @@
+"""Downloads of checkpoints: verified against their manifest (S7), and resumable after an interruption.
+
+Files come in the chunks that the manifest has checksums of. What an interrupted download has written is kept in
+``.download-NAME`` and only the missing chunks are requested again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from toolkit.checkpoints.manifest import (
+    COMPLETE,
+    TRAINER_STATE,
+    DamagedCheckpointError,
+    describe_damage,
+    parse_manifest,
+)
+from toolkit.checkpoints.remote.storage import Storage
+from toolkit.checksums import CHUNK, Checksum, find_damage
+
+_THREADS = 4  # with a chunk each in memory
+
+
+def has_same(storage: Storage, folder: str, local: Path) -> bool:
+    """Whether a local folder has the same manifest as a checkpoint on the storage.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    try:
+        return (local / COMPLETE).read_bytes() == storage.read(f"{folder}/{COMPLETE}".lstrip("/"))
+    except OSError:
+        return False
+
+
+def download(
+    storage: Storage, folder: str, target: Path, report: Callable[[str], None], model_only: bool = False
+) -> None:
+    """Download a complete checkpoint to ``target``, which is replaced. Only one process at a time may do so.
+
+    Args:
+        storage: Of the run.
+        folder: The checkpoint.
+        target: The local folder; its intact files are not requested again.
+        report: Receives a line about the size.
+        model_only: Leave out the trainer state, which resuming needs and nothing else.
+
+    Raises:
+        DamagedCheckpointError: it is incomplete, or its bytes do not match its manifest.
+        StorageError: the storage cannot be read.
+        OSError: the local disk is full, or not writable.
+    """
+    where, manifest = _where(storage, folder), _read_complete(storage, folder)
+    known = parse_manifest(manifest, f"{where}/{COMPLETE}")
+    partial = target.with_name(f".download-{target.name}")
+    partial.mkdir(parents=True, exist_ok=True)
+    if manifest != _read(partial / COMPLETE):  # the remains are of another checkpoint
+        shutil.rmtree(partial)
+        partial.mkdir()
+        (partial / COMPLETE).write_bytes(manifest)
+    files = {name: entry for name, entry in known.items() if not (model_only and name.startswith(TRAINER_STATE))}
+    _reuse(files, target, partial)
+    report(f"downloading {where} ({sum(entry['size'] for entry in files.values()):,} bytes) to {target}")
+    damage = fetch_files(storage, folder, files, partial)
+    if damage:
+        shutil.rmtree(partial)
+        raise DamagedCheckpointError(describe_damage(where, damage))
+    if target.exists():
+        shutil.rmtree(target)
+    os.rename(partial, target)
+
+
+def remote_manifest(storage: Storage, folder: str) -> dict[str, Checksum]:
+    """Return the checksums of the files of a checkpoint, by name.
+
+    Raises:
+        DamagedCheckpointError: it has no manifest, or a malformed one.
+        StorageError: the storage cannot be read.
+    """
+    return parse_manifest(_read_complete(storage, folder), f"{_where(storage, folder)}/{COMPLETE}")
+
+
+def _read_complete(storage: Storage, folder: str) -> bytes:
+    if content := storage.read(f"{folder}/{COMPLETE}".lstrip("/")):
+        return content
+    raise DamagedCheckpointError(
+        f"{_where(storage, folder)}: incomplete: it has no {COMPLETE}, or an empty one without checksums"
+    )
+
+
+def _where(storage: Storage, folder: str) -> str:
+    return f"{storage.url}/{folder}" if folder else storage.url
+
+
+def fetch_files(storage: Storage, folder: str, files: dict[str, Checksum], target: Path | None) -> dict[str, str]:
+    """Read the files of a checkpoint and compare them with their checksums, in several threads.
+
+    Args:
+        storage: Of the run.
+        folder: The checkpoint.
+        files: Their sizes and checksums.
+        target: Where to write them; None only compares. Chunks that are there already are not requested.
+
+    Returns:
+        The damaged files, and why.
+
+    Raises:
+        StorageError: the storage cannot be read.
+        OSError: the local disk is full, or not writable.
+    """
+    damage: dict[str, str] = {}
+    if target is not None:
+        for name, entry in files.items():
+            path = target / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            os.truncate(path, entry["size"])
+
+    def fetch(chunk: tuple[str, int, int, str]) -> None:
+        name, start, stop, crc32 = chunk
+        path = None if target is None else target / name
+        if name in damage or (path is not None and f"{zlib.crc32(_read(path, start, stop)):08x}" == crc32):
+            return
+        for _ in range(2):  # a flipped bit on the way is not on the storage
+            content = storage.read(f"{folder}/{name}".lstrip("/"), start, stop)
+            if content is not None and f"{zlib.crc32(content):08x}" == crc32:
+                if path is not None:
+                    _write_at(path, start, content)
+                return
+        missing = content is None
+        damage[name] = "missing" if missing else f"bytes differ from its checksum (after byte {start:,})"
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(fetch, _chunks(files)))
+    return damage
+
+
+def _chunks(files: dict[str, Checksum]) -> Iterator[tuple[str, int, int, str]]:
+    """Yield (name, first byte, end, CRC-32) of all chunks."""
+    for name, entry in sorted(files.items()):
+        for index, crc32 in enumerate(entry["crc32"]):
+            yield name, index * CHUNK, min(entry["size"], (index + 1) * CHUNK), crc32
+
+
+def _reuse(files: dict[str, Checksum], source: Path, partial: Path) -> None:
+    """Link the intact files of an existing folder."""
+    if not source.is_dir():
+        return
+    missing = {name: entry for name, entry in files.items() if not (partial / name).exists()}
+    damaged = find_damage(source, missing)
+    for name in missing.keys() - damaged.keys():
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # without hard links it is downloaded
+            os.link(source / name, partial / name)
+
+
+def _read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
+    """Return bytes of a file; none if it does not exist."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start)
+    except FileNotFoundError:
+        return b""
+
+
+def _write_at(path: Path, start: int, content: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(start)
+        file.write(content)

@@ -1,0 +1,227 @@
+"""A run whose ``--out_dir`` is on remote storage: it works in a local staging folder, which this keeps in agreement.
+
+Before a run starts, what it needs to resume is downloaded; while it trains, checkpoints and metrics are uploaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+from toolkit.checkpoints.manifest import DamagedCheckpointError, read_manifest
+from toolkit.checkpoints.remote import checkpoints
+from toolkit.checkpoints.remote.checkpoints import METRICS, RemoteCheckpoint
+from toolkit.checkpoints.remote.download import download, has_same
+from toolkit.checkpoints.remote.lease import Lease
+from toolkit.checkpoints.remote.storage import Storage, StorageError
+from toolkit.checkpoints.remote.uploader import Uploader
+from toolkit.checkpoints.store import BEST, FINAL, checkpoint_folders, newest_first, step_of
+from toolkit.checksums import find_damage
+from toolkit.errors import UserError
+from toolkit.paths import is_url, user_cache
+from toolkit.ui.files import write_atomic
+
+
+def check_out_dir(out_dir: str, staging_dir: str | None) -> None:
+    """Check that the package for the storage is installed; and that a staging folder is for a run on such a storage.
+
+    Raises:
+        UserError: it is not.
+    """
+    if is_url(out_dir):
+        Storage(out_dir, "--out_dir")
+    elif staging_dir is not None:
+        raise UserError(f"--staging_dir {staging_dir}: has no effect with the local --out_dir {out_dir}; leave it out")
+
+
+def run_folder(out_dir: str, staging_dir: str | None) -> Path:
+    """Return the local folder of a run: ``out_dir``, or its staging folder if ``out_dir`` is on remote storage."""
+    if not is_url(out_dir):
+        return Path(out_dir)
+    return Path(staging_dir).expanduser() if staging_dir else local_name(out_dir, "runs")
+
+
+def local_name(url: str, kind: str) -> Path:
+    """Return the folder in the user's cache for a URL; it begins like the URL ends."""
+    url = url.rstrip("/")
+    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
+    return user_cache() / kind / f"{url.rpartition('/')[2]}-{digest}"
+
+
+class RemoteRun:
+    """The folder of a run on remote storage, and the staging folder on this machine.
+
+    Args:
+        url: ``--out_dir``.
+        out_dir: The staging folder.
+    """
+
+    def __init__(self, url: str, out_dir: Path) -> None:
+        self.url, self.out_dir = url.rstrip("/"), out_dir
+        self.damaged: list[RemoteCheckpoint] = []
+        """Checkpoints that were skipped because their bytes do not match their manifest."""
+
+    @cached_property
+    def storage(self) -> Storage:
+        return Storage(self.url, "--out_dir")
+
+    @cached_property
+    def lease(self) -> Lease:
+        return Lease(self.storage)
+
+    def prepare(
+        self, resume: bool | str, report: Callable[[str], None], *, keep_best: bool = False, verify: bool = True
+    ) -> None:
+        """Make the staging folder hold what the run resumes from. On rank 0, before the run starts.
+
+        Args:
+            resume: ``--resume``.
+            report: Receives lines about downloads.
+            keep_best: Whether the run needs ``best/``.
+            verify: Whether checkpoints in the staging folder are verified.
+
+        Raises:
+            UserError: the storage cannot be used, another run is alive there, or the folder is used and ``resume`` is
+                false.
+            DamagedCheckpointError: all checkpoints there are damaged, or the newest is and ``resume`` is true.
+        """
+        resume = {"false": False, "true": True}.get(resume.lower(), resume) if isinstance(resume, str) else resume
+        self.storage.probe()
+        try:
+            self.lease.require_free(report)
+            if resume is True or resume == "auto":
+                self._fetch_newest(resume == "auto", verify, report)
+                if keep_best:
+                    self._fetch_best(report)
+            else:
+                self._require_unused(resume)
+        except StorageError as error:
+            raise self.storage.error(error) from error
+        except OSError as error:
+            raise self._staging_error(error) from error
+
+    def fetch(self, name: str, report: Callable[[str], None]) -> None:
+        """Download the checkpoint of that name, unless the staging folder has it. On nodes without rank 0.
+
+        Other checkpoints in the staging folder are deleted, if it had to be downloaded.
+
+        Raises:
+            UserError: it is not on the storage.
+        """
+        try:
+            target, found = self.out_dir / name, checkpoints.find(self.storage, name)
+            if found is None:
+                if (target / "COMPLETE").exists():
+                    return  # a disk that the nodes share
+                raise UserError(
+                    f"--out_dir {self.url}: {name} was not uploaded and is only in the staging folder of the first "
+                    "node; start the command on that node alone once, or give --staging_dir on a shared disk"
+                )
+            if has_same(self.storage, found.folder, target):
+                return
+            download(self.storage, found.folder, target, report)
+            for folder in checkpoint_folders(self.out_dir):
+                if folder != target:
+                    shutil.rmtree(folder, ignore_errors=True)
+        except StorageError as error:
+            raise self.storage.error(error) from error
+        except OSError as error:
+            raise self._staging_error(error) from error
+
+    def start_uploads(self, keep_last: int, report: Callable[[str], None]) -> Uploader:
+        """Take the folder for this process, and begin to upload what is missing there. The staging folder is locked.
+
+        Raises:
+            UserError: another run is alive there, or the storage cannot be used.
+        """
+        try:
+            self.lease.acquire(report)
+            for damaged in self.damaged:
+                checkpoints.mark_damaged(self.storage, damaged.folder)
+            checkpoints.finish_replacements(self.storage)
+            uploader = Uploader(self.storage, self.lease, self.out_dir, keep_last)
+            for folder in self._not_uploaded():
+                uploader.submit(folder)
+            return uploader
+        except StorageError as error:
+            raise self.storage.error(error) from error
+
+    # ---- parts
+
+    def _not_uploaded(self) -> list[Path]:
+        """Return the newest local checkpoint and ``best``, where they are newer than those on the storage."""
+        local = newest_first(self.out_dir)
+        missing = []
+        for folder in [*local[:1], *(path for path in local[1:] if path.name == BEST)]:
+            there = checkpoints.find(self.storage, folder.name)
+            if there is not None and (there.step > step_of(folder) or has_same(self.storage, there.folder, folder)):
+                continue
+            missing.append(folder)
+        return missing
+
+    def _require_unused(self, resume: str | bool) -> None:
+        what = "continues it" if resume is False else f"continues it, and --resume {resume} is of another run"
+        if (used := checkpoints.first_use(self.storage)) is not None:
+            raise self.storage.error(
+                f"already used ({used} exists); --resume auto {what}; another --out_dir starts a new run"
+            )
+        if (local := next(checkpoint_folders(self.out_dir), None)) is not None:
+            raise self.storage.error(
+                f"{local} was not uploaded; --resume auto {what}; without that folder a new run starts"
+            )
+
+    def _fetch_newest(self, is_auto: bool, verify: bool, report: Callable[[str], None]) -> None:
+        local = next((path for path in newest_first(self.out_dir) if not verify or is_intact(path)), None)
+        own = (-1, False) if local is None else (step_of(local), local.name == FINAL)
+        error: DamagedCheckpointError | None = None
+        for found in checkpoints.newest_first(self.storage):
+            if local is not None and own >= (found.step, found.is_final):
+                break
+            try:
+                self._download(found, report)
+                break
+            except DamagedCheckpointError as caught:
+                error = caught
+                if not is_auto:
+                    raise
+                report(f"warning: {error}; taking the next older checkpoint")
+                self.damaged.append(found)
+        else:
+            if local is None and error is not None:
+                raise error
+        if not (self.out_dir / METRICS).exists():
+            self._download_metrics()
+
+    def _fetch_best(self, report: Callable[[str], None]) -> None:
+        found, local = checkpoints.find(self.storage, BEST), self.out_dir / BEST
+        if found is not None and (not is_intact(local) or step_of(local) < found.step):
+            self._download(found, report)
+
+    def _download(self, found: RemoteCheckpoint, report: Callable[[str], None]) -> None:
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        download(self.storage, found.folder, self.out_dir / found.name, report)
+        if found.name != BEST:
+            self._download_metrics()
+
+    def _download_metrics(self) -> None:
+        """Replace the local metrics.csv; that of another launch may lack rows up to the checkpoint."""
+        if (content := self.storage.read(METRICS)) is not None:
+            write_atomic(self.out_dir / METRICS, content)
+
+    def _staging_error(self, error: OSError) -> UserError:
+        return UserError(
+            f"--staging_dir {self.out_dir}: {error.strerror or error}; give a folder with enough space that can be "
+            "written"
+        )
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether a local checkpoint exists and its files match its manifest."""
+    try:
+        files = read_manifest(folder)
+    except UserError:
+        return False
+    return files is not None and not find_damage(folder, files)

@@ -1,0 +1,324 @@
+"""One folder on remote storage, such as ``s3://bucket/run``: requests with retries, and errors as one line.
+
+Object stores promise little: one object is written completely or not at all, and what was written is what is read and
+listed next. There are no folders, no renames and no locks, and nothing here relies on them.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from toolkit.errors import UserError, one_line
+
+T = TypeVar("T")
+
+ATTEMPTS = 8
+FIRST_DELAY, MAX_DELAY = 0.5, 30.0  # seconds between attempts: doubled each time, up to the maximum
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "hf": ""}
+_jitter = random.SystemRandom()  # not the state of `random`, which belongs to the run (S2)
+
+_DENIED = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403", "401")
+_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301")
+_FULL = ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "EntityTooLarge", "507")
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
+_UNREACHABLE = ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "ConnectionRefusedError")
+
+
+class StorageError(Exception):
+    """A request failed, after its retries. The message is the reason and a fix, on one line, without secrets."""
+
+
+class Storage:
+    """A folder on remote storage. Names are relative to it, with slashes. Threads may share it.
+
+    Args:
+        url: Of the folder.
+        flag: The option that messages name.
+
+    Raises:
+        UserError: the package for this kind of storage is missing, or the kind is unknown.
+    """
+
+    def __init__(self, url: str, flag: str) -> None:
+        self.url, self.flag = url.rstrip("/"), flag
+        self.fs = _connect(self.url, flag)
+        self.root = str(self.fs._strip_protocol(self.url)).rstrip("/")
+        self.has_folders = self.url.startswith(("file:", "memory:"))
+        self.attempts = ATTEMPTS
+        self.closed = threading.Event()  # ends waiting between attempts
+
+    def error(self, reason: object) -> UserError:
+        return UserError(f"{self.flag} {self.url}: {reason}")
+
+    # ---- objects
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes | None:
+        """Return the bytes of an object, or a part of them; None if it does not exist.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+
+        def cat() -> bytes | None:
+            try:
+                return self.fs.cat_file(self._path(name), start=start, end=stop)
+            except FileNotFoundError as error:
+                if _code(error)[0] == "NoSuchBucket":
+                    raise
+                return None
+            except OSError as error:
+                if _code(error)[0] != "InvalidRange":
+                    raise
+                return b""  # the object ends before
+
+        return self.retry(cat)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object and check its size.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+
+        def pipe() -> None:
+            self._make_parent(name)
+            self.fs.pipe_file(self._path(name), content)
+            self._require_size(name, len(content))
+
+        self.retry(pipe)
+
+    def upload(self, file: Path, name: str) -> None:
+        """Upload a file, in parts if it is large, and compare sizes.
+
+        Raises:
+            StorageError: it cannot be written.
+            OSError: the file cannot be read.
+        """
+        size = file.stat().st_size
+
+        def put() -> None:
+            self._make_parent(name)
+            self.fs.put_file(str(file), self._path(name))
+            self._require_size(name, size)
+
+        self.retry(put)
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy an object within the storage, which moves no bytes to this machine.
+
+        Raises:
+            StorageError: it cannot be read or written.
+        """
+
+        def cp() -> None:
+            self._make_parent(target)
+            self.fs.cp_file(self._path(source), self._path(target))
+            self._require_size(target, self.fs.info(self._path(source))["size"])
+
+        self.retry(cp)
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if it exists.
+
+        Raises:
+            StorageError: it cannot be deleted.
+        """
+
+        def remove() -> None:
+            try:
+                self.fs.rm_file(self._path(name))
+            except FileNotFoundError as error:
+                if _code(error)[0] == "NoSuchBucket":
+                    raise
+
+        self.retry(remove)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such an object.
+
+        Raises:
+            StorageError: that cannot be found out.
+        """
+
+        def look() -> bool:
+            try:
+                return self.fs.info(self._path(name))["type"] == "file"
+            except FileNotFoundError:
+                return False
+
+        return self.retry(look)
+
+    # ---- folders
+
+    def entries(self, folder: str = "") -> dict[str, bool]:
+        """Return the names in a folder, and whether each is a folder itself; nothing if there is no such folder.
+
+        Raises:
+            StorageError: it cannot be listed.
+        """
+
+        def ls() -> dict[str, bool]:
+            try:
+                found = self.fs.ls(self._path(folder), detail=True)
+            except FileNotFoundError as error:
+                if _code(error)[0] == "NoSuchBucket":
+                    raise
+                return {}
+            named = {str(entry["name"]).rstrip("/").rpartition("/")[2]: entry for entry in found}
+            return {name: entry["type"] == "directory" for name, entry in sorted(named.items()) if name}
+
+        return self.retry(ls)
+
+    def files(self, folder: str) -> Iterator[str]:
+        """Yield all objects below a folder, by names relative to it.
+
+        Raises:
+            StorageError: it cannot be listed.
+        """
+        for name, is_folder in self.entries(folder).items():
+            if is_folder:
+                yield from (f"{name}/{inner}" for inner in self.files(f"{folder}/{name}"))
+            else:
+                yield name
+
+    def delete_empty(self, folder: str) -> None:
+        """Delete a folder without objects, where the storage has folders of its own."""
+        if self.has_folders:
+            with suppress(FileNotFoundError):
+                self.fs.rm(self._path(folder), recursive=True)
+
+    # ---- requests
+
+    def retry(self, request: Callable[[], T]) -> T:
+        """Return what a request returns, repeated after failures that may pass: exponential backoff with jitter.
+
+        Raises:
+            StorageError: it failed for good.
+        """
+        for attempt in range(self.attempts):
+            try:
+                return request()
+            except Exception as error:
+                reason, may_pass = describe(error)
+                if not may_pass or attempt + 1 == self.attempts or self.closed.is_set():
+                    raise StorageError(reason) from error
+                delay = min(MAX_DELAY, FIRST_DELAY * 2**attempt)
+                self.closed.wait(delay * _jitter.uniform(0.5, 1))
+        raise AssertionError
+
+    def probe(self) -> None:
+        """Write, read, list and delete a small object, as the run will.
+
+        Raises:
+            UserError: one of these fails.
+        """
+        name, content = f".probe-{secrets.token_hex(4)}", b"written by toolkit to see whether this is possible\n"
+        attempts, self.attempts = self.attempts, 4
+        try:
+            self.write(name, content)
+            if self.read(name) != content or name not in self.entries():
+                raise self.error("does not return what was just written there; use a storage that is consistent")
+            self.delete(name)
+        except StorageError as error:
+            raise self.error(error) from error
+        finally:
+            self.attempts = attempts
+
+    def _path(self, name: str) -> str:
+        return f"{self.root}/{name}" if name else self.root
+
+    def _make_parent(self, name: str) -> None:
+        if self.has_folders:
+            self.fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+
+    def _require_size(self, name: str, size: int) -> None:
+        found = self.fs.info(self._path(name))["size"]
+        if found != size:
+            raise ConnectionError(f"{found:,} of {size:,} bytes of {name} have arrived")
+
+
+def _connect(url: str, flag: str) -> Any:
+    """Return a file system of fsspec for the URL, not shared with other code and without a cache of listings."""
+    scheme = url.partition("://")[0].lower()
+    package = PACKAGES.get(scheme)
+    try:
+        import fsspec
+
+        if scheme.startswith("http"):
+            raise ValueError("it cannot be listed")
+        cls = fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        install = f"pip install {package}" if package else "pip install the package for it"
+        raise UserError(f"{flag} {url}: {scheme}:// needs a package that is not installed; run: {install}") from error
+    except ValueError as error:
+        raise UserError(
+            f"{flag} {url}: {scheme}:// is not a kind of storage for runs; use one of fsspec's, such as s3:// or gs://"
+        ) from error
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    if package == "s3fs":
+        # s3fs repeats requests itself, also the parts of a large file. botocore's own retries would draw from `random`.
+        from s3fs.core import set_custom_error_handler
+
+        set_custom_error_handler(lambda error: _code(error)[1] >= 500 and _code(error)[1] != 507)
+        options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
+    try:
+        return cls(**options)
+    except Exception as error:  # google's storage connects here
+        raise UserError(f"{flag} {url}: {describe(error)[0]}") from error
+
+
+def describe(error: BaseException) -> tuple[str, bool]:
+    """Return what an error of a storage means, with a fix, on one line, and whether another attempt may succeed."""
+    chain = list(_chain(error))
+    names = {type(e).__name__ for e in chain}
+    code, status = _code(error)
+    if names & set(_NO_CREDENTIALS):
+        name = next(name for name in _NO_CREDENTIALS if name in names)
+        return (
+            f"no credentials ({name}); set those of the storage in the environment, such as AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or name a profile with AWS_PROFILE"
+        ), False
+    if code in _FULL or status == 507 or any(getattr(e, "errno", 0) in (errno.ENOSPC, errno.EDQUOT) for e in chain):
+        return f"the storage is full ({code or 'no space left'}); free some space or raise its quota", False
+    if code in _REGION:
+        return f"the bucket is in another region ({code}); set AWS_DEFAULT_REGION to its region", False
+    if code in _DENIED or status in (401, 403) or "PermissionError" in names:
+        return (
+            f"access denied ({code or 'no permission'}); check the key, and that it may list, read, write and delete "
+            "there"
+        ), False
+    if code == "NoSuchBucket" or (status == 404 and "Bucket" in code):
+        return "no such bucket; create it, or check its name and AWS_ENDPOINT_URL", False
+    if code == "InvalidBucketName" or "ParamValidationError" in names:
+        return "not a valid name of a bucket; check it", False
+    if names & set(_UNREACHABLE):
+        return "the storage does not answer; check the network and AWS_ENDPOINT_URL", True
+    if isinstance(error, FileNotFoundError):
+        return "no such bucket or object; check the URL", False
+    reason = code if code and not code.isdigit() else one_line(error)[:150] or type(error).__name__
+    return f"the storage failed ({reason}{f', HTTP status {status}' if status else ''}); try again later", True
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _code(error: BaseException) -> tuple[str, int]:
+    """Return the error code and HTTP status of a response of S3; "" and 0 if the error has none."""
+    for cause in _chain(error):
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return str(response.get("Error", {}).get("Code", "")), int(status or 0)
+        if isinstance(getattr(cause, "code", None), int):  # of gcsfs
+            return str(cause.code), int(cause.code)  # type: ignore[attr-defined]
+    return "", 0

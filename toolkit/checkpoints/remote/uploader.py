@@ -1,0 +1,162 @@
+"""Uploads in the background: what a run writes to its staging folder, to its folder on remote storage.
+
+A checkpoint is uploaded from hard links to its files, so that the run may delete or replace it meanwhile: the bytes
+stay until they are uploaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+from toolkit.checkpoints.remote import checkpoints
+from toolkit.checkpoints.remote.checkpoints import METRICS
+from toolkit.checkpoints.remote.lease import Lease
+from toolkit.checkpoints.remote.storage import Storage, StorageError
+from toolkit.checkpoints.store import checkpoint_folders
+from toolkit.errors import one_line
+
+LINKS = ".uploads"
+_MAX_EARLY = 64 * 1024 * 1024  # bytes of a log file that is uploaded with every checkpoint, and not only at the end
+
+
+class _Task(NamedTuple):
+    links: Path
+    folder: Path
+
+
+class Uploader:
+    """Uploads checkpoints one after the other, in a thread of its own. All methods return at once but where they say.
+
+    Args:
+        storage: The run's folder there.
+        lease: Of that folder; acquired.
+        out_dir: The staging folder; this process has its lock.
+        keep_last: See :func:`toolkit.checkpoints.remote.checkpoints.prune`.
+    """
+
+    def __init__(self, storage: Storage, lease: Lease, out_dir: Path, keep_last: int) -> None:
+        self.storage, self.lease, self.out_dir, self.keep_last = storage, lease, out_dir, keep_last
+        self.failed: dict[str, str] = {}
+        """Checkpoints whose last upload has failed for good, and why."""
+        self._messages: deque[str] = deque()
+        self._tasks: deque[_Task] = deque()
+        self._changed = threading.Condition()
+        self._n_links = 0
+        self._versions: dict[str, tuple[int, int]] = {}  # of the log files as they were uploaded
+        shutil.rmtree(out_dir / LINKS, ignore_errors=True)  # of an earlier process
+        self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
+        self._thread.start()
+
+    def submit(self, folder: Path) -> None:
+        """Upload a complete checkpoint of ``out_dir`` some time later.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        self._n_links += 1
+        links = self.out_dir / LINKS / str(self._n_links) / folder.name
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                target = links / path.relative_to(folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    os.link(path, target)
+                except OSError:  # a file system without hard links
+                    shutil.copy2(path, target)
+        with self._changed:
+            self._tasks.append(_Task(links, folder))
+            self._changed.notify_all()
+
+    def wait(self, seconds: float | None, at_most: int = 0) -> bool:
+        """Wait until at most so many checkpoints are left to upload, the one under way among them; return whether."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._tasks) <= at_most, seconds)
+
+    def take_messages(self) -> list[str]:
+        """Return lines for the log that are new: failures, one for each checkpoint."""
+        return [self._messages.popleft() for _ in range(len(self._messages))]
+
+    def upload_outputs(self) -> str | None:
+        """Upload all other files of the run, such as logs and profiles, and wait for it; return why it failed."""
+        try:
+            for path in self._outputs(self.out_dir):
+                self._upload_log(path)
+        except (StorageError, OSError) as error:
+            return one_line(error)
+        return None
+
+    def close(self) -> None:
+        """Give up what is left to upload, and release the lease."""
+        with self._changed:
+            self._tasks.clear()
+            self._changed.notify_all()
+        self.storage.closed.set()
+        self.lease.release()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self.storage.closed.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self.storage.closed.is_set())
+                if not self._tasks:
+                    return
+                task = self._tasks[0]
+            self._upload(task)
+            shutil.rmtree(task.links.parent, ignore_errors=True)
+            with self._changed:
+                if self._tasks and self._tasks[0] is task:
+                    self._tasks.popleft()
+                self._changed.notify_all()
+
+    def _upload(self, task: _Task) -> None:
+        name = task.folder.name
+        try:
+            if self.lease.taken_by is not None:
+                raise StorageError(f"another run has taken over: {self.lease.taken_by}")
+            checkpoints.upload(self.storage, task.links, name, self._upload_logs)
+            self.failed.pop(name, None)
+            checkpoints.prune(self.storage, self.keep_last)
+        except Exception as error:  # training goes on, whatever it is
+            reason = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {one_line(error)}"
+            self.failed[name] = reason
+            self._messages.append(
+                f"warning: {name} could not be uploaded to {self.storage.url}: {reason}; it is in {self.out_dir}"
+            )
+
+    def _upload_logs(self) -> None:
+        """Upload logs that have changed; metrics.csv has the rows up to the checkpoint that is being uploaded."""
+        for path in self._outputs(self.out_dir / "logs"):
+            try:
+                if path.stat().st_size <= _MAX_EARLY or path == self.out_dir / METRICS:
+                    self._upload_log(path)
+            except OSError:  # a logger may have deleted it
+                continue
+
+    def _upload_log(self, path: Path) -> None:
+        name = path.relative_to(self.out_dir).as_posix()
+        stat = path.stat()
+        version = (stat.st_size, stat.st_mtime_ns)
+        if self._versions.get(name) == version:
+            return
+        if stat.st_size <= _MAX_EARLY or name == METRICS:
+            self.storage.write(name, path.read_bytes())  # not upload: the file may grow meanwhile
+        else:
+            self.storage.upload(path, name)
+        self._versions[name] = version
+
+    def _outputs(self, folder: Path) -> list[Path]:
+        """Return the files below a folder that are part of no checkpoint. Hidden ones and links are left out."""
+        skipped = {path.name for path in checkpoint_folders(self.out_dir)}
+        found = []
+        for root, folders, names in os.walk(folder):
+            is_top = Path(root) == self.out_dir
+            hidden = [n for n in folders if n.startswith((".", "damaged-")) or (is_top and n in skipped)]
+            folders[:] = sorted(set(folders) - set(hidden))
+            found += [Path(root) / name for name in sorted(names) if not name.startswith(".")]
+        return [path for path in found if path.is_file() and not path.is_symlink()]
