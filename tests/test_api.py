@@ -433,7 +433,8 @@ def test_all_row_formats_give_the_same_rows(rows):
     ("rows", "message"),
     [
         ([], "dataset: has no rows"),
-        (iter([1]), r"needs len\(\) and \[index\]"),
+        (iter([]), "dataset: yields no rows"),
+        (3, r"needs len\(\) and \[index\]"),
         ([torch.zeros(4)], r"dataset\[0\]: has shape \(4,\) and torch.float32"),
         ([torch.zeros(2, 2).long()], r"dataset\[0\]: has shape \(2, 2\)"),
         (["text"], r"dataset\[0\]: is of type str"),

@@ -12,6 +12,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from toolkit.api import TrainResult, finetune, generate, load, memory_stats, train
     from toolkit.distributed.ranks import barrier, rank_print
+    from toolkit.distributed.script import (
+        all_gather,
+        all_reduce,
+        broadcast,
+        cleanup_distributed,
+        get_local_rank,
+        get_rank,
+        get_world_size,
+        is_main_process,
+        main_process_only,
+        setup_distributed,
+    )
     from toolkit.models.config import ModelConfig
     from toolkit.models.gpt import GPT
     from toolkit.training.callbacks import Callback
@@ -19,8 +31,9 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "GPT", "Callback", "ModelConfig", "TrainResult", "barrier", "finetune", "generate", "load", "memory_stats",
-    "rank_print", "train",
+    "GPT", "Callback", "ModelConfig", "TrainResult", "all_gather", "all_reduce", "barrier", "broadcast",
+    "cleanup_distributed", "finetune", "generate", "get_local_rank", "get_rank", "get_world_size", "is_main_process",
+    "load", "main_process_only", "memory_stats", "rank_print", "setup_distributed", "train",
 ]  # fmt: skip
 
 # Must be set before torch starts its threads. They wait for each other by spinning, by default for so long that
@@ -39,7 +52,13 @@ _HOMES = {
     "ModelConfig": "toolkit.models.config",
     "barrier": "toolkit.distributed.ranks",
     "rank_print": "toolkit.distributed.ranks",
-}
+} | dict.fromkeys(
+    (
+        "all_gather", "all_reduce", "broadcast", "cleanup_distributed", "get_local_rank", "get_rank", "get_world_size",
+        "is_main_process", "main_process_only", "setup_distributed",
+    ),
+    "toolkit.distributed.script",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

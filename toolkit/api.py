@@ -25,6 +25,8 @@ from toolkit.config.command import as_mapping, parse_object
 from toolkit.data.base import DataModule
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.in_memory import InMemoryData
+from toolkit.data.tokens.iterable import IN_ORDER, IterableData, is_iterable, is_loader
+from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.distributed.device import DTYPES
 from toolkit.distributed.signals import handlers_restored
@@ -146,6 +148,7 @@ def train(
     optimizer: Any = None,
     block_classes: Iterable[type[nn.Module] | str] | None = None,
     num_workers: int = 0,
+    allow_duplicate_data: bool = False,
     callbacks: Iterable[Callback] = (),
     **options: Any,
 ) -> TrainResult:
@@ -159,15 +162,19 @@ def train(
             and returns ``(loss_sum, n_tokens)`` as :class:`GPT`'s does, or ``forward(input_ids)`` and returns logits
             (B, T, vocabulary) or an object with ``.logits``. A module is trained in place, or taken apart where it is
             sharded: the trained weights are those of the returned ``checkpoint``. All ranks begin with rank 0's.
-        dataset: A :class:`~toolkit.data.DataModule`, or anything with ``len()`` and ``[index]``. An item is a 1-D
-            tensor of T + 1 tokens, or ``{"input_ids": (T,), "labels": (T,)}``, where ``labels[t]`` is the token that
-            follows ``input_ids[t]``, or -100 where nothing is to be learned. ``dataset[i]`` must not change.
-        val_dataset: Held-out rows, of the same kind as ``dataset``.
+        dataset: A :class:`~toolkit.data.DataModule`, or anything with ``len()`` and ``[index]``, which is shuffled, or
+            an iterable, which is read in its own order and begins anew when it ends, or a torch DataLoader. An item is
+            a 1-D tensor of T + 1 tokens, or ``{"input_ids": (T,), "labels": (T,)}`` or a tuple of both, where
+            ``labels[t]`` is the token that follows ``input_ids[t]``, or -100 where nothing is to be learned.
+            ``dataset[i]`` must not change, and an iterable yields the same items on every rank: each takes its own. A
+            DataLoader yields the batches of its rank, of any size: their rows are taken one after the other.
+        val_dataset: Held-out rows, with ``len()`` and ``[index]``.
         optimizer: A class of torch.optim or another with the same interface, its name, or the options of
             ``--optimizer`` as a dictionary or :class:`~toolkit.config.OptimizerArgs`; ``"name"`` in it may be a class.
         block_classes: Classes (or their names) of the blocks of a ready module, which are sharded and compiled one by
             one; those in its longest ``nn.ModuleList`` when not given.
-        num_workers: Processes that read ``dataset``; 0 reads in the training process.
+        num_workers: Processes that read ``dataset``; 0 reads in the training process. Not for iterables.
+        allow_duplicate_data: Let a DataLoader feed the same samples to several ranks.
         callbacks: Objects of classes derived from :class:`toolkit.Callback`.
         options: The options of ``toolkit pretrain`` by name; groups are dictionaries or the classes of
             :mod:`toolkit.config`: ``train={"max_steps": 100}, devices=2, strategy="fsdp", out_dir="out/mine"``.
@@ -180,7 +187,9 @@ def train(
     chosen, cls = _read_optimizer(optimizer)
     arguments = parse_object(pretrain.setup, options | {"optimizer": chosen})
     arguments |= _read_model(model, block_classes, arguments) | {"optimizer_class": cls}
-    arguments["data"] = _read_data(dataset, val_dataset, num_workers, options.get("data"), arguments)
+    arguments["data"] = _read_data(
+        dataset, val_dataset, num_workers, allow_duplicate_data, options.get("data"), arguments
+    )
     return _run("pretrain", arguments, callbacks)
 
 
@@ -192,6 +201,7 @@ def finetune(
     val_dataset: Any = None,
     optimizer: Any = None,
     num_workers: int = 0,
+    allow_duplicate_data: bool = False,
     callbacks: Iterable[Callback] = (),
     **options: Any,
 ) -> TrainResult:
@@ -202,7 +212,7 @@ def finetune(
         dataset: A :class:`~toolkit.data.DataModule`, such as ``toolkit.data.JSON(json_path="questions.jsonl")``, or
             rows of tokens as in :func:`train`, for which the folder needs no tokenizer.
         lora: Train low-rank adapters (``lora_r`` and further options); otherwise all weights.
-        val_dataset, optimizer, num_workers, callbacks: See :func:`train`.
+        val_dataset, optimizer, num_workers, allow_duplicate_data, callbacks: See :func:`train`.
         options: The options of the command by name, groups as dictionaries. A group as an object of
             :mod:`toolkit.config` replaces the command's defaults by its own.
 
@@ -216,7 +226,9 @@ def finetune(
     chosen, cls = _read_optimizer(optimizer)
     arguments = parse_object(setup, options | {"checkpoint_dir": checkpoint_dir, "optimizer": chosen})
     arguments["optimizer_class"] = cls
-    arguments["data"] = _read_data(dataset, val_dataset, num_workers, options.get("data"), arguments)
+    arguments["data"] = _read_data(
+        dataset, val_dataset, num_workers, allow_duplicate_data, options.get("data"), arguments
+    )
     return _run(command, arguments, callbacks)
 
 
@@ -325,9 +337,16 @@ def _read_module(
 
 
 def _read_data(
-    dataset: Any, val_dataset: Any, num_workers: int, data: DataModule | None, arguments: dict[str, Any]
+    dataset: Any,
+    val_dataset: Any,
+    num_workers: int,
+    allow_duplicates: bool,
+    data: DataModule | None,
+    arguments: dict[str, Any],
 ) -> DataModule:
     train = arguments["train"]
+    if allow_duplicates and not is_loader(dataset):
+        raise UserError("allow_duplicate_data True: only for a DataLoader; other data is split by toolkit")
     if dataset is not None and data is not None:
         raise UserError("data: a dataset is given, too; leave one of them out")
     if dataset is None or isinstance(dataset, DataModule):
@@ -337,7 +356,14 @@ def _read_data(
         if isinstance(arguments.get("module"), LossWrapper) and train.max_seq_length == AUTO:
             raise UserError("train.max_seq_length: must be given, the model's context length is not known")
         return arguments["data"] if dataset is None else dataset
-    ready = InMemoryData(dataset, val_dataset, num_workers, none_if_auto(train.max_seq_length))
+    ready: PythonData
+    max_length = none_if_auto(train.max_seq_length)
+    if is_iterable(dataset):
+        if num_workers:
+            raise UserError(f"num_workers {num_workers}: {IN_ORDER}")
+        ready = IterableData(dataset, val_dataset, max_length, allow_duplicates)
+    else:
+        ready = InMemoryData(dataset, val_dataset, num_workers, max_length)
     other_limits = (train.max_steps, train.epochs, train.max_time)
     if ready.is_ragged and (train.max_tokens is not None or other_limits == (None, None, None)):
         raise UserError(

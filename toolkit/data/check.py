@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.data.base import PreparedData, row_count
-from toolkit.data.tokens.in_memory import read_row
+from toolkit.data.tokens.rows import read_row
 from toolkit.errors import UserError
 
 

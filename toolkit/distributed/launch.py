@@ -143,7 +143,7 @@ class RunGroup:
             if not ranks.is_distributed():  # FSDP over one rank
                 backends = choose_backends(self.fabric.device)
                 dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **backends)
-                atexit.register(_leave)
+                disconnect_at_exit()
             return
         if self._store is None or lifeline is None:
             return  # one process
@@ -159,7 +159,7 @@ class RunGroup:
         if not ranks.is_distributed():
             timeout, backends = timedelta(seconds=self.timeouts.first), choose_backends(self.fabric.device)
             dist.init_process_group(store=self._store, rank=rank, world_size=size, timeout=timeout, **backends)
-            atexit.register(_leave)
+            disconnect_at_exit()
         ranks.set_timeout(self.timeouts.first)
         ranks.barrier()  # no rank needs the lifeline from here on
         lifeline.close()
@@ -232,7 +232,12 @@ def choose_backends(device: torch.device) -> dict[str, Any]:
     return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
 
 
-def _leave() -> None:
+def disconnect_at_exit() -> None:
+    atexit.register(leave)
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
     if ranks.is_distributed():
         with suppress(Exception):
             dist.destroy_process_group()

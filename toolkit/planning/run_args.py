@@ -30,7 +30,7 @@ from toolkit.config import (
 from toolkit.config.command import class_path
 from toolkit.data.base import DataModule
 from toolkit.data.mixture import Mixture
-from toolkit.data.tokens.in_memory import InMemoryData
+from toolkit.data.tokens.rows import PythonData
 from toolkit.errors import UserError
 from toolkit.extension import registered, split_names, take_option_groups
 from toolkit.models.config import ModelOverrides
@@ -84,7 +84,7 @@ class RunArgs(RunOptions):
     @property
     def is_repeatable(self) -> bool:
         """Whether the options define the run completely: no object from Python takes part."""
-        return self.module is None and self.optimizer_class is None and not isinstance(self.data, InMemoryData)
+        return self.module is None and self.optimizer_class is None and not isinstance(self.data, PythonData)
 
     @property
     def run_dir(self) -> Path:
@@ -150,7 +150,7 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
     plain = {k: asdict(v) if is_dataclass(v) and not isinstance(v, type) else v for k, v in values.items()}
     if "model_config" in plain:
         plain["model_config"] = {k: v for k, v in plain["model_config"].items() if v is not None}
-    options = {} if isinstance(args.data, InMemoryData) else plain["data"]
+    options = {} if isinstance(args.data, PythonData) else plain["data"]
     plain["data"] = {"class_path": class_path(type(args.data), DataModule), "init_args": options}
     return plain | ({"extensions": extensions} if (extensions := used_extensions(args)) else {})
 

@@ -1,4 +1,4 @@
-"""Checks that all ranks of a run agree before it starts: options, data, weights to load, and the shared disk."""
+"""Checks that all ranks of a run agree before it starts: options, data, samples, weights to load, shared disk."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
 from toolkit.checkpoints.manifest import COMPLETE
+from toolkit.data.base import TokenDataset
+from toolkit.data.tokens.iterable import IterableRows
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.planning.run_args import RunArgs
@@ -37,6 +39,16 @@ def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
                     f"{flag} {there.get(flag)}: on rank {rank}, and {first.get(flag)} on rank 0; start every process "
                     "with the same options, and let all nodes read the same files"
                 )
+
+
+def require_own_samples(rows: TokenDataset) -> None:
+    """Check that together the ranks read each sample once, where a user's object decides what they read.
+
+    Raises:
+        UserError: two ranks would read the same samples, or samples would be left out.
+    """
+    if isinstance(rows, IterableRows):
+        rows.check_shares(ranks.all_gather_object(rows.share()))
 
 
 def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: Path | None) -> None:

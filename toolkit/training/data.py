@@ -10,7 +10,7 @@ from toolkit.data.base import PreparedData, TokenDataset, row_count, row_lengths
 from toolkit.data.check import check_rows
 from toolkit.data.interleave import ConcatenatedRows
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.data.tokens.in_memory import InMemoryData
+from toolkit.data.tokens.rows import PythonData
 from toolkit.data.tokens.store import BlockDataset
 from toolkit.errors import UserError
 from toolkit.models.config import ModelConfig
@@ -23,7 +23,7 @@ def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], 
     Raises:
         UserError: there is less text than one global batch.
     """
-    tokenizer, is_tokens = None, isinstance(args.data, InMemoryData)
+    tokenizer, is_tokens = None, isinstance(args.data, PythonData)
     if args.tokenizer_dir is not None:
         tokenizer = Tokenizer.load(args.tokenizer_dir)
     elif args.base_dir is not None and not (is_tokens and not (args.base_dir / "tokenizer.json").is_file()):

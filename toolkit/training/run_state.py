@@ -20,7 +20,7 @@ from toolkit.planning.run_args import RunArgs
 from toolkit.planning.schedule import Schedule, build_schedule
 from toolkit.planning.speed import flops_per_token
 from toolkit.training import adapters
-from toolkit.training.agreement import require_same_options, require_same_weights
+from toolkit.training.agreement import require_own_samples, require_same_options, require_same_weights
 from toolkit.training.data import with_vocabulary
 from toolkit.training.model import ModelSpec, specify_model
 from toolkit.training.state import RunFingerprint, read_meta
@@ -72,6 +72,7 @@ def prepare_run_state(
         UserError: the checkpoint belongs to another run, or the ranks differ.
     """
     args = resolved.args
+    require_own_samples(data.train)
     config = with_vocabulary(resolved.model, data)
     model = specify_model(config, args.module, args.block_classes, args.lora, args.quantize)
     length, longest = mean_length(data.train), longest_ragged(data, resolved.max_seq_length)

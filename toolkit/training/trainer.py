@@ -373,8 +373,9 @@ class Trainer:
             say(f"Gradients are reduced after each of {config.batch.accumulation} micro-batches and kept sharded")
         if state.model.config is not None and (reason := export_error(state.model.config)) is not None:
             say(f"note: {reason}")
-        if note := getattr(state.model.module, "note", ""):
-            say(f"note: {note}")
+        for note in (getattr(part, "note", "") for part in (state.model.module, self.reader.order)):
+            if note:
+                say(f"note: {note}")
 
     # ---- parts of the loop
 

@@ -1,0 +1,372 @@
+"""User-provided iterables and DataLoaders as a data module. Python API only: no command-line option creates one.
+
+Every rank reads the same items of an iterable, and takes the rows of its own positions. The batches of a DataLoader are
+those of one rank; it takes all of their rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.data.base import PreparedData
+from toolkit.data.tokens.in_memory import InMemoryDataset
+from toolkit.data.tokens.rows import SURVEYED, PythonData, hash_rows, read_row, require_shifted
+from toolkit.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.data import DataLoader
+
+    from toolkit.data.tokenizer import Tokenizer
+
+_INTERVAL, _KEPT = 100, 1000
+"""Rows between the places from which a resumed run may go on, and how many of these places are remembered: more rows
+than a run reads ahead."""
+
+
+class IterableData(PythonData):
+    """The rows of an iterable, or of a DataLoader on each rank.
+
+    Args:
+        dataset: Yields the rows, or a DataLoader.
+        val_dataset: The validation rows, map-style, or None.
+        max_length: Truncate rows to this many input tokens; None keeps their length.
+        allow_duplicates: Let the DataLoaders of two ranks yield the same samples.
+
+    Raises:
+        UserError: There are no rows, or one of the first rows is invalid.
+    """
+
+    def __init__(self, dataset: Any, val_dataset: Any, max_length: int | None, allow_duplicates: bool = False) -> None:
+        if is_loader(dataset):
+            self.train: IterableRows = LoaderRows(dataset, max_length, allow_duplicates)
+        else:
+            self.train = IterableRows(dataset, max_length)
+        self.val = None if val_dataset is None else InMemoryDataset("val_dataset", val_dataset, max_length)
+        self.lengths = [len(row["input_ids"]) for row in self.train.first]
+        self.val_key = "" if self.val is None else self.val.survey()[1]
+
+    def prepare(
+        self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
+    ) -> PreparedData:
+        """See :meth:`DataModule.prepare`; there is nothing to prepare."""
+        held_out = "" if self.val is None else f", {len(self.val):,} held-out rows"
+        summary = f"{self.train.kind} of rows of {self.describe_lengths(max_seq_length)}{held_out}"
+        report(f"Data: {summary}")
+        key = hashlib.sha256(f"{self.train.key} {self.val_key}".encode()).hexdigest()
+        rows: Any = self.train  # the protocol asks for a length
+        return PreparedData(rows, self.val, tokenizer, key, summary)
+
+
+class IterableRows:
+    """The items of an iterable by position, one epoch after the other; also their :class:`SampleOrder`.
+
+    ``rows[p]`` reads on to item p: positions only increase. It must yield the same rows whenever an epoch begins anew;
+    the first rows, and the row from which a resumed run goes on, are compared with what they were.
+
+    ``first``: The first rows; what ``rows[p]`` returns before :meth:`order` was called.
+    ``key``: Their hash, the same whenever the run is resumed.
+    ``note``: How a resumed run finds its place, for the log; "" where there is nothing to say.
+
+    Raises:
+        UserError: There are no rows, or one of the first rows is invalid.
+    """
+
+    kind = "iterable"
+
+    def __init__(self, source: Any, max_length: int | None) -> None:
+        self._source, self._max_length = source, max_length
+        self._initial = self._source_state()
+        self._one_shot: Iterator[Any] | None = None
+        items = self._open(epoch=0)
+        first = list(islice(items, SURVEYED))
+        if not first:
+            raise UserError("dataset: yields no rows")
+        if items is source:
+            self._one_shot = chain(first, items)
+        self._is_open = False
+        self.first = [self._to_row(item, place) for place, item in enumerate(first)]
+        require_shifted(self.first, "dataset")
+        self.key = hash_rows(self.first)
+        self.is_ragged = len({len(row["input_ids"]) for row in self.first}) > 1
+        self.note = ""
+
+    # ---- position to row
+
+    def order(self, seed: int, state: dict[str, Any]) -> IterableRows:
+        """Go to the beginning, or to a place of which :meth:`state` was saved; the order is the iterable's own.
+
+        Raises:
+            UserError: There the iterable has another row than before.
+        """
+        self._is_open, self.note = True, ""
+        self._items: Iterator[Any] | None = None
+        self._epoch, self._epoch_start = state.get("epoch", 0), state.get("epoch_start", 0)
+        self._next = self._epoch_start
+        self._places: list[dict[str, Any]] = []
+        self._expected = {place: hash_rows([row]) for place, row in enumerate(self.first)}
+        if state:
+            self._expected[state["place"]] = state["hash"]
+            if self._load(state):
+                return self
+            name, count = type(self._source).__name__, state["position"] - self._next
+            self.note = self.note or f"{name} has no state_dict() to resume from"
+            self.note += f": reads {count:,} rows again that were trained on"
+        if self._initial is not None:
+            self._source.load_state_dict(self._initial)  # the first rows were read from it
+        return self
+
+    def ids(self, positions: np.ndarray) -> np.ndarray:
+        """Return the positions: the order is the iterable's own."""
+        return positions.astype(np.int64)
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Return the last place at or before ``position`` from which a run may go on, {} for the beginning."""
+        place = next((place for place in self._places[::-1] if place["place"] <= position), {})
+        return place | {"position": position} if place else {}
+
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
+        if not self._is_open:
+            return self.first[position]
+        assert position >= self._next, f"row {position} was read before"
+        while self._next < position:
+            self._advance()
+        return self._to_row(self._advance(), position)
+
+    def _advance(self) -> Any:
+        """Return the next item, and remember its place from time to time."""
+        place, epoch = self._next, self._epoch
+        is_due = not self._places or place - self._places[-1]["place"] >= _INTERVAL
+        before = self._source_state() if is_due else None
+        item = self._next_item()
+        self._next += 1
+        found = hash_rows([self._to_row(item, place)]) if is_due or place in self._expected else ""
+        if self._expected.get(place, found) != found:
+            raise DataError(
+                f"dataset: item {place:,} is not what it was before; {type(self._source).__name__} must yield the same "
+                "rows on every rank (toolkit splits them) and whenever it is iterated; shuffle by a seed and "
+                "set_epoch(epoch)"
+            )
+        if is_due and epoch == self._epoch:  # else the state is that of the epoch before
+            here = {"epoch": epoch, "epoch_start": self._epoch_start, "place": place, "hash": found}
+            self._places.append(here if before is None else here | {"state": before})
+            del self._places[:-_KEPT]
+        return item
+
+    def _next_item(self) -> Any:
+        if self._items is None:
+            self._items = self._open(self._epoch)
+        for item in self._items:
+            return item
+        self._epoch, self._epoch_start = self._epoch + 1, self._next
+        self._items = self._open(self._epoch)
+        for item in self._items:
+            return item
+        raise DataError(f"dataset: yields no rows in epoch {self._epoch}")
+
+    # ---- the user's object
+
+    def _open(self, epoch: int) -> Iterator[Any]:
+        if self._one_shot is not None:
+            if epoch:
+                raise DataError(
+                    f"dataset: has ended after {self._next:,} rows, and {type(self._source).__name__} cannot begin "
+                    "anew; train for fewer steps, or give an object whose __iter__ starts from the beginning"
+                )
+            return self._one_shot
+        _set_epoch(epoch, self._source)
+        return iter(self._source)
+
+    def _source_state(self) -> dict[str, Any] | None:
+        """Return a copy of the state of the iterable where it has one, as JSON keeps it."""
+        if not (hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")):
+            return None
+        try:
+            return json.loads(json.dumps(self._source.state_dict()))
+        except (TypeError, ValueError):  # such as tensors
+            return None
+
+    def _load(self, state: dict[str, Any]) -> bool:
+        """Give the iterable the state that was saved. Return whether it then has the row that it had."""
+        name = type(self._source).__name__
+        if "state" not in state or self._initial is None:
+            return False
+        _set_epoch(self._epoch, self._source)
+        self._source.load_state_dict(state["state"])
+        items = iter(self._source)
+        for item in items:
+            if hash_rows([self._to_row(item, state["place"])]) == state["hash"]:
+                self._items, self._next, self._places = chain([item], items), state["place"], [state]
+                return True
+            break
+        self.note = f"load_state_dict() of {name} did not restore its next row"
+        return False
+
+    def _to_row(self, item: Any, place: int) -> dict[str, Tensor]:
+        try:
+            return read_row(item, f"item {place} of dataset", self._max_length)
+        except UserError as error:
+            raise DataError(str(error)) if self._is_open else error from None
+
+    # ---- the other ranks
+
+    def share(self) -> Any:
+        """Return what :meth:`check_shares` needs to know of this rank."""
+        return self.key
+
+    def check_shares(self, shares: list[Any]) -> None:
+        """Check what the ranks read, from :meth:`share` of each.
+
+        Raises:
+            UserError: They would not read each sample once.
+        """
+        for rank, key in enumerate(shares):
+            if key != shares[0]:
+                raise UserError(
+                    f"dataset {type(self._source).__name__}: yields other rows on rank {rank} than on rank 0; yield "
+                    "the same rows on every rank; toolkit splits them"
+                )
+
+
+class LoaderRows(IterableRows):
+    """The rows of the batches of a torch DataLoader, which are those of this rank: ``rows[p]`` is its next row.
+
+    Args:
+        source: A batch is ``(input_ids, labels)`` or a mapping with both, (B, T) each, a tensor (B, T + 1), or a list
+            of rows. Without a generator, it shuffles by the number of the epoch.
+        allow_duplicates: Let two ranks have the same samples.
+    """
+
+    kind = "DataLoader"
+
+    def __init__(self, source: DataLoader, max_length: int | None, allow_duplicates: bool) -> None:
+        super().__init__(source, max_length)
+        self._allow_duplicates, self._shares = allow_duplicates, [self.share()]
+        self.key = "DataLoader"  # its rows depend on the rank; order() compares them
+
+    def order(self, seed: int, state: dict[str, Any]) -> LoaderRows:
+        """See :meth:`IterableRows.order`; reads all rows of this rank again.
+
+        Raises:
+            UserError: The number of ranks has changed, or their first rows.
+        """
+        super().order(seed, {})
+        now = self.state(state.get("position", 0))
+        if (before := state.get("ranks", now["ranks"])) != now["ranks"]:
+            raise UserError(
+                f"dataset DataLoader: gives each rank rows of its own, and the run had {before} of them, not "
+                f"{now['ranks']}; resume on {before}, or begin a run with the dataset itself, which toolkit splits"
+            )
+        if state and state != now:
+            raise UserError("dataset DataLoader: yields other rows than before; give its sampler a seed or a generator")
+        self._row = now["position"] // now["ranks"]
+        if self._row:
+            self.note = f"DataLoader: reads {self._row:,} rows again that were trained on; {_RECOMMENDED}"
+        return self
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Return the position, and the number and a hash of the ranks' shares."""
+        first = hashlib.sha256("".join(key for key, _ in self._shares).encode()).hexdigest()
+        return {"position": position, "ranks": len(self._shares), "hash": first}
+
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
+        if not self._is_open:
+            return self.first[position]
+        self._row += 1
+        return super().__getitem__(self._row - 1)
+
+    def _source_state(self) -> None:
+        return None  # would be that of one rank
+
+    def _open(self, epoch: int) -> Iterator[Any]:
+        import torch
+
+        loader: DataLoader = self._source
+        _set_epoch(epoch, loader.dataset, _sampler_of(loader))
+        with torch.random.fork_rng(devices=[]):  # DataLoader draws seeds when it begins
+            torch.random.default_generator.manual_seed(epoch)
+            batches = iter(loader)
+            first = list(islice(batches, 1))
+        is_batched = loader.batch_sampler is not None
+        return chain.from_iterable(map(_rows_of, chain(first, batches)) if is_batched else [chain(first, batches)])
+
+    def share(self) -> tuple[str, tuple[int, int] | None]:
+        """Return the hash of the first rows, and (rank, number of ranks) of what the sampler draws if it is known."""
+        import torch.utils.data as torch_data
+
+        loader: DataLoader = self._source
+        key, sampler = hash_rows(self.first), _sampler_of(loader)
+        if isinstance(sampler, torch_data.DistributedSampler):
+            return key, (sampler.rank, sampler.num_replicas)
+        draws_all = type(sampler) in (torch_data.SequentialSampler, torch_data.RandomSampler)
+        return key, (0, 1) if draws_all and not isinstance(loader.dataset, torch_data.IterableDataset) else None
+
+    def check_shares(self, shares: list[Any]) -> None:
+        """See :meth:`IterableRows.check_shares`."""
+        self._shares, name = shares, f"dataset DataLoader over {type(self._source.dataset).__name__}"
+        keys = [key for key, _ in shares]
+        for rank, (key, part) in enumerate(shares if len(shares) > 1 and not self._allow_duplicates else []):
+            if part == (0, 1) or keys.count(key) > 1:
+                raise UserError(
+                    f"{name}: feeds the same samples to several ranks; hand over the dataset itself, which toolkit "
+                    "splits, or give a DistributedSampler, or set allow_duplicate_data=True"
+                )
+            if part not in (None, (rank, len(shares))):
+                raise UserError(
+                    f"{name}: its DistributedSampler is of rank {part[0]} of {part[1]}, on rank {rank} of "
+                    f"{len(shares)}; hand over the dataset itself, which toolkit splits, or give the sampler "
+                    "toolkit.get_world_size() and toolkit.get_rank() under torchrun"
+                )
+
+
+_RECOMMENDED = "hand over the dataset itself, and a resumed run goes on at its place without that"
+
+
+IN_ORDER = (
+    "only for a dataset with len() and [index]; an iterable is read in its own order by the training process; leave "
+    "num_workers out (a DataLoader has its own)"
+)
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Whether a dataset is read in its own order: it has no ``[index]``, or is one of torch's that has none."""
+    from torch.utils.data import IterableDataset
+
+    has_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return hasattr(dataset, "__iter__") and (isinstance(dataset, IterableDataset) or not has_index)
+
+
+def is_loader(dataset: Any) -> bool:
+    """Whether this is a torch DataLoader, or one of a derived class."""
+    from torch.utils.data import DataLoader
+
+    return isinstance(dataset, DataLoader)
+
+
+def _sampler_of(loader: DataLoader) -> Any:
+    """Return what draws the indices of a loader; of a user-provided batch sampler what it draws from."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _set_epoch(epoch: int, *parts: Any) -> None:
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+def _rows_of(batch: Any) -> Iterable[Any]:
+    """Return the rows of a batch, see :class:`LoaderRows`."""
+    if isinstance(batch, tuple | list) and len(batch) == 2 and all(getattr(part, "ndim", 1) == 2 for part in batch):
+        return zip(*batch, strict=True)
+    if isinstance(batch, Mapping):
+        columns = {name: batch[name] for name in ("input_ids", "labels") if name in batch}
+        if len(columns) < 2:
+            return [batch]  # an error
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return batch

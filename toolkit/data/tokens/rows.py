@@ -1,0 +1,125 @@
+"""Rows of user-provided datasets: checked, and converted to what :class:`toolkit.data.base.TokenDataset` says."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.base import DataModule
+from toolkit.errors import UserError
+from toolkit.models.labels import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SURVEYED = 32  # rows checked before a run
+
+
+class PythonData(DataModule):
+    """Data that is handed over as an object: without options, and without a tokenizer of its own.
+
+    ``lengths`` are those of the rows that were checked, in input tokens.
+    """
+
+    lengths: list[int]
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the checked rows differ in length."""
+        return min(self.lengths) != max(self.lengths)
+
+    def describe_lengths(self, max_seq_length: int) -> str:
+        """Return the lengths of the checked rows in words.
+
+        Raises:
+            UserError: A row is longer than ``max_seq_length``, where that is not 0.
+        """
+        longest = max(self.lengths)
+        if max_seq_length and longest > max_seq_length:
+            raise UserError(
+                f"train.max_seq_length: a row of the dataset has {longest} input tokens, the model takes at most "
+                f"{max_seq_length}; truncate the rows, or set train.max_seq_length {max_seq_length}"
+            )
+        return f"{min(self.lengths)} to {longest} tokens" if self.is_ragged else f"{longest} tokens"
+
+
+def read_row(item: Any, name: str, max_length: int | None) -> dict[str, Tensor]:
+    """Return an item as ``{"input_ids": (T,), "labels": (T,)}``, int64.
+
+    Args:
+        item: A 1-D tensor of T + 1 tokens, alone or in a 1-tuple, ``(input_ids, labels)``, or a mapping with both.
+        name: For messages.
+        max_length: Truncate to this many input tokens; None keeps the length.
+
+    Raises:
+        UserError: The item is none of these.
+    """
+    if isinstance(item, tuple) and len(item) == 1:
+        (item,) = item
+    if isinstance(item, tuple) and len(item) == 2 and all(hasattr(part, "__len__") for part in item):
+        item = {"input_ids": item[0], "labels": item[1]}
+    if isinstance(item, Mapping):
+        if missing := {"input_ids", "labels"} - item.keys():
+            raise UserError(f"{name}: has no {' and no '.join(sorted(missing))}; its keys are {', '.join(item)}")
+        input_ids, labels = (_to_token_tensor(item[key], f"{name}[{key!r}]") for key in ("input_ids", "labels"))
+    else:
+        block = _to_token_tensor(item, name)
+        input_ids, labels = block[:-1], block[1:]
+    if not 0 < len(input_ids) == len(labels):
+        raise UserError(
+            f"{name}: has {len(input_ids)} input tokens and {len(labels)} labels; provide equally many, "
+            "or one tensor of at least two tokens"
+        )
+    if (input_ids < 0).any() or ((labels < 0) & (labels != IGNORE_INDEX)).any():
+        raise UserError(f"{name}: contains negative tokens; only labels may be {IGNORE_INDEX}, to mask the loss")
+    return {"input_ids": input_ids[:max_length], "labels": labels[:max_length]}
+
+
+def row_bytes(row: dict[str, Tensor]) -> bytes:
+    """Return the tokens and labels of a row, for a hash."""
+    return row["input_ids"].numpy().tobytes() + row["labels"].numpy().tobytes()
+
+
+def hash_rows(rows: Iterable[dict[str, Tensor]]) -> str:
+    """Return a SHA-256 of rows."""
+    key = hashlib.sha256()
+    for row in rows:
+        key.update(f"|{len(row['input_ids'])}|".encode() + row_bytes(row))
+    return key.hexdigest()
+
+
+def require_shifted(rows: Iterable[dict[str, Tensor]], name: str) -> None:
+    """Check that the labels are the next tokens.
+
+    Raises:
+        UserError: In all rows the labels equal the inputs.
+    """
+    if all(map(_is_not_shifted, rows)):
+        raise UserError(
+            f"{name}: the labels equal the input_ids; labels[t] must be the token that follows "
+            "input_ids[t]: shift them, as in input_ids[:-1] and labels[1:]"
+        )
+
+
+def _to_token_tensor(value: Any, name: str) -> Tensor:
+    """Return a 1-D integer sequence as an int64 tensor on the CPU."""
+    import torch
+
+    try:
+        tokens = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"{name}: is of type {type(value).__name__}; it must be a 1-D tensor of tokens") from None
+    if tokens.ndim != 1 or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        shape = f"has shape {tuple(tokens.shape)} and {tokens.dtype}"
+        raise UserError(f"{name}: {shape}; it must be a 1-D tensor of integer tokens")
+    return tokens.to("cpu", torch.int64)
+
+
+def _is_not_shifted(row: dict[str, Tensor]) -> bool:
+    """Whether the labels equal the inputs instead of the next tokens: the model would learn to copy."""
+    input_ids, labels = row["input_ids"], row["labels"]
+    token_mask = labels != IGNORE_INDEX
+    is_copied = (labels == input_ids)[token_mask].all()
+    is_shifted = (labels[:-1] == input_ids[1:])[token_mask[:-1]].all()
+    return bool(token_mask.any() and is_copied and not is_shifted)

@@ -1,0 +1,143 @@
+"""Helpers for scripts of several processes, the same under torchrun, SLURM and toolkit's own launcher; no-ops alone.
+
+Under torchrun and srun all processes exist from the start, and :func:`setup_distributed` connects them. A script that
+toolkit starts once more for each further device (``python train.py`` with ``devices=2``) is connected by its first
+``toolkit.train``; until then each process is on its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import distributed as dist
+
+from toolkit.config import AUTO
+from toolkit.distributed import ranks
+from toolkit.distributed.launch import choose_backends, disconnect_at_exit, leave
+from toolkit.distributed.rendezvous import open_store
+from toolkit.distributed.shutdown import PARENT
+from toolkit.distributed.world import WorldInfo, cluster_environment, detect_world
+from toolkit.errors import UserError, did_you_mean
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def setup_distributed(timeout_minutes: float = 30) -> None:
+    """Connect the processes that torchrun or srun has started; ``toolkit.train`` then uses these connections.
+
+    Collectives work on tensors in CPU memory (gloo) and on CUDA (NCCL). Does nothing where they are connected, in one
+    process, and where toolkit starts the processes.
+
+    Args:
+        timeout_minutes: Wait that long for other processes, here and in collectives.
+
+    Raises:
+        UserError: the variables of the launcher contradict each other, or rank 0 does not answer.
+    """
+    world = _world()
+    if ranks.is_distributed() or world.world_size == 1 or PARENT in os.environ:
+        return
+    device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    environment, seconds = cluster_environment(world), 60 * timeout_minutes
+    host, port = environment.main_address, environment.main_port
+    try:
+        store = open_store(host, port, seconds, is_host=world.global_rank == 0)
+    except (TimeoutError, dist.DistError) as error:
+        raise UserError(f"MASTER_ADDR {host}, MASTER_PORT {port}: no answer from rank 0 ({error})") from None
+    dist.init_process_group(
+        store=dist.PrefixStore("setup", store),
+        rank=world.global_rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=seconds),
+        **choose_backends(device),
+    )
+    disconnect_at_exit()
+
+
+def cleanup_distributed() -> None:
+    """Disconnect the processes, where they are connected; every rank calls this."""
+    leave()
+
+
+def get_rank() -> int:
+    """Return the rank of this process among all, from 0."""
+    return ranks.global_rank() if ranks.is_distributed() else _world().global_rank
+
+
+def get_local_rank() -> int:
+    """Return the rank of this process on its node, from 0."""
+    return _world().local_rank
+
+
+def get_world_size() -> int:
+    """Return the number of processes."""
+    return ranks.world_size() if ranks.is_distributed() else _world().world_size
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0."""
+    return get_rank() == 0
+
+
+def all_reduce(tensor: torch.Tensor, op: str | dist.ReduceOp = "sum") -> torch.Tensor:
+    """Reduce a tensor over all ranks, in place, and return it; every rank calls this.
+
+    Args:
+        tensor: Of the same shape and dtype on all ranks.
+        op: "sum", "mean", "min", "max" or "product", or torch's ReduceOp.
+    """
+    if isinstance(op, str) and op not in _OPERATIONS:
+        raise UserError(f"op {op}: must be one of {', '.join(_OPERATIONS)}{did_you_mean(op, _OPERATIONS)}")
+    operation = _OPERATIONS[op] if isinstance(op, str) else op
+    if not ranks.is_distributed():
+        return tensor
+    if operation != dist.ReduceOp.AVG:
+        dist.all_reduce(tensor, operation)
+        return tensor
+    dist.all_reduce(tensor)  # gloo has no mean
+    return tensor.div_(ranks.world_size())
+
+
+def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, by rank; they have the same shape and dtype. Every rank calls this."""
+    if not ranks.is_distributed():
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(ranks.world_size())]
+    dist.all_gather(gathered, tensor.contiguous())
+    return gathered
+
+
+def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+    """Copy the tensor of rank ``src`` into that of every rank, and return it; every rank calls this."""
+    if ranks.is_distributed():
+        dist.broadcast(tensor, src)
+    return tensor
+
+
+def main_process_only(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Make a function do nothing, and return None, on ranks other than 0."""
+
+    @functools.wraps(function)
+    def on_rank0(*args: P.args, **options: P.kwargs) -> T | None:
+        return function(*args, **options) if is_main_process() else None
+
+    return on_rank0
+
+
+def _world() -> WorldInfo:
+    return detect_world(AUTO, AUTO, None)
