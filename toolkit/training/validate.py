@@ -20,12 +20,12 @@ from toolkit.training.loss_parts import forward_inputs, loss_parts, pop_loss_par
 def batches_by_source(
     sources: Mapping[str, TokenDataset], max_rows: int | None, **options: Any
 ) -> dict[str, Iterator[Batch]]:
-    """Return the validation batches of each source, of at most ``max_rows`` rows together.
+    """Return the validation batches of each source.
 
     Args:
         sources: Rows by name.
-        max_rows: Each source has its part of these, in proportion to its size and at least a row: a limit does not
-            change the sources' parts in the loss over all of them. None: all rows.
+        max_rows: Rows of all sources together. Each has its part of them, in proportion to its size and at least one
+            row, so that a limit does not change the sources' parts in the loss over all. None: all rows.
         options: See :func:`toolkit.data.loader.val_batches`.
     """
     total = sum(len(rows) for rows in sources.values())
