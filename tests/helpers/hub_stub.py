@@ -9,8 +9,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
-_API = re.compile(r"/api/models/(?P<repo>.+)/(?P<what>revision|tree)/(?P<revision>[^/]+)")
+_API = re.compile(
+    r"/api/(?P<kind>models|datasets)/(?P<repo>.+?)/(?P<what>revision|tree|refs)(/(?P<revision>[^/]+)(/(?P<folder>.+))?)?"
+)
 _FILE = re.compile(r"/(?P<repo>.+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+
+
+def _sha1(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
 
 
 class Hub(ThreadingHTTPServer):
@@ -30,7 +36,7 @@ class Hub(ThreadingHTTPServer):
         self.tokens: set[str | None] = set()  # authorization headers received
 
     def add(self, repo: str, files: dict[str, bytes], branch: str = "main") -> str:
-        """Put files into a branch as a new commit, and return its name."""
+        """Put files into a branch as a new commit, and return its name; a dataset's name starts with datasets/."""
         commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
         self.branches[repo, branch], self.commits[repo, commit] = commit, files
         return commit
@@ -50,6 +56,7 @@ class Hub(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise each answer takes 40 ms
     server: Hub
 
     def do_GET(self) -> None:
@@ -58,7 +65,9 @@ class _Handler(BaseHTTPRequestHandler):
         if match is None:
             return self.error(404, "")
         self.server.tokens.add(self.headers["authorization"])
-        repo, revision = match["repo"], unquote(match["revision"])
+        repo, revision = match["repo"], unquote(match["revision"] or "main")
+        if match.re is _API and match["kind"] == "datasets":
+            repo = f"datasets/{repo}"
         if repo not in {name for name, _ in self.server.branches}:
             return self.error(401, "RepoNotFound")
         commit = self.server.branches.get((repo, revision), revision)
@@ -67,8 +76,16 @@ class _Handler(BaseHTTPRequestHandler):
             return self.error(404, "RevisionNotFound")
         if match.re is _FILE:
             return self.file(repo, commit, files, unquote(match["file"]))
-        if match["what"] == "tree":
-            answer = [{"type": "file", "path": n, "size": len(b), "oid": "0" * 40} for n, b in files.items()]
+        if match["what"] == "refs":
+            branches = [branch for name, branch in self.server.branches if name == repo]
+            answer = {"branches": [{"name": b, "ref": f"refs/heads/{b}", "targetCommit": commit} for b in branches]}
+            answer |= {"tags": [], "converts": []}
+        elif match["what"] == "tree":
+            below = f"{unquote(match['folder'])}/" if match["folder"] else ""
+            found = {n: b for n, b in files.items() if n.startswith(below)}
+            if not found:
+                return self.error(404, "EntryNotFound")
+            answer = [{"type": "file", "path": n, "size": len(b), "oid": _sha1(b)} for n, b in found.items()]
         else:
             siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
             answer = {"id": repo, "sha": commit, "siblings": siblings}
@@ -86,14 +103,15 @@ class _Handler(BaseHTTPRequestHandler):
         if name in hub.failing and self.command == "GET":
             return self.error(500, "")
         content, start = files[name], 0
-        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}
+        headers, end = {"ETag": f'"{_sha1(content)}"', "X-Repo-Commit": commit}, len(content)
         if asked_range:
-            start = int(re.fullmatch(r"bytes=(\d+)-", asked_range)[1])
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", asked_range).groups()
+            start, end = int(first), min(int(last or end - 1) + 1, end)
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
         breaks = self.command == "GET" and hub.broken.get(name, 0) > 0
         if breaks:
             hub.broken[name] -= 1
-        self.answer(206 if asked_range else 200, content[start:], headers, only_half=breaks)
+        self.answer(206 if asked_range else 200, content[start:end], headers, only_half=breaks)
 
     def error(self, status: int, code: str) -> None:
         self.answer(status, b"", {"X-Error-Code": code} if code else {})

@@ -1,0 +1,167 @@
+"""Streamed text from the Hugging Face hub and from object storage, against local servers."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from data.test_streamed import T, documents, lines
+from helpers.cases import check_each
+from helpers.hub_stub import Hub
+from pyarrow import parquet
+
+from toolkit.data import HuggingFaceText
+from toolkit.data.base import sample_order
+from toolkit.data.streamed import hub as hub_module
+from toolkit.data.streamed import units
+from toolkit.errors import UserError
+
+REPO = "acme/text"
+README = """---
+license: mit
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*/*
+- config_name: sample
+  data_dir: sample
+  data_files:
+  - split: train
+    path: "part-*.parquet"
+  - split: test
+    path: ["b.jsonl.gz"]
+---
+Text.
+"""
+
+
+def table(texts: list[str], **columns) -> bytes:
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": texts} | columns), file, row_group_size=8)
+    return file.getvalue()
+
+
+FILES = {
+    "README.md": README.encode(),
+    "data/2024/a.parquet": table(documents(40, 0)),
+    "data/2024/b.jsonl": lines(documents(40, 1)),
+    "sample/part-0.parquet": table(documents(30, 2)),
+    "sample/part-1.parquet": table(documents(30, 3)),
+    "sample/b.jsonl.gz": gzip.compress(lines(documents(10, 4))),
+}
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub that this process's huggingface_hub uses, with a cache of its own."""
+    from huggingface_hub import HfFileSystem, constants
+
+    with Hub() as server:
+        server.commit = server.add(f"datasets/{REPO}", FILES)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        HfFileSystem.clear_instance_cache()
+        yield server
+        HfFileSystem.clear_instance_cache()
+
+
+def opened(tmp_path: Path, report=lambda line: None, **options):
+    data = HuggingFaceText(**({"cache_dir": str(tmp_path / "cache"), "vocab_size": 300} | options))
+    return data, data.prepare(tokenizer=None, max_seq_length=T, report=report)
+
+
+def names(prepared) -> list[str]:
+    return [file.name for file in prepared.train.units.reader.stream.source.files]
+
+
+def test_subsets_and_splits_of_the_readme_and_of_names(hub, tmp_path):
+    data, prepared = opened(tmp_path, repo_id=REPO)
+    assert names(prepared) == ["data/2024/a.parquet", "data/2024/b.jsonl"] and data.revision == hub.commit
+    data, prepared = opened(tmp_path, repo_id=REPO, subset="sample", val_split="test", val_rows=4)
+    assert names(prepared) == ["sample/part-0.parquet", "sample/part-1.parquet"] and len(prepared.val) == 4
+    by_name = {n: FILES["sample/part-0.parquet"] for n in ("data/train-0.parquet", "data/test-0.parquet", "x.csv")}
+    hub.add("datasets/acme/names", by_name)
+    assert names(opened(tmp_path, repo_id="acme/names")[1]) == ["data/train-0.parquet"]
+    url = f"hf://datasets/{REPO}@{hub.commit}/sample/*.parquet"
+    assert names(opened(tmp_path, path=url)[1]) == ["sample/part-0.parquet", "sample/part-1.parquet"]
+
+
+def test_hub_text_equals_local_text_and_survives_cut_connections(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "UNIT_BYTES", 3000)
+    for name in ("part-0.parquet", "part-1.parquet"):
+        (tmp_path / name).write_bytes(FILES[f"sample/{name}"])
+    _, local = opened(tmp_path, path=str(tmp_path / "part-*.parquet"))
+    monkeypatch.setattr("toolkit.data.streamed.files._PAUSES", (0.0,) * 5)
+    hub.broken = {"sample/part-0.parquet": 2, "sample/part-1.parquet": 1}
+    _, remote = opened(tmp_path, repo_id=REPO, subset="sample")
+    found = []
+    for prepared in (local, remote):
+        stream = prepared.train.units.reader.stream
+        for number in range(len(stream.source.units)):
+            stream.prepare(number)
+        ids = sample_order(prepared.train, 3, {}).ids(np.arange(60))
+        found.append([prepared.train[int(i)]["input_ids"].tolist() for i in ids])
+    assert found[0] == found[1] and not any(hub.broken.values())
+    ranges = [asked for method, name, asked in hub.asked if method == "GET" and name.endswith(".parquet")]
+    assert len(ranges) > 10 and None not in ranges  # parts of files, never all of one
+    assert hub.tokens == {"Bearer hf_secret"}
+
+
+def test_mistakes_are_one_line(hub, tmp_path, monkeypatch):
+    hub.add("datasets/acme/gated", FILES)
+    hub.gated.add("datasets/acme/gated")
+    hub.add("datasets/acme/images", {"x.png": b"1"})
+    hub.add(f"datasets/{REPO}", FILES, branch="v2")
+    broken = b"---\nconfigs:\n- config_name: default\n  data_files:\n  - path: x\n---\n"
+    hub.add("datasets/acme/broken", {"README.md": broken, "x.jsonl": b"{}"})
+    cases = [
+        ({"repo_id": REPO, "subset": "other"}, "--data.subset other: no such subset; acme/text has default, sample"),
+        (
+            {"repo_id": "acme/images"},
+            "--data.split train: acme/images has no such split; it has no files of a supported",
+        ),
+        ({"repo_id": REPO, "split": "test"}, "--data.split test: acme/text has no such split; it has train"),
+        ({"repo_id": REPO, "revision": "v9"}, "--data.revision v9: no such branch, .* of acme/text; it has main, v2"),
+        ({"repo_id": "acme/none"}, "--data.repo_id acme/none: no such dataset at"),
+        ({"repo_id": "a/b/c"}, "--data.repo_id a/b/c: not a valid hub name"),
+        ({"repo_id": "acme/gated"}, "--data.repo_id acme/gated: is gated; accept its license at .*hf auth login"),
+        ({"repo_id": "acme/broken"}, "the data_files of its README are malformed"),
+        ({"repo_id": REPO, "text_column": "content"}, "--data.text_column content: data/2024/a.parquet: has no column"),
+        ({"path": "hf://acme/text/x.jsonl"}, "must be hf://datasets/"),
+        ({"path": f"hf://datasets/{REPO}/none-*.jsonl"}, "no file matches"),
+    ]
+
+    def check(options, message):
+        with pytest.raises(UserError, match=message) as error:
+            opened(tmp_path, **options)
+        assert "\n" not in str(error.value) and "secret" not in str(error.value)
+
+    check_each(check, cases)
+
+
+def test_globs_match_as_on_the_hub():
+    cases = [
+        ("*.parquet", "a.parquet", True),
+        ("*.parquet", "x/a.parquet", False),
+        ("**/*.parquet", "a.parquet", True),
+        ("**/*.parquet", "x/y/a.parquet", True),
+        ("data/**", "data/x/a.parquet", True),
+        ("data/CC-*/a?.jsonl", "data/CC-1/ab.jsonl", True),
+        ("data/[ab].jsonl", "data/c.jsonl", False),
+        ("a.b", "a-b", False),
+    ]
+
+    def check(glob, name, is_match):
+        assert (hub_module._compile(glob).fullmatch(name) is not None) == is_match
+
+    check_each(check, cases)
