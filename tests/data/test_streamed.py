@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import shutil
+import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +16,12 @@ import pyarrow
 import pytest
 from helpers.cases import check_each
 from helpers.corpus import WORDS
+from helpers.groups import losses, read_until
+from helpers.processes import start
 from pyarrow import parquet
+from training.test_keep_best import same_weights
 
+from toolkit.cli import main
 from toolkit.data import HuggingFaceText
 from toolkit.data.base import row_count, sample_order
 from toolkit.data.streamed import stream as stream_module
@@ -100,11 +107,11 @@ def test_n3_stream_order_has_every_row_once_per_epoch_and_seeks(folder, tmp_path
     assert not np.array_equal(epochs[0], epochs[1]) and not np.array_equal(epochs[1], epochs[2])
     assert set((epochs[0][: first - 3] >> ROW_BITS).tolist()) == {0}  # the unit that is prepared before the first step
     stream = np.concatenate(epochs)
-    for start in (0, 1, first - 4, first - 3, size - 1, size, size + 7, 2 * size):
-        state = json.loads(json.dumps(order.state(start)))
+    for begin in (0, 1, first - 4, first - 3, size - 1, size, size + 7, 2 * size):
+        state = json.loads(json.dumps(order.state(begin)))
         resumed = sample_order(prepared.train, 3, state)
-        assert resumed.state(start) == state
-        for step in range(start, start + 40, 8):  # as a run reads
+        assert resumed.state(begin) == state
+        for step in range(begin, begin + 40, 8):  # as a run reads
             positions = np.arange(step, step + 8)
             assert np.array_equal(resumed.ids(positions), stream[positions])
 
@@ -116,13 +123,13 @@ def test_resume_in_a_clean_cache_reads_only_what_comes_next(folder, tmp_path):
     order.ids(np.arange(600))
     passed = list(dict.fromkeys((order.ids(np.arange(600)) >> ROW_BITS).tolist()))
     assert len(passed) > 4
-    start = order._starts[-1] + 1
+    begin = order._starts[-1] + 1
     clean = opened(folder, tmp_path / "clean")
     assert clean.content_key == prepared.content_key
-    resumed = sample_order(clean.train, 3, order.state(start))
-    ids = resumed.ids(np.arange(start, start + 2))
+    resumed = sample_order(clean.train, 3, order.state(begin))
+    ids = resumed.ids(np.arange(begin, begin + 2))
     stop_preparers(stream_of(clean).folder)
-    assert np.array_equal(ids, order.ids(np.arange(start, start + 2)))
+    assert np.array_equal(ids, order.ids(np.arange(begin, begin + 2)))
     row = clean.train[int(ids[0])]
     assert row["input_ids"].tolist() == prepared.train[int(ids[0])]["input_ids"].tolist() and len(row["labels"]) == T
     consumed = set(passed[1:-1])  # unit 0 has the rows to validate on
@@ -231,3 +238,69 @@ def test_code_version_is_part_of_the_key(folder, tmp_path, monkeypatch):
     key = opened(folder, tmp_path).content_key
     monkeypatch.setattr(stream_module, "CODE_VERSION", 0)
     assert opened(folder, tmp_path).content_key != key
+
+
+@pytest.mark.slow
+def test_parts_prepared_by_several_processes_are_what_a_run_reads(folder, tmp_path, capsys):
+    data = ["--data", "HuggingFaceText", "--data.path", str(folder), "--data.vocab_size", "300"]
+    data += ["--data.cache_dir", str(tmp_path), "--max_seq_length", str(T)]
+    for part in ("2/2", "1/2"):
+        assert main(["prepare_data", *data, "--workers", "2", "--part", part]) == 0
+    assert "units prepared in" in capsys.readouterr().out
+    prepared = opened(folder, tmp_path)
+    stream, other = stream_of(prepared), stream_of(opened(folder, tmp_path / "other"))
+    for number in range(len(stream.source.units)):
+        assert stream.ready(number) == other.prepare(number)
+        tokens = [s.open(number).tokens(0, stream.counts(number).tokens) for s in (stream, other)]
+        assert np.array_equal(*tokens)
+
+
+def test_workers_and_parts_are_refused_where_they_have_no_effect(folder, tmp_path, capsys):
+    streamed = ["--data", "HuggingFaceText", "--data.path", str(folder)]
+    for flags, message in (
+        (["--workers", "2"], "--workers 2: is for --data HuggingFaceText"),
+        (["--part", "1/2"], "--part 1/2: is for --data HuggingFaceText"),
+        ([*streamed, "--part", "3/2"], "--part 3/2: must be a part and their number"),
+        ([*streamed, "--data.max_cache_gb", "1"], "--data.max_cache_gb 1: would delete what is prepared"),
+    ):
+        assert main(["prepare_data", *flags]) == 2
+        assert message in capsys.readouterr().err
+
+
+def flags_for(folder: Path, tmp_path: Path, out: str, **data) -> list[str]:
+    flags = {"path": folder, "vocab_size": 300, "cache_dir": tmp_path / f"cache-{out.partition('-')[0]}"} | data
+    words = [part for name, value in flags.items() for part in (f"--data.{name}", str(value))]
+    flags = {"global_batch_size": 8, "micro_batch_size": 2, "max_seq_length": T, "max_steps": 80, "save_interval": 5}
+    words += [part for name, value in flags.items() for part in (f"--train.{name}", str(value))]
+    words += ["--out_dir", str(tmp_path / out), "--resume", "auto", "--eval.interval", "0", "--accelerator", "cpu"]
+    return ["pretrain", "pico-llama", "--data", "HuggingFaceText", *words]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "workers"), [(1, 0), (1, 2), (2, 0)])
+def test_s2_streamed_run_killed_at_random_is_bit_equal(folder, tmp_path, devices, workers):
+    """Also with a clean cache for each launch, and a disk budget that evicts units."""
+    options = {"num_workers": workers, "max_cache_gb": 1e-4, "prepare_workers": 1 + workers // 2}
+    rng, kills = random.Random(devices + workers), 0
+
+    def launch(out):
+        words = [*flags_for(folder, tmp_path, out, **options), "--devices", str(devices)]
+        return start(str(Path(__file__).parents[1] / "helpers" / "small_units.py"), *words)
+
+    done = launch("whole")
+    _, errors = done.communicate()
+    assert done.returncode == 0, errors
+    while kills < 3:
+        process = launch("killed")
+        read_until(process, f"saved {tmp_path}/killed/step-")
+        threading.Timer(rng.random() * 2, os.killpg, (process.pid, signal.SIGKILL)).start()
+        out, _ = process.communicate()
+        if process.returncode == 0:
+            break
+        kills += 1
+        shutil.rmtree(tmp_path / "cache-killed", ignore_errors=kills % 2 == 1)
+    last = launch("killed")
+    _, errors = last.communicate()
+    assert last.returncode == 0, errors
+    assert kills and losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert same_weights(tmp_path / "killed" / "final", tmp_path / "whole" / "final")

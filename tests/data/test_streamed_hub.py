@@ -89,7 +89,7 @@ def test_subsets_and_splits_of_the_readme_and_of_names(hub, tmp_path):
     assert names(prepared) == ["data/2024/a.parquet", "data/2024/b.jsonl"] and data.revision == hub.commit
     data, prepared = opened(tmp_path, repo_id=REPO, subset="sample", val_split="test", val_rows=4)
     assert names(prepared) == ["sample/part-0.parquet", "sample/part-1.parquet"] and len(prepared.val) == 4
-    by_name = {n: FILES["sample/part-0.parquet"] for n in ("data/train-0.parquet", "data/test-0.parquet", "x.csv")}
+    by_name = dict.fromkeys(("data/train-0.parquet", "data/test-0.parquet", "x.csv"), FILES["sample/part-0.parquet"])
     hub.add("datasets/acme/names", by_name)
     assert names(opened(tmp_path, repo_id="acme/names")[1]) == ["data/train-0.parquet"]
     url = f"hf://datasets/{REPO}@{hub.commit}/sample/*.parquet"

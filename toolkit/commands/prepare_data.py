@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 from jsonargparse.typing import PositiveInt
 
-from toolkit.data import DataModule, PythonStdlib
+from toolkit.data import DataModule, HuggingFaceText, PythonStdlib
+from toolkit.errors import UserError
 
 
 def setup(
-    data: DataModule = PythonStdlib(), max_seq_length: PositiveInt = 256, tokenizer_dir: str | None = None
+    data: DataModule = PythonStdlib(),
+    max_seq_length: PositiveInt = 256,
+    tokenizer_dir: str | None = None,
+    workers: PositiveInt = 1,
+    part: str = "1/1",
 ) -> None:
     """Tokenize data into the cache that training reads.
 
@@ -16,8 +23,32 @@ def setup(
         data: The data, with the same options as in the run if they affect the stored tokens.
         max_seq_length: Tokens per sequence, as in the run.
         tokenizer_dir: A folder with a tokenizer.json; without it TextFiles and PythonStdlib train their own.
+        workers: Processes that tokenize, for HuggingFaceText: one per core. Others use all cores.
+        part: What to tokenize on this machine, for HuggingFaceText with a shared cache_dir: 2/4 is the second of four
+            parts.
     """
     from toolkit.data.tokenizer import Tokenizer
 
+    chosen = _parse_part(part)
+    is_streamed = isinstance(data, HuggingFaceText)
+    for flag, value, is_default in (("workers", workers, workers == 1), ("part", part, chosen == (1, 1))):
+        if not is_default and not is_streamed:
+            fix = "leave it out: this data is prepared by one process with all cores"
+            raise UserError(f"--{flag} {value}: is for --data HuggingFaceText; {fix}")
+    if is_streamed and data.max_cache_gb is not None:
+        budget = f"--data.max_cache_gb {data.max_cache_gb:g}"
+        raise UserError(f"{budget}: would delete what is prepared; leave it out, or start the run at once")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
-    data.prepare(tokenizer=tokenizer, max_seq_length=max_seq_length)
+    prepared = data.prepare(tokenizer=tokenizer, max_seq_length=max_seq_length)
+    if is_streamed:
+        from toolkit.data.streamed.open import prepare_all
+
+        prepare_all(prepared.train, workers, chosen, print)
+
+
+def _parse_part(part: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", part)
+    number, total = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= number <= total:
+        raise UserError(f"--part {part}: must be a part and their number, such as 2/4")
+    return number, total

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.data.base import PreparedData
+from toolkit.data.base import PreparedData, TokenDataset
 from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
 from toolkit.data.streamed import units
 from toolkit.data.streamed.files import SourceFile, StorageError, identify
@@ -17,7 +17,7 @@ from toolkit.data.streamed.order import RowSpans, StreamedRows, UnitRows, descri
 from toolkit.data.streamed.reader import StreamReader, Wanted, error_file, stop_preparers, used_bytes
 from toolkit.data.streamed.stream import SOURCE, Report, Source, Stream, UnitCounts, file_lock, unit_texts
 from toolkit.data.tokenizer import Tokenizer, train_bpe
-from toolkit.errors import UserError
+from toolkit.errors import DataError, UserError
 
 _BPE_SAMPLE = 8_000_000  # characters for tokenizer training
 _LEAST_UNITS = 5  # that the budget must hold: held-out, previous, current and next one, and one being written
@@ -219,12 +219,13 @@ def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_si
     return RowSpans(UnitRows(StreamReader(stream, 1, None, report), block_size), spans)
 
 
-def prepare_all(rows: StreamedRows, workers: int, part: tuple[int, int], report: Report) -> None:
+def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report: Report) -> None:
     """Tokenize all units, or part ``part[0]`` of ``part[1]``, with several processes.
 
     Raises:
         UserError: a file cannot be read.
     """
+    assert isinstance(rows, StreamedRows)
     stream = rows.units.reader.stream
     left = [n for n in range(part[0] - 1, len(stream.source.units), part[1]) if stream.ready(n) is None]
     reader, total, done, size = StreamReader(stream, workers, None, report), len(left), 0, 0
@@ -237,8 +238,10 @@ def prepare_all(rows: StreamedRows, workers: int, part: tuple[int, int], report:
             reader.ask(Wanted(ahead=window))
             for number in window:
                 if (counts := stream.ready(number)) is not None:
-                    rows.count(number, counts)
+                    if counts.broken and not rows.skips_broken:
+                        raise UserError(describe_broken(counts.broken))
                     left.remove(number)
+                    reader.has_progressed()
                     done, size = done + 1, size + counts.text_bytes
                 elif error_file(stream.folder, number).exists():
                     raise UserError(error_file(stream.folder, number).read_text(encoding="utf-8"))
@@ -247,6 +250,8 @@ def prepare_all(rows: StreamedRows, workers: int, part: tuple[int, int], report:
                 last_line = now
                 report(f"Data: {done:,} of {total:,} units, {size / 1e6 / (now - start):.1f} MB of text per second")
             time.sleep(0.1)
+    except DataError as error:
+        raise UserError(str(error)) from error
     finally:
         reader.close()
         stop_preparers(stream.folder)

@@ -19,7 +19,7 @@ from toolkit.data.streamed.stream import Report, Stream, UnitCounts, file_lock, 
 from toolkit.errors import DataError, one_line
 
 _POLL = 0.05  # seconds between looks for a unit
-_MAX_STARTS = 4  # of one preparer, while this process waits for one unit
+_MAX_STARTS = 4  # of each preparer, until a unit is ready
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class StreamReader:
         self._file: Path | None = None
         self._lock: IO[str] | None = None
         self._pid = 0
+        self._starts = 0
 
     def ask(self, wanted: Wanted) -> None:
         """Publish what this process needs from now on, and see to it that somebody prepares it."""
@@ -62,7 +63,21 @@ class StreamReader:
             self.wanted = wanted
             write_json(self._file, wanted.__dict__)
         if not all(self.stream.ready(number) for number in wanted.ahead):
-            start_preparers(self.stream.folder, self.workers, self.max_bytes)
+            self.require_preparers()
+
+    def require_preparers(self) -> None:
+        """Start the preparers that do not run.
+
+        Raises:
+            DataError: they end again and again, before the next unit is ready.
+        """
+        self._starts += start_preparers(self.stream.folder, self.workers, self.max_bytes)
+        if self._starts > _MAX_STARTS * self.workers:
+            raise DataError(_describe_death(self.stream.folder))
+
+    def has_progressed(self) -> None:
+        """Take note that a unit is ready."""
+        self._starts = 0
 
     def wait(self, number: int, keep: list[int], ahead: list[int]) -> UnitCounts:
         """Return the counts of a unit once it can be read; ``keep`` and ``ahead`` as in :class:`Wanted`.
@@ -74,20 +89,18 @@ class StreamReader:
             self.ask(Wanted(keep, ahead))
             return counts
         started = last_line = time.monotonic()
-        starts, error = 0, error_file(self.stream.folder, number)
+        error = error_file(self.stream.folder, number)
         error.unlink(missing_ok=True)  # of an earlier attempt
         self.ask(Wanted(keep, [number, *ahead], is_waiting=True))
         while (counts := self.stream.ready(number)) is None:
             time.sleep(_POLL)
             with contextlib.suppress(FileNotFoundError):
                 raise DataError(error.read_text(encoding="utf-8"))
-            if start_preparers(self.stream.folder, self.workers, self.max_bytes):
-                starts += 1
-            if starts > _MAX_STARTS * self.workers:
-                raise DataError(f"unit {number:,} of the data: {describe_death(self.stream.folder)}")
+            self.require_preparers()
             if time.monotonic() - last_line > HEARTBEAT:
                 last_line = time.monotonic()
                 self.report(f"Data: waiting for unit {number:,} to be tokenized ({last_line - started:.0f} s)")
+        self.has_progressed()
         self.ask(Wanted(keep, ahead))
         return counts
 
@@ -145,11 +158,11 @@ def error_file(folder: Path, number: int) -> Path:
     return folder / "readers" / f"unit-{number:06d}.error"
 
 
-def describe_death(folder: Path) -> str:
-    """Return the last line that a preparer wrote."""
+def _describe_death(folder: Path) -> str:
+    """Return one line with the last words of a preparer."""
     lines = [text for file in sorted(folder.glob("readers/preparer-*.log")) if (text := file.read_text().strip())]
-    last = one_line(lines[-1].splitlines()[-1]) if lines else "killed; is there enough memory?"
-    return f"the process that tokenizes it ended again and again ({last[:300]})"
+    last = one_line(lines[-1].splitlines()[-1])[:300] if lines else "it was killed; is there enough memory?"
+    return f"{folder}: the process that tokenizes the data ended {_MAX_STARTS} times in a row: {last}"
 
 
 _processes: dict[tuple[Path, int], subprocess.Popen[bytes]] = {}
