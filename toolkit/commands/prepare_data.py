@@ -35,7 +35,7 @@ def setup(
         if not is_default and not is_streamed:
             fix = "leave it out: this data is prepared by one process with all cores"
             raise UserError(f"--{flag} {value}: is for --data HuggingFaceText; {fix}")
-    if is_streamed and data.max_cache_gb is not None:
+    if isinstance(data, HuggingFaceText) and data.max_cache_gb is not None:
         budget = f"--data.max_cache_gb {data.max_cache_gb:g}"
         raise UserError(f"{budget}: would delete what is prepared; leave it out, or start the run at once")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
