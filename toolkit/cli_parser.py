@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from toolkit.extension import add_extensions, split_names
 from toolkit.paths import require_local
 from toolkit.untrusted import parse_yaml, read_yaml
 
+_BOOLEANS = ("true", "false", "yes", "no", "on", "off", "null", "1", "0")
 Layer = list[tuple[str, Given]]
 
 
@@ -37,7 +39,9 @@ def parse(
     functions = (setup,)
     if hasattr(setup, "choose"):  # argv names another command, whose options it also takes
         functions, positionals = setup.choose(argv)
-    words = read_words(argv, positionals)
+    parameters = [parameter for f in functions for parameter in inspect.signature(f).parameters.values()]
+    switches = {parameter.name for parameter in parameters if parameter.annotation in (bool, "bool")}
+    words = read_words(argv, positionals, switches)
     files = [(file, read_config(file)) for key, file in words if key == "config"]
     extensions = [name for key, text in words if key == "extensions" for name in take_extensions({key: text})]
     extensions += [name for file, values in files for name in take_extensions(values, f"{file}: extensions")]
@@ -60,8 +64,13 @@ def parse(
     return command.arguments(config)
 
 
-def read_words(argv: list[str], positionals: tuple[str, ...]) -> list[tuple[str, str | None]]:
-    """Split the command line into (option, text). Each option takes one value; text is None where it is missing."""
+def read_words(
+    argv: list[str], positionals: tuple[str, ...], switches: Collection[str] = ()
+) -> list[tuple[str, str | None]]:
+    """Split the command line into (option, text). Each option takes one value; text is None where it is missing.
+
+    The word after one of the ``switches``, which are true or false, may instead be a positional argument.
+    """
     words: list[tuple[str, str | None]] = []
     left, rest = list(positionals), list(argv)
     while rest:
@@ -69,6 +78,8 @@ def read_words(argv: list[str], positionals: tuple[str, ...]) -> list[tuple[str,
         if word.startswith("--") and len(word) > 2:
             key, equals, text = word[2:].partition("=")
             takes_value = key != "print_config" and not equals
+            if key in switches and left and rest and rest[0].lower() not in _BOOLEANS:
+                takes_value = False
             if takes_value and rest and not rest[0].startswith("--"):
                 text, equals = rest.pop(0), "="
             words.append((key, text if equals else None))

@@ -137,6 +137,30 @@ def test_convert_false_keeps_the_hf_folder(hub, exported, capsys):
     assert "already exists and is not empty" in refusal(capsys, "org/tiny")
 
 
+def test_tokenizer_only_is_found_by_its_hub_name(hub, exported, capsys):
+    one, _, _ = exported
+    hub.add("tiny", one)
+    hub.add("org/old", {"tokenizer.model": b"x"})
+    Path("text.txt").write_text("some text\n" * 50)
+    command = ["prepare_data", "--data", "TextFiles", "--data.train_data_path", "text.txt", "--data.cache_dir", "cache",
+               "--max_seq_length", "8", "--tokenizer_dir"]  # fmt: skip
+    assert main([*command, "tiny"]) == 2
+    assert "--tokenizer_dir tiny: no such folder or file; `toolkit download tiny --tokenizer_only` downloads it" in (
+        capsys.readouterr().err
+    )
+    assert main(["download", "--tokenizer_only", "tiny"]) == 0
+    tokenizer_files = {name for name in one if re.match("tokenizer|special|generation", name)}
+    assert {*hub.fetched()} == tokenizer_files
+    assert contents(Path("checkpoints/tiny")).keys() == tokenizer_files | {"download.yaml"}
+    assert main([*command, "tiny"]) == 0
+    for flags, message in (
+        (["org/old"], "repo_id org/old: holds no tokenizer.json (tokenizer.model alone is not supported)"),
+        (["tiny", "--dtype", "float32"], "--dtype float32: would have no effect with --tokenizer_only"),
+        (["tiny", "--convert", "false"], "--convert false: would have no effect with --tokenizer_only"),
+    ):
+        assert message in refusal(capsys, *flags, "--tokenizer_only")
+
+
 def test_progress_lines_without_terminal(hub, exported, capsys, monkeypatch):
     """The download waits for the first of these lines, so that none depends on how quick it is."""
     reported, fetch = threading.Event(), huggingface_hub.snapshot_download

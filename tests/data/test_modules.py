@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.data import LitData, PythonStdlib, SyntheticTokens, TextFiles
+from toolkit.data import CharText, LitData, PythonStdlib, SyntheticTokens, TextFiles
 from toolkit.data.text import python_stdlib
 from toolkit.data.tokens.store import TokenWriter
 from toolkit.errors import UserError
 
-MODULES = [LitData, PythonStdlib, SyntheticTokens, TextFiles]
+MODULES = [CharText, LitData, PythonStdlib, SyntheticTokens, TextFiles]
 
 
 def test_data_modules_import_without_heavy_libraries():
@@ -41,6 +41,9 @@ def test_options_have_the_same_default_in_all_modules():
         (lambda: TextFiles("x", val_fraction=-0.1), "--data.val_fraction -0.1"),
         (lambda: TextFiles("x", val_fraction=0.1, val_data_path="y"), "not both"),
         (lambda: TextFiles("x", num_workers=-1), "--data.num_workers -1"),
+        (lambda: CharText("x", block_size=0), "--data.block_size 0"),
+        (lambda: CharText("x", train_split=0), "--data.train_split 0"),
+        (lambda: CharText("x", truncate=1.1), "--data.truncate 1.1"),
         (lambda: PythonStdlib(vocab_size=10), "--data.vocab_size 10"),
         (lambda: PythonStdlib(val_fraction=2), "--data.val_fraction 2"),
         (lambda: LitData("x", num_workers=-1), "--data.num_workers -1"),

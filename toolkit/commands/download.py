@@ -11,6 +11,7 @@ def setup(
     revision: str = "main",
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     convert: bool = True,
+    tokenizer_only: bool = False,
 ) -> None:
     """Download a model from the Hugging Face hub and convert it to a checkpoint folder.
 
@@ -25,20 +26,25 @@ def setup(
         revision: A branch, a tag or a commit; download.yaml records the commit.
         dtype: Dtype of the weights. Default: unchanged.
         convert: Convert to a checkpoint folder; false keeps the files as they are on the hub.
+        tokenizer_only: Download only the files of the tokenizer, for --tokenizer_dir.
     """
     import sys
     from pathlib import Path
 
     from toolkit.errors import UserError
 
-    if dtype is not None and not convert:
-        raise UserError(f"--dtype {dtype}: would have no effect with --convert false; leave it out")
+    if dtype is not None and (tokenizer_only or not convert):
+        what = "--tokenizer_only" if tokenizer_only else "--convert false"
+        raise UserError(f"--dtype {dtype}: would have no effect with {what}; leave it out")
+    if tokenizer_only and not convert:
+        raise UserError("--convert false: would have no effect with --tokenizer_only; leave it out")
 
     import torch
 
     from toolkit.checkpoints.hf.hub import download
 
     target = Path("checkpoints") / repo_id if out_dir is None else Path(out_dir)
-    for line in download(repo_id, target, revision, None if dtype is None else getattr(torch, dtype), convert):
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
+    for line in download(repo_id, target, revision, torch_dtype, convert, tokenizer_only):
         print(line, file=sys.stderr)
     print(f"wrote {target}")

@@ -6,13 +6,14 @@ import re
 
 from jsonargparse.typing import PositiveInt
 
+from toolkit.config import AUTO, Auto, none_if_auto
 from toolkit.data import DataModule, HuggingFaceText, PythonStdlib
 from toolkit.errors import UserError
 
 
 def setup(
     data: DataModule = PythonStdlib(),
-    max_seq_length: PositiveInt = 256,
+    max_seq_length: PositiveInt | Auto = AUTO,
     tokenizer_dir: str | None = None,
     workers: PositiveInt = 1,
     part: str = "1/1",
@@ -21,12 +22,13 @@ def setup(
 
     Args:
         data: The data, with the same options as in the run if they affect the stored tokens.
-        max_seq_length: Tokens per sequence, as in the run.
+        max_seq_length: Tokens per sequence, as in the run. auto: 256, or what the data sets.
         tokenizer_dir: A folder with a tokenizer.json; without it TextFiles and PythonStdlib train their own.
         workers: Processes that tokenize, for HuggingFaceText: one per core. Others use all cores.
         part: What to tokenize on this machine, for HuggingFaceText with a shared cache_dir: 2/4 is the second of four
             parts.
     """
+    from toolkit.data.base import choose_seq_length
     from toolkit.data.tokenizer import Tokenizer
 
     chosen = _parse_part(part)
@@ -39,7 +41,8 @@ def setup(
         budget = f"--data.max_cache_gb {data.max_cache_gb:g}"
         raise UserError(f"{budget}: would delete what is prepared; leave it out, or start the run at once")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir)
-    prepared = data.prepare(tokenizer=tokenizer, max_seq_length=max_seq_length)
+    length = choose_seq_length(data, none_if_auto(max_seq_length), "max_seq_length") or 256
+    prepared = data.prepare(tokenizer=tokenizer, max_seq_length=length)
     if is_streamed:
         from toolkit.data.streamed.open import prepare_all
 

@@ -8,13 +8,14 @@ from toolkit.data.mixture import Mixture
 from toolkit.data.sft.datasets import CSV, JSON, LIMA, Alpaca, Alpaca2k, AlpacaGPT4, Dolly, HuggingFace, Parquet
 from toolkit.data.sft.instruct import InstructionData
 from toolkit.data.streamed.hugging_face_text import HuggingFaceText
+from toolkit.data.text.char_text import CharText
 from toolkit.data.text.python_stdlib import PythonStdlib
 from toolkit.data.text.text_files import TextFiles
 from toolkit.data.tokens.lit_data import LitData
 from toolkit.data.tokens.synthetic import SyntheticTokens
 
 __all__ = [
-    "CSV", "JSON", "LIMA", "Alpaca", "Alpaca2k", "AlpacaGPT4", "DataModule", "Dolly", "HuggingFace", "HuggingFaceText",
-    "InstructionData", "LitData", "Mixture", "Parquet", "PreparedData", "PythonStdlib", "SyntheticTokens", "TextFiles",
-    "TokenDataset",
+    "CSV", "JSON", "LIMA", "Alpaca", "Alpaca2k", "AlpacaGPT4", "CharText", "DataModule", "Dolly", "HuggingFace",
+    "HuggingFaceText", "InstructionData", "LitData", "Mixture", "Parquet", "PreparedData", "PythonStdlib",
+    "SyntheticTokens", "TextFiles", "TokenDataset",
 ]  # fmt: skip

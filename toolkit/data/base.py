@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from toolkit.errors import require_option
+from toolkit.errors import UserError, require_option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,6 +121,10 @@ class DataModule(ABC):
     """
 
     num_workers: int = 0
+    @property
+    def seq_length(self) -> int | None:
+        """Tokens per sequence if ``--data.block_size`` sets them; None: --train.max_seq_length does."""
+        return None
 
     @abstractmethod
     def prepare(
@@ -136,6 +140,18 @@ class DataModule(ABC):
         Raises:
             UserError: An option or a file is invalid.
         """
+
+
+def choose_seq_length(data: DataModule, given: int | None, flag: str) -> int | None:
+    """Return the tokens per sequence that the data or ``flag`` sets; None if neither does.
+
+    Raises:
+        UserError: They differ.
+    """
+    length = data.seq_length
+    if length is not None and given not in (None, length):
+        raise UserError(f"--data.block_size {length}: --{flag} is {given}; give only one of them")
+    return length or given
 
 
 def require(ok: bool, name: str, value: Any, hint: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ FILE_PATTERNS = (
 )  # fmt: skip
 
 
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # organization/name, or a name alone
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
@@ -83,7 +85,7 @@ class Tokenizer:
             path = Path("checkpoints") / path
         file = path if path.is_file() else path / "tokenizer.json"
         if not path.exists():
-            raise UserError(f"{flag} {path}: no such folder or file; specify a folder with a tokenizer.json")
+            raise UserError(f"{flag} {path}: no such folder or file; {_missing_hint(str(path))}")
         if not file.is_file():
             raise UserError(
                 f"{flag} {path}: contains no tokenizer.json (tokenizer.model or vocab.json alone is not supported)"
@@ -207,6 +209,10 @@ class Tokenizer:
         left, right = self.encode_batch(["some text;\n", "and more"], bos=False)
         return self.encode("some text;\nand more", bos=False) == left + right
 
+    def is_character_level(self) -> bool:
+        """Whether no token is longer than a character, except added and special tokens."""
+        return all(len(token) == 1 for token in self._tokenizer.get_vocab().keys() - self.added_tokens.keys())
+
     def _find_special_id(self, which: str) -> int | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             token = self._settings.get(name, {}).get(f"{which}_token")
@@ -229,6 +235,12 @@ class Tokenizer:
             return setting
         with _translate_panic(self.name):
             return self._tokenizer.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+
+
+def _missing_hint(path: str) -> str:
+    if not _HUB_NAME.fullmatch(path):
+        return "specify a folder with a tokenizer.json"
+    return f"`toolkit download {path} --tokenizer_only` downloads it from the hub, or specify a local folder"
 
 
 @contextmanager

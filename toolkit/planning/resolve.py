@@ -11,6 +11,7 @@ import torch
 from toolkit.checkpoints.folder import read_model_config
 from toolkit.checkpoints.remote.run import check_out_dir
 from toolkit.config import AUTO, FSDPArgs, Precision, TrainArgs, none_if_auto
+from toolkit.data.base import choose_seq_length
 from toolkit.distributed.device import device_memory, pick_precision
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.errors import UserError, require_option
@@ -97,6 +98,8 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     """
     _check_options(args)
     args = with_length(args)
+    given = choose_seq_length(args.data, none_if_auto(args.train.max_seq_length), "train.max_seq_length")
+    args = replace(args, train=replace(args.train, max_seq_length=given or AUTO))
     precision = choose_precision(args, devices.device)
     sizes = {"devices": devices.devices, "num_nodes": devices.num_nodes}
     strategy = plan_strategy(

@@ -17,7 +17,7 @@ from toolkit.checkpoints.folder import HYPERPARAMETERS, find_model, load_model
 from toolkit.config import Accelerator, Auto, Precision, none_if_auto
 from toolkit.config.command import as_mapping, classes_of, parse_object
 from toolkit.data import DataModule, Mixture, PythonStdlib
-from toolkit.data.base import is_ragged, row_count
+from toolkit.data.base import choose_seq_length, is_ragged, row_count
 from toolkit.data.loader import Batch, choose_padding
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
@@ -104,6 +104,7 @@ def evaluate(
     if data is None:
         data, of_run = data_of_run(checkpoint.folder, trust=trust_checkpoint_data)
         length = length or of_run
+    length = choose_seq_length(data, length, "max_seq_length")
     block_size = checkpoint.model.config.block_size
     length = length or block_size
     if not 0 < length <= block_size:

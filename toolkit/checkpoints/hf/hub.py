@@ -18,7 +18,7 @@ from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE, quantized_bits,
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.store import disk_full_reason, require_new_folder
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types
-from toolkit.data.tokenizer import FILE_PATTERNS
+from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import UserError
 from toolkit.untrusted import read_json_object
 
@@ -40,7 +40,12 @@ class Snapshot(NamedTuple):
 
 
 def download(
-    repo_id: str, out_dir: str | Path, revision: str = "main", dtype: torch.dtype | None = None, convert: bool = True
+    repo_id: str,
+    out_dir: str | Path,
+    revision: str = "main",
+    dtype: torch.dtype | None = None,
+    convert: bool = True,
+    tokenizer_only: bool = False,
 ) -> list[str]:
     """Download a repository's model into a model folder, and record the commit in ``download.yaml``; print progress.
 
@@ -53,23 +58,28 @@ def download(
         revision: A branch, a tag or a commit.
         dtype: Dtype of the weights; unchanged by default.
         convert: If false, keep the downloaded files as a Hugging Face folder.
+        tokenizer_only: Download only the files of the tokenizer.
 
     Returns:
         Notes of the conversion for the user.
 
     Raises:
         UserError: the repository or revision does not exist or is not accessible, there is no network, the repository
-            holds no safetensors or an unsupported model (checked before the weights are downloaded), or there is not
-            enough disk space.
+            holds no safetensors or an unsupported model (checked before the weights are downloaded), its tokenizer is
+            not supported, or there is not enough disk space.
     """
     out_dir = Path(out_dir)
     require_new_folder(out_dir)
     snapshot = _look_up(repo_id, revision)
     staging = out_dir.parent / f".download-{out_dir.resolve().name}"
     folder = staging / snapshot.commit
-    with tempfile.TemporaryDirectory() as preview:
-        names = _select_files(snapshot, Path(preview))
-        size_ratio = _conversion_size_ratio(Path(preview), dtype) if convert else 0.0
+    convert = convert and not tokenizer_only
+    if tokenizer_only:
+        names, size_ratio = _select_tokenizer(snapshot), 0.0
+    else:
+        with tempfile.TemporaryDirectory() as preview:
+            names = _select_files(snapshot, Path(preview))
+            size_ratio = _conversion_size_ratio(Path(preview), dtype) if convert else 0.0
     _require_disk_space(snapshot, names, folder, size_ratio)
     with exclusive_lock(staging):
         _drop_other_commits(staging, snapshot.commit)
@@ -81,6 +91,8 @@ def download(
         if convert:
             print(f"converting it to {out_dir}")
         try:
+            if tokenizer_only:
+                Tokenizer.load(folder, f"repo_id {repo_id}:")
             notes = import_hf(folder, out_dir, dtype) if convert else _move(folder, out_dir)
         except UserError as error:
             raise UserError(f"{error}; the downloaded files are kept in {staging}") from error
@@ -106,6 +118,14 @@ def _look_up(repo_id: str, revision: str) -> Snapshot:
         if not info.sha:
             raise ValueError("no commit")
     return Snapshot(repo_id, revision, info.sha, {file.rfilename: file.size or 0 for file in info.siblings or ()})
+
+
+def _select_tokenizer(snapshot: Snapshot) -> list[str]:
+    names = sorted(name for name in snapshot.sizes if _is_tokenizer_file(name))
+    if "tokenizer.json" not in names:
+        held = f" ({', '.join(names)} alone is not supported)" if names else ""
+        raise UserError(f"repo_id {snapshot.repo_id}: holds no tokenizer.json{held}; try another repository")
+    return names
 
 
 def _select_files(snapshot: Snapshot, folder: Path) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from toolkit.config.other_formats.rules import (
     BATCH_SIZE,
     CLIP_NORM,
@@ -17,22 +15,7 @@ from toolkit.config.other_formats.rules import (
     Rule,
     text,
 )
-
-
-def _require_local(value: str, fix: str) -> None:
-    if re.match(r"\w[\w+.-]+:/", value):
-        raise ValueError(f"remote files are not supported; {fix}")
-
-
-def _path(file: File, path: str) -> Options:
-    _require_local(path, "download it, and give --data.train_data_path FILE")
-    return {"data.train_data_path": path}
-
-
-def _train_split(file: File, share: float) -> Options | str:
-    if file.override("data.val_data_path"):
-        return "no effect, --data.val_data_path has the held-out text"
-    return {"data.val_fraction": round(1 - share, 12)}
+from toolkit.paths import is_url
 
 
 def _block_size(file: File, size: int) -> Options:
@@ -48,15 +31,16 @@ def _max_epochs(file: File, epochs: float) -> Options:
 
 
 def _snapshot_path(file: File, path: str) -> Options:
-    _require_local(path, "give --out_dir FOLDER for the checkpoints, and --resume auto")
+    if is_url(path):
+        raise ValueError("remote files are not supported; give --out_dir FOLDER for the checkpoints, and --resume auto")
     return {"resume": "auto"}
 
 
 DATA = {
-    "path": Rule(text, ("data.train_data_path",), _path),
+    "path": Rule(text, ("data.path",)),
     "block_size": Rule(COUNT, ("model_config.block_size", "train.max_seq_length"), _block_size),
-    "train_split": Rule(SHARE, ("data.val_fraction",), _train_split, "the end of the text is held out"),
-    "truncate": Rule(SHARE, ("data.text_fraction",)),
+    "train_split": Rule(SHARE, ("data.train_split",), note="the end of the text is held out"),
+    "truncate": Rule(SHARE, ("data.truncate",)),
 }
 GPT = {
     "model_type": Rule(text, ("model_name",)),
@@ -88,7 +72,7 @@ TRAINER = {
     ),
 }
 IMPLIED: dict[str, Options] = {
-    "data_config": {"data": "TextFiles", "data.vocab_size": "characters"},
+    "data_config": {"data": "CharText"},
     "gpt_config": {"model_name": "gpt-mini"},
     "optimizer_config": {"train.lr_schedule": "constant", "train.lr_warmup_steps": 0},
 }

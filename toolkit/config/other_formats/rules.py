@@ -82,7 +82,7 @@ class File:
     def override(self, option: str) -> str | None:
         """Return what overrides an option, for display. Another class of data overrides all options of data."""
         data = self.later.get("data") or self.own.get("data")
-        if option.startswith("data.") and data is not None and data.text.rpartition(".")[2] != "TextFiles":
+        if option.startswith("data.") and data is not None and data.text.rpartition(".")[2] != "CharText":
             return data.named("data")
         return self.later[option].named(option) if option in self.later else None
 
