@@ -162,7 +162,7 @@ def broken(kind: str):
     if kind == "the search for NaN fails on rank 1":
         return mock.patch.object(checkpointer, "nonfinite_state", failing_search)
     if kind == "slow data on rank 1":
-        return slow_loading(reading.train_batches)
+        return slow_loading(reading.TrainReader.read)
     if kind == "nan on rank 1":
         return mock.patch.object(trainer, "train_step", with_nan(trainer.train_step))
     if kind in ("by a callback", "by the data"):
@@ -216,19 +216,18 @@ def with_inf(train_step):
     return step
 
 
-def slow_loading(train_batches):
-    """Patch the loader, and give the trainer a clock that rank 1 sets 100 s ahead with every batch."""
+def slow_loading(read):
+    """Give the trainer a clock that rank 1 sets 100 s ahead while it waits for data."""
     ahead = 0
 
-    def batches(*args, **options):
+    def read_slowly(reader):
         nonlocal ahead
-        for batch in train_batches(*args, **options):
-            ahead += 100 * dist.get_rank()
-            yield batch
+        ahead += 100 * dist.get_rank()
+        return read(reader)
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(reading, "train_batches", batches))
+    stack.enter_context(mock.patch.object(reading.TrainReader, "read", read_slowly))
     stack.enter_context(mock.patch.object(trainer, "time", clock))
     return stack
 

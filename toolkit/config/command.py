@@ -313,7 +313,8 @@ class CommandOptions:
         elif self.chosen.get(group) in (None, *(self.choices(group).values() if group in self.bases else ())):
             prefix = f"{given.source}: " if given.source else "--" if given.source == "" else ""
             may_be_remote = key in _REMOTE or (key == "out_dir" and "train" in self.groups)  # of a run
-            if key.rpartition(".")[2] not in getattr(self.chosen.get(group), "takes_urls", ()):
+            owner = self.chosen.get(group, self.functions[0])
+            if key.rpartition(".")[2] not in getattr(owner, "takes_urls", ()):
                 check = require_folder if may_be_remote else require_local
                 check(f"{prefix}{key}", given.value)  # user-provided classes may accept URLs
 

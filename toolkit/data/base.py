@@ -121,6 +121,12 @@ class DataModule(ABC):
     """
 
     num_workers: int = 0
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a thread may read rows while a step computes: they are pure functions of their index."""
+        return True
+
     @property
     def seq_length(self) -> int | None:
         """Tokens per sequence if ``--data.block_size`` sets them; None: --train.max_seq_length does."""

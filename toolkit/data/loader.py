@@ -10,8 +10,9 @@ import signal
 import threading
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
+from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
 import numpy as np
@@ -88,6 +89,11 @@ class Batch:
         if with_keys:
             tensors["sample_keys"] = torch.tensor(self.sample_keys)
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+    def pin_memory(self) -> Batch:
+        """Return a copy in page-locked memory, from which CUDA copies asynchronously."""
+        packed = {name: tensor.pin_memory() for name, tensor in self.packed.items()}
+        return replace(self, input_ids=self.input_ids.pin_memory(), labels=self.labels.pin_memory(), packed=packed)
 
 
 def _collate(
@@ -168,23 +174,26 @@ def _load(
         # DataLoader draws a seed for its workers; the global generator's state must not change.
         generator=torch.Generator(),
     )
-    batches = _as_generator(loader)
-    _open_loaders.add(batches)
+    workers: list[BaseProcess] = []
+    batches = _as_generator(loader, workers)
+    _open_loaders[batches] = workers
     return batches
 
 
-def _as_generator(loader: DataLoader) -> Generator[Batch, None, None]:
-    error = None
-    for batch in loader:
+def _as_generator(loader: DataLoader, workers: list[BaseProcess]) -> Generator[Batch, None, None]:
+    error, iterator = None, iter(loader)
+    workers += getattr(iterator, "_workers", [])
+    for batch in iterator:
         if isinstance(batch, DataError):
             error = batch
-            break  # drops the iterator, which a traceback would keep alive with its workers
+            break
         yield batch
+    del iterator  # a traceback would keep it alive with its workers
     if error is not None:
         raise error
 
 
-_open_loaders: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
+_open_loaders: weakref.WeakKeyDictionary[Generator[Batch, None, None], list[BaseProcess]] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
@@ -193,8 +202,12 @@ def _close_all() -> None:
 
     multiprocessing would send their workers SIGTERM, which they ignore, and wait forever. Its hook runs after this one.
     """
-    for batches in list(_open_loaders):
-        batches.close()
+    for batches, workers in list(_open_loaders.items()):
+        try:
+            batches.close()
+        except ValueError:  # a thread still reads in it, see toolkit.data.prefetch
+            for worker in workers:
+                worker.kill()
 
 
 def _step_ids(

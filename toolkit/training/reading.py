@@ -1,12 +1,17 @@
-"""The training data of a run, step by step. Ranks that cannot read take part in the step's vote: all stop together."""
+"""The training data of a run, step by step, read ahead. Ranks that cannot read take part in the step's vote: all stop
+together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NoReturn
+
+import torch
 
 from toolkit.data.base import TokenDataset, sample_order
 from toolkit.data.loader import Batch, Padding, train_batches
+from toolkit.data.prefetch import ReadAhead
 from toolkit.distributed import ranks
 from toolkit.errors import DataError, UserError
 from toolkit.planning.resolve import ResolvedConfig
@@ -21,17 +26,20 @@ class TrainReader:
         state: With the progress to start from.
         rows: The training rows.
         padding: How to pad rows of unequal length.
+        device: Where the steps are computed.
 
     Raises:
         UserError: the run cannot go on with this data.
     """
 
-    def __init__(self, config: ResolvedConfig, state: RunState, rows: TokenDataset, padding: Padding) -> None:
+    def __init__(
+        self, config: ResolvedConfig, state: RunState, rows: TokenDataset, padding: Padding, device: torch.device
+    ) -> None:
         batch, progress = config.batch, state.progress
         self.order = sample_order(rows, config.args.seed, progress.data)
         self._end = last_position(state, batch.global_batch_size)
         self.error: DataError | None = None
-        self._batches = train_batches(
+        steps: Iterator[list[Batch]] = train_batches(
             rows,
             self.order,
             start_position=progress.samples,
@@ -43,6 +51,10 @@ class TrainReader:
             num_workers=config.args.data.num_workers,
             padding=padding,
         )
+        if state.limits.last_step is not None:  # nothing is read after it
+            steps = islice(steps, max(0, state.limits.last_step - progress.step))
+        self._ahead = ReadAhead(steps, device) if config.args.data.reads_ahead else None
+        self._steps = self._ahead or steps
 
     def describe(self) -> list[str]:
         """Return lines for the log on what the run will read, of orders that have some.
@@ -56,10 +68,25 @@ class TrainReader:
     def read(self) -> list[Batch]:
         """Return the micro-batches of the next step; none if they cannot be read, and then ``error`` is set."""
         try:
-            return next(self._batches)
+            return next(self._steps)
         except DataError as error:
             self.error = error
             return []
+
+    def pause(self) -> None:
+        """Read nothing until the next :meth:`read`: what uses the data in the meantime need not be thread-safe."""
+        if self._ahead is not None:
+            self._ahead.pause()
+
+    def close(self) -> None:
+        """End reading ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Return the state of the sample order, see :meth:`toolkit.data.order.SampleOrder.state`."""
+        self.pause()
+        return self.order.state(position)
 
     def raise_error(self, saved: str | None) -> NoReturn:
         """Raise the error of the rank that cannot read, on all ranks; every rank calls this.

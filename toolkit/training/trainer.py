@@ -132,7 +132,8 @@ class Trainer:
                 return
             context = None if self.state.model.config is None else config.max_seq_length
             self.padding = choose_padding(self.fabric.device.type, self.state.longest_ragged > 0, context)
-            self.reader = TrainReader(config, self.state, self.data.train, self.padding)
+            self.reader = TrainReader(config, self.state, self.data.train, self.padding, self.fabric.device)
+            stack.callback(self.reader.close)
             self.token_bytes = None if self.data.tokenizer is None else self.data.tokenizer.token_bytes()
             self._describe()
             if (gpt := self.state.model.meta_model) is not None and args.optimizer_class is None:
@@ -281,7 +282,7 @@ class Trainer:
         """
         self.display.phase("saving")
         self._count_seconds()
-        self.progress.data = self.reader.order.state(self.progress.samples)
+        self.progress.data = self.reader.state(self.progress.samples)
         with ranks.extended_timeout(self.timeouts.first, self.timeouts.later), record_function(SAVE):
             folder = self.checkpointer.save(name, self.progress)
         notify(self.callbacks, "on_checkpoint_saved", self, folder)
@@ -297,6 +298,7 @@ class Trainer:
         if self.data.val is None or not row_count(self.data.val):
             return {}
         self.display.phase("validating")
+        self.reader.pause()  # held-out and training rows may be of one store
         batch, max_iters = self.config.batch, self.args.eval.max_iters
         batches = batches_by_source(
             self.data.val_sources or {"": self.data.val},

@@ -58,7 +58,9 @@ class CharText(DataModule):
         from toolkit.data.text.prepare import TextSources, prepare_text
 
         if tokenizer is not None and not tokenizer.is_character_level():
-            raise UserError(f"--data CharText: {tokenizer.name} has longer tokens than characters; use --data TextFiles")
+            raise UserError(
+                f"--data CharText: {tokenizer.name} has longer tokens than characters; use --data TextFiles"
+            )
         option = f"--data.path {self.path}"
         file = fetch(self.path, "path", self.cache_dir, report) if is_url(self.path) else Path(self.path).expanduser()
         if not file.is_file():

@@ -25,6 +25,11 @@ class PythonData(DataModule):
     lengths: list[int]
 
     @property
+    def reads_ahead(self) -> bool:
+        """See :attr:`DataModule.reads_ahead`. The user's object may draw random numbers, or belong to one thread."""
+        return self.num_workers > 0
+
+    @property
     def is_ragged(self) -> bool:
         """Whether the checked rows differ in length."""
         return min(self.lengths) != max(self.lengths)
