@@ -188,6 +188,8 @@ def storage_errors(where: str, url: str) -> Iterator[None]:
 def describe_storage_error(error: BaseException, url: str) -> str:
     """Return the reason, and what to do about it, without credentials."""
     scheme = url.partition("://")[0] if is_url(url) else ""
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, OSError):
+        error = error.__cause__  # fsspec says so of a server that does not answer, too
     name = type(error).__name__
     if isinstance(error, ImportError) and scheme in _PACKAGES:
         return f"needs {_PACKAGES[scheme]}; run: pip install {_PACKAGES[scheme]}"
