@@ -24,7 +24,7 @@ from toolkit.paths import is_path_option
 
 NO_PATHS = {
     "base_model", "callbacks", "columns", "compiler", "family", "family_options", "group", "latent_attention",
-    "logger_name", "model_name", "name", "options", "project", "prompt", "prompt_style", "repo_id", "revision",
+    "logger_name", "model_name", "name", "options", "part", "project", "prompt", "prompt_style", "repo_id", "revision",
     "rope_adjustments", "run", "sources", "split", "split_names", "strategy", "subset", "system", "tasks",
     "text_column", "val_split", "wrap_classes",
 }  # fmt: skip
