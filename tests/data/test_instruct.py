@@ -383,7 +383,7 @@ DAMAGE = {
     "tokens truncated": lambda f: os.truncate(f / "tokens" / "chunk-0-0.bin", 10),
     "one token changed": lambda f: _flip(f / "tokens" / "chunk-0-0.bin"),
     "one label changed": lambda f: _flip(f / "loss_mask" / "chunk-0-0.bin"),
-    "one offset changed": lambda f: _flip(f / "offsets.npy"),
+    "one row changed": lambda f: _flip(f / "rows.npz"),
     "a count changed": lambda f: _edit(f, lambda m: m["facts"].update(samples=3)),
     "index missing": lambda f: (f / "rows.npz").unlink(),
     "everything missing": lambda f: (shutil.rmtree(f), f.mkdir()),

@@ -17,7 +17,7 @@ from toolkit.data import LitData, PythonStdlib, TextFiles, cache
 from toolkit.data.cache import default_cache_dir
 from toolkit.data.text import documents
 from toolkit.data.tokenizer import Tokenizer, train_bpe
-from toolkit.errors import UserError
+from toolkit.errors import DataError, UserError
 
 T = 32
 
@@ -263,6 +263,29 @@ def test_s7_damaged_file_is_named_and_intact_folder_is_verified_once_per_machine
         LitData(str(folder)).prepare(tokenizer=None, max_seq_length=T, report=print)
     assert re.search(r"preparing .*damaged \(tokens/chunk-0-0.bin: bytes differ from its checksum", prepare()[1])
     LitData(str(folder)).prepare(tokenizer=None, max_seq_length=T, report=print)
+
+
+def test_s7_large_data_is_verified_as_it_is_read(prepare, tmp_path, monkeypatch):
+    """A run starts without reading the tokens; a damaged chunk is named when it is read."""
+    monkeypatch.setattr(cache, "_LARGE", 0)
+    first = prepare()[0]
+    expected = all_tokens(first.train)
+    (folder,) = (tmp_path / "cache").iterdir()
+    checked = []
+    find_damage = cache.find_damage
+    monkeypatch.setattr(cache, "find_damage", lambda f, files: checked.extend(files) or find_damage(f, files))
+    _flip(folder / "tokens" / "chunk-0-0.bin", -1, 1)
+    for module in (None, LitData(str(folder))):
+        data = module.prepare(tokenizer=None, max_seq_length=T, report=print) if module else prepare()[0]
+        assert not data.train.store.array._open  # no chunk was even opened
+        with pytest.raises(DataError, match=f"tokens/chunk-0-0.bin: bytes differ .*; delete {folder} and prepare"):
+            data.val[0]
+    assert "manifest.json" in checked and not any(name.endswith(".bin") for name in checked)
+    again, log = prepare(max_seq_length=T + 1)  # reads everything, once
+    assert "damaged" in log and "preparing" in log
+    assert all_tokens(prepare()[0].train) == expected and len(again.train) < len(first.train)
+    (folder / "manifest.json").write_text("{}")
+    assert "damaged (manifest.json" in prepare()[1]
 
 
 def test_stamps_of_removed_folders_are_removed(prepare, tmp_path, monkeypatch):

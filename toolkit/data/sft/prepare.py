@@ -1,9 +1,9 @@
 """Prepare instruction data once, cached by content: rows -> records -> tokens and loss mask -> packed rows.
 
-    <cache_dir>/<module>-<first 16 of the key>/tokens/, loss_mask/, offsets.npy   the samples, see tokens.store
-                                              rows.npz         where the samples come from, and those of each row
-                                              manifest.json    contents and statistics
-                                              checksums.json   of all of these files
+    <cache_dir>/<module>-<first 16 of the key>/tokens/, loss_mask/   the samples, see tokens.store
+                                              rows.npz        their offsets and origin, and those of each row
+                                              manifest.json   contents and statistics
+                                              checksums.json  of all of these files
 
 Packing is decided here, so the order of rows stays a pure function of their index (S2).
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,57 +92,40 @@ def _collect_notes(config: SFTConfig, statistics: dict[str, Any]) -> list[str]:
 # ---- reading
 
 
-@dataclass(frozen=True)
-class Samples:
-    """The samples of a store, and where they come from.
-
-    Args:
-        store: Their tokens and loss mask.
-        offsets: (n + 1,) int64, where they start.
-        sources: (n,) int64, an index in ``source_names``.
-        numbers: (n,) int64, the row number in that source.
-        source_names: File and unit, such as ``data/faq.jsonl line``.
-    """
-
-    store: TokenStore
-    offsets: np.ndarray
-    sources: np.ndarray
-    numbers: np.ndarray
-    source_names: tuple[str, ...]
-
-    def where(self, sample: int) -> str:
-        """Return the file and row of a sample."""
-        return self.describe_row(int(self.sources[sample]), int(self.numbers[sample]))
-
-    def describe_row(self, source: int, number: int) -> str:
-        """Return the position of a row, such as ``data/faq.jsonl line 17``."""
-        return f"{self.source_names[source]} {number:,}"
-
-    def __getitem__(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return input tokens and labels of a sample, each (N - 1,) int64."""
-        begin, end = int(self.offsets[sample]), int(self.offsets[sample + 1])
-        tokens = self.store.tokens(begin, end).astype(np.int64)
-        return tokens[:-1], np.where(self.store.loss_mask(begin + 1, end), tokens[1:], IGNORE_INDEX)
-
-
 class PackedDataset:
     """The rows of one split; see :class:`toolkit.data.base.TokenDataset`.
 
     A packed row also has ``positions``, which restart at 0 in every document, and ``documents``, the document indices,
     both (T,) int64. No token is predicted from a previous document.
 
+    Args:
+        store: The tokens and the loss mask of all samples.
+        arrays: int64: "offsets" (samples + 1,), where samples start; "sources" (samples,), indices in
+            ``source_names``; "numbers" (samples,), row numbers there; of each split "<split>_members", the samples of
+            all rows, concatenated, and "<split>_starts" (rows + 1,), where rows start in them.
+        split: "train" or "val".
+        source_names: File and unit, such as ``data/faq.jsonl line``.
+        statistics: Preparation counts over both splits (see :class:`toolkit.data.sft.tokenize.Counts`).
+
     Attributes:
         lengths: (n,) int64, the input tokens of each row.
-        statistics: Preparation counts over both splits (see :class:`toolkit.data.sft.tokenize.Counts`).
+        packed: Whether a row may hold several samples.
     """
 
     def __init__(
-        self, samples: Samples, members: np.ndarray, starts: np.ndarray, packed: bool, statistics: dict[str, Any]
+        self,
+        store: TokenStore,
+        arrays: dict[str, np.ndarray],
+        split: str,
+        source_names: tuple[str, ...],
+        statistics: dict[str, Any],
     ) -> None:
-        self._samples, self._members, self._starts = samples, members, starts
-        self.packed, self.statistics = packed, statistics
-        inputs = np.diff(samples.offsets)[members] - 1
-        self.lengths: np.ndarray = np.add.reduceat(inputs, starts[:-1]) if len(members) else inputs
+        self._store, self._source_names, self.statistics = store, source_names, statistics
+        self._offsets, self._sources, self._numbers = (arrays[name] for name in ("offsets", "sources", "numbers"))
+        self._members, self._starts = arrays[f"{split}_members"], arrays[f"{split}_starts"]
+        self.packed = statistics["packing"] != "none"
+        inputs = np.diff(self._offsets)[self._members] - 1
+        self.lengths: np.ndarray = np.add.reduceat(inputs, self._starts[:-1]) if len(inputs) else inputs
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -151,7 +133,7 @@ class PackedDataset:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         import torch
 
-        samples = [self._samples[member] for member in self._row(index)]
+        samples = [self._sample(member) for member in self._row(index)]
         row = {
             "input_ids": np.concatenate([inputs for inputs, _ in samples]),
             "labels": np.concatenate([labels for _, labels in samples]),
@@ -164,11 +146,17 @@ class PackedDataset:
 
     def where(self, index: int) -> list[str]:
         """Return the files and rows of the samples in row ``index``."""
-        return [self._samples.where(member) for member in self._row(index)]
+        return [self.describe_row(self._sources[member], self._numbers[member]) for member in self._row(index)]
 
     def describe_row(self, source: int, number: int) -> str:
-        """See :meth:`Samples.describe_row`."""
-        return self._samples.describe_row(source, number)
+        """Return the position of a row, such as ``data/faq.jsonl line 17``."""
+        return f"{self._source_names[source]} {number:,}"
+
+    def _sample(self, member: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return input tokens and labels of a sample, each (N - 1,) int64."""
+        begin, end = self._offsets[member : member + 2].tolist()
+        tokens = self._store.tokens(begin, end).astype(np.int64)
+        return tokens[:-1], np.where(self._store.loss_mask(begin + 1, end), tokens[1:], IGNORE_INDEX)
 
     def _row(self, index: int) -> list[int]:
         if not 0 <= index < len(self):
@@ -183,17 +171,12 @@ def _open(folder: Path, key: str, config: SFTConfig) -> tuple[PreparedData, dict
     with np.load(folder / _ROWS) as file:
         arrays = dict(file)
     names = tuple(f"{source.name} {source.unit}" for source in config.sources)
-    samples = Samples(store, store.offsets(), arrays["sources"], arrays["numbers"], names)
-    splits = {}
-    for split in ("train", "val"):
-        members, starts = arrays[f"{split}_members"], arrays[f"{split}_starts"]
-        rows = PackedDataset(samples, members, starts, config.packing != "none", statistics)
-        splits[split] = rows if len(rows) else None
-    if splits["train"] is None:
+    train, val = (PackedDataset(store, arrays, split, names, statistics) for split in ("train", "val"))
+    if not len(train):
         raise ValueError("there are no training rows")
     tokenizer = config.tokenizer if config.template is None else config.template.export_tokenizer()
     summary = summarize(statistics, config)
-    return PreparedData(splits["train"], splits["val"], tokenizer, manifest["content_key"], summary), statistics
+    return PreparedData(train, val if len(val) else None, tokenizer, manifest["content_key"], summary), statistics
 
 
 def _content_key(store: TokenStore, arrays: dict[str, np.ndarray]) -> str:
@@ -212,10 +195,10 @@ def _content_key(store: TokenStore, arrays: dict[str, np.ndarray]) -> str:
 
 
 def _make(folder: Path, key: str, config: SFTConfig, report: Callable[[str], None]) -> None:
-    writer = TokenWriter(folder, token_dtype(config.tokenizer.vocab_size), with_loss_mask=True, with_offsets=True)
+    writer = TokenWriter(folder, token_dtype(config.tokenizer.vocab_size), with_loss_mask=True)
     counts, samples = tokenize_samples(config, writer, report)
     rows = _assign_rows(config, samples, counts)
-    arrays = {name: samples[name] for name in ("sources", "numbers")}
+    arrays = dict(samples)
     for split, (members, starts) in rows.items():
         arrays |= {f"{split}_members": members.astype(np.int64), f"{split}_starts": starts.astype(np.int64)}
     np.savez(folder / _ROWS, **arrays)  # type: ignore[arg-type]
@@ -230,7 +213,7 @@ def _make(folder: Path, key: str, config: SFTConfig, report: Callable[[str], Non
     statistics["val_samples"] = len(rows["val"][0])
     store = TokenStore(folder)
     statistics["val_samples_also_trained"] = _count_repeats(store, samples["offsets"], rows)
-    content_key = _content_key(store, arrays | samples)
+    content_key = _content_key(store, arrays)
     write_manifest(folder, {"key": key, "content_key": content_key, "facts": statistics})
 
 

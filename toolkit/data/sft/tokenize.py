@@ -122,19 +122,21 @@ def tokenize_samples(
     Raises:
         UserError: A row is invalid, or too long with ``on_long`` "error"; the message names it.
     """
-    counts, sources, numbers, last_line = Counts(), array("q"), array("q"), time.perf_counter()
+    counts, last_line = Counts(), time.perf_counter()
+    offsets, sources, numbers = array("q", [0]), array("q"), array("q")
     for position, source in enumerate(config.sources):
         for number, row in source.rows():
             counts.samples += 1
             for ids, mask in _tokenize_row(config, row, position, number, counts):
                 writer.add(ids, mask)
+                offsets.append(writer.n_tokens)
                 sources.append(position)
                 numbers.append(number)
             if time.perf_counter() - last_line > HEARTBEAT:
                 report(f"Data: tokenized {counts.samples:,} samples")
                 last_line = time.perf_counter()
     writer.finish()
-    arrays = {"offsets": writer.offsets, "sources": sources, "numbers": numbers}
+    arrays = {"offsets": offsets, "sources": sources, "numbers": numbers}
     return counts, {name: np.asarray(values, np.int64) for name, values in arrays.items()}
 
 

@@ -40,7 +40,7 @@ class ChunkedArray:
 
     Args:
         folder: Contains ``index.json`` and the chunks it lists; ``crc32.npy`` if :class:`TokenWriter` wrote it. Then
-            each piece of 65,536 values is verified before it is used for the first time (S7).
+            each piece of 65,536 values of a chunk is verified before it is used for the first time (S7).
 
     Attributes:
         dtype: The integer type.
@@ -61,6 +61,7 @@ class ChunkedArray:
         self.sizes: list[int] = [chunk["dim"] for chunk in index["chunks"]]
         self._starts = [0, *accumulate(self.sizes)]
         self._check_files()
+        self._pieces = [0, *accumulate(-(-size // PIECE) for size in self.sizes)]
         self._checksums = self._read_checksums()
         self._forget()
 
@@ -75,11 +76,15 @@ class ChunkedArray:
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"values {start} to {stop} of {len(self)}")
-        if self._checksums is not None and stop > start:
-            for piece in range(start // PIECE, (stop - 1) // PIECE + 1):
-                if not self._verified[piece]:
-                    self._verify(piece, self._checksums)
-        return self._read(start, stop)
+        parts = [np.empty(0, self.dtype)]
+        chunk = bisect.bisect_right(self._starts, start) - 1
+        while start < stop:
+            end, begin = min(stop, self._starts[chunk + 1]), self._starts[chunk]
+            if self._checksums is not None:
+                self._verify(chunk, start - begin, end - begin, self._checksums)
+            parts.append(self._read(chunk, start - begin, end - begin))
+            start, chunk = end, chunk + 1
+        return parts[1] if len(parts) == 2 else np.concatenate(parts)
 
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[np.ndarray]:
         """Yield all values from ``start`` to ``stop`` in large blocks."""
@@ -128,24 +133,18 @@ class ChunkedArray:
         self._open: dict[int, IO[bytes]] = {}
         self._verified = bytearray(0 if self._checksums is None else len(self._checksums))
 
-    def _verify(self, piece: int, checksums: np.ndarray) -> None:
-        start = piece * PIECE
-        if zlib.crc32(self._read(start, min(start + PIECE, len(self))).data) != checksums[piece]:
-            chunk = bisect.bisect_right(self._starts, start) - 1
-            raise self._error(chunk, f"bytes differ from their checksum (after token {start - self._starts[chunk]:,})")
-        self._verified[piece] = True
+    def _verify(self, chunk: int, start: int, stop: int, checksums: np.ndarray) -> None:
+        """Compare the pieces of a chunk with their checksums, if that was not done before."""
+        for first in range(start // PIECE * PIECE, stop, PIECE):
+            piece = self._pieces[chunk] + first // PIECE
+            if not self._verified[piece]:
+                values = self._read(chunk, first, min(first + PIECE, self.sizes[chunk]))
+                if zlib.crc32(values.data) != checksums[piece]:
+                    raise self._error(chunk, f"bytes differ from their checksum (after token {first:,})")
+                self._verified[piece] = True
 
-    def _read(self, start: int, stop: int) -> np.ndarray:
-        parts = []
-        chunk = bisect.bisect_right(self._starts, start) - 1
-        while start < stop:
-            end = min(stop, self._starts[chunk + 1])
-            parts.append(self._read_chunk(chunk, start - self._starts[chunk], end - start))
-            start, chunk = end, chunk + 1
-        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self.dtype)])
-
-    def _read_chunk(self, chunk: int, start: int, count: int) -> np.ndarray:
-        n_bytes = count * self.dtype.itemsize
+    def _read(self, chunk: int, start: int, stop: int) -> np.ndarray:
+        n_bytes = (stop - start) * self.dtype.itemsize
         try:
             file = self._open.get(chunk) or self._open_chunk(chunk)
             content = os.pread(file.fileno(), n_bytes, self._headers[chunk] + start * self.dtype.itemsize)
@@ -183,7 +182,7 @@ class ChunkedArray:
         if not (self.folder / PIECES).is_file():
             return None
         checksums = np.load(self.folder / PIECES, mmap_mode="r")
-        if checksums.dtype != np.uint32 or checksums.shape != (-(-len(self) // PIECE),):
+        if checksums.dtype != np.uint32 or checksums.shape != (self._pieces[-1],):
             raise ValueError(f"{self.folder / PIECES} does not belong to these chunks")
         return checksums
 

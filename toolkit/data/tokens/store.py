@@ -2,7 +2,6 @@
 
     <folder>/tokens/      all tokens one after the other, in LitData's flat chunk format (TokensLoader): uint16 or int32
              loss_mask/   the same, uint8: 1 where a token has loss; only of instruction data
-             offsets.npy  int64 (n + 1,): where the samples start; only of instruction data
 
 ``litdata.StreamingDataset(f"{folder}/tokens", item_loader=TokensLoader(block_size))`` reads the tokens, too; it drops
 those at the end of a chunk that do not fill a block.
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-TOKENS, LOSS_MASK, OFFSETS = "tokens", "loss_mask", "offsets.npy"
+TOKENS, LOSS_MASK = "tokens", "loss_mask"
 SPLITS = ("train", "val")
 TOKENS_PER_CHUNK = 1 << 23  # 16 or 32 MB
 
@@ -45,7 +44,6 @@ class TokenWriter:
         folder: Created if it does not exist.
         dtype: uint16 or int32, see :func:`token_dtype`.
         with_loss_mask: Each sample comes with a loss mask.
-        with_offsets: Write where each sample starts, in memory 8 bytes per sample.
         tokens_per_chunk: Tokens of all chunks but the last.
     """
 
@@ -55,15 +53,11 @@ class TokenWriter:
         dtype: npt.DTypeLike,
         *,
         with_loss_mask: bool = False,
-        with_offsets: bool = False,
         tokens_per_chunk: int | None = None,
     ) -> None:
-        self._folder, per_chunk = Path(folder), tokens_per_chunk or TOKENS_PER_CHUNK
-        self._tokens = _ArrayWriter(self._folder / TOKENS, np.dtype(dtype), per_chunk)
-        self._loss_mask = None
-        if with_loss_mask:
-            self._loss_mask = _ArrayWriter(self._folder / LOSS_MASK, np.dtype(np.uint8), per_chunk)
-        self.offsets = array("q", [0]) if with_offsets else None
+        folder, per_chunk = Path(folder), tokens_per_chunk or TOKENS_PER_CHUNK
+        self._tokens = _ArrayWriter(folder / TOKENS, np.dtype(dtype), per_chunk)
+        self._loss_mask = _ArrayWriter(folder / LOSS_MASK, np.dtype(np.uint8), per_chunk) if with_loss_mask else None
 
     @property
     def n_tokens(self) -> int:
@@ -86,21 +80,17 @@ class TokenWriter:
         self._tokens.add(np.asarray(ids))
         if self._loss_mask is not None:
             self._loss_mask.add(np.asarray(loss_mask))
-        if self.offsets is not None:
-            self.offsets.append(self.n_tokens)
 
     def finish(self) -> int:
         """Write what is left and the index; return the number of tokens. A folder without tokens cannot be opened."""
         self._tokens.finish()
         if self._loss_mask is not None:
             self._loss_mask.finish()
-        if self.offsets is not None:
-            np.save(self._folder / OFFSETS, np.asarray(self.offsets))
         return self.n_tokens
 
 
 class _ArrayWriter:
-    """Streams one array to chunks, with LitData's writer, and the CRC-32 of each piece to ``crc32.npy``.
+    """Streams one array to chunks, with LitData's writer, and the CRC-32 of each piece of them to ``crc32.npy``.
 
     ``litdata.optimize`` writes the same chunks but starts processes: 6 s more, and a calling script without a
     ``__main__`` guard would run itself again.
@@ -113,8 +103,7 @@ class _ArrayWriter:
         self.folder, self.size, self.largest = folder, 0, -1
         # One item is one chunk: the writer closes a chunk when a second item would not fit.
         self._writer = BinaryWriter(str(folder), chunk_size=per_chunk, item_loader=TokensLoader())
-        self._buffer, self._n_chunks = np.empty(per_chunk, dtype), 0
-        self._checksums, self._crc32 = array("I"), 0
+        self._buffer, self._n_chunks, self._checksums = np.empty(per_chunk, dtype), 0, array("I")
 
     def add(self, values: np.ndarray) -> None:
         if len(values):
@@ -124,19 +113,14 @@ class _ArrayWriter:
             self.largest = max(self.largest, most)
         while len(values):
             filled = self.size % len(self._buffer)
-            n = min(len(values), len(self._buffer) - filled, PIECE - self.size % PIECE)
-            self._buffer[filled : filled + n] = values[:n]
-            self._crc32 = zlib.crc32(self._buffer[filled : filled + n].data, self._crc32)
-            self.size += n
-            values = values[n:]
-            if self.size % PIECE == 0:
-                self._close_piece()
+            part = values[: len(self._buffer) - filled]
+            self._buffer[filled : filled + len(part)] = part
+            self.size += len(part)
+            values = values[len(part) :]
             if self.size % len(self._buffer) == 0:
                 self._write_chunk(len(self._buffer))
 
     def finish(self) -> None:
-        if self.size % PIECE:
-            self._close_piece()
         if (filled := self.size % len(self._buffer)) or not self.size:
             self._write_chunk(filled)
         self._writer.done()
@@ -144,14 +128,12 @@ class _ArrayWriter:
         os.replace(self.folder / f"{self._writer.rank}.{INDEX}", self.folder / INDEX)
         np.save(self.folder / PIECES, np.asarray(self._checksums, np.uint32))
 
-    def _close_piece(self) -> None:
-        self._checksums.append(self._crc32)
-        self._crc32 = 0
-
     def _write_chunk(self, filled: int) -> None:
         import torch
 
-        self._writer[self._n_chunks] = torch.from_numpy(self._buffer[:filled].copy())
+        chunk = self._buffer[:filled].copy()
+        self._checksums.extend(zlib.crc32(chunk[start : start + PIECE].data) for start in range(0, filled, PIECE))
+        self._writer[self._n_chunks] = torch.from_numpy(chunk)
         self._n_chunks += 1
 
 
@@ -199,10 +181,6 @@ class TokenStore:
         """Return which tokens from ``start`` to ``stop`` have loss, (stop - start,) bool; see :meth:`tokens`."""
         assert self.mask is not None, "these tokens were written without a loss mask"
         return self.mask.read(start, stop).astype(np.bool_)
-
-    def offsets(self) -> np.ndarray:
-        """Return where the samples start, and the end of the last one, (n + 1,) int64."""
-        return np.load(self.folder / OFFSETS)
 
 
 class BlockDataset:
