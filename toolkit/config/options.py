@@ -34,6 +34,7 @@ class CommandDefaults:
 
     Args:
         global_batch_size: Sequences per optimizer step; ``lr_scaling`` is relative to it.
+        micro_batch_size: Sequences per forward pass on one device.
         epochs: Length of a run without a limit; None: it must be given.
         warmup: LR warm-up as a fraction of the run.
         max_warmup_steps: Maximum optimizer steps of that warm-up.
@@ -41,6 +42,7 @@ class CommandDefaults:
     """
 
     global_batch_size: int
+    micro_batch_size: int
     epochs: float | None
     warmup: float
     max_warmup_steps: float
@@ -48,8 +50,8 @@ class CommandDefaults:
     betas: tuple[float, float]
 
 
-PRETRAIN = CommandDefaults(64, None, warmup=0.05, max_warmup_steps=2000, weight_decay=0.1, betas=(0.9, 0.95))
-FINETUNE = CommandDefaults(16, 3.0, warmup=0.03, max_warmup_steps=math.inf, weight_decay=0.0, betas=(0.9, 0.999))
+PRETRAIN = CommandDefaults(64, 4, None, warmup=0.05, max_warmup_steps=2000, weight_decay=0.1, betas=(0.9, 0.95))
+FINETUNE = CommandDefaults(16, 1, 3.0, warmup=0.03, max_warmup_steps=math.inf, weight_decay=0.0, betas=(0.9, 0.999))
 
 
 def none_if_auto(value: T | Auto) -> T | None:
@@ -114,7 +116,7 @@ class TrainArgs:
     """
 
     global_batch_size: int = PRETRAIN.global_batch_size
-    micro_batch_size: int = 4
+    micro_batch_size: int = PRETRAIN.micro_batch_size
     max_steps: int | None = None
     max_tokens: int | None = None
     epochs: float | None = None
@@ -340,6 +342,9 @@ class RunOptions:
         num_nodes: Number of nodes. auto: 1, or as set by torchrun or SLURM.
         strategy: Distributed strategy: auto, single, ddp, fsdp, or one of an extension. auto: fsdp on several devices,
             single on one.
+        preset: Choose the options that trade memory for speed from the memory of the run: sharding, micro-batch,
+            activation checkpointing. memory: what needs least; speed: ddp if a copy fits, and large micro-batches;
+            balanced: the defaults. Other values than the defaults stay as given.
         fsdp: FSDP options.
         ddp: DDP options.
         compiler: How to compile the blocks: none, torch (torch.compile), or a compiler of an extension.
@@ -363,6 +368,7 @@ class RunOptions:
     devices: int | Auto = AUTO
     num_nodes: int | Auto = AUTO
     strategy: str = "auto"
+    preset: Literal["balanced", "memory", "speed"] = "balanced"
     fsdp: FSDPArgs = FSDPArgs()
     ddp: DDPArgs = DDPArgs()
     compiler: str = "none"

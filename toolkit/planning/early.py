@@ -61,7 +61,7 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
 def _check_batch(arguments: Mapping[str, Any], has_adapters: bool) -> None:
     train, devices, num_nodes = arguments["train"], arguments["devices"], arguments["num_nodes"]
     sizes = (train.global_batch_size, train.micro_batch_size, devices, 1 if num_nodes in (None, "auto") else num_nodes)
-    are_known = all(isinstance(size, int) and size > 0 for size in sizes)
+    are_known = all(isinstance(size, int) and size > 0 for size in sizes) and arguments["preset"] == "balanced"
     batch = plan_batch(*sizes) if are_known else None
     if arguments["optimizer"].in_backward:
         check_in_backward(

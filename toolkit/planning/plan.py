@@ -12,7 +12,6 @@ from typing import Any
 
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.config import TrainingCommand
-from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import count_devices
 from toolkit.distributed.world import detect_world
 from toolkit.distributed.wrap import describe_units, plan_units
@@ -24,6 +23,7 @@ from toolkit.models.lora import adapted_on_meta
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, has_length, resolve, setup_of
 from toolkit.planning.run_args import RunArgs, run_args
+from toolkit.planning.setup import with_known_vocabulary
 
 
 @dataclass(frozen=True)
@@ -70,22 +70,6 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     if config.strategy.kind == "fsdp":
         units = describe_units(plan_units(built, config.fsdp, (Block,)), config.fsdp)
     return RunPlan(config, model, count_parameters(built), plan_memory(setup, built), units)
-
-
-def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:
-    """Return the config with the vocabulary size of the given tokenizer, or of the one trained on the data.
-
-    Raises:
-        UserError: the vocabulary size is unknown before the data is prepared.
-    """
-    assert config is not None, "user-provided modules have no plan"
-    if config.vocab_size is not None:
-        return config
-    if folder := args.tokenizer_dir or args.base_dir:
-        tokenizer = Tokenizer.load(folder)
-        return config.with_vocab_size(tokenizer.vocab_size)
-    size = getattr(args.data, "vocab_size", None)
-    return config.with_vocab_size(size if isinstance(size, int) else None)
 
 
 def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> None:

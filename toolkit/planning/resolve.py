@@ -23,6 +23,7 @@ from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.in_backward import check_in_backward
 from toolkit.planning.memory import plan_memory
 from toolkit.planning.optimizer import resolve_optimizer
+from toolkit.planning.presets import apply_preset
 from toolkit.planning.run_args import RunArgs, hyperparameters
 from toolkit.planning.setup import TrainingSetup
 
@@ -62,6 +63,7 @@ class ResolvedConfig:
         max_seq_length: Tokens of the longest row; None where the rows of a user-provided module decide.
         optimizer: See :func:`toolkit.planning.optimizer.resolve_optimizer`.
         accumulate: How FSDP keeps gradients between micro-batches.
+        preset: What ``--preset`` has set, for display.
     """
 
     args: RunArgs
@@ -73,6 +75,7 @@ class ResolvedConfig:
     max_seq_length: int | None
     optimizer: dict[str, Any]
     accumulate: Literal["unsharded", "sharded"] = "unsharded"
+    preset: str = ""
 
     @property
     def device(self) -> str:
@@ -97,9 +100,11 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         UserError: options that do not go together, or would have no effect.
     """
     _check_options(args)
-    args = with_length(args)
+    args, preset = with_length(args), ""
     given = choose_seq_length(args.data, none_if_auto(args.train.max_seq_length), "train.max_seq_length")
     args = replace(args, train=replace(args.train, max_seq_length=given or AUTO))
+    if args.preset != "balanced":
+        args, preset = apply_preset(args, devices, resolve, setup_of)
     precision = choose_precision(args, devices.device)
     sizes = {"devices": devices.devices, "num_nodes": devices.num_nodes}
     strategy = plan_strategy(
@@ -143,7 +148,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         )
     optimizer = resolve_optimizer(args.optimizer, precision, args.defaults, args.optimizer_class)
     config = ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer)
-    return replace(config, accumulate=choose_accumulate(config))
+    return replace(config, accumulate=choose_accumulate(config), preset=preset)
 
 
 def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]:

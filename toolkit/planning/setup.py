@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from toolkit.config import ActivationCheckpointing, DDPArgs, FSDPArgs, Precision
+from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize
+
+if TYPE_CHECKING:
+    from toolkit.planning.run_args import RunArgs
 
 FP32, INT64 = 4, 8
 
@@ -84,3 +88,19 @@ class TrainingSetup:
     def tokens(self) -> int:
         """Tokens of one micro-batch on one device (N of the formulas)."""
         return self.micro_batch_size * self.seq_length
+
+
+def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:
+    """Return the config with the vocabulary size of the given tokenizer, or of the one trained on the data.
+
+    Raises:
+        UserError: the vocabulary size is unknown before the data is prepared.
+    """
+    assert config is not None, "user-provided modules have no plan"
+    if config.vocab_size is not None:
+        return config
+    if folder := args.tokenizer_dir or args.base_dir:
+        tokenizer = Tokenizer.load(folder)
+        return config.with_vocab_size(tokenizer.vocab_size)
+    size = getattr(args.data, "vocab_size", None)
+    return config.with_vocab_size(size if isinstance(size, int) else None)

@@ -363,6 +363,8 @@ class Trainer:
             say(scaled)
         for line in self.reader.describe():
             say(line)
+        if config.preset:
+            say(f"Preset {config.preset}")
         say(f"Strategy: {config.strategy}")
         if config.strategy.kind == "fsdp" and config.strategy.extension is None:
             units = plan_units(state.model.module, config.fsdp, state.model.blocks)

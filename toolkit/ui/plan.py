@@ -38,6 +38,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -
         "device": config.devices.device,
         "devices": config.devices.devices,
         "num_nodes": config.devices.num_nodes,
+        "preset": config.preset,
         "strategy": str(config.strategy),
         "units": plan.units,
         "precision": config.precision,
@@ -69,6 +70,7 @@ def format_plan(summary: dict[str, Any]) -> str:
         f"Model      {summary['model']}: {counts['total']:,} parameters, {counts['trained']:,} trained, "
         f"{counts['matmul']:,} in matrix products",
         f"Devices    {where}, {summary['precision']}, {summary['optimizer']}",
+        *([f"Preset     {summary['preset']}"] if summary["preset"] else []),
         f"Strategy   {summary['strategy']}",
         *([f"FSDP units {summary['units']}"] if summary["units"] else []),
         f"Batch      {summary['global_batch_size']} = micro batch {summary['micro_batch_size']} x "

@@ -1,0 +1,72 @@
+"""`--preset`: a plan in one word, from the memory of the run."""
+
+import json
+import math
+
+from toolkit.cli import main
+from toolkit.commands import finetune_full, finetune_lora, pretrain
+from toolkit.config import FINETUNE, PRETRAIN
+from toolkit.config.command import parse_object
+from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.planning.run_args import run_args
+
+EIGHT = DeviceSpec("cuda", 8, 1, memory=40e9)
+
+
+def config_of(preset: str, devices: DeviceSpec = EIGHT, **options):
+    train = {"max_steps": 1} | options.pop("train", {})
+    options = {"model_name": "pythia-160m", "model_config": {"vocab_size": 50304}} | options
+    arguments = parse_object(pretrain.setup, options | {"preset": preset, "train": train})
+    return resolve(run_args("pretrain", arguments), devices)
+
+
+def test_each_preset_does_what_it_says():
+    plans = {preset: config_of(preset) for preset in ("balanced", "memory", "speed")}
+    balanced, memory, speed = plans.values()
+    assert (balanced.strategy.kind, balanced.batch.micro_batch_size, balanced.preset) == ("fsdp", 4, "")
+    assert (memory.strategy.kind, memory.batch.micro_batch_size, memory.accumulate) == ("fsdp", 1, "sharded")
+    assert memory.args.train.activation_checkpointing == "full"
+    assert (speed.strategy.kind, speed.batch.micro_batch_size) == ("ddp", 8)
+    assert speed.args.train.activation_checkpointing == "none"
+    assert memory.preset.startswith("memory: --train.micro_batch_size 1, ") and "GB by default" in memory.preset
+    # what was chosen is saved in the place of the preset
+    saved = speed.hyperparameters()
+    assert (saved["preset"], saved["strategy"], saved["train"]["micro_batch_size"]) == ("balanced", "ddp", 8)
+    nodes = config_of("memory", DeviceSpec("cuda", 8, 2, memory=40e9))
+    assert str(nodes.strategy).startswith("fsdp FULL_SHARD, one unit per block, 16 shards")
+
+
+def test_speed_takes_what_fits():
+    large = {"model_name": "Llama-3-8B", "model_config": {}}
+    none = config_of("speed", **large)
+    assert none.preset.startswith("speed: nothing to change") and none.strategy.kind == "fsdp"
+    gathered = config_of("speed", DeviceSpec("cuda", 8, 1, memory=140e9), train={"max_seq_length": 1024}, **large)
+    assert gathered.strategy.sharding == "SHARD_GRAD_OP" and gathered.batch.micro_batch_size >= 4
+    assert config_of("speed", DeviceSpec("cuda", 8, 1, memory=math.inf)).preset.startswith("speed: nothing to change")
+
+
+def test_given_values_stay():
+    given = config_of("memory", train={"micro_batch_size": 2, "activation_checkpointing": "selective"})
+    assert (given.batch.micro_batch_size, given.args.train.activation_checkpointing) == (2, "selective")
+    assert config_of("speed", strategy="fsdp").strategy.kind == "fsdp"
+    assert config_of("speed", fsdp={"forward_prefetch": True}).strategy.kind == "fsdp"  # which ddp does not have
+
+
+def test_a_batch_that_only_the_preset_divides():
+    assert config_of("memory", DeviceSpec("cpu", 2, 1), train={"global_batch_size": 6}).batch.micro_batch_size == 1
+
+
+def test_defaults_are_those_of_the_commands():
+    """A preset compares with them."""
+    for command, module in (("pretrain", pretrain), ("finetune_full", finetune_full), ("finetune_lora", finetune_lora)):
+        defaults = FINETUNE if command != "pretrain" else PRETRAIN
+        given = {} if command == "pretrain" else {"checkpoint_dir": "x"}
+        assert parse_object(module.setup, given)["train"].micro_batch_size == defaults.micro_batch_size
+
+
+def test_plan_shows_the_preset(capsys):
+    argv = ["plan", "pretrain", "pythia-160m", "--devices", "8", "--preset", "memory"]
+    assert main([*argv, "--format", "json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert main(argv) == 0 and f"Preset     {planned['preset']}\n" in capsys.readouterr().out
+    assert main([*argv[:-1], "memry"]) == 2 and "--preset memry: must be one of" in capsys.readouterr().err
