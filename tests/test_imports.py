@@ -29,7 +29,7 @@ LAYERS = [
     {"planning"},
     {"training"},
     {"diagnostics"},
-    {"api", "commands"},
+    {"api", "api_trainer", "commands"},
     {"cli", "cli_help", "cli_parser", "__main__"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolkit.api import TrainResult, finetune, generate, load, memory_stats, train
+    from toolkit.api_trainer import Trainer
     from toolkit.distributed.ranks import barrier, rank_print
     from toolkit.distributed.script import (
         all_gather,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "GPT", "Callback", "ModelConfig", "TrainResult", "all_gather", "all_reduce", "barrier", "broadcast",
+    "GPT", "Callback", "ModelConfig", "TrainResult", "Trainer", "all_gather", "all_reduce", "barrier", "broadcast",
     "cleanup_distributed", "finetune", "generate", "get_local_rank", "get_rank", "get_world_size", "is_main_process",
     "load", "main_process_only", "memory_stats", "rank_print", "setup_distributed", "train",
 ]  # fmt: skip
@@ -50,6 +51,7 @@ _HOMES = {
     "Callback": "toolkit.training.callbacks",
     "GPT": "toolkit.models.gpt",
     "ModelConfig": "toolkit.models.config",
+    "Trainer": "toolkit.api_trainer",
     "barrier": "toolkit.distributed.ranks",
     "rank_print": "toolkit.distributed.ranks",
 } | dict.fromkeys(

@@ -1,0 +1,98 @@
+"""`toolkit.Trainer`: the arguments of `toolkit.train` one by one, and those of OpenLanguageModel's trainers."""
+
+import pytest
+import torch
+from helpers.cases import check_each
+from torch import nn
+from torch.utils.data import DataLoader
+
+import toolkit
+from toolkit import api_trainer
+from toolkit.errors import UserError
+from toolkit.ui.loggers import read_metrics
+
+MODEL = toolkit.ModelConfig(vocab_size=64, block_size=16, n_layer=1, n_embd=16, n_head=2)
+ROWS = torch.arange(1000).unfold(0, 9, 9) % 64
+RUN = {"accelerator": "cpu", "devices": 1}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_api_for_what_train_does(tmp_path, capsys):
+    batch = {"global_batch_size": 8, "micro_batch_size": 4, "learning_rate": 1e-3}
+    plain = toolkit.train(
+        MODEL, ROWS, val_dataset=ROWS[:8], train=batch | {"max_steps": 3, "max_norm": 0.5}, optimizer=torch.optim.SGD,
+        out_dir=tmp_path / "plain", **RUN,
+    )  # fmt: skip
+    trainer = toolkit.Trainer(
+        model=MODEL, dataloader=ROWS, val_dataset=ROWS[:8], device="cpu", devices=1, optimizer=torch.optim.SGD,
+        learning_rate=1e-3, batch_size=4, grad_accum_steps=2, grad_clip_norm=0.5, out_dir=tmp_path / "trainer",
+    )  # fmt: skip
+    result = trainer.train(max_steps=3)
+    assert trainer.result == result and result.step == 3
+    first, second = (read_metrics(r.out_dir / "logs" / "metrics.csv") for r in (plain, result))
+    for name in ("loss", "val_loss", "grad_norm"):
+        assert [row[name] for row in first][-1] == [row[name] for row in second][-1]
+    # a preset comes to the run, which says what it chose
+    again = toolkit.Trainer(
+        MODEL, ROWS, preset="memory", max_steps=1, global_batch_size=8, out_dir=tmp_path / "p", **RUN
+    )
+    again.fit()
+    assert "Preset memory: --train.micro_batch_size 1 (about" in capsys.readouterr().out
+
+
+def test_every_name_has_its_meaning(monkeypatch):
+    monkeypatch.setattr(api_trainer, "train", lambda **arguments: arguments)
+
+    def fitted(dataset=ROWS, **options) -> dict:
+        return toolkit.Trainer("pico-llama", dataset, **options).fit()
+
+    cases = [
+        ({"context_length": 8}, {"train": {"max_seq_length": 8}}),
+        ({"weight_decay": 0.1, "optimizer": "SGD"}, {"optimizer": {"name": "SGD", "weight_decay": 0.1}}),
+        ({"grad_clip_norm": None}, {"train": {"max_norm": 0}}),
+        ({"device": "cuda:0"}, {"accelerator": "cuda"}),
+        ({"device": "cpu:auto"}, {"accelerator": "cpu"}),
+        ({"use_amp": False}, {"precision": "32-true"}),
+        ({"mixed_precision_policy": "bf16"}, {"precision": "bf16-mixed"}),
+        ({"auto_wrap_policy": "size", "min_num_params": 5}, {"fsdp": {"auto_wrap": "size", "min_num_params": 5}}),
+        ({"transformer_layer_cls": nn.Linear}, {"block_classes": [nn.Linear]}),
+        ({"backward_prefetch": "BACKWARD_PRE"}, {"fsdp": {"backward_prefetch": "pre"}}),
+        ({"sharding_strategy": "FULL_SHARD", "fsdp": {"cpu_offload": True}},
+         {"fsdp": {"sharding_strategy": "FULL_SHARD", "cpu_offload": True}}),
+        ({"bucket_cap_mb": 5, "strategy": "ddp"}, {"ddp": {"bucket_cap_mb": 5}, "strategy": "ddp"}),
+        ({"epochs": 2, "log_interval": 5, "train": {"min_lr": 0.0}},
+         {"train": {"epochs": 2, "log_interval": 5, "min_lr": 0.0}}),
+        ({"grad_accum_steps": 4, "devices": 2, "accelerator": "cpu", "dataset": DataLoader(ROWS, batch_size=3)},
+         {"train": {"micro_batch_size": 3, "global_batch_size": 24}}),
+    ]  # fmt: skip
+
+    def check(options: dict, expected: dict) -> None:
+        found = fitted(**options)
+        assert {name: found[name] for name in expected} == expected
+
+    check_each(check, cases)
+
+
+def test_names_that_are_unknown_or_given_twice():
+    cases = [
+        ({"learning_rat": 1}, "learning_rat: no such argument; did you mean 'learning_rate'"),
+        ({"steps_per_epoch": 5}, "steps_per_epoch: no such argument"),
+        ({"max_steps": 1, "train": {"max_steps": 2}}, "max_steps: train.max_steps is given, too"),
+        ({"grad_accum_steps": 2, "global_batch_size": 8, **RUN}, "grad_accum_steps: train.global_batch_size is given"),
+        ({"device": "cuda:3"}, "device cuda:3: each process takes the device of its local rank, here 0; use cuda"),
+        ({"device": "cpu", "accelerator": "cpu"}, "device: accelerator is given, too"),
+        ({"dataloader": ROWS}, "dataloader: a dataset is given, too"),
+    ]
+
+    def check(options: dict, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            toolkit.Trainer("pico-llama", ROWS, **options)
+
+    check_each(check, cases)
+    with pytest.raises(UserError, match="max_steps: is given to Trainer, too"):
+        toolkit.Trainer("pico-llama", ROWS, max_steps=1).fit(max_steps=2)
