@@ -1,6 +1,8 @@
 """Mixtures of data modules: options, mistakes, tokenizers; see test_interleave.py for the order of their rows."""
 
+import re
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import yaml
@@ -48,6 +50,12 @@ def test_yaml_flags_and_python_give_the_same_mixture(tmp_path):
     written.write_text(dump(command, command.resolve().as_dict(), []))
     again = parse("pretrain", setup, ("model_name",), ["--config", str(written)])["data"]
     assert again == expected and again.modules == expected.modules
+
+
+def test_page_shows_a_mixture():
+    page = (Path(__file__).parents[2] / "tutorials" / "pretrain.md").read_text()
+    shown = yaml.safe_load(re.search(r"```yaml\n(data:.*?)```", page, re.S)[1])["data"]
+    assert shown["class_path"] == "Mixture" and Mixture(**shown["init_args"]).modules.keys() == {"web", "code"}
 
 
 MISTAKES = {

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from helpers.groups import Case, run_group
 from helpers.processes import finish, pretrain
 
 from tests.training.test_run import arguments, assert_same_weights, folders, losses
+from toolkit.cli import main
 from toolkit.data import Mixture, SyntheticTokens, TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.errors import DataError, UserError
@@ -143,6 +145,14 @@ def words_of(corpus, folder) -> list[str]:
         "--config", str(folder / "mix.yaml"), "--train.global_batch_size", "8", "--train.micro_batch_size", "1",
         "--train.max_seq_length", "32", "--train.learning_rate", "1e-3", "--eval.max_iters", "2",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_example_of_config_hub_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    words = ["pico-llama", "--config", "config_hub/pretrain/mixture.yaml", "--train.max_seq_length", "32"]
+    assert main(["pretrain", *words, "--train.max_tokens", "20000", "--out_dir", str(tmp_path / "out")]) == 0
+    assert "source pages: 10.0" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ class Mixture(DataModule):
 
         found: dict[str, PreparedData] = {}
         for name, source in self._modules.items():
-            found[name] = _prepare_source(name, source.data, tokenizer, max_seq_length, report)
+            found[name] = _prepare_source(name, source, tokenizer, max_seq_length, report)
             own = found[name].tokenizer
             if tokenizer is None and own is not None:
                 if len(found) > 1:
@@ -188,12 +188,12 @@ def _plain(source: MixtureSource) -> dict[str, Any]:
 
 
 def _prepare_source(
-    name: str, module: DataModule, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None]
+    name: str, source: MixtureSource, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None]
 ) -> PreparedData:
     """Prepare one source, with its name in the messages."""
     from toolkit.data.check import check_rows
 
-    flag = f"--data.sources.{name}"
+    module, flag = source.data, f"--data.sources.{name}"
 
     def report_source(line: str) -> None:
         report(line.replace("Data: ", f"Data: {name}: ", 1))
@@ -208,6 +208,8 @@ def _prepare_source(
     rows = prepared.train
     if row_count(rows) == 0:
         raise UserError(f"{flag}.data {kind}: has no training rows")
+    if source.max_epochs is not None and row_count(rows) is None:
+        raise UserError(f"{flag}.max_epochs {source.max_epochs:g}: the number of rows of {kind} is unknown; leave it out")
     if is_ragged(rows) and (row_lengths(rows) is None or hasattr(rows, "order")):
         raise UserError(f"{flag}.data {kind}: the lengths of its rows are unknown; weights are shares of tokens")
     return prepared
