@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from toolkit.data.interleave import (
     PERIOD,
@@ -13,6 +14,7 @@ from toolkit.data.interleave import (
     mixture_rows,
     slots_of,
 )
+from toolkit.data.loader import train_batches
 from toolkit.data.tokens.synthetic import SyntheticRows
 from toolkit.errors import DataError, UserError
 
@@ -134,3 +136,27 @@ def test_rows_of_different_lengths_keep_theirs():
     rows = CountedRows([s.rows for s in (*sources({"a": 1}, rows=50), *sources({"b": 1}, rows=50, kind=UnequalRows))])
     assert len(rows) == 100 and rows.is_ragged
     assert [len(rows[i]["input_ids"]) for i in range(len(rows))] == rows.lengths.tolist()
+
+
+class PackedRows(SyntheticRows):
+    """Rows of two documents."""
+
+    def __getitem__(self, index):
+        half = torch.arange(self.block_size - 1) // 8
+        return super().__getitem__(index) | {"documents": half, "positions": torch.arange(self.block_size - 1) % 8}
+
+
+def test_rows_without_packing_are_one_document_beside_packed_ones():
+    packed, plain = sources({"a": 0.5}, kind=PackedRows), sources({"b": 0.5})
+    rows = mixture_rows([*packed, *plain])
+    batches = train_batches(
+        rows, rows.order(0, {}), start_position=0, total_positions=None, global_batch_size=4, micro_batch_size=4,
+        rank=0, world_size=1, num_workers=0,
+    )  # fmt: skip
+    (batch,) = next(batches)
+    for i, row_id in enumerate(batch.ids):
+        row = rows[row_id]
+        expected = row.get("documents", torch.zeros(16)), row.get("positions", torch.arange(16))
+        assert batch.packed["documents"][i].tolist() == expected[0].tolist()
+        assert batch.packed["positions"][i].tolist() == expected[1].tolist()
+    assert {row_id < 1000 for row_id in batch.ids} == {True, False}

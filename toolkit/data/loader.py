@@ -115,8 +115,9 @@ def _collate(
             length = len(row["input_ids"])
             input_ids[i, :length] = row["input_ids"]
             labels[i, :length] = row["labels"]
-            for name in packed if is_packed else ():
-                packed[name][i, :length] = row[name]
+            if is_packed:  # a row of a source without packing is one document
+                packed["positions"][i, :length] = row.get("positions", torch.arange(length))
+                packed["documents"][i, :length] = row.get("documents", torch.tensor(0))
             n_inputs += length
     n_tokens = int((labels != IGNORE_INDEX).sum())
     return Batch(input_ids, labels, ids, n_tokens, n_inputs, packed if is_packed else {}, keys)

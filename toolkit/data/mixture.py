@@ -209,7 +209,9 @@ def _prepare_source(
     if row_count(rows) == 0:
         raise UserError(f"{flag}.data {kind}: has no training rows")
     if source.max_epochs is not None and row_count(rows) is None:
-        raise UserError(f"{flag}.max_epochs {source.max_epochs:g}: the number of rows of {kind} is unknown; leave it out")
+        raise UserError(
+            f"{flag}.max_epochs {source.max_epochs:g}: the number of rows of {kind} is unknown; leave it out"
+        )
     if is_ragged(rows) and (row_lengths(rows) is None or hasattr(rows, "order")):
         raise UserError(f"{flag}.data {kind}: the lengths of its rows are unknown; weights are shares of tokens")
     return prepared
