@@ -28,7 +28,10 @@ _DENIED = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Expir
 _REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301")
 _FULL = ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "EntityTooLarge", "507")
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
-_UNREACHABLE = ("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "ConnectionRefusedError")
+_UNREACHABLE = (
+    "EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "ConnectionRefusedError",
+    "ConnectionClosedError", "ReadTimeoutError", "ServerDisconnectedError",
+)  # fmt: skip
 
 
 class StorageError(Exception):
@@ -184,7 +187,7 @@ class Storage:
         """
         for name, is_folder in self.entries(folder).items():
             if is_folder:
-                yield from (f"{name}/{inner}" for inner in self.files(f"{folder}/{name}"))
+                yield from (f"{name}/{inner}" for inner in self.files(f"{folder}/{name}".lstrip("/")))
             else:
                 yield name
 
