@@ -2,10 +2,15 @@
 
 import csv
 import io
+import os
 import shutil
+import signal
+from pathlib import Path
 
 import fsspec
 import pytest
+from helpers.groups import free_port, read_until
+from helpers.processes import finish, flags_for, pretrain
 
 import toolkit
 from tests.training.test_run import arguments, assert_same_weights, rows_of
@@ -117,3 +122,30 @@ def test_storage_that_cannot_be_used_is_refused_before_the_data_is_read(corpus, 
             with pytest.raises(UserError, match=expected) as caught:
                 run_training(args)
             assert "secret" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_s2_every_node_downloads_to_its_own_staging_folder(corpus, tmp_path):
+    """Two nodes without a shared disk but for the data; killed, and resumed on clean machines."""
+
+    def start(out_dir: Path | str, name: str = "") -> list:
+        where, processes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, []
+        for node in "01":
+            words = [*flags_for(corpus, out_dir, max_steps=12, save_interval=2), "--devices", "1", "--num_nodes", "2"]
+            words += ["--staging_dir", str(tmp_path / f"{name}-{node}")] if name else []
+            processes.append(pretrain(*words, **where, NODE_RANK=node))
+        return processes
+
+    for process in start(tmp_path / "local"):
+        finish(process)
+    url = f"file://{tmp_path}/bucket/run"
+    first = start(url, "first")
+    read_until(first[0], "step-00000006")
+    for process in first:
+        os.killpg(process.pid, signal.SIGKILL)
+        finish(process)
+    second = start(url, "second")
+    outputs = [finish(process) for process in second]
+    assert [process.returncode for process in second] == [0, 0], outputs
+    assert "downloading" in outputs[0][0] and "[rank 1] downloading" in outputs[1][0]
+    assert_same_weights(tmp_path / "local" / "final", tmp_path / "bucket" / "run" / "final")

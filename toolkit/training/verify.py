@@ -122,7 +122,9 @@ def find_intact(
     if resume_from is not None:
         display.phase("verifying the checkpoint")
     damaged: list[Path] = []
-    candidates, verify = ranks.broadcast_from_rank0((candidates, args.verify_checkpoint))
+    candidates, verify, run_dir = ranks.broadcast_from_rank0((candidates, args.verify_checkpoint, args.run_dir))
+    if is_url(args.out_dir):  # nodes may have their staging folders in different places
+        candidates = [args.run_dir / folder.name if folder.parent == run_dir else folder for folder in candidates]
     for folder in candidates:
         if verify:
             require_same_manifest(folder)  # else another node's checkpoint would be taken for a damaged one

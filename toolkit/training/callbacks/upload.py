@@ -29,22 +29,23 @@ class Upload(Callback):
         self.uploader = uploader
 
     def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
-        """
-        Raises:
-            GuardError: another run has taken over the folder on the storage.
-        """
         self._report(trainer)
-        if self.uploader is not None and self.uploader.lease.taken_by is not None:
-            raise GuardError(
-                f"--out_dir {trainer.args.out_dir}: another run has taken it over ({self.uploader.lease.taken_by}); "
-                f"stopped after step {trainer.progress.step}. Run only one of them"
-            )
 
     def on_checkpoint_saved(self, trainer: TrainerView, folder: Path) -> None:
+        """
+        Raises:
+            GuardError: another run has taken over the folder on the storage; on every rank.
+        """
         if self.uploader is not None:
             self.uploader.submit(folder)
             prune(trainer.out_dir, keep_last=1)
         self.wait(trainer, MAX_WAITING)
+        taken_by = ranks.broadcast_from_rank0(None if self.uploader is None else self.uploader.lease.taken_by)
+        if taken_by is not None:
+            raise GuardError(
+                f"--out_dir {trainer.args.out_dir}: another run has taken it over ({taken_by}); stopped after step "
+                f"{trainer.progress.step}, {folder} is saved. Run only one of them"
+            )
 
     def on_train_end(self, trainer: TrainerView) -> None:
         """
