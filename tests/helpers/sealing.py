@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
-from toolkit.checkpoints.manifest import checksum_folder, write_manifest
+from toolkit.checkpoints.manifest import COMPLETE, write_manifest
+from toolkit.checkpoints.store import file_names
+from toolkit.checksums import checksum_files
 
 
 def seal(folder: Path) -> Path:
     """Write the manifest of the files in the folder."""
-    write_manifest(folder, checksum_folder(folder, {}))
+    write_manifest(folder, checksum_files(folder, [name for name in file_names(folder) if name != COMPLETE]))
     return folder

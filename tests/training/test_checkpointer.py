@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError
-from toolkit.training.checkpointer import _require_finite
+from toolkit.training.pending_save import require_finite
 
 
 def ended(found: list[str] | Exception) -> Future:
@@ -26,7 +26,7 @@ def rank_main(rank, port, folder) -> None:
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", address, rank=rank, world_size=2, timeout=timedelta(seconds=30))
     try:
-        _require_finite(folder, ended(MemoryError("full") if rank == 1 else []))
+        require_finite(folder, ended(MemoryError("full") if rank == 1 else []))
     except Exception as error:
         reason = type(error).__name__
     total = ranks.all_reduce_sum(value=rank + 1)["value"]  # the vote of save(), where the ranks must meet
@@ -42,8 +42,8 @@ def test_n7_failed_search_on_one_rank_leaves_the_ranks_in_step(tmp_path):
 
 
 def test_n7_search_of_one_process_raises_what_it_found(tmp_path):
-    _require_finite(tmp_path, ended([]))
+    require_finite(tmp_path, ended([]))
     with pytest.raises(GuardError, match="NaN, Inf or too large numbers in a, b;"):
-        _require_finite(tmp_path, ended(["b", "a"]))
+        require_finite(tmp_path, ended(["b", "a"]))
     with pytest.raises(MemoryError, match="full"):
-        _require_finite(tmp_path, ended(MemoryError("full")))
+        require_finite(tmp_path, ended(MemoryError("full")))

@@ -76,12 +76,6 @@ def _crc32(files: Mapping[str, Checksum]) -> str:
     return f"{zlib.crc32(json.dumps(files, sort_keys=True).encode()):08x}"
 
 
-def checksum_folder(folder: Path, known: Mapping[str, Checksum]) -> dict[str, Checksum]:
-    """Return the checksums of all files below the folder, computing those that are not in ``known``."""
-    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return {**known, **checksum_files(folder, sorted(names - known.keys() - {COMPLETE}))}
-
-
 def replace_in_manifest(folder: Path, name: str, replace: Callable[[], None]) -> None:
     """Replace or add a file of the folder, and its checksum in the manifest, if there is one.
 

@@ -11,13 +11,14 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.checkpoints.lock import LOCK, is_lock_lost
-from toolkit.checkpoints.manifest import COMPLETE, checksum_folder, replace_in_manifest, write_manifest
-from toolkit.checksums import Checksum
+from toolkit.checkpoints.manifest import COMPLETE, replace_in_manifest, write_manifest
+from toolkit.checksums import Checksum, checksum_files
 from toolkit.errors import UserError
 from toolkit.leftovers import TMP, remove, sweep, temporary_path
 from toolkit.untrusted import read_json
@@ -32,24 +33,55 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
-def write_checkpoint(folder: Path, write: Callable[[Path], Mapping[str, Checksum] | None]) -> None:
+def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
     """Write a checkpoint folder atomically (S1). Only one process may write to a run's folder at a time.
+
+    :func:`begin_checkpoint` and :func:`commit_checkpoint` are its first and its last part.
 
     Args:
         folder: The checkpoint. An existing folder of that name is replaced, and stays readable until the new one is
             complete.
-        write: Fills the (empty, temporary) folder that it is given; may return checksums, by relative path, of files
-            for which other processes have computed them.
+        write: Fills the (empty, temporary) folder that it is given.
 
     Raises:
         UserError: the disk is full; the temporary folder is deleted and earlier checkpoints are unchanged. Or the run's
             folder was removed during the run; the checkpoint is still written, unless another run has started there.
     """
-    was_removed = is_lock_lost(folder.parent)
+    tmp = begin_checkpoint(folder)
+    with deleted_on_error(tmp, folder):
+        write(tmp)
+        commit_checkpoint(tmp, folder, sync_and_checksum(tmp, file_names(tmp)))
+
+
+def begin_checkpoint(folder: Path) -> Path:
+    """Create the temporary folder of a checkpoint, and clean up after earlier runs; see :func:`write_checkpoint`.
+
+    Raises:
+        UserError: the folder cannot be created, or another run has started there.
+    """
+    is_lock_lost(folder.parent)
     for replaced in folder.parent.glob(f"{_OLD}*"):
         _restore_or_delete(replaced)
     remove(path for path in folder.parent.glob(f"{TMP}*") if _UNFINISHED.fullmatch(path.name))
-    write_model_folder(folder, write, flag="--out_dir")
+    return _begin_folder(folder, "--out_dir")
+
+
+def commit_checkpoint(tmp: Path, folder: Path, files: Mapping[str, Checksum]) -> None:
+    """Write the manifest into the temporary folder of a checkpoint, and rename it; see :func:`write_checkpoint`.
+
+    Args:
+        tmp: From :func:`begin_checkpoint`.
+        folder: The checkpoint.
+        files: Checksums of files in ``tmp``, by relative path; those of the others are computed.
+
+    Raises:
+        UserError: as :func:`write_checkpoint`.
+    """
+    was_removed = is_lock_lost(folder.parent)
+    others = [name for name in file_names(tmp) if name not in files]
+    write_manifest(tmp, {**files, **sync_and_checksum(tmp, others)})
+    _sync_tree(tmp)
+    _rename_into_place(tmp, folder)
     if was_removed:
         raise UserError(
             f"--out_dir {folder.parent}: was removed during the run ({LOCK} is missing); {folder.name} was still "
@@ -57,18 +89,34 @@ def write_checkpoint(folder: Path, write: Callable[[Path], Mapping[str, Checksum
         )
 
 
-def write_model_folder(folder: Path, write: Callable[[Path], Mapping[str, Checksum] | None], flag: str) -> None:
-    """Like :func:`write_folder`, with a manifest of all files (see :func:`write_checkpoint` for ``write``)."""
+def write_model_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None:
+    """Like :func:`write_folder`, with a manifest of all files."""
 
     def write_and_list(tmp: Path) -> None:
-        known = write(tmp) or {}
-        with ThreadPoolExecutor(1) as pool:  # overlaps disk and CPU work
-            synced = pool.submit(_sync_tree, tmp)
-            files = checksum_folder(tmp, known)
-            synced.result()  # the manifest must not reach the disk before the files that it lists
-        write_manifest(tmp, files)
+        write(tmp)
+        write_manifest(tmp, sync_and_checksum(tmp, file_names(tmp)))
 
     write_folder(folder, write_and_list, flag)
+
+
+def file_names(folder: Path) -> list[str]:
+    """Return the paths of all files below the folder, relative to it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def sync_and_checksum(folder: Path, names: Collection[str]) -> dict[str, Checksum]:
+    """Sync files of a folder to disk, with the folders that contain them, and return their checksums."""
+    paths = [folder / name for name in names]
+
+    def sync() -> None:
+        for path in [*paths, *sorted({path.parent for path in paths})]:
+            _sync(path)
+
+    with ThreadPoolExecutor(1) as pool:  # overlaps disk and CPU work
+        synced = pool.submit(sync)
+        files = checksum_files(folder, names)
+        synced.result()  # the manifest must not reach the disk before the files that it lists
+    return files
 
 
 def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None:
@@ -79,15 +127,33 @@ def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None
     Raises:
         UserError: the disk is full, or the folder cannot be created; no files are left behind.
     """
-    tmp = temporary_path(folder)
-    sweep(folder.parent)
-    remove([tmp])  # left by an earlier process with the same id
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        tmp.mkdir()
+    tmp = _begin_folder(folder, flag)
+    with deleted_on_error(tmp, folder, flag):
         write(tmp)
         _sync_tree(tmp)
         _rename_into_place(tmp, folder)
+
+
+def _begin_folder(folder: Path, flag: str) -> Path:
+    """Create the temporary folder beside ``folder``."""
+    tmp = temporary_path(folder)
+    sweep(folder.parent)
+    remove([tmp])  # left by an earlier process with the same id
+    with deleted_on_error(tmp, folder, flag):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tmp.mkdir()
+    return tmp
+
+
+@contextmanager
+def deleted_on_error(tmp: Path, folder: Path, flag: str = "--out_dir") -> Iterator[None]:
+    """Delete the temporary folder of ``folder`` if the block fails.
+
+    Raises:
+        UserError: in the place of an error of the block, if that means that the disk is full or not writable.
+    """
+    try:
+        yield
     except BaseException as error:
         message = _describe_write_error(error, tmp, folder)  # before deleting tmp, whose size it reports
         shutil.rmtree(tmp, ignore_errors=True)

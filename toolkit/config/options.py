@@ -108,6 +108,7 @@ class TrainArgs:
             end only.
         save_every_minutes: Also save when the last checkpoint is this many minutes old; null disables. auto: 10, or a
             fifth of max_time if that is less, with save_interval auto; otherwise null.
+        async_save: Train on while a step checkpoint is written, from a copy of the state in host memory.
         keep_last: Number of step checkpoints to keep; 0 keeps all.
         keep_best: Also keep the checkpoint with the lowest validation loss, as the folder "best".
         patience: Stop after this many validations in a row without a new lowest validation loss; null disables.
@@ -133,6 +134,7 @@ class TrainArgs:
     activation_checkpointing: ActivationCheckpointing = "none"
     save_interval: int | Auto = AUTO
     save_every_minutes: float | Auto | None = AUTO
+    async_save: bool = False
     keep_last: int = 3
     keep_best: bool = False
     patience: int | None = None
@@ -152,6 +154,9 @@ class TrainArgs:
         name, base = "train.lr_base_batch", self.lr_base_batch
         is_used = base == AUTO or self.lr_scaling != "none"
         require_option(is_used, name, base, "has no effect without --train.lr_scaling sqrt or linear")
+        saves_steps = self.save_interval != 0 or self.save_every_minutes not in (None, AUTO)
+        hint = "would have no effect, only the end of the run is saved; set --train.save_interval"
+        require_option(not self.async_save or saves_steps, "train.async_save", "true", hint)
 
 
 @dataclass(frozen=True)

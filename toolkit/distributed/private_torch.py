@@ -52,6 +52,16 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def rank_wrapper() -> Any:
+    """Return the collectives of torch's distributed checkpoints, which raise an error of any rank on all ranks.
+
+    ``dcp.save`` is made of them, but cannot write in one part what was planned in another.
+    """
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    return _DistWrapper(None, use_dist=dist.is_available() and dist.is_initialized(), coordinator_rank=0)
+
+
 def restore_gradient_dtypes(module: nn.Module) -> None:
     """Cast the gradients that FSDP accumulated without synchronization to the dtype of their parameters.
 

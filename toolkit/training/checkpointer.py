@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import random
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,31 +21,21 @@ from torch import nn
 from toolkit.checkpoints.adapters import write_adapter_files
 from toolkit.checkpoints.finite import nonfinite_state
 from toolkit.checkpoints.folder import write_model_files
+from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
-from toolkit.checkpoints.run.sharded import check_sharded, save_sharded
 from toolkit.checkpoints.run.states import adapter_state, full_state, sharded_state
-from toolkit.checkpoints.store import WEIGHTS, prune, write_checkpoint
+from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import canonical_name, load_state, save_state
-from toolkit.checksums import Checksum, checksum_files
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
-from toolkit.errors import GuardError, PeerLostError, UserError, join_first
+from toolkit.errors import UserError
 from toolkit.planning.limits import Progress
 from toolkit.planning.resolve import ResolvedConfig
+from toolkit.training.pending_save import PendingSave, Snapshot
 from toolkit.training.run_state import RunState
 from toolkit.training.state import FORMAT_VERSION
 
 TRAINER, STATE, OPTIMIZER = "trainer", "state.pth", "optimizer"
-
-
-class _Snapshot(NamedTuple):
-    """The state of one step, gathered from all ranks where it is not sharded."""
-
-    progress: Progress
-    rng: list[dict[str, Any]]  # by rank
-    weights: dict[str, torch.Tensor]
-    moments: dict[str, torch.Tensor]  # of sharded checkpoints; of others they are part of the optimizer
-    optimizer: dict[str, Any]
 
 
 @dataclass
@@ -81,72 +72,43 @@ class Checkpointer:
             UserError: it cannot be written.
             GuardError: weights or optimizer state contain NaN or Inf; no checkpoint is created.
         """
-        args, tied = self.config.args, self.state.model.tied
-        folder = args.run_dir / name
+        pending = self.begin(name, progress)
+        pending.write()
+        return pending.commit(self.config.args.train.keep_last)
+
+    def begin(self, name: str, progress: Progress, copies: HostCopies | None = None) -> PendingSave:
+        """Begin to write the checkpoint ``out_dir/name``; with ``copies`` training may go on while it is written.
+
+        Raises:
+            UserError, GuardError: as :meth:`save`.
+        """
+        # A rank that fails in these collectives must exit at once, because the others wait in them.
         rng = ranks.all_gather_object(rng_state(self.device))
-        # Not within the try: a rank that fails in these collectives must exit at once, because the others wait in them.
-        moments: dict[str, torch.Tensor] = {}
-        if self.state.base is not None:
-            weights, rest = adapter_state(self.module, self.optimizer)
+        state, module, optimizer = self.state, self.module, self.optimizer
+        shards: dict[str, dict[str, torch.Tensor]] = {}
+        weights: dict[str, torch.Tensor] = {}
+        offload = copies is None  # else torch would copy what is copied to pinned memory
+        if state.base is not None:
+            weights, rest = adapter_state(module, optimizer)
         elif self.sharded:
-            weights, moments, rest = sharded_state(self.module, self.optimizer, tied)
+            shards[WEIGHTS], shards[f"{TRAINER}/{OPTIMIZER}"], rest = sharded_state(
+                module, optimizer, state.model.tied, offload
+            )
         else:
-            weights, rest = full_state(self.module, self.optimizer, tied)
-        snapshot = _Snapshot(progress, rng, weights, moments, rest)
-        error: Exception | None = None
+            weights, rest = full_state(
+                module, optimizer, state.model.tied, offload or self.config.strategy.kind == "fsdp"
+            )
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        snapshot = Snapshot(deepcopy(progress), rng, weights, rest, scaler)
+        if copies is not None:
+            copies.begin(module, optimizer)
         # Every rank searches its own shard on its own device: on a CPU 5 % of the time of the write, on idle cores.
-        with ThreadPoolExecutor(1) as pool:
-            search = pool.submit(nonfinite_state, self.module, self.optimizer)
-            try:
-                self._write_folder(folder, snapshot, search)
-                if args.train.keep_last and ranks.global_rank() == 0:
-                    prune(folder.parent, args.train.keep_last)
-            except Exception as caught:
-                error = caught
-        if ranks.all_reduce_sum(failed=int(error is not None))["failed"]:
-            if error is None or (ranks.global_rank() != 0 and not isinstance(error, GuardError)):
-                known_to_all = isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError)
-                raise PeerLostError(f"{folder} could not be written") from (None if known_to_all else error)
-            raise error
-        return folder
+        pool = ThreadPoolExecutor(1)
+        search = pool.submit(nonfinite_state, module, optimizer)
+        pool.shutdown(wait=False)
+        return PendingSave(self.config.args.run_dir / name, snapshot, self._write, shards, search, copies)
 
-    def _write_folder(self, folder: Path, snapshot: _Snapshot, search: Future[list[str]]) -> None:
-        """Write on all ranks, agree that all succeeded, then rename the folder into place on rank 0."""
-
-        def write_own(tmp: Path) -> dict[str, Checksum]:
-            checksums = {}
-            if self.sharded:
-                save_sharded(snapshot.weights, tmp / WEIGHTS)
-                save_sharded(snapshot.moments, tmp / TRAINER / OPTIMIZER)
-                checksums = checksums_of_shards(tmp)
-            _require_finite(folder, search)
-            return checksums
-
-        if ranks.global_rank() != 0:
-            tmp: Path | None = ranks.broadcast_from_rank0(None)
-            if tmp is not None:
-                write_own(tmp)
-            return
-        is_announced = False
-
-        def write(tmp: Path) -> dict[str, Checksum]:
-            nonlocal is_announced
-            self._write(tmp, snapshot)
-            is_announced = True
-            ranks.broadcast_from_rank0(tmp)
-            checksums = write_own(tmp)
-            if self.sharded:
-                for shards in (tmp / WEIGHTS, tmp / TRAINER / OPTIMIZER):
-                    check_sharded(shards)  # fails where the nodes do not share the disk
-            return checksums
-
-        try:
-            write_checkpoint(folder, write)
-        finally:
-            if not is_announced:  # the other ranks wait for the folder's name
-                ranks.broadcast_from_rank0(None)
-
-    def _write(self, folder: Path, snapshot: _Snapshot) -> None:
+    def _write(self, folder: Path, snapshot: Snapshot) -> None:
         """Write everything but the shards."""
         state = self.state
         if state.base is not None:
@@ -167,8 +129,7 @@ class Checkpointer:
             "tied": {canonical_name(second): canonical_name(first) for second, first in state.model.tied.items()},
         }
         (folder / TRAINER / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        scaler = None if self.scaler is None else self.scaler.state_dict()
-        trainer_state = {"optimizer": snapshot.optimizer, "scaler": scaler, "rng": snapshot.rng}
+        trainer_state = {"optimizer": snapshot.optimizer, "scaler": snapshot.scaler, "rng": snapshot.rng}
         save_state(trainer_state, folder / TRAINER / STATE)
 
     def restore(self, folder: Path, step: int) -> None:
@@ -198,51 +159,11 @@ class Checkpointer:
             seed_generators(self.config.args.seed, step, ranks.global_rank())
 
 
-def _require_finite(folder: Path, search: Future[list[str]]) -> None:
-    """Check that the search of no rank has found weights or optimizer state that are not finite.
-
-    Raises:
-        GuardError: it has, on some rank; on every rank.
-        PeerLostError: the search itself failed on another rank. On that rank, its own error.
-    """
-    error = search.exception()
-    found = [] if error is not None else search.result()
-    votes = ranks.all_reduce_sum(failed=int(error is not None), nonfinite=len(found))
-    if votes["failed"]:  # only now: the other ranks take part in this collective, too
-        raise error if error is not None else PeerLostError(f"{folder} could not be checked for NaN and Inf")
-    if votes["nonfinite"]:
-        names = sorted({name for names in ranks.all_gather_object(found) for name in names})
-        raise GuardError(
-            f"{folder} was not saved: NaN, Inf or too large numbers in {join_first(names)}; lower "
-            "--train.learning_rate and resume with --resume auto (continues from the latest checkpoint)"
-        )
-
-
 def _load_scaler(scaler: Any, saved: Any, file: Path) -> None:
     own = scaler.state_dict()
     if not isinstance(saved, dict) or {k: type(v) for k, v in saved.items()} != {k: type(v) for k, v in own.items()}:
         raise UserError(f"{file}: scaler: is not the state of a GradScaler; resume from another checkpoint")
     scaler.load_state_dict(saved)
-
-
-def checksums_of_shards(folder: Path) -> dict[str, Checksum]:
-    """Return the checksums of all ranks' shards: each computes those of the files that it has just written.
-
-    Raises:
-        RuntimeError: a rank cannot read them; on every rank.
-    """
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob(f"__{ranks.global_rank()}_*.distcp")]
-    own: dict[str, Checksum] | OSError
-    try:
-        own = checksum_files(folder, names)
-    except OSError as error:
-        own = error
-    checksums: dict[str, Checksum] = {}
-    for rank, found in enumerate(ranks.all_gather_object(own)):
-        if isinstance(found, OSError):
-            raise RuntimeError(f"rank {rank} could not read {folder}: {found}") from found
-        checksums |= found
-    return checksums
 
 
 def seed_generators(*entropy: int) -> None:

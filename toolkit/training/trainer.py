@@ -46,11 +46,12 @@ from toolkit.training.data import prepare_data
 from toolkit.training.model import describe_model
 from toolkit.training.reading import TrainReader
 from toolkit.training.run_state import prepare_run_state
+from toolkit.training.saving import Saver
 from toolkit.training.state import read_meta
 from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
 from toolkit.training.step_in_backward import StepInBackward
 from toolkit.training.throughput import StepTimes
-from toolkit.training.trace import DATA_WAIT, SAVE, VALIDATE
+from toolkit.training.trace import DATA_WAIT, VALIDATE
 from toolkit.training.validate import batches_by_source, validate
 from toolkit.training.verify import fetch_on_other_nodes, find_intact
 from toolkit.ui.console import make_progress
@@ -146,6 +147,7 @@ class Trainer:
             if args.optimizer.in_backward:
                 self.in_backward = StepInBackward(self.checkpointer.optimizer)
             self.callbacks = self._build_callbacks(sampler, stack)
+            self.saver = Saver(self, self.checkpointer)
             if self.checkpointer.sharded:
                 require_shared_disk(self.out_dir)
             keep_freed_memory(config.device)  # only now: what loading has freed is returned (M3)
@@ -163,6 +165,7 @@ class Trainer:
                 self.save(FINAL)  # still under the watch: a signal must not cut short the run's last save
         except BaseException as error:
             ranks.set_timeout(self.timeouts.first)  # a logger may have much to send
+            self.saver.finish_after(error)
             self._report_exception(error)
             raise
         ranks.set_timeout(self.timeouts.first)
@@ -195,10 +198,13 @@ class Trainer:
                 signalled=int(signals.received > 0),
                 should_stop=int(self._stop_reason is not None),
                 cannot_read=int(self.reader.error is not None),
+                writing=int(self.saver.is_writing),
                 time_is_up=int(left <= step_seconds),
                 eval_is_due=int(step_started - last_validated >= (intervals.eval_seconds or math.inf)),
                 save_is_due=int(step_started - last_saved >= (intervals.save_seconds or math.inf)),
             )
+            if not agreed["writing"]:
+                self.saver.finish()
             voted_at = time.perf_counter()
             if agreed["signalled"]:
                 self._stop_for_signal(signals)
@@ -240,7 +246,7 @@ class Trainer:
             if is_last:
                 return
             if is_due(intervals.save_steps, progress.step) or agreed["save_is_due"]:
-                self.save(f"step-{progress.step:08d}")
+                self.saver.start(f"step-{progress.step:08d}")
                 ready_at = last_saved = time.perf_counter()
 
     def _step(self, micro_batches: list[Batch], n_tokens: int, learning_rate: float) -> StepResult:
@@ -280,14 +286,7 @@ class Trainer:
             UserError: it cannot be written.
             GuardError: weights or optimizer state are not finite.
         """
-        self.display.phase("saving")
-        self._count_seconds()
-        self.progress.data = self.reader.state(self.progress.samples)
-        with ranks.extended_timeout(self.timeouts.first, self.timeouts.later), record_function(SAVE):
-            folder = self.checkpointer.save(name, self.progress)
-        notify(self.callbacks, "on_checkpoint_saved", self, folder)
-        self.display.phase("training")
-        return folder
+        return self.saver.save(name)
 
     def validate(self) -> dict[str, float]:
         """Return the metrics of the held-out data (N6), nothing where there is none; every rank calls this.
@@ -389,6 +388,11 @@ class Trainer:
             self._count_seconds()
             axes = {"step": self.progress.step, "tokens": self.progress.tokens, "seconds": self.progress.seconds}
             notify(self.callbacks, "on_log", self, axes | metrics)
+
+    def update_progress(self) -> None:
+        """Bring up to date what of the progress only checkpoints need."""
+        self._count_seconds()
+        self.progress.data = self.reader.state(self.progress.samples)
 
     def _count_seconds(self) -> None:
         self.progress.seconds = self._seconds_before + time.perf_counter() - self.launched_at

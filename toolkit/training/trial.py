@@ -48,7 +48,7 @@ def trial_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
     train = replace(
         args.train, max_steps=steps, max_tokens=None, epochs=None, max_time=None, lr_schedule="constant", min_lr=AUTO,
         lr_warmup_steps=0, lr_warmup_fraction=None, save_interval=0, save_every_minutes=None, keep_best=False,
-        patience=None, log_interval=1,
+        patience=None, log_interval=1, async_save=False,
     )  # fmt: skip
     return replace(
         args, train=train, eval=EvalArgs(interval=0, final_validation=False), out_dir=out_dir, staging_dir=None,

@@ -16,14 +16,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.shard_metadata import read_metadata, stored_tensors
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.torch_zip import FileSlice, describe_load_error, require_uncompressed_zip
 from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.distributed.private_torch import rank_wrapper
 from toolkit.distributed.ranks import all_gather_object
 from toolkit.errors import UserError, join_first
 from toolkit.untrusted import open_regular
@@ -44,17 +48,76 @@ def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     Raises:
         RuntimeError: on every rank if any rank failed to write; the cause is that rank's exception.
     """
-    assert all(isinstance(value, Tensor) for value in tensors.values()), "a folder of shards holds tensors only"
-    writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected with one process
-            dcp.save(dict(tensors), storage_writer=writer)
-    except CheckpointException as error:
-        rank, cause = _first_failure(error)
-        if not isinstance(cause, Exception):
-            raise cause from None  # such as KeyboardInterrupt
-        raise RuntimeError(f"rank {rank} could not write {folder}: {cause}") from cause
+    save = ShardedSave(tensors, folder)
+    save.write()
+    save.finish()
+
+
+class ShardedSave:
+    """:func:`save_sharded` in three parts, of which only the first and the last are collective.
+
+    Together they do what ``dcp.save`` does at once. For the arguments and exceptions, which ``__init__`` and
+    :meth:`finish` raise, see :func:`save_sharded`.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
+        assert all(isinstance(value, Tensor) for value in tensors.values()), "a folder of shards holds tensors only"
+        self.folder, self._tensors = folder, tensors
+        self._writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
+        self._planner, self._ranks = _Planner(), rank_wrapper()
+        self._metadata: Metadata | None = None  # on rank 0
+        self._written: list[WriteResult] | Exception = []
+        with self._cause_raised():
+            plan = self._ranks.reduce_scatter("plan", self._plan_own, self._plan_all)
+        self._plan: SavePlan = self._planner.finish_plan(plan)
+
+    def _plan_own(self) -> SavePlan:
+        is_coordinator = self._ranks.is_coordinator
+        self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), is_coordinator)
+        self._writer.set_up_storage_writer(is_coordinator)
+        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def _plan_all(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        return self._writer.prepare_global_plan(plans)
+
+    def copy(self, copies: HostCopies) -> None:
+        """Copy what this rank will write, so that the tensors may change. Not collective."""
+        for item in self._plan.items:
+            name = f"{self.folder.name}/{item.index.fqn}/{item.index.offset}"
+            self._planner.copies[item.index] = copies.copy(self._planner.lookup_object(item.index), name)
+        self._tensors = self._planner.state_dict = {}
+
+    def write(self) -> None:
+        """Write this rank's shards. Not collective; :meth:`finish` raises an error of it on all ranks."""
+        try:
+            self._written = self._writer.write_data(self._plan, self._planner).value()
+        except Exception as error:
+            self._written = error
+
+    def finish(self) -> None:
+        """Write the metadata when all ranks have written their shards; collective."""
+        with self._cause_raised():
+            self._ranks.all_reduce("write", self._result, self._finish_all)
+
+    def _result(self) -> list[WriteResult]:
+        if isinstance(self._written, Exception):
+            raise self._written
+        return self._written
+
+    def _finish_all(self, results: list[list[WriteResult]]) -> None:
+        assert self._metadata is not None
+        self._writer.finish(self._metadata, results)
+
+    @contextmanager
+    def _cause_raised(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointException as error:
+            rank, cause = _first_failure(error)
+            if not isinstance(cause, Exception):
+                raise cause from None  # such as KeyboardInterrupt
+            raise RuntimeError(f"rank {rank} could not write {self.folder}: {cause}") from cause
 
 
 def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -140,6 +203,17 @@ class ShardReader:
         path = self._folder / place.relative_path
         with _translate_errors(path), open_regular(path) as file:
             return _Reader(self._folder, self._metadata).load_chunk(file, place, name)
+
+
+class _Planner(DefaultSavePlanner):
+    """torch's planner, with copies in the place of tensors that may have changed since they were planned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: dict[MetadataIndex, Tensor] = {}
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.copies[index] if index in self.copies else super().lookup_object(index)
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -28,13 +28,14 @@ from toolkit.models.lora import is_adapter
 
 
 def full_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str]
+    module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str], offload: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the weights by canonical name, and the optimizer state by parameter name.
 
-    Tied weights are listed under all their names, as one tensor. On CUDA only rank 0 gets them, in CPU memory.
+    Tied weights are listed under all their names, as one tensor. On CUDA with ``offload`` only rank 0 gets them, in CPU
+    memory.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=_on_cuda(module))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=offload and _on_cuda(module))
     weights = _without_warnings(get_model_state_dict, module, options=options)
     weights |= {second: weights[first] for second, first in tied.items() if first in weights}
     state = {}
@@ -51,14 +52,14 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def sharded_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str]
+    module: nn.Module, optimizer: torch.optim.Optimizer, tied: dict[str, str], offload: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
     """Return this rank's shards of the weights, by name, and of the optimizer, by ``parameter|key``; and the rest.
 
     The rest is ``{"values": {"parameter|key": number}, "param_groups": [...], ...}``; ``values`` is None before the
-    first step.
+    first step. With ``offload`` the shards are in CPU memory.
     """
-    options = StateDictOptions(cpu_offload=_on_cuda(module))
+    options = StateDictOptions(cpu_offload=offload and _on_cuda(module))
     weights = _untied(_without_warnings(get_model_state_dict, module, options=options), tied)
     if _has_no_state(optimizer):
         return weights, {}, {"values": None, **_group_state(module, optimizer, {})}

@@ -1,0 +1,72 @@
+"""Copies of a training state in host memory, from which a checkpoint is written while training changes the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.distributed.private_torch import local_shard
+
+
+class HostCopies:
+    """Copies of tensors in host memory, which is kept for the next checkpoint.
+
+    Copies of CUDA tensors are in pinned memory; training goes on while they are made. (Not tried on CUDA.)
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._copied: dict[Any, Tensor] = {}  # tied weights are one tensor in the copy, too
+        self._live: set[int] = set()
+        self._all_made: torch.cuda.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that is kept."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def begin(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Begin a new checkpoint; what the previous one copied is overwritten."""
+        self._copied = {}
+        values = [*optimizer.state.values(), *optimizer.param_groups]
+        tensors = [value for group in values for value in group.values() if isinstance(value, Tensor)]
+        tensors += [*module.parameters(), *module.buffers()]
+        self._live = {local_shard(tensor).untyped_storage().data_ptr() for tensor in tensors}
+
+    def copy(self, value: Any, name: str) -> Any:
+        """Copy the tensors of nested containers. Those gathered for this checkpoint only are returned as they are.
+
+        ``name`` tells tensors apart, from one checkpoint to the next.
+        """
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value.detach(), name)
+        if isinstance(value, dict):
+            return {key: self.copy(inner, f"{name}/{key}") for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self.copy(inner, f"{name}/{i}") for i, inner in enumerate(value))
+        return value
+
+    def _copy_tensor(self, tensor: Tensor, name: str) -> Tensor:
+        if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() not in self._live:
+            return tensor
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in self._copied:
+            buffer = self._buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                self._buffers[name] = buffer
+            self._copied[key] = buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        return self._copied[key]
+
+    def end(self) -> None:
+        """All copies are requested: :meth:`wait` waits for them."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._all_made = torch.cuda.Event()
+            self._all_made.record()
+
+    def wait(self) -> None:
+        """Wait until the copies are made; in any thread."""
+        if self._all_made is not None:
+            self._all_made.synchronize()

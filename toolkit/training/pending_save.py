@@ -1,0 +1,223 @@
+"""A checkpoint on its way to disk, in three parts, so that the middle one can run while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from toolkit.checkpoints.run.host_copy import HostCopies
+from toolkit.checkpoints.run.sharded import ShardedSave, check_sharded
+from toolkit.checkpoints.store import (
+    begin_checkpoint,
+    commit_checkpoint,
+    deleted_on_error,
+    file_names,
+    prune,
+    sync_and_checksum,
+)
+from toolkit.checksums import Checksum
+from toolkit.distributed import ranks
+from toolkit.errors import GuardError, PeerLostError, join_first
+from toolkit.leftovers import remove
+from toolkit.planning.limits import Progress
+
+
+@dataclass
+class Snapshot:
+    """The state of one step, without shards."""
+
+    progress: Progress
+    rng: list[dict[str, Any]]  # by rank
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any] | None
+
+    def copy(self, copies: HostCopies) -> None:
+        """Copy what training would change, where it is written."""
+        if ranks.global_rank() == 0:
+            self.weights, self.optimizer = (
+                copies.copy(self.weights, "weights"),
+                copies.copy(self.optimizer, "optimizer"),
+            )
+        else:
+            self.weights, self.optimizer = {}, {}
+
+
+class PendingSave:
+    """All ranks begin and commit it together; in between, each writes its files without any collective.
+
+    Args:
+        folder: The checkpoint.
+        snapshot: What it is made of, with ``shards``.
+        write_files: Writes all but the shards into the temporary folder; rank 0 calls it.
+        shards: Tensors by subfolder, of sharded checkpoints: every rank writes its own.
+        search: For NaN and Inf in this rank's weights and optimizer state.
+        copies: Given if training goes on meanwhile: the state is copied, and ``search`` is awaited.
+
+    Raises:
+        UserError, GuardError, PeerLostError: as :meth:`commit`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        snapshot: Snapshot,
+        write_files: Callable[[Path, Snapshot], None],
+        shards: Mapping[str, dict[str, Tensor]],
+        search: Future[list[str]],
+        copies: HostCopies | None = None,
+    ) -> None:
+        self.folder, self._snapshot, self._write_files, self._copies = folder, snapshot, write_files, copies
+        self._search: Future[list[str]] | None = search  # None: it has found nothing
+        self._tmp: Path | None = None
+        self._error: Exception | None = None
+        self._checksums: dict[str, Checksum] | OSError = {}  # of this rank's files
+        is_rank0 = ranks.global_rank() == 0
+        with self._together():
+            if is_rank0:
+                self._tmp = begin_checkpoint(folder)
+        self._tmp = tmp = ranks.broadcast_from_rank0(self._tmp)
+        with self._together():
+            self._shards = [ShardedSave(tensors, tmp / name) for name, tensors in shards.items()]
+        if copies is not None:
+            with self._together():
+                snapshot.copy(copies)
+                for save in self._shards:
+                    save.copy(copies)
+                copies.end()
+            with self._together():
+                require_finite(folder, search)
+            self._search = None
+
+    @property
+    def is_sharded(self) -> bool:
+        return bool(self._shards)
+
+    def write(self) -> None:
+        """Write this rank's files, in any thread; :meth:`commit` raises an error of it."""
+        assert self._tmp is not None
+        try:
+            if self._copies is not None:
+                self._copies.wait()
+            if ranks.global_rank() == 0:
+                self._write_files(self._tmp, self._snapshot)
+            for save in self._shards:
+                save.write()
+            self._checksums = self._checksum_own(self._tmp)
+        except Exception as error:
+            self._error = error
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _checksum_own(self, tmp: Path) -> dict[str, Checksum] | OSError:
+        """Return the checksums of the files that this rank has written; the others' may not be complete yet."""
+        rank = ranks.global_rank()
+        names = file_names(tmp) if rank == 0 or self._shards else []
+        own = [name for name in names if (f"/__{rank}_" in name if name.endswith(".distcp") else rank == 0)]
+        try:
+            return sync_and_checksum(tmp, own)
+        except OSError as error:
+            if self._shards:
+                return error  # all ranks will raise it
+            raise
+
+    def commit(self, keep_last: int) -> Path:
+        """Make it the checkpoint ``folder`` when every rank has written, and delete the oldest; collective.
+
+        Raises:
+            UserError: it could not be written, or the disk is full.
+            GuardError: weights or optimizer state contain NaN or Inf.
+            PeerLostError: an error of another rank.
+        """
+        with self._together():
+            if self._error is not None:
+                raise self._error
+        with self._together():
+            for save in self._shards:
+                save.finish()
+            checksums = self._checksums_of_all()
+            if self._search is not None:
+                require_finite(self.folder, self._search)
+            if ranks.global_rank() == 0:
+                self._publish(checksums, keep_last)
+        return self.folder
+
+    def commit_alone(self, keep_last: int) -> Path:
+        """As :meth:`commit`, of an unsharded checkpoint on rank 0, where the other ranks may have ended."""
+        assert self._tmp is not None and not self._shards and ranks.global_rank() == 0 and self._search is None
+        with deleted_on_error(self._tmp, self.folder):
+            if self._error is not None:
+                raise self._error
+            assert isinstance(self._checksums, dict)
+            self._publish(self._checksums, keep_last)
+        return self.folder
+
+    def abandon(self) -> None:
+        """Delete what is written so far, on rank 0."""
+        if self._tmp is not None and ranks.global_rank() == 0:
+            remove([self._tmp])
+
+    def _checksums_of_all(self) -> dict[str, Checksum]:
+        """Return the checksums of the files of all ranks; collective.
+
+        Raises:
+            RuntimeError: a rank could not read its own; on every rank.
+        """
+        checksums: dict[str, Checksum] = {}
+        for rank, found in enumerate(ranks.all_gather_object(self._checksums)):
+            if isinstance(found, OSError):
+                raise RuntimeError(f"rank {rank} could not read {self._tmp}: {found}") from found
+            checksums |= found
+        return checksums
+
+    def _publish(self, checksums: Mapping[str, Checksum], keep_last: int) -> None:
+        assert self._tmp is not None
+        for save in self._shards:
+            check_sharded(save.folder)  # fails where the nodes do not share the disk
+        commit_checkpoint(self._tmp, self.folder, checksums)
+        prune(self.folder.parent, keep_last)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Raise an error of the block on all ranks. All ranks enter it; it contains no collective after a part that may
+        fail on one of them only."""
+        error: Exception | None = None
+        try:
+            tmp = self._tmp if ranks.global_rank() == 0 else None
+            with nullcontext() if tmp is None else deleted_on_error(tmp, self.folder):
+                yield
+        except Exception as caught:
+            error = caught
+        if ranks.all_reduce_sum(failed=int(error is not None))["failed"]:
+            self.abandon()
+            if error is None or (ranks.global_rank() != 0 and not isinstance(error, GuardError)):
+                known_to_all = isinstance(error, RuntimeError) and isinstance(error.__cause__, OSError)
+                raise PeerLostError(f"{self.folder} could not be written") from (None if known_to_all else error)
+            raise error
+
+
+def require_finite(folder: Path, search: Future[list[str]]) -> None:
+    """Check that the search of no rank has found weights or optimizer state that are not finite.
+
+    Raises:
+        GuardError: it has, on some rank; on every rank.
+        PeerLostError: the search itself failed on another rank. On that rank, its own error.
+    """
+    error = search.exception()
+    found = [] if error is not None else search.result()
+    votes = ranks.all_reduce_sum(failed=int(error is not None), nonfinite=len(found))
+    if votes["failed"]:  # only now: the other ranks take part in this collective, too
+        raise error if error is not None else PeerLostError(f"{folder} could not be checked for NaN and Inf")
+    if votes["nonfinite"]:
+        names = sorted({name for names in ranks.all_gather_object(found) for name in names})
+        raise GuardError(
+            f"{folder} was not saved: NaN, Inf or too large numbers in {join_first(names)}; lower "
+            "--train.learning_rate and resume with --resume auto (continues from the latest checkpoint)"
+        )

@@ -1,0 +1,142 @@
+"""When a checkpoint is written: before training goes on, or with ``--train.async_save`` while it does."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from torch.profiler import record_function
+
+from toolkit.checkpoints.run.host_copy import HostCopies
+from toolkit.distributed import ranks
+from toolkit.distributed.launch import Timeouts
+from toolkit.errors import GuardError
+from toolkit.training.callbacks import Callback, notify
+from toolkit.training.callbacks.base import TrainerView
+from toolkit.training.checkpointer import Checkpointer
+from toolkit.training.pending_save import PendingSave
+from toolkit.training.trace import SAVE
+
+MENTIONED_SECONDS = 1.0  # a wait for the previous checkpoint that is longer is reported
+
+
+class SavingTrainer(TrainerView, Protocol):
+    """What a :class:`Saver` needs of the trainer, besides what callbacks may use."""
+
+    callbacks: list[Callback]
+    timeouts: Timeouts
+
+    def update_progress(self) -> None:
+        """Bring up to date what of the progress only checkpoints need."""
+
+
+class Saver:
+    """Saves the checkpoints of a run. Every rank calls each method at the same step.
+
+    At most one checkpoint is being written while training goes on. When all ranks have written, they commit it
+    together, and only then callbacks see it.
+
+    Args:
+        trainer: Of the run.
+        checkpointer: Of the run.
+    """
+
+    def __init__(self, trainer: SavingTrainer, checkpointer: Checkpointer) -> None:
+        self._trainer, self._checkpointer = trainer, checkpointer
+        self._keep_last = trainer.args.train.keep_last
+        self._copies = HostCopies() if trainer.args.train.async_save else None
+        self._pending: PendingSave | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is still writing its files."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, name: str) -> Path:
+        """Write the checkpoint ``out_dir/name``, after the one that is being written.
+
+        Raises:
+            UserError: one of them cannot be written.
+            GuardError: weights or optimizer state are not finite.
+        """
+        self.finish()
+        with self._saving():
+            self._trainer.update_progress()
+            folder = self._checkpointer.save(name, self._trainer.progress)
+        self._notify(folder)
+        return folder
+
+    def start(self, name: str) -> None:
+        """As :meth:`save`; with ``--train.async_save`` training goes on while the files are written."""
+        if self._copies is None:
+            self.save(name)
+            return
+        self.finish()
+        with self._saving():
+            self._trainer.update_progress()
+            self._pending = self._checkpointer.begin(name, self._trainer.progress, self._copies)
+            self._thread = threading.Thread(target=self._pending.write, name="checkpoint")
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete, if there is one.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        if (pending := self._pending) is None:
+            return
+        with self._saving():
+            self._wait(pending)
+            self._pending = None
+            folder = pending.commit(self._keep_last)
+        self._notify(folder)
+
+    def finish_after(self, error: BaseException) -> None:
+        """Complete the checkpoint that is being written when the run ends with ``error``, where that is possible.
+
+        Its state was finite. All ranks raise the same guard's error, and can commit together. Of another error the
+        other ranks may not know, and may have ended: then rank 0 commits what it has written alone, and the shards of
+        several ranks are deleted.
+        """
+        if (pending := self._pending) is None:
+            return
+        try:
+            if isinstance(error, GuardError) or ranks.world_size() == 1:
+                self.finish()
+            elif pending.is_sharded:
+                self._wait(pending)
+                pending.abandon()
+            elif ranks.global_rank() == 0:
+                self._wait(pending)
+                self._trainer.display.message(f"saved {pending.commit_alone(self._keep_last)}")
+        except Exception as second:  # the first error is what ends the run
+            warnings.warn(f"{pending.folder} could not be saved: {second}", stacklevel=2)
+        finally:
+            self._pending = None
+
+    def _wait(self, pending: PendingSave) -> None:
+        assert self._thread is not None
+        started = time.perf_counter()
+        self._thread.join()
+        seconds = time.perf_counter() - started
+        if seconds > MENTIONED_SECONDS:
+            self._trainer.display.message(f"waited {seconds:.1f} s for {pending.folder}, which was being written")
+
+    def _notify(self, folder: Path) -> None:
+        notify(self._trainer.callbacks, "on_checkpoint_saved", self._trainer, folder)
+        self._trainer.display.phase("training")
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        self._trainer.display.phase("saving")
+        timeouts = self._trainer.timeouts
+        with ranks.extended_timeout(timeouts.first, timeouts.later), record_function(SAVE):
+            yield
+        self._trainer.display.phase("training")
