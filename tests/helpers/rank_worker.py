@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers.faulty_callbacks import skew_gradient
 from helpers.peak_memory import rise
+from helpers.slow_writes import writes_that_last
 from toolkit import cli
 from toolkit.checkpoints.run import sharded
 from toolkit.checkpoints.run.states import full_state
@@ -74,6 +75,18 @@ def watch(seen: dict, fit):
             lambda *_: seen.update({what: local_bytes(module, optimizer, what) for what in ("parameters", "gradients")})
         )
         optimizer.register_step_post_hook(lambda *_: seen.update(moments=local_bytes(module, optimizer, "moments")))
+        seen["copied"] = 0
+        copies = training.saver._copies
+        if copies is not None:
+            copy = copies.copy
+
+            def counting_copy(value, name):
+                copied = copy(value, name)
+                if isinstance(copied, torch.Tensor):
+                    seen["copied"] += copied.nbytes
+                return copied
+
+            copies.copy = counting_copy
         seen["options"] = options_of(module)
         seen["dtypes"] = sorted({str(p.dtype) for p in module.parameters()})
         fit(training)
@@ -157,6 +170,8 @@ def broken(kind: str):
         return mock.patch.object(LLaMAMLP, "forward", lambda self, x: x)
     if kind == "no permission on rank 1":
         return mock.patch.object(sharded._Writer, "write_data", forbidden(sharded._Writer.write_data))
+    if kind == "slow writes":  # no fault: checkpoints are written two steps late
+        return writes_that_last(2)
     if kind == "inf in a moment on rank 1":
         return mock.patch.object(trainer, "train_step", with_inf(trainer.train_step))
     if kind == "the search for NaN fails on rank 1":

@@ -12,6 +12,8 @@ from helpers.cases import slow_except
 from helpers.groups import Case, run_group
 from helpers.initialize import add_lora
 
+from toolkit.checkpoints.run.host_copy import HostCopies
+from toolkit.checkpoints.run.states import adapter_state, full_state, tied_names
 from toolkit.config import DDPArgs, FSDPArgs
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.models import attention
@@ -292,6 +294,24 @@ def test_weights_gradients_and_optimizer_are_exact(precision, family, lora, opti
     assert memory.optimizer == pytest.approx(nbytes(states), abs=1)
 
 
+@pytest.mark.parametrize(("family", "lora"), [("llama", "full"), ("gemma2", "full"), ("llama", "lora all")])
+def test_copy_for_async_save_is_exact(family, lora):
+    setup = setup_of(family, "bf16-mixed", LORAS[lora], async_save=True)
+    model, memory = build(setup), plan_memory(setup)
+    optimizer = build_optimizer(model, ADAMW, 1e-3, setup.precision, no_decay_params(model))
+    loss_of(model, setup).backward()
+    optimizer.step()
+    state = full_state(model, optimizer, tied_names(model)) if setup.lora is None else adapter_state(model, optimizer)
+    copies = HostCopies()
+    for _ in range(2):  # the second copy takes the memory of the first
+        copies.begin(model, optimizer)
+        copies.copy(state, "state")
+    assert memory.checkpoint_copy == pytest.approx(copies.nbytes, abs=1)
+    assert memory.total == plan_memory(replace(setup, async_save=False)).total + memory.checkpoint_copy
+    on_gpu = plan_memory(replace(setup, device="cuda"))
+    assert on_gpu.host_copy == memory.checkpoint_copy and on_gpu.checkpoint_copy == 0
+
+
 def test_optimizer_state_bytes():
     assert state_bytes({"name": "SGD"}, torch.float32, (100, 7)) == 0
     assert state_bytes(ADAMW, torch.float32, (1000, 70)) == 2 * 4 * 70_000 + 4  # two moments, and the counter
@@ -437,11 +457,14 @@ def test_two_ranks_match_the_plan(tmp_path, accumulation, accumulate):
     cases = [Case(p, ["--precision", p, *batch]) for p in PRECISIONS]
     flags = ["pico-llama", "--accelerator", "cpu", "--strategy", "fsdp", "--data", "SyntheticTokens",
              "--data.vocab_size", "512", "--train.micro_batch_size", "4", "--train.max_steps", "2",
-             "--eval.final_validation", "false"]  # fmt: skip
+             "--eval.final_validation", "false", "--train.save_interval", "1", "--train.async_save", "true",
+             "--fsdp.state_dict_type", "sharded"]  # fmt: skip
     seen = run_group(tmp_path, 2, cases, flags)
     for precision in PRECISIONS:
-        memory = plan_memory(sharded(setup_of("llama", precision, accumulation=accumulation), 2, accumulate=accumulate))
+        setup = setup_of("llama", precision, accumulation=accumulation, async_save=True)
+        memory = plan_memory(sharded(setup, 2, accumulate=accumulate, state_dict_type="sharded"))
         for rank in seen[precision]:
+            assert rank["copied"] == pytest.approx(memory.checkpoint_copy, rel=0.05)  # of whole rows
             assert rank["parameters"] == pytest.approx(memory.weights, rel=0.01)
             assert rank["moments"] == pytest.approx(memory.optimizer, rel=0.01)
             name = "gradients" if accumulation == 1 else "waiting"

@@ -12,7 +12,8 @@ longer the copies of the weights that autocast makes. torch.compile may need les
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -54,10 +55,13 @@ class Memory:
         recomputed_block: With activation checkpointing, the further activations of a block, and autocast's copies of
             its weights, while they are recomputed.
         logits: A chunk of logits, and the head's gradients, which are computed with it.
+        checkpoint_copy: On a CPU, the copy of the state that --train.async_save writes.
         context: CUDA context and fragmentation; see :data:`CUDA_CONTEXT`.
         has_gradients_in_forward: Whether gradients are in memory together with activations.
         host: FSDP's offloaded shards of weights, gradients and optimizer, per process in CPU memory; no part of
             ``total``.
+        host_copy: The copy of the state that --train.async_save writes, in CPU memory beside a GPU; no part of
+            ``total``. Of unsharded checkpoints rank 0 has it.
     """
 
     weights: float
@@ -70,15 +74,18 @@ class Memory:
     activations: float
     recomputed_block: float
     logits: float
+    checkpoint_copy: float
     context: float
     has_gradients_in_forward: bool
     host: float = 0.0
+    host_copy: float = 0.0
 
     @property
     def total(self) -> float:
         """The peak; see the module docstring."""
         step = max(self.cast_weights, self.recomputed_block) + self.activations + self.logits
         persistent = self.weights + self.quantized_base + self.adapters + self.optimizer + self.unsharded_unit
+        persistent += self.checkpoint_copy
         if self.has_gradients_in_forward:
             return persistent + self.context + step + self.gradients
         return persistent + self.context + max(step, self.gradients + self.recomputed_block)
@@ -86,11 +93,12 @@ class Memory:
     @property
     def training_state(self) -> float:
         """Parameters, gradients and optimizer state: the minimum in every optimizer step, without activations."""
-        return self.weights + self.quantized_base + self.adapters + self.gradients + self.optimizer
+        parameters = self.weights + self.quantized_base + self.adapters
+        return parameters + self.gradients + self.optimizer + self.checkpoint_copy
 
     def parts(self) -> dict[str, float]:
         """Return the parts of ``total`` by name, in the order of the fields."""
-        others = ("has_gradients_in_forward", "host")
+        others = ("has_gradients_in_forward", "host", "host_copy")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
 
 
@@ -134,6 +142,8 @@ def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
     is_checkpointed, recomputed = setup.activation_checkpointing != "none", recomputed_bytes(setup)
     if is_checkpointed:
         recomputed += max(_cast_bytes(setup, block, quantized) for block in model.blocks)
+    checkpoint_copy = _copied_bytes(setup, list(base.values()), trained, adapters) if setup.async_save else 0.0
+    is_on_host = setup.device == "cpu"
     parts = {
         "weights": weights,
         "quantized_base": _quantized_bytes(setup, quantized),
@@ -145,10 +155,17 @@ def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
         "activations": kept_bytes(setup),
         "recomputed_block": recomputed,
         "logits": logits_bytes(setup),
+        "checkpoint_copy": checkpoint_copy if is_on_host else 0.0,
     }
     context = CUDA_CONTEXT + ALLOCATOR_GAPS * sum(parts.values()) if setup.device == "cuda" else 0
     host = _host_bytes(setup, list(base.values()), trained)
-    return Memory(**parts, context=context, has_gradients_in_forward=has_gradients_in_forward, host=host)
+    return Memory(
+        **parts,
+        context=context,
+        has_gradients_in_forward=has_gradients_in_forward,
+        host=host,
+        host_copy=0.0 if is_on_host else checkpoint_copy,
+    )
 
 
 # ---- parameters
@@ -182,6 +199,21 @@ def _host_bytes(setup: TrainingSetup, base: list[nn.Parameter], trained: list[nn
     shape = (round(_sharded_elements(setup, trained)),)
     moments = state_bytes(setup.optimizer, setup.dtype, shape, setup.optimizer_class)
     return 2 * setup.weight_bytes * _sharded_elements(setup, base) + moments
+
+
+def _copied_bytes(
+    setup: TrainingSetup, base: list[nn.Parameter], trained: list[nn.Parameter], adapters: list[nn.Parameter]
+) -> float:
+    """Return the bytes of weights and optimizer state that a process copies to write a checkpoint.
+
+    Rank 0 copies all of them, of adapters without their base; of a sharded checkpoint each process what it will write,
+    and each shard is written once.
+    """
+    weights = FP32 * _count(adapters) if adapters else setup.weight_bytes * _count(base)
+    whole = weights + _optimizer_bytes(
+        replace(setup, strategy=replace(setup.strategy, kind="single")), trained, adapters
+    )
+    return whole / math.prod(setup.strategy.mesh) if setup.fsdp.state_dict_type == "sharded" else whole
 
 
 def _is_replicated(setup: TrainingSetup, parameter: nn.Parameter) -> bool:

@@ -201,6 +201,7 @@ def setup_of(config: ResolvedConfig, model: ModelConfig) -> TrainingSetup:
         optimizer_class=args.optimizer_class,
         activation_checkpointing=args.train.activation_checkpointing,
         in_backward=args.optimizer.in_backward,
+        async_save=args.train.async_save,
     )
 
 

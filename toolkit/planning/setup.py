@@ -41,6 +41,7 @@ class TrainingSetup:
         optimizer_class: A class outside torch.optim.
         activation_checkpointing: What the backward pass recomputes.
         in_backward: Each weight is updated, and its gradient freed, during the backward pass.
+        async_save: Checkpoints are written from a copy of the state.
     """
 
     config: ModelConfig
@@ -59,6 +60,7 @@ class TrainingSetup:
     optimizer_class: type[torch.optim.Optimizer] | None = None
     activation_checkpointing: ActivationCheckpointing = "none"
     in_backward: bool = False
+    async_save: bool = False
 
     @property
     def is_mixed(self) -> bool:

@@ -120,7 +120,7 @@ class Checkpointer:
             hyperparameters=self.config.hyperparameters() if self.config.args.is_repeatable else None,
             tokenizer=self.tokenizer,
         )
-        (folder / TRAINER).mkdir()
+        (folder / TRAINER).mkdir(exist_ok=True)  # shards may be there already
         meta = {
             "format_version": FORMAT_VERSION,
             **asdict(snapshot.progress),

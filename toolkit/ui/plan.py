@@ -16,6 +16,7 @@ _DESCRIPTIONS = {
     "activations": "saved for the backward pass",
     "recomputed_block": "activations of one block, recomputed in the backward pass",
     "logits": "one chunk, and the head's gradient",
+    "checkpoint_copy": "state that is being written (--train.async_save)",
     "context": "CUDA context and fragmentation, estimated",
 }
 _RECOMPUTED = {
@@ -54,6 +55,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -
         "memory_gb": {name: round(size / _GB, 3) for name, size in plan.memory.parts().items()}
         | {"total": round(total, 3)},
         "host_memory_gb": round(plan.memory.host / _GB, 3),
+        "host_copy_gb": round(plan.memory.host_copy / _GB, 3),
         "device_memory_gb": device_memory_gb,
         "fits": None if device_memory_gb is None else total <= device_memory_gb,
         "advice": [{"change": a.change, "memory_gb": round(a.memory_gb, 3), "fits": a.fits} for a in advice],
@@ -90,6 +92,8 @@ def format_plan(summary: dict[str, Any]) -> str:
     lines += [f"  {'total':15}{total:10.2f}{reason}"]
     if host := summary["host_memory_gb"]:
         lines.append(f"  {'in CPU memory':15}{host:10.2f}  per process: shards of weights, gradients and optimizer")
+    if copy := summary["host_copy_gb"]:
+        lines.append(f"  {'in CPU memory':15}{copy:10.2f}  {_DESCRIPTIONS['checkpoint_copy']}")
     return "\n".join(lines + _verdict(summary))
 
 
