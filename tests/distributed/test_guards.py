@@ -14,14 +14,17 @@ def broken(tmp_path_factory, shared_flags, request):
     folder = tmp_path_factory.mktemp("guards")
     fsdp = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD"]
     sharded = [*fsdp, "--fsdp.state_dict_type", "sharded"]
+    async_save = ["--train.async_save", "true"]
     cases = [
         Case("mesh", ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD"], fault="mesh"),
         Case("norms", [*fsdp, "--precision", "bf16-mixed"], fault="norms"),
         Case("nan-ddp", ["--strategy", "ddp", "--train.save_interval", "1"], fault="nan on rank 1"),
-        Case("nan-fsdp", [*fsdp, "--train.save_interval", "1"], fault="nan on rank 1"),
+        Case("nan-fsdp", [*fsdp, "--train.save_interval", "1", *async_save], fault="nan on rank 1"),
         Case("inf", [*sharded, "--train.save_interval", "1"], fault="inf in a moment on rank 1"),
+        Case("inf-async", [*sharded, "--train.save_interval", "1", *async_save], fault="inf in a moment on rank 1"),
         Case("search", [*sharded, "--train.save_interval", "2"], fault="the search for NaN fails on rank 1"),
         Case("forbidden", [*sharded, "--train.save_interval", "2"], fault="no permission on rank 1"),
+        Case("forbidden-async", [*sharded, "--train.save_interval", "2", *async_save], fault="no permission on rank 1"),
     ]
     results = {}
     if not has_slow_tests(request):
@@ -67,12 +70,13 @@ def test_n7_nonfinite_loss_on_one_rank_stops_all(broken, name):
 
 
 @pytest.mark.slow
-def test_n7_nonfinite_optimizer_state_on_one_rank_is_not_saved(broken):
+@pytest.mark.parametrize("name", ["inf", "inf-async"])
+def test_n7_nonfinite_optimizer_state_on_one_rank_is_not_saved(broken, name):
     folder, results = broken
-    assert [seen["exit"] for seen in results["inf"]] == [3, 3]
-    text = output_of(folder, "inf")
+    assert [seen["exit"] for seen in results[name]] == [3, 3]
+    text = output_of(folder, name)
     assert text.count("toolkit pretrain:") == 1 and "step-00000003 was not saved: " in text and "|exp_avg_sq" in text
-    assert sorted(p.name for p in (folder / "inf").glob("*step-*")) == ["step-00000001", "step-00000002"]
+    assert sorted(p.name for p in (folder / name).glob("*step-*")) == ["step-00000001", "step-00000002"]
 
 
 @pytest.mark.slow
@@ -85,13 +89,14 @@ def test_n7_failure_of_the_search_itself_ends_all_with_its_reason(broken):
 
 
 @pytest.mark.slow
-def test_s1_rank_without_write_permission_ends_all_with_one_line(broken):
+@pytest.mark.parametrize("name", ["forbidden", "forbidden-async"])
+def test_s1_rank_without_write_permission_ends_all_with_one_line(broken, name):
     folder, results = broken
-    assert [seen["exit"] for seen in results["forbidden"]] == [2, 2]
-    text = output_of(folder, "forbidden")
+    assert [seen["exit"] for seen in results[name]] == [2, 2]
+    text = output_of(folder, name)
     assert text.count("toolkit pretrain:") == 1 and "Traceback" not in text
     assert "--out_dir" in text and "rank 1 could not write" in text and "Permission denied" in text
-    assert not list((folder / "forbidden").glob("*step-*"))
+    assert not list((folder / name).glob("*step-*"))
 
 
 @pytest.mark.slow

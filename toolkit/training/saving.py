@@ -15,7 +15,6 @@ from torch.profiler import record_function
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.distributed import ranks
 from toolkit.distributed.launch import Timeouts
-from toolkit.errors import GuardError
 from toolkit.training.callbacks import Callback, notify
 from toolkit.training.callbacks.base import TrainerView
 from toolkit.training.checkpointer import Checkpointer
@@ -98,26 +97,25 @@ class Saver:
             folder = pending.commit(self._keep_last)
         self._notify(folder)
 
-    def finish_after(self, error: BaseException) -> None:
+    def finish_after(self, error: BaseException, is_on_all_ranks: bool = False) -> None:
         """Complete the checkpoint that is being written when the run ends with ``error``, where that is possible.
 
-        Its state was finite. All ranks raise the same guard's error, and can commit together. Of another error the
-        other ranks may not know, and may have ended: then rank 0 commits what it has written alone, and the shards of
-        several ranks are deleted.
+        Its state was finite. Of an error on one rank the others may not know, and may have ended: then rank 0 commits
+        alone what it has written, and shards of several ranks are deleted.
         """
         if (pending := self._pending) is None:
             return
         try:
-            if isinstance(error, GuardError) or ranks.world_size() == 1:
+            if is_on_all_ranks or ranks.world_size() == 1:
                 self.finish()
-            elif pending.is_sharded:
-                self._wait(pending)
-                pending.abandon()
             elif ranks.global_rank() == 0:
                 self._wait(pending)
-                self._trainer.display.message(f"saved {pending.commit_alone(self._keep_last)}")
+                if pending.is_sharded:
+                    pending.abandon()
+                else:
+                    self._trainer.display.message(f"saved {pending.commit_alone(self._keep_last)}")
         except Exception as second:  # the first error is what ends the run
-            warnings.warn(f"{pending.folder} could not be saved: {second}", stacklevel=2)
+            warnings.warn(f"after {type(error).__name__}: {second}", stacklevel=2)
         finally:
             self._pending = None
 

@@ -263,6 +263,7 @@ class Trainer:
                 in_backward=self.in_backward,
             )
         except GuardError as error:
+            self.saver.finish_after(error, is_on_all_ranks=True)
             raise GuardError(
                 f"step {self.progress.step + 1} is not finite: {error}. Nothing of it was saved; "
                 "lower --train.learning_rate or look at these samples"
