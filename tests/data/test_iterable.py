@@ -208,15 +208,17 @@ def test_all_batch_formats_give_the_same_rows():
 
 
 def test_shuffling_loader_gives_the_same_rows_again():
-    """Without a generator; the training's own random state does not change."""
+    """With a generator and without; the training's own random state does not change."""
     before = torch.get_rng_state()
-    first, again = (
-        LoaderRows(DataLoader(Rows(), shuffle=True, collate_fn=list), None, False).order(0, {}) for _ in "ab"
-    )
-    assert [first[p]["input_ids"][0].item() for p in range(700)] == [
-        again[p]["input_ids"][0].item() for p in range(700)
-    ]
-    assert first[0]["input_ids"].tolist() != row(0)[:-1].tolist() and torch.equal(before, torch.get_rng_state())
+    for make in (lambda: None, lambda: torch.Generator().manual_seed(5)):
+        read = []
+        for _ in range(2):
+            loader = DataLoader(Rows(), shuffle=True, collate_fn=list, generator=make())
+            rows = LoaderRows(loader, None, False).order(0, {})
+            read.append([rows[p]["input_ids"][0].item() for p in range(700)])
+        assert read[0] == read[1] and sorted(read[0][:300]) == sorted(read[0][300:600]) == list(range(300))
+        assert read[0][:300] != read[0][300:600]
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_ranks_with_the_same_samples_or_other_ones_are_refused():

@@ -239,13 +239,20 @@ class LoaderRows(IterableRows):
 
     Args:
         source: A batch is ``(input_ids, labels)`` or a mapping with both, (B, T) each, a tensor (B, T + 1), or a list
-            of rows. Without a generator, it shuffles by the number of the epoch.
+            of rows. Where it has no generator, it is given one.
         allow_duplicates: Let two ranks have the same samples.
     """
 
     kind = "DataLoader"
 
     def __init__(self, source: DataLoader, max_length: int | None, allow_duplicates: bool) -> None:
+        import torch
+
+        drawing = [part for part in (source, _sampler_of(source)) if hasattr(part, "generator")]
+        for part in drawing:
+            if part.generator is None:  # it would draw from that of the training, in the thread that reads ahead
+                part.generator = torch.Generator()
+        self._generators = [(part.generator, part.generator.get_state()) for part in drawing]
         super().__init__(source, max_length)
         self._allow_duplicates, self._shares = allow_duplicates, [self.share()]
         self.key = "DataLoader"  # its rows depend on the rank; order() compares them
@@ -257,6 +264,8 @@ class LoaderRows(IterableRows):
             UserError: The number of ranks has changed, or their first rows.
         """
         super().order(seed, {})
+        for generator, state_before in self._generators:
+            generator.set_state(state_before)
         now = self.state(state.get("position", 0))
         if (before := state.get("ranks", now["ranks"])) != now["ranks"]:
             raise UserError(
@@ -285,16 +294,9 @@ class LoaderRows(IterableRows):
         return None  # would be that of one rank
 
     def _open(self, epoch: int) -> Iterator[Any]:
-        import torch
-
         loader: DataLoader = self._source
         _set_epoch(epoch, loader.dataset, _sampler_of(loader))
-        with torch.random.fork_rng(devices=[]):  # DataLoader draws seeds when it begins
-            torch.random.default_generator.manual_seed(epoch)
-            batches = iter(loader)
-            first = list(islice(batches, 1))
-        is_batched = loader.batch_sampler is not None
-        return chain.from_iterable(map(_rows_of, chain(first, batches)) if is_batched else [chain(first, batches)])
+        return chain.from_iterable(map(_rows_of, loader)) if loader.batch_sampler is not None else iter(loader)
 
     def share(self) -> tuple[str, tuple[int, int] | None]:
         """Return the hash of the first rows, and (rank, number of ranks) of what the sampler draws if it is known."""
