@@ -14,7 +14,8 @@ from helpers.cases import slow_except
 from toolkit.cli import main
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted((ROOT / "config_hub").rglob("*.yaml"))
+FILES = sorted(path for path in (ROOT / "config_hub").rglob("*.yaml") if path.parent.name != "data")
+PRESETS = sorted((ROOT / "config_hub" / "data").glob("*.yaml"))
 
 
 FAST = [path for path in FILES if path.name == "default.yaml" or path.parent.name == "smollm2-135m"]
@@ -43,3 +44,22 @@ def test_every_model_has_finetuning_configs():
             kinds[path.parent.name].add(path.stem)
     assert kinds.keys() == {"smollm2-135m", "llama-3.2-1b", "llama-2-7b", "qwen2.5-7b"}
     assert all(("full" in found) == ("7b" not in model) for model, found in kinds.items())
+
+
+def test_there_are_presets_of_data():
+    assert {path.stem for path in PRESETS} == {
+        "c4",
+        "fineweb-edu",
+        "openwebtext",
+        "redpajama",
+        "the-stack",
+        "tinystories",
+    }
+
+
+@pytest.mark.parametrize("path", slow_except(PRESETS[:1], PRESETS), ids=lambda path: path.stem)
+def test_preset_of_data_states_a_command_that_can_be_planned(path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    command = re.search(r"^#\s+toolkit (\w+ .*)$", path.read_text(), re.M)[1]
+    assert f"config_hub/data/{path.name}" in command
+    assert main(["plan", *shlex.split(command), "--format", "json"]) == 0, capsys.readouterr().err

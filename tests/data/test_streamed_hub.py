@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
+import yaml
 from data.test_streamed import T, documents, lines
 from helpers.cases import check_each
 from helpers.hub_stub import Hub
+from helpers.processes import PRETRAIN, start
 from pyarrow import parquet
 
 from toolkit.data import HuggingFaceText
@@ -165,3 +168,67 @@ def test_globs_match_as_on_the_hub():
         assert (hub_module._compile(glob).fullmatch(name) is not None) == is_match
 
     check_each(check, cases)
+
+
+PRESETS = {  # the files of each dataset's repository, as far as they matter
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", ["sample/10BT/000_00000.parquet"], ["data/CC-MAIN-2024-10/a.parquet"]),
+    "redpajama": ("togethercomputer/RedPajama-Data-1T-Sample", ["arxiv_sample.jsonl", "c4_sample.jsonl"], ["x.py"]),
+    "openwebtext": ("Skylion007/openwebtext", ["plain_text/train-00000-of-00080.parquet"], ["openwebtext.py"]),
+    "tinystories": (
+        "roneneldan/TinyStories",
+        ["data/train-0-of-4.parquet"],
+        ["data/validation-0-of-1.parquet", "V2.txt"],
+    ),
+    "c4": ("allenai/c4", ["en/c4-train.00000-of-01024.json.gz"], ["en/c4-validation.00000-of-00008.json.gz"]),
+    "the-stack": ("bigcode/the-stack-dedup", ["data/python/data-0.parquet"], ["data/java/data-0.parquet"]),
+}
+FINEWEB = b"""---
+configs:
+- config_name: default
+  data_files: data/*/*
+- config_name: sample-10BT
+  data_files:
+  - split: train
+    path: sample/10BT/*
+---
+"""
+
+
+def test_presets_find_their_files_and_columns(hub, tmp_path):
+    def content(name: str, column: str) -> bytes:
+        if name.endswith(".parquet"):
+            file = io.BytesIO()
+            parquet.write_table(pyarrow.table({column: documents(20, 1)}), file)
+            return file.getvalue()
+        return gzip.compress(lines(documents(20, 1))) if name.endswith(".gz") else lines(documents(20, 1))
+
+    def check(preset):
+        values = yaml.safe_load((Path(__file__).parents[2] / "config_hub/data" / f"{preset}.yaml").read_text())
+        options = values["data"]["init_args"]
+        repo_id, expected, others = PRESETS[preset]
+        files = {name: content(name, options["text_column"]) for name in (*expected, *others)}
+        files |= {"README.md": FINEWEB} if preset == "fineweb-edu" else {}
+        commit = hub.add(f"datasets/{repo_id}", files)
+        pinned = re.search(r"@([0-9a-f]{40})/", options.get("path", ""))
+        if pinned:
+            hub.commits[f"datasets/{repo_id}", pinned[1]] = hub.commits[f"datasets/{repo_id}", commit]
+        _, prepared = opened(tmp_path, **options, vocab_size=257)
+        assert [name.rpartition("/")[2] for name in names(prepared)] == [name.rpartition("/")[2] for name in expected]
+        assert len(prepared.val) > 0
+
+    check_each(check, PRESETS)
+
+
+@pytest.mark.slow
+def test_run_records_the_commit_and_no_token(hub, tmp_path):
+    flags = ["--data", "HuggingFaceText", "--data.repo_id", REPO, "--data.vocab_size", "300", "--eval.interval", "0"]
+    flags += ["--data.cache_dir", str(tmp_path / "cache"), "--train.max_seq_length", str(T), "--train.max_steps", "3"]
+    flags += ["--train.global_batch_size", "8", "--out_dir", str(tmp_path / "run"), "--accelerator", "cpu"]
+    cache = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_secret"}
+    process = start(*PRETRAIN, *flags, **cache)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    saved = yaml.safe_load((tmp_path / "run/final/hyperparameters.yaml").read_text())
+    assert saved["data"]["init_args"]["revision"] == hub.commit and f"is commit {hub.commit}" in output
+    written = [path for folder in ("run", "cache") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert not any(b"hf_secret" in path.read_bytes() for path in written) and "hf_secret" not in output + errors

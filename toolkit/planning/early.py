@@ -83,6 +83,7 @@ def _check_files(data: Any) -> None:
             raise UserError("--data.json_path: must be given")
         if (
             name.endswith("_path")
+            and name not in getattr(data, "takes_urls", ())  # checked when they are listed
             and value
             and not glob.has_magic(str(value))
             and not Path(value).expanduser().exists()
