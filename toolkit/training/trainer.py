@@ -27,23 +27,20 @@ from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.memory import keep_freed_memory
 from toolkit.distributed.signals import SignalWatch
 from toolkit.distributed.world import WorldInfo
-from toolkit.distributed.wrap import describe_units, plan_units
 from toolkit.errors import GuardError, StoppedBySignalError
-from toolkit.models.families import export_error
 from toolkit.models.gpt import Block
 from toolkit.paths import is_url
 from toolkit.planning.advice import oom_advice
 from toolkit.planning.limits import build_intervals
 from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.schedule import describe_scaling
 from toolkit.training.agreement import require_shared_disk
 from toolkit.training.build import build_callbacks, build_checkpointer, build_model, upload_missing
 from toolkit.training.callbacks import Callback, Sampler, notify
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.upload import finish_uploads
 from toolkit.training.data import prepare_data
-from toolkit.training.model import describe_model
+from toolkit.training.describe import describe_run
 from toolkit.training.reading import TrainReader
 from toolkit.training.run_state import prepare_run_state
 from toolkit.training.saving import Saver
@@ -136,7 +133,10 @@ class Trainer:
             self.reader = TrainReader(config, self.state, self.data.train, self.padding, self.fabric.device)
             stack.callback(self.reader.close)
             self.token_bytes = None if self.data.tokenizer is None else self.data.tokenizer.token_bytes()
-            self._describe()
+            self.display.total_steps = self.state.limits.total_steps
+            self.display.phase("building the model")
+            for line in describe_run(config, self.state, self.reader):
+                self.display.message(line)
             if (gpt := self.state.model.meta_model) is not None and args.optimizer_class is None:
                 require_memory(config, gpt.config, gpt)
             self.model = build_model(config, self.state, self.fabric, self.display.message)
@@ -350,36 +350,6 @@ class Trainer:
 
     def _resume_hint(self) -> str:
         return f"--resume auto continues from {newest(self.out_dir) or 'the newest checkpoint, if one was saved'}"
-
-    def _describe(self) -> None:
-        config, state, say = self.config, self.state, self.display.message
-        self.display.total_steps = state.limits.total_steps
-        self.display.phase("building the model")
-        say(
-            f"{describe_model(state.model, state.mean_length)}; {self.fabric.device.type}, {config.precision}; "
-            f"{config.batch}; peak learning rate {state.schedule.peak:.3g}"
-        )
-        if (scaled := describe_scaling(self.args.train, state.schedule, self.args.defaults)) is not None:
-            say(scaled)
-        for line in self.reader.describe():
-            say(line)
-        if config.preset:
-            say(f"Preset {config.preset}")
-        say(f"Strategy: {config.strategy}")
-        if config.strategy.kind == "fsdp" and config.strategy.extension is None:
-            units = plan_units(state.model.module, config.fsdp, state.model.blocks)
-            say(f"FSDP units: {describe_units(units, config.fsdp)}")
-        if config.fsdp.cpu_offload and config.device == "cpu":
-            say("note: --fsdp.cpu_offload true changes nothing on a CPU: the weights are in its memory")
-        if (mode := self.args.train.activation_checkpointing) != "none":
-            say(f"Activation checkpointing: {mode}")
-        if config.accumulate == "sharded":
-            say(f"Gradients are reduced after each of {config.batch.accumulation} micro-batches and kept sharded")
-        if state.model.config is not None and (reason := export_error(state.model.config)) is not None:
-            say(f"note: {reason}")
-        for note in (getattr(part, "note", "") for part in (state.model.module, self.reader.order)):
-            if note:
-                say(f"note: {note}")
 
     # ---- parts of the loop
 

@@ -1,0 +1,46 @@
+"""What the log says about a run before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.distributed.wrap import describe_units, plan_units
+from toolkit.models.families import export_error
+from toolkit.planning.resolve import ResolvedConfig
+from toolkit.planning.schedule import describe_scaling
+from toolkit.training.model import describe_model
+from toolkit.training.reading import TrainReader
+from toolkit.training.run_state import RunState
+
+
+def describe_run(config: ResolvedConfig, state: RunState, reader: TrainReader) -> Iterator[str]:
+    """Yield the lines: model, batch, learning rate, data, strategy, memory options, and notes.
+
+    Raises:
+        UserError: the data is not enough for the run.
+    """
+    args = config.args
+    yield (
+        f"{describe_model(state.model, state.mean_length)}; {config.device}, {config.precision}; "
+        f"{config.batch}; peak learning rate {state.schedule.peak:.3g}"
+    )
+    if (scaled := describe_scaling(args.train, state.schedule, args.defaults)) is not None:
+        yield scaled
+    yield from reader.describe()
+    if config.preset:
+        yield f"Preset {config.preset}"
+    yield f"Strategy: {config.strategy}"
+    if config.strategy.kind == "fsdp" and config.strategy.extension is None:
+        units = plan_units(state.model.module, config.fsdp, state.model.blocks)
+        yield f"FSDP units: {describe_units(units, config.fsdp)}"
+    if config.fsdp.cpu_offload and config.device == "cpu":
+        yield "note: --fsdp.cpu_offload true changes nothing on a CPU: the weights are in its memory"
+    if (mode := args.train.activation_checkpointing) != "none":
+        yield f"Activation checkpointing: {mode}"
+    if config.accumulate == "sharded":
+        yield f"Gradients are reduced after each of {config.batch.accumulation} micro-batches and kept sharded"
+    if state.model.config is not None and (reason := export_error(state.model.config)) is not None:
+        yield f"note: {reason}"
+    for note in (getattr(part, "note", "") for part in (state.model.module, reader.order)):
+        if note:
+            yield f"note: {note}"
