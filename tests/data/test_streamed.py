@@ -28,7 +28,8 @@ from toolkit.data.streamed import stream as stream_module
 from toolkit.data.streamed import units
 from toolkit.data.streamed.files import list_path
 from toolkit.data.streamed.order import ROW_BITS
-from toolkit.data.streamed.reader import stop_preparers
+from toolkit.data.streamed.preparer import make_room
+from toolkit.data.streamed.reader import Wanted, stop_preparers, used_bytes
 from toolkit.data.streamed.units import plan_units, read_part
 from toolkit.errors import DataError, UserError
 
@@ -304,3 +305,50 @@ def test_s2_streamed_run_killed_at_random_is_bit_equal(folder, tmp_path, devices
     assert last.returncode == 0, errors
     assert kills and losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert same_weights(tmp_path / "killed" / "final", tmp_path / "whole" / "final")
+
+
+def test_budget_evicts_the_oldest_units_that_nobody_reads(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "UNIT_BYTES", 1500)
+    stream = stream_of(prepared := opened(folder, tmp_path))
+    full = [number for number, tokens in prepare_units(prepared).items() if tokens]
+    assert len(full) > 12
+    for number in full:
+        os.utime(stream.unit_folder(number), (number, number))  # the first is the oldest
+    first, next_one, missing = full[0], full[3], full[5]
+    wanted = [Wanted(keep=[first, next_one], ahead=[full[4], missing])]
+    stream.evict(missing)
+    budget = used_bytes(stream.folder) - 3000
+
+    def kept() -> list[int]:
+        return [number for number in full if stream.unit_folder(number).exists()]
+
+    assert make_room(stream, wanted, missing, budget) and used_bytes(stream.folder) <= budget
+    newer = [number for number in kept() if number > missing]
+    assert kept() == [first, next_one, full[4], *newer] and newer == full[-len(newer) :]
+    assert all(stream.counts(number) is not None for number in full)
+    # The look-ahead pauses when only wanted units are left; for a process that waits, units of the look-ahead go.
+    assert not make_room(stream, wanted, missing, 100) and kept() == [first, next_one, full[4]]
+    waiting = [*wanted, Wanted(keep=[next_one], ahead=[missing], is_waiting=True)]
+    assert make_room(stream, waiting, missing, 100) and kept() == [first, next_one]
+
+
+@pytest.mark.slow
+def test_reading_with_a_budget_stays_below_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "UNIT_BYTES", 4000)
+    folder, budget = tmp_path / "text.jsonl", 40_000
+    folder.write_bytes(lines(documents(600, 1)))
+    free, bounded = (
+        opened(folder, tmp_path / name, max_cache_gb=gb) for name, gb in (("a", None), ("b", budget / 1e9))
+    )
+    assert sum(prepare_units(free).values()) * 2 > budget
+    orders = [sample_order(prepared.train, 3, {}) for prepared in (free, bounded)]
+    largest = 0
+    for begin in range(0, 1500, 10):  # more than an epoch
+        ids, of_bounded = (order.ids(np.arange(begin, begin + 10)) for order in orders)
+        assert np.array_equal(ids, of_bounded)
+        first = [prepared.train[int(ids[0])]["input_ids"].tolist() for prepared in (free, bounded)]
+        assert first[0] == first[1]
+        largest = max(largest, used_bytes(stream_of(bounded).folder))
+    stop_preparers(stream_of(bounded).folder)
+    stop_preparers(stream_of(free).folder)
+    assert budget / 3 < largest <= budget

@@ -232,3 +232,54 @@ def test_run_records_the_commit_and_no_token(hub, tmp_path):
     assert saved["data"]["init_args"]["revision"] == hub.commit and f"is commit {hub.commit}" in output
     written = [path for folder in ("run", "cache") for path in (tmp_path / folder).rglob("*") if path.is_file()]
     assert not any(b"hf_secret" in path.read_bytes() for path in written) and "hf_secret" not in output + errors
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """The URL of a bucket on a local S3 server that checks nothing."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    boto3 = pytest.importorskip("botocore.session")
+    s3fs = pytest.importorskip("s3fs")
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in (
+        ("ACCESS_KEY_ID", "id"), ("SECRET_ACCESS_KEY", "hush-secret"), ("DEFAULT_REGION", "us-east-1"),
+        ("ENDPOINT_URL", f"http://{host}:{port}"), ("EC2_METADATA_DISABLED", "true"),
+    ):  # fmt: skip
+        monkeypatch.setenv(f"AWS_{name}", value)
+    client = boto3.get_session().create_client("s3", endpoint_url=f"http://{host}:{port}")
+    client.create_bucket(Bucket="texts")
+    for name, content in FILES.items():
+        client.put_object(Bucket="texts", Key=name, Body=content)
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield "s3://texts"
+    s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+@pytest.mark.slow
+def test_text_in_object_storage_equals_local_text(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "UNIT_BYTES", 3000)
+    for name in ("part-0.parquet", "part-1.parquet", "b.jsonl.gz"):
+        (tmp_path / name).write_bytes(FILES[f"sample/{name}"])
+    found = []
+    for path in (f"{tmp_path}/*.*[tz]", f"{bucket}/sample/"):
+        _, prepared = opened(tmp_path, path=path)
+        stream = prepared.train.units.reader.stream
+        tokens = [stream.prepare(number).tokens for number in range(len(stream.source.units))]
+        ids = sample_order(prepared.train, 3, {}).ids(np.arange(90))
+        found.append((names(prepared), tokens, [prepared.train[int(i)]["input_ids"].tolist() for i in ids]))
+    assert found[0] == found[1]
+    for path, message in (
+        (f"{bucket}/none*.parquet", "no file matches"),
+        (f"{bucket}/sample/none.parquet", "no such file, folder or bucket"),
+        ("s3://nobucket/x.parquet", "no such file, folder or bucket"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(tmp_path, path=path)
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(f"AWS_{name}")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()
+    with pytest.raises(UserError, match="no credentials for s3:// found"):
+        opened(tmp_path, path=f"{bucket}/sample/")

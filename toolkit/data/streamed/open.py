@@ -189,7 +189,7 @@ def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> i
         return None
     source = stream.source
     size = sum(path.stat().st_size for path in stream.unit_folder(first).rglob("*") if path.is_file())
-    largest = max(map(source.unit_size, range(len(source.units)))) / max(1, source.unit_size(first))
+    largest = max(map(source.text_bytes, range(len(source.units)))) / max(1, source.text_bytes(first))
     needed = _LEAST_UNITS * size * max(1.0, largest)
     if max_cache_gb * 1e9 < needed:
         raise UserError(

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from toolkit.data.streamed.reader import Wanted, error_file, read_wanted, used_b
 from toolkit.data.streamed.stream import Stream
 
 _POLL = 0.1  # seconds between looks at what is wanted
+_MARGIN = 1.2  # of the estimated size of a unit
 _RETRY = 30.0  # seconds before another attempt at a unit whose storage failed
 
 
@@ -84,10 +86,14 @@ def make_room(stream: Stream, wanted: list[Wanted], number: int, max_bytes: int)
     Units that nobody wants go first, the oldest of them first. For a unit that a process waits for, those that others
     will need later go, too; what they may be reading stays.
     """
-    folders = [path for path in (stream.folder / "units").iterdir() if path.name.isdigit()]
-    sizes = {int(path.name): (path.stat().st_mtime, _size(path)) for path in folders if path.exists()}
-    needed = int(1.2 * max((size for _, size in sizes.values()), default=0))
-    excess = used_bytes(stream.folder) + needed - max_bytes
+    sizes = {}  # time of publication, and bytes
+    for path in (stream.folder / "units").iterdir():
+        with suppress(FileNotFoundError):  # another preparer evicts it
+            if path.name.isdigit():
+                sizes[int(path.name)] = path.stat().st_mtime, _size(path)
+    text_bytes = stream.source.text_bytes
+    ratio = max((size / max(1, text_bytes(unit)) for unit, (_, size) in sizes.items()), default=1.0)
+    excess = used_bytes(stream.folder) + int(_MARGIN * ratio * text_bytes(number)) - max_bytes
     kept = {n for w in wanted for n in w.keep}
     later = {n for w in wanted for n in w.ahead} - kept
     is_awaited = _is_awaited(number, wanted)
