@@ -356,6 +356,18 @@ def test_s5_every_input_changes_the_key(prepare, plain, tmp_path, monkeypatch):
     assert "preparing" in prepare(MANY)[1]
 
 
+def test_s2_rows_and_keys_equal_those_of_earlier_versions(prepare, plain):
+    """A run from before the format changed can be resumed: its checkpoints record this key of tokens, mask and rows."""
+    for options, rows, key in (
+        ({}, (57, 3), "8ddb19d3719a31e03165b0550ee3f883e6c305533c9ae33a1d39d0c4035169ca"),
+        ({"packing": "best_fit", "val_split_fraction": 0.2}, (30, 11),
+         "fe13a66f299faa453ba65eafad45e7b83f23f4c205c90fc438e96158509a6ba8"),
+    ):  # fmt: skip
+        options = {"val_split_fraction": None, "prompt_style": "alpaca"} | options
+        data = prepare(MANY, 400, plain, **options)[0]
+        assert (len(data.train), len(data.val)) == rows and data.content_key == key
+
+
 def test_s5_template_content_changes_the_key(prepare, tokenizer):
     assert "preparing" in prepare(MANY)[1]
     changed = tokenizer.with_files({"chat_template.jinja": CHATML.replace("assistant\n", "assistant\n\n").encode()})

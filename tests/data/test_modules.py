@@ -1,3 +1,4 @@
+import hashlib
 import json
 import subprocess
 import sys
@@ -137,6 +138,16 @@ def test_litdata_reads_prepared_and_plain_chunks(prepared, plain):
         alone = alone.prepare(tokenizer=None, max_seq_length=32, report=lines.append)
         assert len(alone.train) == data.train.store.n_tokens // 33 and alone.val is None and alone.tokenizer is None
         assert alone.content_key != again.content_key
+
+
+def test_s2_key_of_plain_chunks_is_that_of_earlier_versions(plain):
+    """A run from before the store can be resumed: SHA-256 of T + 1, and of the index and the tokens of each split."""
+    expected = hashlib.sha256(b"33")
+    for name in ("train", "val"):
+        tokens = (plain[0] / name / "chunk-0-0.bin").read_bytes()[12:]  # after the header of one item
+        expected.update(hashlib.sha256((plain[0] / name / "index.json").read_bytes() + tokens).digest())
+    found = LitData(str(plain[0])).prepare(tokenizer=None, max_seq_length=32, report=lambda _: None)
+    assert found.content_key == expected.hexdigest()
 
 
 def test_litdata_without_held_out_tokens(corpus, tmp_path):
