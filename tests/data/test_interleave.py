@@ -65,7 +65,7 @@ def test_shares_are_exact_to_a_row_or_two_at_every_position():
 def test_each_source_gives_its_own_rows_once_per_epoch_whatever_the_weights():
     for weights in WEIGHTS[:2]:
         order = order_of(weights)
-        ids = order.ids(np.arange(5000))
+        ids = order.ids(np.arange(PERIOD + 5000))
         for i, source in enumerate(order.sources):
             own = ids[source_of(order, ids) == i] - order.first_ids[i]
             n = len(source.rows)

@@ -69,6 +69,7 @@ MISTAKES = {
     "{a: {weight: 1, data: {class_path: SyntheticTokens, num_workers: 1}}}": r"a.data.num_workers 1: has no effect; us",
     "{a: {weight: 1, data: {class_path: Mixture, sources: {b: {weight: 1, data: SyntheticTokens}}}}}": r"data Mixture",
     "{a: {weight: 0.5, data: SyntheticTokens}, b: {weight: 0.6, data: SyntheticTokens}}": r"sum to 1.1; .*: a 0.454545",
+    "{a: {weight: 0, data: SyntheticTokens}}": r"the weights sum to 0; they must sum to 1",
     "{a: {weight: -1, data: SyntheticTokens}}": r"--data.sources.a.weight -1: must be a number from 0 to 1",
     "{a: {weight: .nan, data: SyntheticTokens}}": r"--data.sources.a.weight nan: must be",
     "{a: {weight: yes, data: SyntheticTokens}}": r"--data.sources.a.weight true: must be|weight True: must be",
@@ -111,8 +112,10 @@ def test_all_sources_use_one_tokenizer(corpus, tmp_path):
         map(len, prepared.val_sources.values())
     )
     noise = {"weight": 0.5, "data": SyntheticTokens(vocab_size=500)}
-    with pytest.raises(UserError, match=r"sources.noise: its tokens come from a tokenizer that is not known; .*--tok"):
-        prepare({"noise": noise, "one": sources["one"]})
+    for names in (("noise", "one"), ("one", "noise")):
+        both = {name: {"noise": noise, "one": sources["one"]}[name] for name in names}
+        with pytest.raises(UserError, match=r"sources.noise: its tokens are not of the tokenizer that one has trained"):
+            prepare(both)
     mixed = prepare({"noise": noise, "one": sources["one"]}, tokenizer=prepared.tokenizer)
     assert mixed.val_sources.keys() == {"one"}
     assert prepare({"a": noise, "b": noise}).vocab_size == 500

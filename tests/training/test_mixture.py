@@ -18,6 +18,7 @@ from toolkit.cli import main
 from toolkit.data import Mixture, SyntheticTokens, TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.errors import DataError, UserError
+from toolkit.training.evaluate import data_of_run
 from toolkit.training.run import run_training
 from toolkit.training.state import read_meta
 from toolkit.training.validate import rows_of_source
@@ -111,7 +112,8 @@ def test_n3_ranks_read_the_same_rows_together(corpus):
 
 def test_epoch_has_the_rows_of_all_sources_and_a_source_may_end(corpus, tmp_path):
     data = text_mixture(corpus)
-    n_rows = len(data.prepare(tokenizer=None, max_seq_length=32, report=lambda line: None).train)
+    train = data.prepare(tokenizer=None, max_seq_length=32, report=lambda line: None).train
+    n_rows = sum(len(source.rows) for source in train.sources)
     rows = run(corpus, tmp_path / "a", data, train={"max_steps": None, "epochs": 0.05})
     assert rows[-1]["tokens"] == -(-n_rows // 20) * 32
     out = tmp_path / "b"
@@ -123,7 +125,7 @@ def test_epoch_has_the_rows_of_all_sources_and_a_source_may_end(corpus, tmp_path
     with pytest.raises(DataError, match=r"sources.code.max_epochs 1: all of its .* is saved; resume with --resume"):
         run(corpus, out, limited, train={"max_steps": None, "max_time": 10})
     (last,) = (folder for folder in folders(out))
-    assert read_meta(out / last)["data"]["sources"]["code"]["position"] <= n_rows
+    assert read_meta(out / last)["data"]["sources"]["code"]["position"] <= len(train.sources[1].rows)
 
 
 def words_of(corpus, folder) -> list[str]:
@@ -145,6 +147,17 @@ def words_of(corpus, folder) -> list[str]:
         "--config", str(folder / "mix.yaml"), "--train.global_batch_size", "8", "--train.micro_batch_size", "1",
         "--train.max_seq_length", "32", "--train.learning_rate", "1e-3", "--eval.max_iters", "2",
     ]  # fmt: skip
+
+
+def test_s4_evaluating_a_checkpoint_imports_no_class_that_its_mixture_names(tmp_path, monkeypatch):
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in ("evil.Data", "Mixture", "os.system"):
+        sources = {"web": {"weight": 1.0, "data": {"class_path": path, "init_args": {}}}}
+        data = {"class_path": "Mixture", "init_args": {"sources": sources}}
+        (tmp_path / "hyperparameters.yaml").write_text(yaml.safe_dump({"data": data, "train": {"max_seq_length": 8}}))
+        with pytest.raises(UserError, match=rf"data.sources.web: {path} is no data module of toolkit; give --data"):
+            data_of_run(tmp_path, trust=True)
 
 
 @pytest.mark.slow

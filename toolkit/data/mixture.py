@@ -59,9 +59,9 @@ class Mixture(DataModule):
         self._modules = {name: _read_source(name, entry) for name, entry in self.sources.items()}
         self.sources = {name: _plain(source) for name, source in self._modules.items()}
         weights = {name: source.weight for name, source in self._modules.items()}
-        if abs(total := sum(weights.values()) - 1) > 1e-6:
-            as_shares = ", ".join(f"{name} {weight / (total + 1):.6g}" for name, weight in weights.items())
-            raise UserError(f"--data.sources: the weights sum to {total + 1:g}; they must sum to 1: {as_shares}")
+        if abs((total := sum(weights.values())) - 1) > 1e-6:
+            as_shares = ", ".join(f"{name} {weight / (total or 1):.6g}" for name, weight in weights.items())
+            raise UserError(f"--data.sources: the weights sum to {total:g}; they must sum to 1: {as_shares}")
 
     @property
     def modules(self) -> dict[str, DataModule]:
@@ -84,28 +84,28 @@ class Mixture(DataModule):
     ) -> PreparedData:
         """See :meth:`DataModule.prepare`.
 
-        Without a tokenizer, the first source that trains one does so for all.
+        Without a tokenizer, the first source that trains one does so for all; then none may be of tokens already.
         """
         from toolkit.data.interleave import SourceRows, mixture_rows
 
         found: dict[str, PreparedData] = {}
+        trained = ""  # the source that has trained the tokenizer
         for name, source in self._modules.items():
             found[name] = _prepare_source(name, source, tokenizer, max_seq_length, report)
             own = found[name].tokenizer
             if tokenizer is None and own is not None:
-                if len(found) > 1:
-                    raise UserError(
-                        f"--data.sources.{next(iter(found))}: its tokens come from a tokenizer that is not known; give "
-                        "it with --tokenizer_dir, for all sources"
-                    )
-                tokenizer = own
-                if len(self._modules) > 1:
-                    report(f"Data: all sources use the tokenizer of {name}")
-            elif own is not None and tokenizer is not None and own.fingerprint != tokenizer.fingerprint:
+                tokenizer, trained = own, name
+                report(f"Data: all sources use the tokenizer of {name}")
+            elif tokenizer is not None and own is not None and own.fingerprint != tokenizer.fingerprint:
                 raise UserError(
                     f"--data.sources.{name}: its tokenizer differs from {tokenizer.name}; leave the source out, or "
                     "prepare its data with that one"
                 )
+        if trained and (names := [name for name, prepared in found.items() if prepared.vocab_size is not None]):
+            raise UserError(
+                f"--data.sources.{names[0]}: its tokens are not of the tokenizer that {trained} has trained; "
+                "give theirs with --tokenizer_dir, for all sources"
+            )
         # a source may have replaced an option by what it has found, such as a branch by its commit
         self.sources = {name: _plain(source) for name, source in self._modules.items()}
         rows = [
