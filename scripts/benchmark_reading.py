@@ -2,9 +2,9 @@
 
     python scripts/benchmark_reading.py
 
-The runs are those of `toolkit.train`, with a model that sleeps in place of computing, as a CPU sleeps while a GPU works:
-a step takes its tokens divided by --rates. The wait is the run's own record, data_wait_s in metrics.csv, without the
-first three steps, which start the readers. The long pass takes --pass_steps steps of the highest rate, without a pause.
+The runs are those of `toolkit.train`, with a model that sleeps in place of computing, as a CPU does while a GPU works:
+a step takes its tokens divided by the rate. The wait is the run's own record, data_wait_s in metrics.csv, without
+the first three steps, which start the readers. The long pass reads steps of the highest rate without a pause.
 """
 
 from __future__ import annotations

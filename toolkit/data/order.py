@@ -20,7 +20,8 @@ class SampleOrder(Protocol):
     def ids(self, positions: np.ndarray) -> np.ndarray:
         """Return the row indices at ``positions``, int64 of their shape; positions increase from call to call.
 
-        It may wait for data that is being prepared. It runs in the training process, never in its workers.
+        It may wait for data that is being prepared. It runs in the training process, never in its workers, in a thread
+        that reads ahead; it is not called while the run uses :meth:`state` or the held-out rows.
 
         Raises:
             DataError: The data cannot be read.
