@@ -5,6 +5,7 @@
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -109,7 +110,7 @@ def test_s2_run_killed_at_random_instants_is_bit_equal_on_clean_machines(
         launch = Launch(server, corpus, run, tmp_path / f"machine-{n_launches}", n_ranks)
         if kills < 6:
             read_until(launch.process, chance.choice(["Training", "saved", "saved"]))
-            time.sleep(chance.uniform(0, 0.7))
+            time.sleep(chance.uniform(0, 2))
             launch.kill()
             kills += 1
             in_upload += unfinished(server, run)
@@ -140,8 +141,9 @@ def test_storage_that_fails_during_a_run_ends_it_with_exit_3_and_the_next_launch
     out, err = launch.end(3)
     assert len(err.splitlines()) == 1 and "final could not be uploaded" in err
     assert f"it is complete in {tmp_path}/staging/final, and the same command with --resume auto uploads it" in err
-    n_lines = out.count("warning: ")
-    assert 5 <= n_lines <= 10  # one for each checkpoint and one for the logs
+    named = re.findall(r"warning: (.*) could not be uploaded", out)
+    n_lines = len(named)
+    assert n_lines == len(set(named)) and {"step-00000036", "final", "logs"} <= set(named)
     server.faults = Faults()
     again, _ = Launch(server, corpus, run, tmp_path / "staging").end(0)
     assert "nothing to do" in again and "final" in server.checkpoints(run)

@@ -9,16 +9,25 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import torch
 from helpers.groups import free_port, read_until
-from helpers.processes import finish, flags_for, pretrain
+from helpers.processes import Forked, finish, flags_for, pretrain
+from helpers.small_runs import write_base, write_rows
 
 import toolkit
 from tests.training.test_run import arguments, assert_same_weights, rows_of
 from toolkit import Callback
+from toolkit.checkpoints.adapters import ADAPTERS
+from toolkit.checkpoints.manifest import checksum_folder, write_manifest
 from toolkit.checkpoints.remote import lease, storage
+from toolkit.checkpoints.run.resume import resolve_resume
+from toolkit.checkpoints.store import newest
+from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
 from toolkit.errors import CallbackError, GuardError, UserError
+from toolkit.training.callbacks import Upload
 from toolkit.training.run import run_training
+from toolkit.training.state import read_meta
 
 URL = "memory://bucket/run"
 
@@ -82,9 +91,8 @@ def test_s2_run_resumed_on_a_clean_machine_is_bit_equal(corpus, tmp_path, capsys
     assert "1 of 3 not verified: step-00000008" in capsys.readouterr().err
     with pytest.raises(UserError, match=rf"{URL}: already used \(final exists\); --resume auto continues it"):
         run_training(arguments(corpus, URL))
-    other = arguments(corpus, tmp_path / "other", resume=f"{URL}/step-00000010", **options)
-    run_training(other)
-    assert_same_weights(tmp_path / "local" / "final", tmp_path / "other" / "final")
+    local_copy = resolve_resume(f"{URL}/step-00000010", tmp_path / "other")  # of another run
+    assert read_meta(local_copy)["step"] == 10
 
 
 def test_failed_upload_ends_the_run_with_exit_3_and_the_next_launch_finishes_it(corpus, monkeypatch, capsys):
@@ -122,6 +130,59 @@ def test_storage_that_cannot_be_used_is_refused_before_the_data_is_read(corpus, 
             with pytest.raises(UserError, match=expected) as caught:
                 run_training(args)
             assert "secret" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_run_ends_at_the_next_checkpoint_if_another_has_taken_over(corpus, tmp_path):
+    class TakeOver(Callback):
+        def on_step_end(self, trainer, metrics) -> None:
+            (upload,) = (callback for callback in trainer.callbacks if isinstance(callback, Upload))
+            upload.uploader.lease.taken_by = "process 1 on node"
+
+    args = arguments(corpus, URL, train={"max_steps": 8, "save_interval": 2})
+    with pytest.raises(
+        GuardError, match=f"{URL}: another run has taken it over \\(process 1 on node\\); stopped after step 2"
+    ):
+        run_training(args, [TakeOver()])
+    assert remote_names() == set() and newest(args.run_dir).name == "step-00000002"
+
+
+@pytest.mark.slow
+def test_adapters_on_a_remote_base_resume_on_a_clean_machine(corpus, tmp_path):
+    """Of two ranks, which share one copy of the base; with a best checkpoint."""
+    (tmp_path / "bucket" / "base").mkdir(parents=True)
+    base, rows = write_base(tmp_path / "bucket" / "base", corpus), write_rows(tmp_path)
+    write_manifest(base, checksum_folder(base, {}))
+    words = ["finetune_lora", f"file://{base}", "--data", "JSON", "--data.json_path", str(rows), "--devices", "2"]
+    words += ["--data.val_split_fraction", "0.2", "--train.max_seq_length", "32", "--accelerator", "cpu"]
+    words += [
+        "--train.max_steps",
+        "12",
+        "--train.save_interval",
+        "4",
+        "--eval.interval",
+        "2",
+        "--train.keep_best",
+        "true",
+    ]
+    words += ["--eval.max_new_tokens", "0", "--train.global_batch_size", "4", "--out_dir"]
+    local = Forked([*words, str(tmp_path / "local")])
+    _, err = finish(local)
+    assert local.returncode == 0, err
+    url = f"file://{tmp_path}/bucket/run"
+    first = Forked([*words, url, "--staging_dir", str(tmp_path / "first")])
+    read_until(first, "step-00000008")
+    os.killpg(first.pid, signal.SIGKILL)
+    finish(first)
+    second = Forked([*words, url, "--staging_dir", str(tmp_path / "second"), "--resume", "auto"])
+    out, err = finish(second)
+    assert second.returncode == 0 and "downloading" in out, err
+    for name in ("best", "final"):
+        one, other = (
+            load_state(folder / name / ADAPTERS) for folder in (tmp_path / "local", tmp_path / "bucket" / "run")
+        )
+        assert all(torch.equal(one[key], other[key]) for key in one), name
+    assert main(["generate", f"{url}/final", "--prompt", "token"]) == 0
 
 
 @pytest.mark.slow

@@ -337,7 +337,8 @@ class RunOptions:
 
     Args:
         log: Names for loggers: project, run, group.
-        resume: Resume from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if any), or a path.
+        resume: Resume from a checkpoint: true (the newest in out_dir), auto (the newest intact one, if any), or a path
+            or URL.
         staging_dir: Local folder of a run whose out_dir is on remote storage. Default: one in ~/.cache/toolkit/runs.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
         tokenizer_dir: A folder with a tokenizer.json. Default: the initial checkpoint; without one, the data module

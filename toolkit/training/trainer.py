@@ -371,8 +371,8 @@ class Trainer:
     def _stop_for_signal(self, signals: SignalWatch) -> None:
         signal_number = max(ranks.all_gather_object(signals.received))
         folder = self.save(f"step-{self.progress.step:08d}")
+        finish_uploads(self.callbacks, self)  # a second Ctrl-C ends the wait
         signals.ignore()
-        finish_uploads(self.callbacks, self)
         raise StoppedBySignalError(
             signal_number, f"stopped after step {self.progress.step}; {folder} is saved; resume with --resume auto"
         )
