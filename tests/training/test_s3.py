@@ -167,10 +167,11 @@ def test_storage_that_cannot_be_used_is_one_line_and_exit_2(server, corpus, tmp_
 
 
 def test_flaky_storage_delays_a_run_and_changes_nothing(server, corpus, undisturbed, tmp_path):
-    """Also with data workers, which are forked while requests are under way."""
-    for name, values in {"flaky": FLAKY, "slow": {"bytes_per_second": 1e6}}.items():
+    """Also with data workers, which are forked while requests are under way; and with --train.async_save."""
+    cases = {"flaky": (FLAKY, "--data.num_workers 2"), "slow": ({"bytes_per_second": 1e6}, "--train.async_save true")}
+    for name, (values, flags) in cases.items():
         server.faults = Faults(**values)
-        launch = Launch(server, corpus, name, tmp_path / name, 1, "--data.num_workers", "2")
+        launch = Launch(server, corpus, name, tmp_path / name, 1, *flags.split())
         out, _ = launch.end(0)
         require_equal(server, name, undisturbed / "1", tmp_path / f"end-{name}")
         assert "warning" not in out and launch.most_copies <= 4

@@ -18,10 +18,9 @@ import toolkit
 from tests.training.test_run import arguments, assert_same_weights, rows_of
 from toolkit import Callback
 from toolkit.checkpoints.adapters import ADAPTERS
-from toolkit.checkpoints.manifest import checksum_folder, write_manifest
 from toolkit.checkpoints.remote import lease, storage
 from toolkit.checkpoints.run.resume import resolve_resume
-from toolkit.checkpoints.store import newest
+from toolkit.checkpoints.store import newest, write_model_folder
 from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
 from toolkit.errors import CallbackError, GuardError, UserError
@@ -150,21 +149,12 @@ def test_run_ends_at_the_next_checkpoint_if_another_has_taken_over(corpus, tmp_p
 @pytest.mark.slow
 def test_adapters_on_a_remote_base_resume_on_a_clean_machine(corpus, tmp_path):
     """Of two ranks, which share one copy of the base; with a best checkpoint."""
-    (tmp_path / "bucket" / "base").mkdir(parents=True)
-    base, rows = write_base(tmp_path / "bucket" / "base", corpus), write_rows(tmp_path)
-    write_manifest(base, checksum_folder(base, {}))
+    base, rows = tmp_path / "bucket" / "base", write_rows(tmp_path)
+    write_model_folder(base, lambda folder: write_base(folder, corpus) and None, "out_dir")
     words = ["finetune_lora", f"file://{base}", "--data", "JSON", "--data.json_path", str(rows), "--devices", "2"]
-    words += ["--data.val_split_fraction", "0.2", "--train.max_seq_length", "32", "--accelerator", "cpu"]
-    words += [
-        "--train.max_steps",
-        "12",
-        "--train.save_interval",
-        "4",
-        "--eval.interval",
-        "2",
-        "--train.keep_best",
-        "true",
-    ]
+    words += ["--data.val_split_fraction", "0.2", "--train.max_seq_length", "128", "--accelerator", "cpu"]
+    words += ["--train.max_steps", "12", "--train.save_interval", "4", "--data.prompt_style", "alpaca"]
+    words += ["--eval.interval", "2", "--train.keep_best", "true"]
     words += ["--eval.max_new_tokens", "0", "--train.global_batch_size", "4", "--out_dir"]
     local = Forked([*words, str(tmp_path / "local")])
     _, err = finish(local)
