@@ -169,9 +169,13 @@ def test_s5_content_key_detects_a_single_token_change(prepare, text):
 def test_text_fraction_is_the_start_of_the_text(prepare, corpus):
     data, log = prepare(text_fraction=0.5, vocab_size="characters", val_fraction=0.2)
     texts = sorted(corpus.iterdir(), key=lambda file: hashlib.sha256(file.read_bytes()).hexdigest())
-    text = "<|endoftext|>".join([*(file.read_text() for file in texts), ""])
-    n = round(len(prepare(vocab_size="characters", val_fraction=0.0)[0].tokenizer.encode(text)) * 0.5)
-    tokens = data.tokenizer.encode(text)[:n]
+    left, text = round(sum(file.stat().st_size for file in texts) * 0.5), ""
+    for content in (file.read_text() for file in texts):
+        text += content[:left] + ("<|endoftext|>" if len(content) <= left else "")
+        left -= min(left, len(content))
+    tokens = data.tokenizer.encode(text)
+    n = data.train.store.n_tokens  # no more was tokenized
+    assert n == len(tokens)
     n_train = n - int(n * 0.2)
     train, val = all_tokens(data.train), all_tokens(data.val)
     assert train == tokens[: len(train)] and val == tokens[n_train : n_train + len(val)]

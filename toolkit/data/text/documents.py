@@ -136,13 +136,27 @@ def _last_line_end(text: str, start: int) -> int:
     return 0
 
 
-def batches(documents: list[Document], cut: bool) -> Iterator[list[Piece]]:
-    """Yield pieces of all documents in lists of about BATCH characters; ``cut=False`` keeps each document intact."""
+def batches(documents: list[Document], cut: bool, limit: int | None = None) -> Iterator[list[Piece]]:
+    """Yield pieces of all documents in lists of about BATCH characters.
+
+    Args:
+        documents: The documents.
+        cut: Whether to cut documents into pieces; otherwise each is one piece.
+        limit: Bytes of text to read; None reads all.
+    """
     batch, size = [], 0
     for document in documents:
         for piece in pieces(document, PIECE if cut else None):
+            if limit is not None:
+                text = piece.text.encode()
+                if len(text) > limit:
+                    piece = Piece(text[:limit].decode(errors="ignore"), False)
+                limit -= min(len(text), limit)
             batch.append(piece)
             size += len(piece.text)
+            if limit == 0:
+                yield batch
+                return
             if size >= BATCH:
                 yield batch
                 batch, size = [], 0

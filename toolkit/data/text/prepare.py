@@ -53,7 +53,7 @@ class TextSources:
         val_fraction: Share of the ``train`` tokens to hold out; 0 with ``val``.
         vocab_size: Size of the BPE tokenizer to train if none is specified; or characters.
         cache_dir: Cache folder for prepared data.
-        text_fraction: Share of the ``train`` tokens to use, from the first on.
+        text_fraction: Share of the ``train`` text to use, from its start.
     """
 
     module: str
@@ -115,7 +115,7 @@ def _key_inputs(
         "val_fraction": sources.val_fraction,
     }
     if sources.text_fraction < 1:
-        inputs["text_fraction"] = sources.text_fraction
+        inputs["text_share"] = sources.text_fraction
     return inputs
 
 
@@ -186,14 +186,15 @@ def _make(
     active = tokenizer or _train_tokenizer(sources, texts, report)
     active.save(folder / "tokenizer")
     writer = TokenWriter(folder, token_dtype(active.vocab_size))
-    _write_tokens(writer, texts[0], active, report)
+    share = round(sources.text_fraction * sum(document.size for document in texts[0]))
+    limit = None if sources.text_fraction == 1 else max(4, share)  # a character has up to 4 bytes
+    _write_tokens(writer, texts[0], limit, active, report)
     n_train = writer.n_tokens
-    _write_tokens(writer, texts[1] or [], active, report)
+    _write_tokens(writer, texts[1] or [], None, active, report)
     n_all = writer.finish()
-    used = round(n_train * sources.text_fraction)
-    held_out = int(used * sources.val_fraction)
-    val = [used - held_out, used] if sources.val_fraction else None
-    splits = {"train": [0, used - held_out], "val": val if texts[1] is None else [n_train, n_all]}
+    held_out = int(n_train * sources.val_fraction)
+    val = [n_train - held_out, n_train] if sources.val_fraction else None
+    splits = {"train": [0, n_train - held_out], "val": val if texts[1] is None else [n_train, n_all]}
     manifest = {"key": key, "tokenizer": active.fingerprint, "largest_token": writer.largest_token, "splits": splits}
     write_manifest(folder, manifest)
 
@@ -218,11 +219,13 @@ def _train_tokenizer(
     return tokenizer
 
 
-def _write_tokens(writer: TokenWriter, texts: list[documents.Document], tokenizer: Tokenizer, report: Report) -> None:
-    """Write the tokens of documents, an eos token after each."""
-    total, done, last_line = sum(d.size for d in texts), 0, time.perf_counter()
+def _write_tokens(
+    writer: TokenWriter, texts: list[documents.Document], limit: int | None, tokenizer: Tokenizer, report: Report
+) -> None:
+    """Write the tokens of documents, or of their first ``limit`` bytes, an eos token after each complete one."""
+    total, done, last_line = limit or sum(d.size for d in texts), 0, time.perf_counter()
     assert tokenizer.eos_id is not None  # checked by prepare_text
-    for pieces in documents.batches(texts, cut=tokenizer.splits_at_newlines()):
+    for pieces in documents.batches(texts, tokenizer.splits_at_newlines(), limit):
         encoded = tokenizer.encode_batch([piece.text for piece in pieces], bos=False)
         for ids, piece in zip(encoded, pieces, strict=True):
             writer.add([*ids, tokenizer.eos_id] if piece.ends_document else ids)
