@@ -78,7 +78,7 @@ def test_each_source_gives_its_own_rows_once_per_epoch_whatever_the_weights():
 def test_s2_any_position_can_be_reached_at_once():
     for weights in WEIGHTS:
         ids = order_of(weights).ids(np.arange(PERIOD + 500))
-        for start in (1, 17, 999, PERIOD - 1, PERIOD + 100):
+        for start in (1, 999, PERIOD + 100):
             resumed = order_of(weights, state=order_of(weights).state(start))
             assert (resumed.ids(np.arange(start, PERIOD + 500)) == ids[start:]).all()
             assert resumed.state(start + 33) == order_of(weights).state(start + 33)
