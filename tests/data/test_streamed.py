@@ -95,6 +95,14 @@ def test_units_have_every_document_once(folder, unit_bytes):
     assert sorted(found) == sorted(ALL_TEXTS)
 
 
+def test_line_at_a_cut_is_read_once(tmp_path):
+    texts = [f"{i:90}" for i in range(40)]
+    (tmp_path / "a.jsonl").write_bytes(lines(texts))
+    (file,) = list_path(str(tmp_path / "a.jsonl"), "path")
+    parts = [part for unit in plan_units([file], file.size // 10) for part in unit]
+    assert len(parts) == 10 and [p.text for part in parts for p in read_part(file, part, "text")] == texts
+
+
 def test_n3_stream_order_has_every_row_once_per_epoch_and_seeks(folder, tmp_path):
     prepared = opened(folder, tmp_path, val_rows=3)
     tokens = prepare_units(prepared)
@@ -147,7 +155,8 @@ def test_unit_that_was_evicted_or_damaged_is_prepared_again(folder, tmp_path):
             stream.evict(3)
         else:
             chunk = next((stream.unit_folder(3) / "tokens").glob("*.bin"))
-            chunk.write_bytes(chunk.read_bytes()[:-1] + b"\x00")
+            content = chunk.read_bytes()
+            chunk.write_bytes(content[:-400] + bytes(byte ^ 255 for byte in content[-400:]))
         prepared.train.units._open.clear()
         assert prepared.train[row_id]["input_ids"].tolist() == expected, damage
     stop_preparers(stream.folder)
@@ -352,3 +361,18 @@ def test_reading_with_a_budget_stays_below_it(tmp_path, monkeypatch):
     stop_preparers(stream_of(bounded).folder)
     stop_preparers(stream_of(free).folder)
     assert budget / 3 < largest <= budget
+
+
+def test_repaired_file_is_read_again(tmp_path, monkeypatch):
+    """The repair changes neither the size nor what of the file identifies it."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 1 << 20)
+    whole = lines(documents(900, 1)) + lines(documents(300, 2)) * 4
+    middle = whole.index(b"{", len(whole) // 2)
+    (tmp_path / "text.jsonl").write_bytes(whole[:middle] + b"(" + whole[middle + 1 :])
+    source = {"path": tmp_path / "text.jsonl", "cache": tmp_path / "cache"}
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"text.jsonl: byte {middle:,}: is not a line of JSON .*on_bad_shard skip"):
+            opened(**source)
+    (tmp_path / "text.jsonl").write_bytes(whole)
+    prepared = opened(**source)
+    assert not stream_of(prepared).counts(0).broken and stream_of(prepared).counts(0).documents == 2100

@@ -88,7 +88,7 @@ class HuggingFaceText(DataModule):
     def prepare(
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print
     ) -> PreparedData:
-        """See :meth:`DataModule.prepare`. Only the first unit, about 64 MB, is tokenized here."""
+        """See :meth:`DataModule.prepare`. Only the first unit, about 32 MB, is tokenized here."""
         from toolkit.data.streamed.open import TextSource, open_text
 
         where, files, val_files = self._list_files(report)

@@ -17,7 +17,7 @@ from toolkit.data.streamed.files import RetryingFile, SourceFile, StorageError
 from toolkit.data.text.documents import PIECE, Piece, cut_text
 from toolkit.errors import UserError, join_first, one_line
 
-UNIT_BYTES = 64 << 20
+UNIT_BYTES = 32 << 20
 _BUFFER = 4 << 20  # bytes per read
 _PARQUET_ROWS = 256  # per batch
 
