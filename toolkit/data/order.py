@@ -28,7 +28,10 @@ class SampleOrder(Protocol):
         """
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return what a run that resumes at ``position`` needs in order not to read what came before (JSON)."""
+        """Return what a run that resumes at ``position`` needs in order not to read what came before (JSON).
+
+        Called while another thread, which reads ahead, may be in :meth:`ids`.
+        """
 
 
 @dataclass(frozen=True)

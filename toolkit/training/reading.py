@@ -84,8 +84,10 @@ class TrainReader:
             self._ahead.close()
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return the state of the sample order, see :meth:`toolkit.data.order.SampleOrder.state`."""
-        self.pause()
+        """Return the state of the sample order, see :meth:`toolkit.data.order.SampleOrder.state`.
+
+        It does not wait for the next step to be read: after a signal, a run must save although its storage hangs.
+        """
         return self.order.state(position)
 
     def raise_error(self, saved: str | None) -> NoReturn:

@@ -154,8 +154,11 @@ class StreamOrder:
 
     def __init__(self, rows: StreamedRows, seed: int, state: dict[str, Any]) -> None:
         self.rows, self.seed = rows, seed
-        self._next = (state.get("epoch", 0), state.get("index", 0))
-        self._end: int = state.get("position", 0)
+        # Epoch and index of the next unit, and the position where it starts: all units before are in the lists below.
+        self._next: tuple[tuple[int, int], int] = (
+            (state.get("epoch", 0), state.get("index", 0)),
+            state.get("position", 0),
+        )
         # Units that were reached: the position of the first row, epoch and index, number, and rows (not 0).
         self._starts: list[int] = []
         self._places: list[tuple[int, int]] = []
@@ -165,7 +168,7 @@ class StreamOrder:
 
     def ids(self, positions: np.ndarray) -> np.ndarray:
         """See :meth:`SampleOrder.ids`."""
-        while positions.size and self._end <= positions.max():
+        while positions.size and self._next[1] <= positions.max():
             self._extend()
         segments = np.searchsorted(self._starts, positions, side="right") - 1
         found = np.empty_like(positions, dtype=np.int64)
@@ -180,10 +183,9 @@ class StreamOrder:
 
     def state(self, position: int) -> dict[str, Any]:
         """See :meth:`SampleOrder.state`."""
-        segment = bisect.bisect_right(self._starts, position) - 1
-        if segment < 0 or position >= self._end:  # nothing was read, or all units up to here were consumed
-            place, start = self._next, self._end
-        else:
+        place, start = self._next
+        if position < start:  # else nothing was read, or all units up to here were consumed
+            segment = bisect.bisect_right(self._starts, position) - 1
             place, start = self._places[segment], self._starts[segment]
         return {"epoch": place[0], "index": place[1], "position": start}
 
@@ -198,7 +200,7 @@ class StreamOrder:
         """Wait for the next unit that has rows."""
         reader, n_units = self.rows.units.reader, len(self.rows.units.reader.stream.source.units)
         for _ in range(n_units + 1):
-            place = self._next
+            place, start = self._next
             epoch, index = place
             unit = self._unit(epoch, index)
             following = [divmod(epoch * n_units + index + i, n_units) for i in range(1, _AHEAD + reader.workers + 1)]
@@ -206,13 +208,13 @@ class StreamOrder:
             counts = reader.wait(unit, self._kept(unit), ahead)
             n_rows = self.rows.count(unit, counts)
             self._report_broken(counts)
-            self._next = divmod(epoch * n_units + index + 1, n_units)
             if n_rows > 0:
-                self._starts.append(self._end)
+                self._starts.append(start)
                 self._places.append(place)
                 self._units.append(unit)
                 self._counts.append(n_rows)
-                self._end += n_rows
+            self._next = divmod(epoch * n_units + index + 1, n_units), start + max(0, n_rows)
+            if n_rows > 0:
                 return
         option = "no file of the data has a row that can be read"
         raise DataError(f"{option}; give other files, or a smaller --train.max_seq_length")
