@@ -1,76 +1,90 @@
-"""Measure what checkpoints cost a training run: none, each written before training goes on, and --train.async_save.
+"""Measure what a checkpoint costs a training run: written before training goes on, or with --train.async_save.
 
-    python scripts/benchmark_saving.py --model pythia-31m --save_interval 5
+    python scripts/benchmark_saving.py --model pythia-31m --save_interval 10
 
-Each round trains three runs, one after another, on random tokens; ratios are computed within a round. Columns: seconds
-per step of the whole run with its checkpoints; the same relative to the run without checkpoints; seconds for which
-training waits per checkpoint; seconds of a step without these waits, which is larger while a checkpoint is written.
+Each round trains both runs on random tokens, one after the other, in processes of their own. Reported per checkpoint:
+the seconds for which training waits, the CPU seconds of this wait, and the CPU seconds of the thread that writes while
+training goes on. Other processes have little effect on CPU seconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import subprocess
-import sys
-from pathlib import Path
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
-MODES = {"none": ["--train.save_interval=0"], "sync": [], "async": ["--train.async_save=true"]}
-WARMUP = 2  # steps left out, which allocate memory
+from toolkit.cli import main as toolkit
+from toolkit.training.pending_save import PendingSave
+from toolkit.training.saving import Saver
 
-
-def train(flags: list[str], out: Path, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Train in a process of its own, and return the rows of its metrics."""
-    steps = WARMUP + options.saves * options.save_interval + 1
-    command = [
-        sys.executable, "-m", "toolkit", "pretrain", options.model, "--data=SyntheticTokens", "--accelerator=cpu",
-        f"--devices={options.devices}", f"--train.max_seq_length={options.seq_length}",
-        f"--train.global_batch_size={options.batch_size}", f"--train.micro_batch_size={options.batch_size}",
-        f"--train.max_steps={steps}", f"--train.save_interval={options.save_interval}", "--eval.interval=0",
-         "--eval.final_validation=false", "--train.keep_last=2", f"--out_dir={out}",
-        *flags, *options.flags,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    with open(out / "logs" / "metrics.csv", newline="") as file:
-        return [{name: float(row[name]) for name in ("seconds", "step_s")} for row in csv.DictReader(file)]
+MODES = {"sync": "false", "async": "true"}
 
 
-def read(rows: list[dict[str, float]], n_saves: int) -> tuple[float, float, float]:
-    """Return seconds per step of the run, seconds of waiting per checkpoint, and seconds per step without waiting."""
-    first, *rest = rows[WARMUP - 1 :]
-    total, steps = rest[-1]["seconds"] - first["seconds"], sum(row["step_s"] for row in rest)
-    return total / len(rest), (total - steps) / n_saves, steps / len(rest)
+class Meter:
+    """Sums the time of the functions that it wraps, in the main thread or in others; calls among them count once."""
+
+    def __init__(self, is_main: bool) -> None:
+        self.seconds = self.cpu_seconds = 0.0
+        self._is_main, self._is_running = is_main, False
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            is_main = threading.current_thread() is threading.main_thread()
+            if self._is_running or is_main != self._is_main:
+                return function(*args)
+            self._is_running, wall, cpu = True, time.perf_counter(), time.thread_time()
+            try:
+                return function(*args)
+            finally:
+                self.seconds += time.perf_counter() - wall
+                self.cpu_seconds += time.thread_time() - cpu
+                self._is_running = False
+
+        return run
+
+
+def train(flags: list[str], n_saves: int) -> tuple[float, float, float]:
+    """Train, and return the three numbers of the table."""
+    waiting, writing = Meter(is_main=True), Meter(is_main=False)
+    Saver.start, Saver.finish = waiting.wrap(Saver.start), waiting.wrap(Saver.finish)  # type: ignore[method-assign]
+    PendingSave.write = writing.wrap(PendingSave.write)  # type: ignore[method-assign]
+    if code := toolkit(["pretrain", *flags]):
+        raise SystemExit(code)
+    return waiting.seconds / n_saves, waiting.cpu_seconds / n_saves, writing.cpu_seconds / n_saves
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="pythia-31m", help="a name of `toolkit pretrain list`")
-    parser.add_argument("--seq_length", type=int, default=128)
-    parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--save_interval", type=int, default=5, help="steps between checkpoints")
+    parser.add_argument("--save_interval", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--saves", type=int, default=4, help="checkpoints per run")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out_dir", type=Path, help="where the checkpoints go; by default a temporary folder")
-    parser.add_argument("flags", nargs="*", help="further flags of the run, after --")
+    parser.add_argument("--out_dir", help="where the checkpoints go; by default a temporary folder")
     options = parser.parse_args()
+    flags = [
+        options.model, "--data=SyntheticTokens", "--accelerator=cpu", "--devices=1", "--train.max_seq_length=64",
+        "--train.global_batch_size=4", "--train.micro_batch_size=4", "--eval.interval=0",
+        "--eval.final_validation=false", f"--train.max_steps={(options.saves + 1) * options.save_interval}",
+        f"--train.save_interval={options.save_interval}", "--train.log_interval=10",
+    ]  # fmt: skip
     found: dict[str, list[tuple[float, float, float]]] = {mode: [] for mode in MODES}
     for _ in range(options.rounds):
-        for mode, flags in MODES.items():
-            with TemporaryDirectory(dir=options.out_dir) as folder:
-                rows = train(flags, Path(folder) / "run", options)
-                found[mode].append(read(rows, options.saves))
-    print("| mode | s per step | / none | s waited per checkpoint | s per step without waiting | / none |")
-    print("|---|---|---|---|---|---|")
-    for mode, runs in found.items():
-        totals, waits, steps = zip(*runs, strict=True)
-        ratios = [[own[i] / plain[i] for own, plain in zip(runs, found["none"], strict=True)] for i in (0, 2)]
-        columns = (totals, ratios[0], waits, steps, ratios[1])
-        cells = [f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})" for values in columns]
+        for mode, value in MODES.items():
+            with (
+                TemporaryDirectory(dir=options.out_dir) as folder,
+                multiprocessing.get_context("spawn").Pool(1) as pool,
+            ):
+                own = [*flags, f"--out_dir={folder}/run", f"--train.async_save={value}"]
+                found[mode].append(pool.apply(train, (own, options.saves)))
+    print("| mode | s that training waits | CPU s of this wait | CPU s of the writing thread |\n|---|---|---|---|")
+    for mode, rounds in found.items():
+        columns = list(zip(*rounds, strict=True))
+        cells = [f"{median(column):.2f} ({min(column):.2f} to {max(column):.2f})" for column in columns]
         print(f"| {mode} | {' | '.join(cells)} |")
 
 

@@ -91,7 +91,7 @@ class Callback:
         held-out data."""
 
     def on_checkpoint_saved(self, trainer: TrainerView, folder: Path) -> None:
-        """A checkpoint is complete on disk."""
+        """A checkpoint is complete on disk; with ``--train.async_save`` some steps after its own."""
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """The run ends with an error, or after a signal."""
