@@ -38,8 +38,8 @@ _OPERATIONS = {
 def setup_distributed(timeout_minutes: float = 30) -> None:
     """Connect the processes that torchrun or srun has started; ``toolkit.train`` then uses these connections.
 
-    Collectives work on tensors in CPU memory (gloo) and on CUDA (NCCL). Does nothing where they are connected, in one
-    process, and where toolkit starts the processes.
+    Collectives work on tensors in CPU memory (gloo) and on CUDA (NCCL; not tried). Does nothing where they are
+    connected, in one process, and where toolkit starts the processes.
 
     Args:
         timeout_minutes: Wait that long for other processes, here and in collectives.
