@@ -266,6 +266,9 @@ def test_ranks_with_the_same_samples_or_other_ones_are_refused():
     def part(rank: int, size: int = 2) -> LoaderRows:
         return loader(sampler=DistributedSampler(Rows(), size, rank))
 
+    def shuffled(seed: int) -> LoaderRows:
+        return loader(shuffle=True, generator=torch.Generator().manual_seed(seed))
+
     def iterable(first: int) -> IterableRows:
         return IterableRows([row(i) for i in range(first, 50)], None)
 
@@ -273,6 +276,7 @@ def test_ranks_with_the_same_samples_or_other_ones_are_refused():
     cases = [
         (loader(), loader(), same),
         (loader(shuffle=True), loader(shuffle=True), same),
+        (shuffled(seed=1), shuffled(seed=2), same),
         (loader(dataset=Iterable()), loader(dataset=Iterable()), same),
         (part(0), part(0), same),
         (part(0, 4), part(1, 4), "its DistributedSampler is of rank 0 of 4, on rank 0 of 2"),
