@@ -1,7 +1,9 @@
 """Data with a sample order of its own, and data that cannot be read."""
 
+import threading
+
 import pytest
-from helpers.failing_data import Endless
+from helpers.failing_data import Endless, EndlessRows
 
 from toolkit.config import EvalArgs, OptimizerArgs, TrainArgs
 from toolkit.errors import DataError, UserError
@@ -41,3 +43,20 @@ def test_data_that_cannot_be_read_stops_the_run_after_a_checkpoint(tmp_path, wor
     with pytest.raises(UserError, match="^shard-7.parquet: is damaged; download it again$"):  # before the first step
         run(tmp_path / "run", 6, broken, resume="auto")
     assert len(run(tmp_path / "run", 6, Endless(vocab_size=300), resume="auto")) == 6
+
+
+def test_a_thread_reads_ahead_unless_the_data_forbids_it(tmp_path, monkeypatch):
+    seen, read = [], EndlessRows.__getitem__
+
+    def watch(rows, index):
+        seen.append((threading.current_thread().name, index))
+        return read(rows, index)
+
+    monkeypatch.setattr(EndlessRows, "__getitem__", watch)
+    for reads_ahead, expected in ((True, "read-ahead"), (False, "MainThread")):
+        monkeypatch.setattr(Endless, "reads_ahead", reads_ahead)
+        seen.clear()
+        run(tmp_path / expected, 2, Endless(vocab_size=300))
+        assert {thread for thread, index in seen if index} == {expected}
+        assert len({index for _, index in seen if index}) == 8  # nothing beyond the last step
+    assert not any(thread.name == "read-ahead" for thread in threading.enumerate())
