@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from toolkit.checkpoints.finite import require_finite
 from toolkit.checkpoints.manifest import (
+    COMPLETE,
     EDITABLE,
     TRAINER_STATE,
     DamagedCheckpointError,
@@ -88,12 +89,13 @@ def fetch_on_other_nodes(
     if world.num_nodes == 1 or not (remote is not None or is_url(resume)):
         return
     is_own = remote is not None and resume_from is not None and resume_from.parent == remote.out_dir
-    name, is_own = ranks.broadcast_from_rank0((None if resume_from is None else resume_from.name, is_own))
+    manifest = (resume_from / COMPLETE).read_bytes() if is_own and resume_from is not None else None
+    name, manifest = ranks.broadcast_from_rank0((None if resume_from is None else resume_from.name, manifest))
     error: UserError | None = None
     if name is not None and world.local_rank == 0 and world.global_rank != 0:
         try:
-            if is_own and remote is not None:
-                remote.fetch(name, ranks.rank_print)
+            if manifest is not None and remote is not None:
+                remote.fetch(name, manifest, ranks.rank_print)
             elif is_url(resume):
                 local_copy(str(resume), "--resume", with_trainer=True)
         except UserError as caught:

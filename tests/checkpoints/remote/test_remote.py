@@ -262,6 +262,20 @@ def test_local_checkpoints_that_were_not_uploaded_are_kept_and_uploaded(tmp_path
     assert prepare(out)[1] == []
 
 
+def test_node_takes_the_checkpoint_of_rank_0_and_not_an_older_one_of_its_name(tmp_path):
+    store, shared = upload_run(tmp_path / "first", "final"), tmp_path / "shared"
+    newer = make(shared / "final", 40)  # its upload has failed
+    make(shared / "best", 35)
+    manifest = (newer / "COMPLETE").read_bytes()
+    RemoteRun("memory://bucket/run", shared).fetch("final", manifest, print)
+    assert (newer / "COMPLETE").read_bytes() == manifest and (shared / "best").is_dir()
+    other = RemoteRun("memory://bucket/run", tmp_path / "other")
+    with pytest.raises(UserError, match="final was not uploaded and is only in the staging folder of the first node"):
+        other.fetch("final", manifest, print)
+    other.fetch("final", store.read("final/COMPLETE"), print)
+    assert newest(tmp_path / "other").name == "final"
+
+
 def test_used_folder_without_resume_is_refused(tmp_path):
     upload_run(tmp_path / "first")
     with pytest.raises(UserError, match=r"bucket/run: already used \(logs/metrics.csv exists\); --resume auto"):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
-from toolkit.checkpoints.manifest import DamagedCheckpointError, read_manifest
+from toolkit.checkpoints.manifest import COMPLETE, DamagedCheckpointError, read_manifest
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS, RemoteCheckpoint
 from toolkit.checkpoints.remote.download import download, has_same
@@ -103,25 +103,29 @@ class RemoteRun:
         except OSError as error:
             raise self._staging_error(error) from error
 
-    def fetch(self, name: str, report: Callable[[str], None]) -> None:
+    def fetch(self, name: str, manifest: bytes, report: Callable[[str], None]) -> None:
         """Download the checkpoint of that name, unless the staging folder has it. On nodes without rank 0.
 
         Other checkpoints in the staging folder are deleted, if it had to be downloaded.
 
+        Args:
+            name: Of the checkpoint.
+            manifest: The content of its ``COMPLETE`` on rank 0; the storage may have an older one of this name.
+            report: Receives lines about the download.
+
         Raises:
             UserError: it is not on the storage.
         """
+        target = self.out_dir / name
         try:
-            target, found = self.out_dir / name, checkpoints.find(self.storage, name)
-            if found is None:
-                if (target / "COMPLETE").exists():
-                    return  # a disk that the nodes share
+            if (target / COMPLETE).is_file() and (target / COMPLETE).read_bytes() == manifest:
+                return  # also on a disk that the nodes share
+            found = checkpoints.find(self.storage, name)
+            if found is None or self.storage.read(f"{found.folder}/{COMPLETE}") != manifest:
                 raise UserError(
                     f"--out_dir {self.url}: {name} was not uploaded and is only in the staging folder of the first "
                     "node; start the command on that node alone once, or give --staging_dir on a shared disk"
                 )
-            if has_same(self.storage, found.folder, target):
-                return
             download(self.storage, found.folder, target, report)
             for folder in checkpoint_folders(self.out_dir):
                 if folder != target:
