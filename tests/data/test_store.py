@@ -124,6 +124,7 @@ def test_number_of_open_files_is_bounded_and_a_store_is_picklable(written, monke
     assert len(rows.store.array._open) == 3
     copy = pickle.loads(pickle.dumps(rows))
     assert copy.store.array._open == {} and blocks_of(copy) == expected
+    assert len(rows.store.array._open) + len(copy.store.array._open) == 3, "the limit is that of the process"
 
 
 def test_size_does_not_depend_on_the_number_of_ranks(written, monkeypatch):

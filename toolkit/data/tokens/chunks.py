@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import weakref
 import zlib
 from collections.abc import Iterator
 from itertools import accumulate
@@ -25,7 +26,7 @@ from toolkit.errors import DataError
 
 INDEX = "index.json"
 PIECE = 1 << 16  # values per checksum: with uint16 as many bytes as Linux reads ahead
-_OPEN_CHUNKS = 128  # each holds a file descriptor
+_OPEN_CHUNKS = 256  # of all arrays of a process: each holds a file descriptor, and the usual limit is 1,024
 _STAT_CHUNKS = 1024  # of more chunks, sizes are checked on reading, and survey() samples so many
 _READ_ALL_BYTES = 1 << 30  # above this, survey() samples
 _SAMPLES, _SAMPLE = 16, 1 << 14  # samples per chunk, tokens per sample
@@ -132,6 +133,7 @@ class ChunkedArray:
         """Start without open files and verified pieces, here or in another process."""
         self._open: dict[int, IO[bytes]] = {}
         self._verified = bytearray(0 if self._checksums is None else len(self._checksums))
+        _arrays.add(self)
 
     def _verify(self, chunk: int, start: int, stop: int, checksums: np.ndarray) -> None:
         """Compare the pieces of a chunk with their checksums, if that was not done before."""
@@ -156,8 +158,9 @@ class ChunkedArray:
 
     def _open_chunk(self, chunk: int) -> IO[bytes]:
         with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # another thread was faster
-            if len(self._open) >= _OPEN_CHUNKS:
-                del self._open[next(iter(self._open))]  # closed when the last thread has read from it
+            if sum(len(array._open) for array in _arrays) >= _OPEN_CHUNKS:
+                fullest = max(_arrays, key=lambda array: len(array._open))._open
+                del fullest[next(iter(fullest))]  # closed when the last thread has read from it
         file = self._open[chunk] = open(self.folder / self._files[chunk], "rb", buffering=0)  # noqa: SIM115
         return file
 
@@ -185,6 +188,10 @@ class ChunkedArray:
         if checksums.dtype != np.uint32 or checksums.shape != (self._pieces[-1],):
             raise ValueError(f"{self.folder / PIECES} does not belong to these chunks")
         return checksums
+
+
+_arrays: weakref.WeakSet[ChunkedArray] = weakref.WeakSet()
+"""Those of this process, which share the limit of open files: a mixture has one or more per source."""
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
