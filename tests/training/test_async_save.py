@@ -16,6 +16,7 @@ from helpers.slow_writes import writes_that_last
 from helpers.small_runs import text_data, write_base, write_rows
 
 from toolkit.checkpoints.adapters import ADAPTERS
+from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.sharded import read_sharded
 from toolkit.checkpoints.store import complete_checkpoints
 from toolkit.checkpoints.weights import load_state, load_weights, named_tensors
@@ -139,6 +140,17 @@ def test_s1_failed_write_ends_the_run_and_keeps_the_previous_checkpoint(corpus, 
         train(corpus, tmp_path, saved, max_steps=100)
     assert list(saved.steps) == ["step-00000003"] and folders(tmp_path) == {"step-00000003"}
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_tensors_in_lists_of_the_optimizer_state_are_copied():
+    module = torch.nn.Linear(2, 2)
+    optimizer, copies = torch.optim.SGD(module.parameters()), HostCopies()
+    optimizer.state[module.weight] = {"preconditioners": [torch.ones(2), {"left": torch.ones(3)}]}
+    copies.begin(module, optimizer)
+    first, inner = copies.copy(optimizer.state[module.weight], "optimizer")["preconditioners"]
+    optimizer.state[module.weight]["preconditioners"][0].zero_()
+    optimizer.state[module.weight]["preconditioners"][1]["left"].zero_()
+    assert first.tolist() == [1, 1] and inner["left"].tolist() == [1, 1, 1]
 
 
 def test_async_save_without_anything_to_save_is_an_error():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ class HostCopies:
     def begin(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Begin a new checkpoint; what the previous one copied is overwritten."""
         self._copied = {}
-        values = [*optimizer.state.values(), *optimizer.param_groups]
-        tensors = [value for group in values for value in group.values() if isinstance(value, Tensor)]
+        tensors = [*_tensors([*optimizer.state.values(), *optimizer.param_groups])]
         tensors += [*module.parameters(), *module.buffers()]
         self._live = {local_shard(tensor).untyped_storage().data_ptr() for tensor in tensors}
 
@@ -70,3 +70,12 @@ class HostCopies:
         """Wait until the copies are made; in any thread."""
         if self._all_made is not None:
             self._all_made.synchronize()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested containers; some optimizers keep lists of them for a parameter."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(inner)
