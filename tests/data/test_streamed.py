@@ -213,6 +213,7 @@ def test_invalid_input_is_one_line(folder, tmp_path, monkeypatch):
         ({"path": folder, "val_path": folder / "b.jsonl"}, "--data.val_path .*b.jsonl is also training text"),
         ({"path": "unknown://bucket/x.txt"}, "unknown kind of storage"),
         ({"path": "https://user:secret@host/x.txt"}, "--data.path https://...: contains credentials"),
+        ({"path": "simplecache::https://user:secret@host/x.txt"}, "contains credentials"),
         ({"path": "https://host/x.txt?X-Amz-Signature=secret"}, "contains credentials"),
         ({}, "--data.repo_id None: give either this or --data.path"),
         ({"path": "x", "repo_id": "y/z"}, "give either this or --data.path"),

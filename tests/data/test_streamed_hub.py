@@ -161,6 +161,9 @@ def test_globs_match_as_on_the_hub():
         ("data/**", "data/x/a.parquet", True),
         ("data/CC-*/a?.jsonl", "data/CC-1/ab.jsonl", True),
         ("data/[ab].jsonl", "data/c.jsonl", False),
+        ("data/[!ab].jsonl", "data/c.jsonl", True),
+        ("data/[!ab].jsonl", "data/a.jsonl", False),
+        ("data/[z-a].jsonl", "data/b.jsonl", False),  # re.compile would refuse it
         ("a.b", "a-b", False),
     ]
 

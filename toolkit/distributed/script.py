@@ -117,8 +117,9 @@ def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors of all ranks, by rank; they have the same shape and dtype. Every rank calls this."""
     if not ranks.is_distributed():
         return [tensor]
-    gathered = [torch.empty_like(tensor) for _ in range(ranks.world_size())]
-    dist.all_gather(gathered, tensor.contiguous())
+    own = tensor.contiguous()
+    gathered = [torch.empty_like(own) for _ in range(ranks.world_size())]
+    dist.all_gather(gathered, own)
     return gathered
 
 

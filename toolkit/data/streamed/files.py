@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlsplit
 
 from toolkit.errors import UserError, join_first, one_line
 
@@ -29,6 +28,7 @@ _PACKAGES = {
 }  # fmt: skip
 _PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before another attempt to read
 _SAMPLED_FILES, _SAMPLE = 32, 1 << 16  # local files of a source that are sampled for its identity; bytes per sample
+_USER = re.compile(r"://[^/?#]*@")  # anywhere: fsspec's URLs may be chained, as in simplecache::https://...
 _SECRET_QUERY = re.compile(r"[?&][^=&]*(signature|token|sig|key|credential|secret|password)[^=&]*=", re.IGNORECASE)
 
 
@@ -88,10 +88,11 @@ def require_no_secret(value: str, option: str) -> None:
     Raises:
         UserError: it has some; the message does not show them.
     """
-    if is_url(value) and (urlsplit(value).password or urlsplit(value).username or _SECRET_QUERY.search(value)):
+    if _USER.search(value) or (is_url(value) and _SECRET_QUERY.search(value)):
+        scheme = value.partition("://")[0]
         raise UserError(
-            f"--data.{option} {urlsplit(value).scheme}://...: contains credentials, which would be saved with the run;"
-            " give them in the environment"
+            f"--data.{option} {scheme}://...: contains credentials, which would be saved with the run; give them in "
+            "the environment"
         )
 
 

@@ -6,6 +6,7 @@ library does (https://huggingface.co/docs/hub/datasets-file-names-and-splits). N
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -192,7 +193,8 @@ def _compile(glob: str) -> re.Pattern[str]:
     """Translate a glob: ``*`` matches within a folder, ``**`` across folders."""
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]*\])", glob)
     special = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return re.compile("".join(special.get(p) or (p if p[:1] == "[" and p[1:] else re.escape(p)) for p in parts))
+    # fnmatch gives (?s:[^a])\Z of [!a], and an expression that is valid of any brackets
+    return re.compile("".join(special.get(p) or fnmatch.translate(p)[4:].rpartition(")")[0] for p in parts))
 
 
 def _tree(repository: Repository, folder: str) -> list[SourceFile]:
