@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.groups import free_port, read_until
 from helpers.processes import Forked, finish, flags_for, pretrain
+from helpers.slow_writes import writes_that_last
 from helpers.small_runs import write_base, write_rows
 
 import toolkit
@@ -23,9 +24,11 @@ from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import newest, write_model_folder
 from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
+from toolkit.distributed import ranks
 from toolkit.errors import CallbackError, GuardError, UserError
 from toolkit.training.callbacks import Upload
 from toolkit.training.run import run_training
+from toolkit.training.saving import Saver
 from toolkit.training.state import read_meta
 
 URL = "memory://bucket/run"
@@ -92,6 +95,23 @@ def test_s2_run_resumed_on_a_clean_machine_is_bit_equal(corpus, tmp_path, capsys
         run_training(arguments(corpus, URL))
     local_copy = resolve_resume(f"{URL}/step-00000010", tmp_path / "other")  # of another run
     assert read_meta(local_copy)["step"] == 10
+
+
+def test_checkpoint_that_rank_0_completes_alone_is_uploaded(corpus, monkeypatch):
+    """As where another rank has failed while the checkpoint was being written."""
+
+    def finish_after_another_rank(self, error, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "world_size", lambda: 2)
+            finish_after(self, error, **options)
+
+    finish_after = Saver.finish_after
+    monkeypatch.setattr(Saver, "finish_after", finish_after_another_rank)
+    train = {"max_steps": 9, "save_interval": 3, "async_save": True}
+    args = arguments(corpus, URL, train=train, evaluation={"interval": 0, "final_validation": False})
+    with writes_that_last(100), pytest.raises(CallbackError):
+        run_training(args, [FailAt(4)])
+    assert remote_names() == {"step-00000003"}
 
 
 def test_failed_upload_ends_the_run_with_exit_3_and_the_next_launch_finishes_it(corpus, monkeypatch, capsys):

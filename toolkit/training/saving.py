@@ -17,6 +17,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.launch import Timeouts
 from toolkit.training.callbacks import Callback, notify
 from toolkit.training.callbacks.base import TrainerView
+from toolkit.training.callbacks.upload import submit_upload
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.pending_save import PendingSave
 from toolkit.training.trace import SAVE
@@ -113,7 +114,9 @@ class Saver:
                 if pending.is_sharded:
                     pending.abandon()
                 else:
-                    self._trainer.display.message(f"saved {pending.commit_alone(self._keep_last)}")
+                    folder = pending.commit_alone(self._keep_last)
+                    self._trainer.display.message(f"saved {folder}")
+                    submit_upload(self._trainer.callbacks, folder)
         except Exception as second:  # the first error is what ends the run
             warnings.warn(f"after {type(error).__name__}: {second}", stacklevel=2)
         finally:

@@ -88,6 +88,13 @@ class Upload(Callback):
             trainer.display.message(line)
 
 
+def submit_upload(callbacks: Iterable[Callback], folder: Path) -> None:
+    """Upload a checkpoint that rank 0 has completed alone, where a run has uploads; not collective."""
+    for callback in callbacks:
+        if isinstance(callback, Upload) and callback.uploader is not None:
+            callback.uploader.submit(folder)
+
+
 def finish_uploads(callbacks: Iterable[Callback], trainer: TrainerView) -> None:
     """Wait for all uploads, where a run has any; every rank calls this."""
     for callback in callbacks:
