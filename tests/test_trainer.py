@@ -58,6 +58,7 @@ def test_every_name_has_its_meaning(monkeypatch):
         ({"device": "cuda:0"}, {"accelerator": "cuda"}),
         ({"device": "cpu:auto"}, {"accelerator": "cpu"}),
         ({"use_amp": False}, {"precision": "32-true"}),
+        ({"use_amp": True}, {"precision": "auto"}),
         ({"mixed_precision_policy": "bf16"}, {"precision": "bf16-mixed"}),
         ({"auto_wrap_policy": "size", "min_num_params": 5}, {"fsdp": {"auto_wrap": "size", "min_num_params": 5}}),
         ({"transformer_layer_cls": nn.Linear}, {"block_classes": [nn.Linear]}),

@@ -105,8 +105,8 @@ def _translate(given: dict[str, Any], dataset: Any) -> dict[str, Any]:
     _translate_wrapping(options, given)
     if "grad_clip_norm" in given:
         _put(options, "train.max_norm", given["grad_clip_norm"] or 0, "grad_clip_norm")
-    if given.get("use_amp") is False:
-        _put(options, "precision", "32-true", "use_amp")
+    if "use_amp" in given:  # auto: bf16-mixed on CUDA
+        _put(options, "precision", "auto" if given["use_amp"] else "32-true", "use_amp")
     if policy := given.get("mixed_precision_policy"):
         precisions = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
         _put(options, "precision", precisions.get(policy, policy), "mixed_precision_policy")
