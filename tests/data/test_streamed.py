@@ -162,6 +162,52 @@ def test_unit_that_was_evicted_or_damaged_is_prepared_again(folder, tmp_path):
     stop_preparers(stream.folder)
 
 
+def test_reader_leaves_the_copy_that_another_one_has_prepared(folder, tmp_path, monkeypatch):
+    prepared = opened(folder, tmp_path)
+    prepare_units(prepared)
+    stream, row_id = stream_of(prepared), 3 << ROW_BITS
+    chunk = next((stream.unit_folder(3) / "tokens").glob("*.bin"))
+
+    def damage():
+        chunk.write_bytes(bytes(chunk.stat().st_size))
+        prepared.train.units._open.clear()
+
+    damage()
+    prepared.train.units._store(3)  # the damaged copy is open
+    stream.evict(3)
+    stream.prepare(3)
+    fresh = stream.copy_of(3)
+    store, _ = prepared.train.units._open[3]
+    monkeypatch.setattr(store.array, "_checksums", store.array._checksums + 1)  # as the damaged one would be
+    prepared.train[row_id]
+    assert stream.copy_of(3) == fresh
+    damage()
+    monkeypatch.setattr(stream_module.os, "rename", lambda *paths: (_ for _ in ()).throw(PermissionError()))
+    with pytest.raises(DataError, match="units/000003: is damaged and cannot be removed; delete this folder"):
+        prepared.train[row_id]
+    (stream.unit_folder(3) / "tokens" / "index.json").unlink()
+    with pytest.raises(DataError, match="units/000003: is damaged and cannot be removed"):
+        stream.open(3)
+
+
+def test_resume_within_a_unit_of_other_rows_is_refused(folder, tmp_path):
+    prepared = opened(folder, tmp_path)
+    prepare_units(prepared)
+    order, stream = sample_order(prepared.train, 3, {}), stream_of(prepared)
+    order.ids(np.arange(600))
+    begin, unit = order._starts[-1], order._units[-1]
+    within, before = order.state(begin + 1), order.state(begin)
+    assert within == before | {"rows": order._counts[-1]}
+    counts = stream.counts(unit).__dict__ | {"tokens": stream.counts(unit).tokens + T + 1}
+    stream._counts_file(unit).write_text(json.dumps(counts))  # a file was repaired
+    names = (
+        rf"\w+\.\S+: has {within['rows'] + 1} rows here, but {within['rows']} when the checkpoint was saved; restore"
+    )
+    with pytest.raises(DataError, match=names):
+        sample_order(prepared.train, 3, within).ids(np.array([begin + 1]))
+    sample_order(prepared.train, 3, before).ids(np.array([begin]))  # also of a run before rows were saved
+
+
 def test_broken_file_is_an_error_or_skipped(folder, tmp_path):
     source = tmp_path / "text"
     shutil.copytree(folder, source)

@@ -6,10 +6,11 @@ import random
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers.failing_data import Endless
+from helpers.failing_data import Endless, EndlessRows
 from helpers.groups import Case, run_group
 from helpers.processes import finish, pretrain
 
@@ -18,7 +19,7 @@ from toolkit.cli import main
 from toolkit.data import Mixture, SyntheticTokens, TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.errors import DataError, UserError
-from toolkit.training.evaluate import data_of_run
+from toolkit.training.evaluate import data_of_run, evaluate
 from toolkit.training.run import run_training
 from toolkit.training.state import read_meta
 from toolkit.training.validate import rows_of_source
@@ -147,6 +148,15 @@ def words_of(corpus, folder) -> list[str]:
         "--config", str(folder / "mix.yaml"), "--train.global_batch_size", "8", "--train.micro_batch_size", "1",
         "--train.max_seq_length", "32", "--train.learning_rate", "1e-3", "--eval.max_iters", "2",
     ]  # fmt: skip
+
+
+def test_evaluating_rows_that_are_numbered_with_gaps_is_refused(monkeypatch):
+    monkeypatch.setattr(EndlessRows, "__len__", lambda rows: len(rows.rows), raising=False)
+    data = Mixture({"a": {"weight": 0.5, "data": SyntheticTokens(10)}, "b": {"weight": 0.5, "data": Endless(10)}})
+    checkpoint = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(block_size=16)), tokenizer=None)
+    options = dict.fromkeys(("max_iters", "max_seq_length", "trust_checkpoint_data"))
+    with pytest.raises(UserError, match="--split train: a source of this data has a sample order of its own; use"):
+        evaluate(checkpoint, data, split="train", micro_batch_size=2, **options)
 
 
 def test_s4_evaluating_a_checkpoint_imports_no_class_that_its_mixture_names(tmp_path, monkeypatch):

@@ -91,12 +91,15 @@ class ConcatenatedRows:
     Args:
         datasets: At most ``MAX_SOURCES``. Rows are numbered with gaps, unless each has a length
             and no order of its own.
+
+    Attributes:
+        is_dense: Whether rows are numbered without gaps.
     """
 
     def __init__(self, datasets: Sequence[TokenDataset]) -> None:
         self.datasets = list(datasets)
-        self._is_dense = not any(row_count(rows) is None or hasattr(rows, "order") for rows in datasets)
-        if self._is_dense:
+        self.is_dense = not any(row_count(rows) is None or hasattr(rows, "order") for rows in datasets)
+        if self.is_dense:
             self.first_ids = np.cumsum([0, *map(len, datasets[:-1])], dtype=np.int64)
         else:
             self.first_ids = np.arange(len(datasets), dtype=np.int64) << ID_BITS
@@ -109,7 +112,7 @@ class ConcatenatedRows:
     @cached_property
     def lengths(self) -> np.ndarray | None:
         """Input tokens of each row, (n,) int64; None if all have the same, or rows are numbered with gaps."""
-        if not (self.is_ragged and self._is_dense):
+        if not (self.is_ragged and self.is_dense):
             return None
         fixed = (np.full(len(rows), round(mean_length(rows))) for rows in self.datasets)
         found = (row_lengths(rows) for rows in self.datasets)

@@ -114,6 +114,8 @@ def evaluate(
     count = row_count(rows)
     if count is None:
         raise UserError(f"--split {split}: the number of rows of this data is unknown; use --split val")
+    if split == "train" and not getattr(rows, "is_dense", True):  # of a mixture
+        raise UserError("--split train: a source of this data has a sample order of its own; use --split val")
     if rows is None or not count:
         raise UserError(
             f"--split {split}: this data has none; hold some out (--data.val_split_fraction, for text "

@@ -15,8 +15,8 @@ import numpy as np
 
 from toolkit.data.order import shuffled_index
 from toolkit.data.streamed.reader import StreamReader
-from toolkit.data.streamed.stream import UnitCounts
-from toolkit.errors import DataError
+from toolkit.data.streamed.stream import Copy, UnitCounts
+from toolkit.errors import DataError, join_first
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,38 +39,41 @@ class UnitRows:
 
     def __init__(self, reader: StreamReader, block_size: int) -> None:
         self.reader, self.block_size = reader, block_size
-        self._open: dict[int, TokenStore] = {}
+        self._open: dict[int, tuple[TokenStore, Copy | None]] = {}
 
     def read(self, unit: int, row: int) -> dict[str, Tensor]:
         """Return a row, see :class:`toolkit.data.base.TokenDataset`; its unit is prepared again if it is not there.
 
         Raises:
-            DataError: it cannot be prepared.
+            DataError: it cannot be prepared, or it is damaged and cannot be removed.
         """
         import torch
 
         start = row * self.block_size
         for _ in range(_ATTEMPTS):
-            store = self._store(unit)
+            store, copy = self._store(unit)
             try:
                 tokens = store.tokens(start, start + self.block_size)
                 break
             except DataError as error:  # evicted or damaged after it was opened
                 reason = error
                 del self._open[unit]
-                self.reader.stream.evict(unit)
+                self.reader.stream.remove_damaged(unit, copy)
         else:
             raise reason
         block = torch.from_numpy(tokens.astype(np.int64))
         return {"input_ids": block[:-1], "labels": block[1:]}
 
-    def _store(self, unit: int) -> TokenStore:
+    def _store(self, unit: int) -> tuple[TokenStore, Copy | None]:
         if unit not in self._open:
-            while (store := self.reader.stream.open(unit)) is None:  # evicted: prepared again
+            stream = self.reader.stream
+            copy = stream.copy_of(unit)  # before it is opened: a newer one is not taken for the one that failed
+            while (store := stream.open(unit)) is None:  # evicted: prepared again
                 self.reader.wait(unit, [*self._open, unit], [])
+                copy = stream.copy_of(unit)
             while len(self._open) >= _OPEN_UNITS:
                 del self._open[next(iter(self._open))]
-            self._open[unit] = store
+            self._open[unit] = store, copy
         return self._open[unit]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,7 +152,8 @@ class StreamOrder:
     Args:
         rows: The rows.
         seed: Seed of the run.
-        state: Epoch, index in its permutation, and position where that unit starts; {} for the start of a run.
+        state: Epoch, index in its permutation, position where that unit starts, and the unit's rows if some of them
+            were read; {} for the start of a run.
     """
 
     def __init__(self, rows: StreamedRows, seed: int, state: dict[str, Any]) -> None:
@@ -159,6 +163,7 @@ class StreamOrder:
             (state.get("epoch", 0), state.get("index", 0)),
             state.get("position", 0),
         )
+        self._begun = self._next[0], state.get("rows")  # None: it is not begun, or its rows were not saved
         # Units that were reached: the position of the first row, epoch and index, number, and rows (not 0).
         self._starts: list[int] = []
         self._places: list[tuple[int, int]] = []
@@ -184,10 +189,13 @@ class StreamOrder:
     def state(self, position: int) -> dict[str, Any]:
         """See :meth:`SampleOrder.state`."""
         place, start = self._next
+        rows = self._begun[1] if place == self._begun[0] else None
         if position < start:  # else nothing was read, or all units up to here were consumed
             segment = bisect.bisect_right(self._starts, position) - 1
             place, start = self._places[segment], self._starts[segment]
-        return {"epoch": place[0], "index": place[1], "position": start}
+            rows = self._counts[segment] if position > start else None
+        state = {"epoch": place[0], "index": place[1], "position": start}
+        return state if rows is None else state | {"rows": rows}
 
     def _unit(self, epoch: int, index: int) -> int:
         n = len(self.rows.units.reader.stream.source.units)
@@ -207,6 +215,7 @@ class StreamOrder:
             ahead = [number for number in dict.fromkeys(self._unit(*at) for at in following) if number != unit]
             counts = reader.wait(unit, self._kept(unit), ahead)
             n_rows = self.rows.count(unit, counts)
+            self._require_same_rows(place, unit, n_rows)
             self._report_broken(counts)
             if n_rows > 0:
                 self._starts.append(start)
@@ -218,6 +227,17 @@ class StreamOrder:
                 return
         option = "no file of the data has a row that can be read"
         raise DataError(f"{option}; give other files, or a smaller --train.max_seq_length")
+
+    def _require_same_rows(self, place: tuple[int, int], unit: int, n_rows: int) -> None:
+        """Refuse to go on within a unit that has another number of rows now, which are in another order."""
+        begun, saved = self._begun
+        if place == begun and saved not in (None, n_rows):
+            source = self.rows.units.reader.stream.source
+            names = join_first([source.files[part.file].name for part in source.units[unit]], 3)
+            raise DataError(
+                f"{names}: has {max(0, n_rows):,} rows here, but {saved:,} when the checkpoint was saved; restore the "
+                "file as it was, or start a new run with another --out_dir"
+            )
 
     def _kept(self, unit: int) -> list[int]:
         """Return the units not to evict: this one, those of the batches read ahead, and that of the held-out rows."""

@@ -31,9 +31,11 @@ from toolkit.data.streamed.units import BrokenFileError, Part, plan_units, read_
 from toolkit.data.text.documents import Piece
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
+from toolkit.errors import DataError
 from toolkit.leftovers import sweep, temporary_path
 
 Report = Callable[[str], None]
+Copy = tuple[int, int]  # inode and time of a unit's folder, which tell its copies apart
 
 CODE_VERSION = 1  # increment if the same files and options give different tokens
 SOURCE = "source.json"
@@ -148,7 +150,7 @@ class Stream:
             StorageError: a file cannot be read.
             OSError: the cache folder cannot be written.
         """
-        with file_lock(self.folder / "locks" / f"unit-{number:06d}", wait) as lock:
+        with file_lock(self._lock_file(number), wait) as lock:
             if lock is None:
                 return None
             if (counts := self.ready(number)) is not None:
@@ -163,13 +165,36 @@ class Stream:
             return counts
 
     def open(self, number: int) -> TokenStore | None:
-        """Return the tokens of a unit; None if it is not there. A damaged one is removed."""
-        folder = self.unit_folder(number)
+        """Return the tokens of a unit; None if it is not there. A damaged one is removed.
+
+        Raises:
+            DataError: it is damaged and cannot be removed.
+        """
+        copy = self.copy_of(number)
         try:
-            return TokenStore(folder)
+            return TokenStore(self.unit_folder(number))
         except DAMAGE_ERRORS:
-            self.evict(number)
+            self.remove_damaged(number, copy)
         return None
+
+    def copy_of(self, number: int) -> Copy | None:
+        """Return which copy of a unit's tokens is there, None if none is."""
+        with contextlib.suppress(OSError):
+            status = self.unit_folder(number).stat()
+            return status.st_ino, status.st_mtime_ns
+        return None
+
+    def remove_damaged(self, number: int, copy: Copy | None) -> None:
+        """Evict a damaged copy of a unit, but no later one, which another process has prepared.
+
+        Raises:
+            DataError: it cannot be removed.
+        """
+        with contextlib.suppress(OSError), file_lock(self._lock_file(number)):  # one process after the other
+            if self.copy_of(number) == copy:
+                self.evict(number)
+        if copy is not None and self.copy_of(number) == copy:
+            raise DataError(f"{self.unit_folder(number)}: is damaged and cannot be removed; delete this folder")
 
     def evict(self, number: int) -> None:
         """Delete the tokens of a unit; its counts stay."""
@@ -191,6 +216,9 @@ class Stream:
         """Return the units with counts."""
         names = sorted(path.stem for path in (self.folder / "counts").glob("*.json"))
         return [int(name) for name in names if name.isdigit()]
+
+    def _lock_file(self, number: int) -> Path:
+        return self.folder / "locks" / f"unit-{number:06d}"
 
     def _counts_file(self, number: int) -> Path:
         return self.folder / "counts" / f"{number:06d}.json"
