@@ -254,8 +254,10 @@ def test_local_checkpoints_that_were_not_uploaded_are_kept_and_uploaded(tmp_path
     make(out / "best", 15)
     run, lines = prepare(out)
     assert lines == [] and newest(out).name == "step-00000020"
+    (out / "logs" / "metrics.csv").write_text("step\n20\n")
     uploader = run.start_uploads(keep_last=1, report=print)
-    assert uploader.wait(10) and uploader.upload_outputs() is None
+    assert uploader.wait(10) and store.read("logs/metrics.csv") == b"step\n20\n"  # with the checkpoint
+    assert uploader.upload_outputs() is None
     uploader.close()
     assert complete(store) == [("step-00000020", 20), ("best", 15)]
     store.write("step-00000030/lit_model.pth", b"")  # incomplete
@@ -316,7 +318,38 @@ def test_uploads_go_on_while_the_run_replaces_and_deletes(tmp_path, monkeypatch)
     uploader.close()
 
 
+def test_staging_folder_that_cannot_be_written_is_one_line_and_the_lease_is_released(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    make(tmp_path / "out" / "step-00000010", 10)
+    run, _ = prepare(tmp_path / "out")
+    monkeypatch.setattr(os, "link", fail)
+    monkeypatch.setattr(shutil, "copy2", fail)
+    with pytest.raises(UserError, match=r"--staging_dir .*out: No space left on device; give a folder"):
+        run.start_uploads(keep_last=1, report=print)
+    assert run.storage.read(LEASE) is None and not run.lease._thread.is_alive()
+    assert run.storage.closed.is_set()  # nothing is uploaded any more
+
+
 # ---- leases
+
+
+def test_checkpoint_is_not_completed_if_another_run_takes_over_during_its_upload(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "REFRESH", 60.0)  # the refresh does not notice it
+    run, _ = prepare(tmp_path / "out")
+    uploader, upload = run.start_uploads(keep_last=1, report=print), Storage.upload
+
+    def upload_and_take_over(self, file, name):
+        upload(self, file, name)
+        self.write(LEASE, json.dumps({"id": "other", "pid": 1, "host": "node"}).encode())
+
+    monkeypatch.setattr(Storage, "upload", upload_and_take_over)
+    uploader.submit(make(tmp_path / "out" / "step-00000010", 10))
+    assert uploader.wait(10) and complete(run.storage) == []
+    assert "another run has taken over: process 1 on node" in uploader.failed["step-00000010"]
+    assert uploader.lease.taken_by is not None  # what ends the run
+    uploader.close()
 
 
 def test_second_run_is_refused_while_the_first_is_alive(tmp_path):

@@ -79,6 +79,17 @@ class Lease:
         self._thread = threading.Thread(target=self._refresh, name="lease", daemon=True)
         self._thread.start()
 
+    def require_own(self) -> None:
+        """Check on the storage that no other process has taken the folder over.
+
+        Raises:
+            StorageError: one has, or the lease cannot be read.
+        """
+        if self.taken_by is None:
+            self._look()
+        if self.taken_by is not None:
+            raise StorageError(f"another run has taken over: {self.taken_by}")
+
     def release(self) -> None:
         """Give the folder free. Where that fails, the lease becomes stale."""
         self._ended.set()
@@ -92,11 +103,15 @@ class Lease:
     def _refresh(self) -> None:
         while not self._ended.wait(REFRESH):
             with suppress(StorageError):  # it may be stale for a while
-                now = self.storage.read(LEASE)
-                if now is not None and not self._is_own(now):
-                    self.taken_by = _describe(now)
+                self._look()
+                if self.taken_by is not None:
                     return
                 self._write()
+
+    def _look(self) -> None:
+        now = self.storage.read(LEASE)
+        if now is not None and not self._is_own(now):
+            self.taken_by = _describe(now)
 
     def _write(self) -> None:
         self._count += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 
@@ -139,19 +140,26 @@ class RemoteRun:
         """Take the folder for this process, and begin to upload what is missing there. The staging folder is locked.
 
         Raises:
-            UserError: another run is alive there, or the storage cannot be used.
+            UserError: another run is alive there, the storage cannot be used, or the staging folder cannot be written.
+                The lease is released.
         """
         try:
-            self.lease.acquire(report)
-            for damaged in self.damaged:
-                checkpoints.mark_damaged(self.storage, damaged.folder)
-            checkpoints.finish_replacements(self.storage)
-            uploader = Uploader(self.storage, self.lease, self.out_dir, keep_last)
-            for folder in self._not_uploaded():
-                uploader.submit(folder)
+            with ExitStack() as after_failure:
+                after_failure.callback(self.lease.release)
+                self.lease.acquire(report)
+                for damaged in self.damaged:
+                    checkpoints.mark_damaged(self.storage, damaged.folder)
+                checkpoints.finish_replacements(self.storage)
+                uploader = Uploader(self.storage, self.lease, self.out_dir, keep_last)
+                after_failure.callback(uploader.close)
+                for folder in self._not_uploaded():
+                    uploader.submit(folder)
+                after_failure.pop_all()
             return uploader
         except StorageError as error:
             raise self.storage.error(error) from error
+        except OSError as error:
+            raise self._staging_error(error) from error
 
     # ---- parts
 

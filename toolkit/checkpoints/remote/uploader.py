@@ -117,9 +117,8 @@ class Uploader:
     def _upload(self, task: _Task) -> None:
         name = task.folder.name
         try:
-            if self.lease.taken_by is not None:
-                raise StorageError(f"another run has taken over: {self.lease.taken_by}")
-            checkpoints.upload(self.storage, task.links, name, self._upload_logs)
+            self.lease.require_own()
+            checkpoints.upload(self.storage, task.links, name, self._before_complete)
             self.failed.pop(name, None)
             checkpoints.prune(self.storage, self.keep_last)
         except Exception as error:  # training goes on, whatever it is
@@ -128,6 +127,10 @@ class Uploader:
             self._messages.append(
                 f"warning: {name} could not be uploaded to {self.storage.url}: {reason}; it is in {self.out_dir}"
             )
+
+    def _before_complete(self) -> None:
+        self._upload_logs()
+        self.lease.require_own()  # the upload may have taken long
 
     def _upload_logs(self) -> None:
         """Upload logs that have changed; metrics.csv has the rows up to the checkpoint that is being uploaded."""
