@@ -119,6 +119,7 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path):
 
 def test_number_of_open_files_is_bounded_and_a_store_is_picklable(written, monkeypatch):
     monkeypatch.setattr(chunks, "_OPEN_CHUNKS", 3)
+    monkeypatch.setattr(chunks, "_arrays", type(chunks._arrays)())  # those of other tests may still be open
     rows = BlockDataset(TokenStore(written[1]), BLOCK)
     expected = blocks_of(rows)
     assert len(rows.store.array._open) == 3

@@ -145,6 +145,7 @@ def test_resume_in_a_clean_cache_reads_only_what_comes_next(folder, tmp_path):
     assert consumed and not consumed & set(stream_of(clean).prepared()) and n_units > len(passed)
 
 
+@pytest.mark.slow
 def test_unit_that_was_evicted_or_damaged_is_prepared_again(folder, tmp_path):
     prepared = opened(folder, tmp_path)
     prepare_units(prepared)

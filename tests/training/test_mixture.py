@@ -111,6 +111,7 @@ def test_n3_ranks_read_the_same_rows_together(corpus):
     assert seen[0] == seen[1] == seen[2] and len({i for step in seen[0] for i in step}) == 24
 
 
+@pytest.mark.slow
 def test_epoch_has_the_rows_of_all_sources_and_a_source_may_end(corpus, tmp_path):
     data = text_mixture(corpus)
     train = data.prepare(tokenizer=None, max_seq_length=32, report=lambda line: None).train
