@@ -185,6 +185,7 @@ def test_resume_goes_on_from_the_state_of_the_iterable():
         assert getattr(source, "reads", 0) - reads < 150
 
 
+@pytest.mark.slow
 def test_what_an_iterable_must_do(tmp_path):
     generator = map(row, range(40))
     with pytest.raises(DataError, match="has ended after 40 rows, and map cannot begin anew.*step-00000002 is saved"):

@@ -125,6 +125,7 @@ def test_n3_stream_order_has_every_row_once_per_epoch_and_seeks(folder, tmp_path
             assert np.array_equal(resumed.ids(positions), stream[positions])
 
 
+@pytest.mark.slow
 def test_resume_in_a_clean_cache_reads_only_what_comes_next(folder, tmp_path):
     prepared = opened(folder, tmp_path / "first")
     n_units = len(prepare_units(prepared))
