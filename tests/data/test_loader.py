@@ -194,6 +194,7 @@ def test_max_rows_selects_the_same_rows_on_any_layout(micro_batch_size, world_si
 LISTENING = """
 import signal, sys
 from toolkit.data.loader import train_batches
+from toolkit.data.order import ShuffledOrder
 from toolkit.data.tokens.synthetic import SyntheticRows
 
 if __name__ == "__main__":
