@@ -29,7 +29,7 @@ from toolkit.planning.activations import FP32, logits_bytes
 from toolkit.planning.optimizer import optimizer_class
 from toolkit.planning.recompute import kept_bytes, recomputed_bytes
 from toolkit.planning.setup import TrainingSetup
-from toolkit.planning.speed import matmul_parameters
+from toolkit.planning.speed.flops import matmul_parameters
 
 # bitsandbytes: 4 bits, and an fp32 scale per 64 weights; with double quantization an 8-bit scale, and an fp32 scale per
 # 256 of those (Dettmers et al. 2023, QLoRA, section 3).
@@ -109,7 +109,7 @@ class Parameters:
     Args:
         total: All parameters, adapters included; tied ones once.
         trained: Trainable parameters.
-        matmul: Parameters in a matrix product for every token (see :mod:`toolkit.planning.speed`).
+        matmul: Parameters in a matrix product for every token (see :mod:`toolkit.planning.speed.flops`).
     """
 
     total: int

@@ -19,7 +19,7 @@ from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.speed import peak_flops
+from toolkit.planning.speed.cards import peak_flops
 from toolkit.training import adapters
 from toolkit.training.callbacks import (
     Callback,

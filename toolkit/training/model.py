@@ -33,7 +33,7 @@ from toolkit.models.init import Materializer, init_weight
 from toolkit.models.lora import adapted_on_meta, adapter_values, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize, quantize_linears, reserve_quantized
-from toolkit.planning.speed import flops_per_token
+from toolkit.planning.speed.flops import flops_per_token
 from toolkit.training.optimizer import no_decay_params
 
 

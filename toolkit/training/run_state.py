@@ -18,7 +18,7 @@ from toolkit.planning.limits import Limits, Progress, build_limits, require_ahea
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.planning.schedule import Schedule, build_schedule
-from toolkit.planning.speed import flops_per_token
+from toolkit.planning.speed.flops import flops_per_token
 from toolkit.training import adapters
 from toolkit.training.agreement import require_own_samples, require_same_options, require_same_weights
 from toolkit.training.data import with_vocabulary

@@ -1,4 +1,4 @@
-"""N8 honest-throughput: tokens per second, MFU and peak memory of what ran; FLOPs: :mod:`toolkit.planning.speed`."""
+"""N8 honest-throughput: tokens per second, MFU and peak memory of what ran; FLOPs: toolkit.planning.speed.flops."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Speed: FLOPs, cards, and the predicted time of a training step."""
