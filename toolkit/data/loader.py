@@ -184,12 +184,15 @@ def _load(
 def _as_generator(loader: DataLoader, workers: list[BaseProcess]) -> Generator[Batch, None, None]:
     error, iterator = None, iter(loader)
     workers += getattr(iterator, "_workers", [])
-    for batch in iterator:
-        if isinstance(batch, DataError):
-            error = batch
-            break
-        yield batch
-    del iterator  # a traceback would keep it alive with its workers
+    try:
+        for batch in iterator:
+            if isinstance(batch, DataError):
+                error = batch
+                break
+            yield batch
+    finally:
+        del iterator  # ends the workers; a traceback would keep it alive
+        _kill(workers)  # those that hang in a read: they ignore SIGTERM
     if error is not None:
         raise error
 
@@ -207,8 +210,12 @@ def _close_all() -> None:
         try:
             batches.close()
         except ValueError:  # a thread still reads in it, see toolkit.data.prefetch
-            for worker in workers:
-                worker.kill()
+            _kill(workers)
+
+
+def _kill(workers: list[BaseProcess]) -> None:
+    for worker in workers:
+        worker.kill()
 
 
 def _step_ids(
