@@ -73,6 +73,7 @@ def write_tokenizers(folder: Path) -> list[str]:
 
 
 def text_files(folder: Path, tokenizer_dir: Path, out: Path, workers: int) -> tuple[float, int]:
+    import toolkit.data.text.prepare  # noqa: F401 - before the clock starts
     from toolkit.data import TextFiles
     from toolkit.data.tokenizer import Tokenizer
 

@@ -77,6 +77,31 @@ def test_litdata_reads_the_same_tokens(written):
     assert [dataset[i].tolist() for i in range(len(dataset))] == tokens.reshape(-1, 8).tolist()
 
 
+def test_files_equal_those_of_litdatas_writer(written, tmp_path):
+    from litdata import TokensLoader
+    from litdata.streaming.writer import BinaryWriter
+
+    tokens, folder = written
+    writer = BinaryWriter(str(tmp_path / "litdata"), chunk_size=CHUNK, item_loader=TokensLoader())
+    for i, start in enumerate(range(0, len(tokens), CHUNK)):
+        writer[i] = torch.from_numpy(tokens[start : start + CHUNK])
+    writer.done()
+    (tmp_path / "litdata" / f"{writer.rank}.index.json").rename(tmp_path / "litdata" / "index.json")
+    expected = {file.name: file.read_bytes() for file in (tmp_path / "litdata").iterdir()}
+    assert len(expected) == 13
+    found = {file.name: file.read_bytes() for file in (folder / "tokens").iterdir() if file.name != "crc32.npy"}
+    assert found.keys() == expected.keys() and [n for n in found if found[n] != expected[n]] == []
+
+
+def test_integer_types_are_numbered_as_in_litdata():
+    from litdata.constants import _NUMPY_DTYPES_MAPPING, _TORCH_DTYPES_MAPPING
+
+    numpy_types = {n: dtype.name for n, dtype in _NUMPY_DTYPES_MAPPING.items() if dtype.kind in "iu"}
+    torch_types = {n: str(dtype).removeprefix("torch.") for n, dtype in _TORCH_DTYPES_MAPPING.items()}
+    assert numpy_types == chunks._NUMPY_TYPES
+    assert {n: name for n, name in torch_types.items() if "int" in name} == chunks._TENSOR_TYPES
+
+
 def test_litdata_optimize_output_is_readable(tmp_path):
     """litdata.optimize writes several items and a tail per chunk; rows do not span chunks, as in LitData."""
     from litdata import TokensLoader
@@ -156,10 +181,10 @@ def test_damaged_index_or_missing_chunk_is_an_error(written):
     index = folder / "tokens" / "index.json"
     intact = index.read_text()
     edits = [
-        (lambda i: i["config"].update(data_format=["pickle"]), "not a supported token format"),
-        (lambda i: i["config"].update(data_format=["no_header_tensor:0"]), "not integers"),
-        (lambda i: i["config"].update(data_format=["no_header_tensor:99"]), "not a supported token format"),
-        (lambda i: i["config"].update(data_format=None), "not a supported token format"),
+        (lambda i: i["config"].update(data_format=["pickle"]), "is not of integers"),
+        (lambda i: i["config"].update(data_format=["no_header_tensor:0"]), "is not of integers"),
+        (lambda i: i["config"].update(data_format=["no_header_tensor:99"]), "is not of integers"),
+        (lambda i: i["config"].update(data_format=None), "is not of integers"),
         (lambda i: i["config"].update(compression="zstd"), "compressed"),
         (lambda i: i["chunks"][0].update(dim=None), "token chunks"),
         (lambda i: i["chunks"][0].update(dim=-5), "token chunks"),

@@ -36,6 +36,25 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # organization/name, or a nam
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
+_PARALLEL = "TOKENIZERS_PARALLELISM"  # read by the library at each call
+
+
+def is_parallel() -> bool:
+    """Whether the tokenizers library may use all cores."""
+    return os.environ.get(_PARALLEL, "true").lower() not in ("", "off", "false", "f", "no", "n", "0")
+
+
+@contextmanager
+def one_thread_per_call() -> Iterator[None]:
+    """Let each call of the tokenizers library use one core; for callers with threads of their own."""
+    before = os.environ.get(_PARALLEL, "true")
+    os.environ[_PARALLEL] = "false"
+    try:
+        yield
+    finally:
+        os.environ[_PARALLEL] = before
+
+
 class Tokenizer:
     """A ``tokenizer.json`` and its configuration files. Create it with :meth:`load` or :func:`train_bpe`."""
 
@@ -46,7 +65,7 @@ class Tokenizer:
             ValueError: A JSON file is invalid.
         """
         # Set before any fork: otherwise the library prints a warning in every worker.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        os.environ.setdefault(_PARALLEL, "true")
         import tokenizers
 
         self.name = name
@@ -290,7 +309,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     if vocab_size < BYTES + 1:
         raise UserError(f"--data.vocab_size {vocab_size}: must be at least {BYTES + 1}: the bytes and {END_OF_TEXT}")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault(_PARALLEL, "true")
     from tokenizers import Tokenizer as Core
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -316,7 +335,7 @@ def collect_characters(texts: Iterable[str]) -> Tokenizer:
     Args:
         texts: The complete text.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault(_PARALLEL, "true")
     from tokenizers import AddedToken, decoders, models
     from tokenizers import Tokenizer as Core
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,7 +27,8 @@ from toolkit.checksums import check_entries, find_damage
 from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, HEARTBEAT, MANIFEST, publish, staging_folder
 from toolkit.data.streamed.files import SourceFile
 from toolkit.data.streamed.units import BrokenFileError, Part, plan_units, read_part
-from toolkit.data.text.documents import Piece
+from toolkit.data.text.documents import BATCH, Piece
+from toolkit.data.text.tokenize import tokenize
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import DataError
@@ -39,7 +39,6 @@ Copy = tuple[int, int]  # inode and time of a unit's folder, which tell its copi
 
 CODE_VERSION = 1  # increment if the same files and options give different tokens
 SOURCE = "source.json"
-_BATCH = 1 << 20  # characters tokenized at once
 _EXPANSION = {".gz": 3, ".zst": 4, "parquet": 2}  # bytes of text per byte of a file, about
 
 
@@ -227,14 +226,10 @@ class Stream:
         writer, broken = TokenWriter(folder, token_dtype(self.tokenizer.vocab_size)), dict[str, str]()
         documents = size = 0
         last_line = time.perf_counter()
-        for pieces in _batches(unit_texts(self.source, number, broken), self.tokenizer.splits_at_newlines()):
-            encoded = self.tokenizer.encode_batch([piece.text for piece in pieces], bos=False)
-            for ids, piece in zip(encoded, pieces, strict=True):
-                if piece.ends_document:
-                    assert self.tokenizer.eos_id is not None
-                    ids.append(self.tokenizer.eos_id)
-                    documents += 1
-            writer.add(list(chain.from_iterable(encoded)))
+        batches = _batches(unit_texts(self.source, number, broken), self.tokenizer.splits_at_newlines())
+        for pieces, ids in tokenize(batches, self.tokenizer):
+            writer.add(ids)
+            documents += sum(piece.ends_document for piece in pieces)
             size += sum(len(piece.text.encode()) for piece in pieces)
             if time.perf_counter() - last_line > HEARTBEAT:
                 report(f"Data: tokenized {size / 1e6:,.0f} MB of text of unit {number:,}")
@@ -269,7 +264,7 @@ def is_intact(folder: Path) -> bool:
 
 
 def _batches(texts: Iterator[Piece], can_cut: bool) -> Iterator[list[Piece]]:
-    """Yield pieces in lists of about _BATCH characters; with ``can_cut`` false, pieces of a document are joined."""
+    """Yield pieces in lists of about BATCH characters; with ``can_cut`` false, pieces of a document are joined."""
     batch, size, held = list[Piece](), 0, list[str]()
     for piece in texts:
         size += len(piece.text)
@@ -279,7 +274,7 @@ def _batches(texts: Iterator[Piece], can_cut: bool) -> Iterator[list[Piece]]:
                 continue
             piece, held = Piece("".join(held), True), []
         batch.append(piece)
-        if size >= _BATCH:
+        if size >= BATCH:
             yield batch
             batch, size = [], 0
     if batch:

@@ -14,8 +14,8 @@ from typing import IO, NamedTuple
 from toolkit.errors import UserError
 
 _READ_SIZE = 1 << 20
-PIECE = 1 << 18  # characters tokenized at once
-BATCH = 1 << 22  # characters tokenized in parallel
+PIECE = 1 << 18  # characters of a document tokenized at once
+BATCH = 1 << 18  # characters tokenized by a thread at once
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from toolkit.data.cache import (
     write_manifest,
 )
 from toolkit.data.text import documents
+from toolkit.data.text.tokenize import tokenize
 from toolkit.data.tokenizer import Tokenizer, collect_characters, train_bpe
 from toolkit.data.tokens.store import BlockDataset, TokenWriter, open_splits, token_dtype
 from toolkit.errors import UserError
@@ -224,11 +225,8 @@ def _write_tokens(
 ) -> None:
     """Write the tokens of documents, or of their first ``limit`` bytes, an eos token after each complete one."""
     total, done, last_line = limit or sum(d.size for d in texts), 0, time.perf_counter()
-    assert tokenizer.eos_id is not None  # checked by prepare_text
-    for pieces in documents.batches(texts, tokenizer.splits_at_newlines(), limit):
-        encoded = tokenizer.encode_batch([piece.text for piece in pieces], bos=False)
-        for ids, piece in zip(encoded, pieces, strict=True):
-            writer.add([*ids, tokenizer.eos_id] if piece.ends_document else ids)
+    for pieces, ids in tokenize(documents.batches(texts, tokenizer.splits_at_newlines(), limit), tokenizer):
+        writer.add(ids)
         done += sum(len(piece.text) for piece in pieces)
         if time.perf_counter() - last_line > HEARTBEAT:
             report(f"Data: tokenized {done / 1e6:,.0f} of about {total / 1e6:,.0f} MB")

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import torch
 
 from toolkit.data.cache import PIECES
 from toolkit.errors import DataError
@@ -31,6 +30,12 @@ _STAT_CHUNKS = 1024  # of more chunks, sizes are checked on reading, and survey(
 _READ_ALL_BYTES = 1 << 30  # above this, survey() samples
 _SAMPLES, _SAMPLE = 16, 1 << 14  # samples per chunk, tokens per sample
 _BLOCK = 1 << 22  # values read at once
+# LitData's numbers of the integer types; its module litdata.constants would import torch.
+_TENSOR_TYPES = {
+    11: "uint8", 12: "int8", 13: "int16", 14: "int16", 15: "int32", 16: "int32", 17: "int64", 18: "int64", 20: "uint16",
+}  # fmt: skip
+_NUMPY_TYPES = dict(enumerate(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")))
+_TYPES = {"no_header_tensor": _TENSOR_TYPES, "no_header_numpy": _NUMPY_TYPES}
 
 
 class ChunkedArray:
@@ -224,21 +229,16 @@ def _parse_chunk_name(chunk: dict[str, Any]) -> str:
 
 def _parse_dtype(config: dict[str, Any]) -> np.dtype:
     """Return the token dtype for a data format such as ``no_header_tensor:16``."""
-    from litdata.constants import _NUMPY_DTYPES_MAPPING, _TORCH_DTYPES_MAPPING
-
     if config.get("compression") or config.get("encryption"):
         raise ValueError("compressed or encrypted chunks are not supported; write them uncompressed")
     try:
         (data_format,) = config["data_format"]
         kind, number = data_format.split(":")
-        if kind == "no_header_numpy":
-            dtype = np.dtype(_NUMPY_DTYPES_MAPPING[int(number)])
-        elif kind == "no_header_tensor":
-            dtype = torch.empty(0, dtype=_TORCH_DTYPES_MAPPING[int(number)]).numpy().dtype
-        else:
-            raise ValueError(kind)
+        return np.dtype(_TYPES[kind][int(number)])
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"the data format {config.get('data_format')!r} is not a supported token format") from error
-    if dtype.kind not in "iu":
-        raise ValueError(f"the tokens are {dtype}, not integers")
-    return dtype
+        raise ValueError(f"the data format {config.get('data_format')!r} is not of integers") from error
+
+
+def format_dtype(dtype: np.dtype) -> str:
+    """Return LitData's data format of tensors of an integer type."""
+    return f"no_header_tensor:{max(n for n, name in _TENSOR_TYPES.items() if name == dtype.name)}"

@@ -9,7 +9,7 @@ those at the end of a chunk that do not fill a block.
 
 from __future__ import annotations
 
-import os
+import json
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.data.cache import PIECES
-from toolkit.data.tokens.chunks import INDEX, PIECE, ChunkedArray
+from toolkit.data.tokens.chunks import INDEX, PIECE, ChunkedArray, format_dtype
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 TOKENS, LOSS_MASK = "tokens", "loss_mask"
 SPLITS = ("train", "val")
 TOKENS_PER_CHUNK = 1 << 23  # 16 or 32 MB
+_INDEX_CONFIG = {
+    "chunk_bytes": None, "compression": None, "compression_batch_size": None, "compression_level": None,
+    "data_spec": '[1, {"type": null, "context": null, "children_spec": []}]', "encryption": None,
+    "ipc_compression": None, "item_loader": "TokensLoader", "types": "tensor",
+}  # fmt: skip
+"""What LitData's writer notes in the index of chunks of one tensor."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -90,20 +96,16 @@ class TokenWriter:
 
 
 class _ArrayWriter:
-    """Streams one array to chunks, with LitData's writer, and the CRC-32 of each piece of them to ``crc32.npy``.
+    """Streams one array to chunks, and the CRC-32 of each piece of them to ``crc32.npy``.
 
-    ``litdata.optimize`` writes the same chunks but starts processes: 6 s more, and a calling script without a
-    ``__main__`` guard would run itself again.
+    The files equal those of LitData's writer, which would import torch and cloud clients: as long as tokenizing 10 MB.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype, per_chunk: int) -> None:
-        from litdata import TokensLoader
-        from litdata.streaming.writer import BinaryWriter
-
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.size, self.largest = folder, 0, -1
-        # One item is one chunk: the writer closes a chunk when a second item would not fit.
-        self._writer = BinaryWriter(str(folder), chunk_size=per_chunk, item_loader=TokensLoader())
-        self._buffer, self._n_chunks, self._checksums = np.empty(per_chunk, dtype), 0, array("I")
+        self._buffer, self._checksums = np.empty(per_chunk, dtype), array("I")
+        self._chunks: list[dict[str, Any]] = []
 
     def add(self, values: np.ndarray) -> None:
         if len(values):
@@ -118,23 +120,26 @@ class _ArrayWriter:
             self.size += len(part)
             values = values[len(part) :]
             if self.size % len(self._buffer) == 0:
-                self._write_chunk(len(self._buffer))
+                self._write_chunk(self._buffer)
 
     def finish(self) -> None:
         if (filled := self.size % len(self._buffer)) or not self.size:
-            self._write_chunk(filled)
-        self._writer.done()
-        # One writer, so its index is complete. (LitData's merge would wait for all ranks of a process group.)
-        os.replace(self.folder / f"{self._writer.rank}.{INDEX}", self.folder / INDEX)
+            self._write_chunk(self._buffer[:filled])
+        config = _INDEX_CONFIG | {"chunk_size": len(self._buffer), "data_format": [format_dtype(self._buffer.dtype)]}
+        index = {"chunks": self._chunks, "config": config}
+        (self.folder / INDEX).write_text(json.dumps(index, sort_keys=True), encoding="utf-8")
         np.save(self.folder / PIECES, np.asarray(self._checksums, np.uint32))
 
-    def _write_chunk(self, filled: int) -> None:
-        import torch
-
-        chunk = self._buffer[:filled].copy()
-        self._checksums.extend(zlib.crc32(chunk[start : start + PIECE].data) for start in range(0, filled, PIECE))
-        self._writer[self._n_chunks] = torch.from_numpy(chunk)
-        self._n_chunks += 1
+    def _write_chunk(self, values: np.ndarray) -> None:
+        self._checksums.extend(zlib.crc32(values[start : start + PIECE].data) for start in range(0, len(values), PIECE))
+        # One item, which starts after this header: the number of items, and where each of them starts and ends.
+        header = np.array([1, 12, 12 + values.nbytes], np.uint32)
+        name = f"chunk-0-{len(self._chunks)}.bin"
+        with open(self.folder / name, "wb") as file:
+            file.write(header.data)
+            file.write(values.data)
+        size = {"chunk_bytes": header.nbytes + values.nbytes, "chunk_size": 1, "dim": len(values) or None}
+        self._chunks.append(size | {"filename": name})
 
 
 class TokenStore:
