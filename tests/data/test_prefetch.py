@@ -50,6 +50,27 @@ def test_one_step_is_read_ahead_and_errors_keep_their_place():
     ReadAhead(steps(), CPU).close()  # never used
 
 
+def test_copies_to_the_device_begin_when_a_step_has_been_read():
+    steps, expected = batches(total_positions=24), [ids_of(step) for step in batches(total_positions=24)]
+    ahead = ReadAhead(steps, torch.device("meta"))
+    ahead.copy_ahead()  # nothing is asked for yet
+    found = [next(ahead)]
+    for _ in expected[1:]:
+        ahead.pause()
+        ahead.copy_ahead()
+        ahead.copy_ahead()
+        found.append(next(ahead))
+    ahead.pause()
+    ahead.copy_ahead()  # the end is not a step
+    with pytest.raises(StopIteration):
+        next(ahead)
+    ahead.close()
+    assert [ids_of(step) for step in found] == expected
+    assert [{b.input_ids.device.type for b in step} | {b.labels.device.type for b in step} for step in found] == [
+        {"cpu"}, *[{"meta"}] * (len(expected) - 1)
+    ]  # fmt: skip
+
+
 LEFT_OPEN = """
 import sys, threading
 import torch

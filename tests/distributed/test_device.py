@@ -11,7 +11,7 @@ import torch
 
 import toolkit
 from toolkit.checkpoints.weights import load_weights
-from toolkit.distributed.device import choose_attention_kernels, deterministic_algorithms
+from toolkit.distributed.device import choose_attention_kernels, deterministic_algorithms, fp32_reductions
 from toolkit.distributed.launch import choose_backends
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
@@ -78,6 +78,16 @@ def test_expandable_segments_is_the_default_and_user_settings_win():
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, env=clean | given, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
+
+
+def test_16_bit_products_are_summed_in_fp32_during_a_run_only(monkeypatch):
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = [getattr(matmul, name) for name in names]
+    with pytest.raises(RuntimeError, match="another error"), fp32_reductions():
+        assert [getattr(matmul, name) for name in names] == [False, False] != before
+        raise RuntimeError("another error")
+    assert [getattr(matmul, name) for name in names] == before
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ The cases are a JSON file: {"name", "flags", "nodes", "fault", "look_at"}. The r
 it, as ``RANK-name.json``: the exit code and the values that :func:`watch` records.
 """
 
+import copy
 import errno
 import json
 import multiprocessing
@@ -32,6 +33,7 @@ from toolkit.checkpoints.run.states import full_state
 from toolkit.diagnostics import alone, communication
 from toolkit.diagnostics.gradients import GradientRecorder
 from toolkit.distributed import fsdp, strategy
+from toolkit.errors import GuardError
 from toolkit.models.mlp import LLaMAMLP
 from toolkit.training import build, checkpointer, reading, trainer
 from toolkit.training.callbacks import metrics
@@ -152,12 +154,12 @@ def broken(kind: str):
     if kind == "norms":  # gradients of replicated parameters are never reduced
         return mock.patch.object(fsdp.ShardedStrategy, "_reduce_replicated_gradients", lambda self: None)
     if kind == "norms that differ":  # between the replicas of HYBRID_SHARD, by more than rounding
-        clip = fsdp.FSDPStrategy.clip_gradients_norm
+        norm = fsdp.ShardedStrategy._norm_of_replica
 
-        def skewed(self, *args, **options):
-            return clip(self, *args, **options) * (1 + 0.1 * (dist.get_rank() // 2))
+        def skewed(self, module):
+            return norm(self, module) * (1 + 0.1 * (dist.get_rank() // 2))
 
-        return mock.patch.object(fsdp.FSDPStrategy, "clip_gradients_norm", skewed)
+        return mock.patch.object(fsdp.ShardedStrategy, "_norm_of_replica", skewed)
     if kind == "compile with the eager backend":  # no fault: dynamo without the compile time
         return mock.patch.object(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
     if kind == "offload on a CPU":  # no fault: the code of offloaded shards, without pinned memory and streams
@@ -248,13 +250,20 @@ def slow_loading(read):
 
 
 def with_nan(train_step):
-    """Make rank 1's third loss non-finite."""
+    """Make rank 1's third loss non-finite; that step must leave weights and optimizer state alone on every rank."""
     steps = iter(range(10**9))
 
     def step(fabric, model, optimizer, micro_batches, **options):
         if next(steps) == 2 and dist.get_rank() == 1:
             unwrapped(model).register_forward_hook(lambda module, inputs, out: (out[0] * float("nan"), out[1]))
-        return train_step(fabric, model, optimizer, micro_batches, **options)
+        before = copy.deepcopy([list(model.parameters()), list(optimizer.state.values())])
+        try:
+            return train_step(fabric, model, optimizer, micro_batches, **options)
+        except GuardError:
+            torch.testing.assert_close(
+                [list(model.parameters()), list(optimizer.state.values())], before, rtol=0, atol=0
+            )
+            raise
 
     return step
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from multiprocessing.process import BaseProcess
@@ -92,8 +92,15 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """Return a copy in page-locked memory, from which CUDA copies asynchronously."""
-        packed = {name: tensor.pin_memory() for name, tensor in self.packed.items()}
-        return replace(self, input_ids=self.input_ids.pin_memory(), labels=self.labels.pin_memory(), packed=packed)
+        return self._map(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> Batch:
+        """Return a copy on ``device``; the host does not wait for it."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        packed = {name: function(tensor) for name, tensor in self.packed.items()}
+        return replace(self, input_ids=function(self.input_ids), labels=function(self.labels), packed=packed)
 
 
 def _collate(

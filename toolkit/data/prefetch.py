@@ -43,6 +43,14 @@ class ReadAhead:
         self._next = self._request()
         return step
 
+    def copy_ahead(self) -> None:
+        """Start to copy the next step to the device, if it has been read; what the device computes now comes first."""
+        step = self._next
+        if self._device.type == "cpu" or step is None or not step.done() or step.exception() is not None:
+            return
+        self._next = Future()
+        self._next.set_result([batch.to(self._device) for batch in step.result()])
+
     def pause(self) -> None:
         """Wait until the next step has been read: then this thread alone uses the data, until it takes that step."""
         if self._next is not None:

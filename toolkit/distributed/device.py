@@ -85,6 +85,19 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 @contextmanager
+def fp32_reductions() -> Iterator[None]:
+    """Sum 16-bit matrix products in fp32 on CUDA: by default cuBLAS may round the sums of parts of the inner dimension,
+    and splits it by the size of the micro-batch (N2)."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
+
+
+@contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """Restrict torch to deterministic algorithms; enter it before the first matrix product.
 

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import HalfPrecision
-from lightning.fabric.strategies import DDPStrategy, ParallelStrategy
+from lightning.fabric.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
 from torch import nn
 
 from toolkit.config import Accelerator, Auto, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import ShardedStrategy
 from toolkit.distributed.memory import keep_freed_memory
-from toolkit.distributed.private_lightning import LauncherMixin
+from toolkit.distributed.private_lightning import FabricModule, LauncherMixin
+from toolkit.distributed.private_torch import tensor_norms
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import WorldInfo, cluster_environment
 from toolkit.extension import load_registered
@@ -66,6 +67,21 @@ def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..
 def block_dtype(fabric: Fabric, dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype in which FSDP all-gathers the weights of blocks, of a model in ``dtype``; None without FSDP."""
     return fabric.strategy.block_dtype(dtype) if isinstance(fabric.strategy, ShardedStrategy) else None
+
+
+def knows_gradient_norm(fabric: Fabric) -> bool:
+    """Whether :func:`gradient_norm` supports the strategy; those of extensions only clip."""
+    return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, ShardedStrategy))
+
+
+def gradient_norm(fabric: Fabric, model: FabricModule, optimizer: Any) -> torch.Tensor:
+    """Complete the reduction of the gradients, once per step, and return their norm, an fp32 scalar on every rank."""
+    if isinstance(fabric.strategy, ShardedStrategy):
+        return fabric.strategy.gradient_norm(model._forward_module)
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=fabric.device)
+    return torch.linalg.vector_norm(torch.stack(list(tensor_norms(gradients, torch.float32))))
 
 
 def build_fabric(

@@ -18,7 +18,6 @@ as large as the frozen block.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -41,6 +40,7 @@ from toolkit.distributed.private_torch import (
     reduce_over_shards_only,
     shard_over_one_rank,
     sum_over_replicas,
+    tensor_norms,
     zero_offloaded_gradients,
 )
 from toolkit.distributed.ranks import sum_over_ranks, world_size
@@ -155,17 +155,45 @@ class ShardedStrategy(FSDPStrategy):
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **options: Any
     ) -> torch.Tensor:
         """Complete the reduction of the gradients, then clip. Called once per optimizer step."""
+        self._complete_gradients(module)
+        self.precision.unscale_gradients(optimizer)
+        norm = self._norm(module)
+        clip_grads_with_norm_(list(module.parameters()), max_norm, norm)
+        return norm
+
+    def gradient_norm(self, module: nn.Module) -> torch.Tensor:
+        """Complete the reduction of the gradients, and return their norm. Called once per optimizer step."""
+        self._complete_gradients(module)
+        return self._norm(module)
+
+    def _complete_gradients(self, module: nn.Module) -> None:
         self._reduce_replicated_gradients()
         if self._replica_group is not None:
             sum_over_replicas(module, self._replica_group)
-        if len(self._mesh_shape) == 1:
-            # with offloaded gradients the norm is a CPU tensor
-            return super().clip_gradients_norm(module, optimizer, max_norm, *args, **options).to(self.root_device)
-        # The norms of the replicas may differ in the last bit; clipping by them would let the replicas diverge.
-        norm = super().clip_gradients_norm(module, optimizer, math.inf, *args, **options).float().to(self.root_device)
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
-        clip_grads_with_norm_(list(module.parameters()), max_norm, norm)
+
+    def _norm(self, module: nn.Module) -> torch.Tensor:
+        """Return the norm of the complete gradient, an fp32 scalar on this rank's device, the same on all ranks."""
+        norm = self._norm_of_replica(module)
+        if len(self._mesh_shape) > 1:
+            # The norms of the replicas may differ in the last bit; clipping by them would let the replicas diverge.
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX)
         return norm
+
+    def _norm_of_replica(self, module: Any) -> torch.Tensor:
+        replicated = {id(p) for p in self._replicated}
+        gradients: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                gradients[id(parameter) in replicated].append(parameter.grad)
+        sharded, whole = (self._sum_of_squares(part) for part in gradients)
+        dist.all_reduce(sharded, group=module.process_group)
+        return (sharded + whole).sqrt()
+
+    def _sum_of_squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        if not gradients:
+            return torch.zeros((), device=self.root_device)
+        norms = tensor_norms(gradients, torch.float32)  # of offloaded gradients, on the CPU
+        return torch.stack([norm.to(self.root_device) for norm in norms]).square().sum()
 
     def optimizer_step(self, optimizer: Any, **options: Any) -> Any:
         result = super().optimizer_step(optimizer, **options)

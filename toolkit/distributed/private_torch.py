@@ -18,9 +18,9 @@ def set_group_timeouts(seconds: float) -> None:
         group.set_timeout(timedelta(seconds=seconds))
 
 
-def tensor_norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def tensor_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Sequence[Tensor]:
     """Return the norm of each tensor: the fastest pass that propagates NaN and Inf, which clipping uses too."""
-    return torch._foreach_norm(list(tensors))
+    return torch._foreach_norm(list(tensors), dtype=dtype)
 
 
 def local_parts(module: nn.Module) -> dict[int, tuple[torch.Size, int]]:

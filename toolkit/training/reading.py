@@ -73,6 +73,11 @@ class TrainReader:
             self.error = error
             return []
 
+    def copy_ahead(self) -> None:
+        """Start to copy the next step to the device, if it has been read; the host does not wait for it."""
+        if self._ahead is not None:
+            self._ahead.copy_ahead()
+
     def pause(self) -> None:
         """Read nothing until the next :meth:`read`: what uses the data in the meantime need not be thread-safe."""
         if self._ahead is not None:

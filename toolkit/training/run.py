@@ -10,7 +10,7 @@ from toolkit.distributed.world import WorldInfo, detect_world
 from toolkit.errors import UserError
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.callbacks import Callback
+from toolkit.training.callbacks import Callback, overrides
 from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.trainer import Trainer
 from toolkit.ui.loggers import check_loggers
@@ -37,7 +37,7 @@ def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:
 
 def _refuse_callbacks_before_the_step(callbacks: Sequence[Callback]) -> None:
     for callback in callbacks:
-        if type(callback).on_before_optimizer_step is not Callback.on_before_optimizer_step:
+        if overrides(callback, "on_before_optimizer_step"):
             raise UserError(
                 f"--optimizer.in_backward true: {type(callback).__qualname__}.on_before_optimizer_step would see no "
                 "gradients; leave one of them out"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
@@ -12,8 +12,10 @@ from torch.profiler import record_function
 
 from toolkit.data.loader import Batch
 from toolkit.distributed import ranks
+from toolkit.distributed.fabric import gradient_norm
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import GuardError
+from toolkit.training.guarded_update import can_guard, guarded_step
 from toolkit.training.loss_parts import forward_inputs, pop_loss_parts
 from toolkit.training.step_in_backward import StepInBackward
 from toolkit.training.trace import BACKWARD, FORWARD
@@ -44,8 +46,12 @@ def train_step(
     max_norm: float | None,
     before_update: Callable[[], None] | None = None,
     in_backward: StepInBackward | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> StepResult:
     """Accumulate the gradient over the micro-batches and update the weights.
+
+    Where the optimizer can check and clip the gradient itself and nothing is called in between, the update is launched
+    before the host waits for loss and norm (see :mod:`toolkit.training.guarded_update`), otherwise after that.
 
     Args:
         n_tokens: Supervised tokens of the global batch, over all ranks. Every strategy averages gradients over the
@@ -53,6 +59,7 @@ def train_step(
         max_norm: Clip the norm of the gradient to this; None or 0 does not clip.
         before_update: Called when the gradient is complete, checked and clipped.
         in_backward: Updates the weights during the backward pass; then there is nothing to clip or to call.
+        meanwhile: Called before the host waits for the device.
 
     Raises:
         GuardError: the loss or the gradient is not finite. The weights are untouched; with ``in_backward`` they are
@@ -70,21 +77,29 @@ def train_step(
             with record_function(BACKWARD):
                 fabric.backward(loss_sum * scale)
         loss_total += loss_sum.detach()
-    if in_backward is None:
+    is_guarded = in_backward is None and before_update is None and can_guard(fabric, optimizer)
+    norm: Any  # of Fabric's annotations, one is that of clip_val, with which there is no norm
+    if in_backward is not None:
+        norm = in_backward.pop_norm()
+    elif is_guarded:
+        norm = gradient_norm(fabric, model, optimizer)
+    else:
         # An infinite limit leaves the gradient as it is; the norm is wanted anyhow.
         norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm or math.inf, error_if_nonfinite=False)
-    else:
-        norm = in_backward.pop_norm()
     parts = pop_loss_parts(model)
     summed = ranks.sum_over_ranks(torch.stack([loss_total, *parts.values()]))
-    # Fabric's annotation is that of clip_val, with which there is no norm
-    totals = torch.cat([norm.float().view(1), summed.float()])  # type: ignore[union-attr]
+    totals = torch.cat([norm.float().view(1), summed.float()])
+    if is_guarded:
+        guarded_step(optimizer, totals[:2], totals[0], max_norm)
+        optimizer.zero_grad(set_to_none=True)
+    if meanwhile is not None:
+        meanwhile()
     grad_norm, loss_sum, *part_sums = totals.tolist()  # the step's one synchronisation; the same on every rank
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     finite = math.isfinite(grad_norm)
     if not math.isfinite(loss_sum) or (not finite and scaler is None):
         raise GuardError(describe_nonfinite(float(loss_total), grad_norm, micro_batches))
-    if in_backward is None:
+    if in_backward is None and not is_guarded:
         if before_update is not None:
             before_update()
         optimizer.step()  # with a scaler, this leaves the weights alone where the gradient is not finite

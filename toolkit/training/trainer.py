@@ -21,7 +21,7 @@ from toolkit.checkpoints.store import FINAL, newest
 from toolkit.data.base import row_count
 from toolkit.data.loader import Batch, choose_padding
 from toolkit.distributed import ranks
-from toolkit.distributed.device import deterministic_algorithms
+from toolkit.distributed.device import deterministic_algorithms, fp32_reductions
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.memory import keep_freed_memory
@@ -36,11 +36,12 @@ from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training.agreement import require_shared_disk
 from toolkit.training.build import build_callbacks, build_checkpointer, build_model, upload_missing
-from toolkit.training.callbacks import Callback, Sampler, notify
+from toolkit.training.callbacks import Callback, Sampler, notify, overrides
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.upload import finish_uploads
 from toolkit.training.data import prepare_data
 from toolkit.training.describe import describe_run
+from toolkit.training.garbage import GarbageCollection
 from toolkit.training.reading import TrainReader
 from toolkit.training.run_state import prepare_run_state
 from toolkit.training.saving import Saver
@@ -75,6 +76,7 @@ class Trainer:
         self.skipped_steps = 0  # of this launch, by the fp16 scaler
         self.step_times = StepTimes()
         self.in_backward: StepInBackward | None = None
+        self.garbage = GarbageCollection()
         self._stop_reason: str | None = None
 
     # ---- the run
@@ -109,6 +111,7 @@ class Trainer:
             group.shutdown.resume_hint = self._resume_hint
             stack.enter_context(oom_advice(args, config.devices))
             stack.enter_context(deterministic_algorithms(args.deterministic))
+            stack.enter_context(fp32_reductions())
             self.display = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0))
             if world.global_rank == 0 and not is_single_launcher:
                 resume_from = self._find_resume()
@@ -156,7 +159,7 @@ class Trainer:
     def _train(self) -> None:
         try:
             notify(self.callbacks, "on_train_start", self)
-            with SignalWatch() as signals:
+            with SignalWatch() as signals, self.garbage:
                 if self.args.eval.initial_validation and self.state.resume_from is None:
                     metrics = self.validate()
                     self._log(metrics)
@@ -242,14 +245,17 @@ class Trainer:
                 self._log(metrics | validation)
             if should_validate:
                 notify(self.callbacks, "on_validation_end", self, validation)
+                self.garbage.collect()
                 ready_at = last_validated = time.perf_counter()
             if is_last:
                 return
             if is_due(intervals.save_steps, progress.step) or agreed["save_is_due"]:
                 self.saver.start(f"step-{progress.step:08d}")
+                self.garbage.collect()
                 ready_at = last_saved = time.perf_counter()
 
     def _step(self, micro_batches: list[Batch], n_tokens: int, learning_rate: float) -> StepResult:
+        watchers = [callback for callback in self.callbacks if overrides(callback, "on_before_optimizer_step")]
         try:
             result = train_step(
                 self.fabric,
@@ -259,8 +265,9 @@ class Trainer:
                 n_tokens=n_tokens,
                 learning_rate=learning_rate,
                 max_norm=self.args.train.max_norm,
-                before_update=partial(notify, self.callbacks, "on_before_optimizer_step", self),
+                before_update=partial(notify, watchers, "on_before_optimizer_step", self) if watchers else None,
                 in_backward=self.in_backward,
+                meanwhile=self._while_computing,
             )
         except GuardError as error:
             self.saver.finish_after(error, is_on_all_ranks=True)
@@ -270,6 +277,10 @@ class Trainer:
             ) from None
         self.skipped_steps += result.skipped
         return result
+
+    def _while_computing(self) -> None:
+        self.reader.copy_ahead()
+        self.garbage.collect(is_due=False)
 
     def _advance(self, n_inputs: int) -> None:
         self.progress.step += 1

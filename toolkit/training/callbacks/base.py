@@ -100,6 +100,11 @@ class Callback:
         """The run has reached its end, and ``final/`` is complete."""
 
 
+def overrides(callback: Callback, moment: str) -> bool:
+    """Whether a callback does something at a moment."""
+    return getattr(getattr(callback, moment), "__func__", None) is not getattr(Callback, moment)
+
+
 def notify(callbacks: Iterable[Callback], moment: str, *args: Any) -> None:
     """Call a moment of each callback, in order.
 

@@ -1,0 +1,176 @@
+"""Clipping and the check for NaN inside torch's fused update: equal to clipping first, and one wait per step."""
+
+import copy
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from helpers.cases import check_each, slow_except
+from lightning.fabric import Fabric
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from toolkit.data.loader import Batch
+from toolkit.errors import GuardError
+from toolkit.models import loss
+from toolkit.models.families import config_from_hf
+from toolkit.models.gpt import GPT
+from toolkit.models.lora import add_lora
+from toolkit.models.lora_config import LoRAConfig
+from toolkit.training.guarded_update import can_guard
+from toolkit.training.step import train_step
+
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount", "equal"}
+READS = {"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__"}
+
+
+def batch(seed: int = 0, vocab_size: int = 96) -> Batch:
+    ids = torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(seed))
+    return Batch(ids, ids, [0, 1], ids.numel(), ids.numel())
+
+
+def step(fabric, model, optimizer, seed=0, max_norm=1.0, **options):
+    return train_step(
+        fabric, model, optimizer, [batch(seed), batch(seed + 50)], n_tokens=64, learning_rate=1e-2, max_norm=max_norm,
+        **options,
+    )  # fmt: skip
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), **{"fused": True, "weight_decay": 0.1} | options)
+
+
+def tensors(model, optimizer) -> list[torch.Tensor]:
+    states = [optimizer.optimizer.state[p] for p in model.parameters()]
+    return [*model.parameters(), *(state[key] for state in states for key in ("exp_avg", "exp_avg_sq", "step"))]
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1e6, 0.1])
+def test_update_equals_clipping_first(fabric, pico, max_norm):
+    """Bit for bit where nothing is clipped; a clipped gradient differs by less than 2 units in the last place."""
+    found = []
+    for options in ({}, {"before_update": lambda: None}):
+        model = copy.deepcopy(pico)
+        wrapped, optimizer = fabric.setup(model, adamw(model))
+        assert can_guard(fabric, optimizer)
+        results = [step(fabric, wrapped, optimizer, seed, max_norm, **options) for seed in range(6)]
+        found.append((results, tensors(model, optimizer)))
+        assert not hasattr(optimizer.optimizer, "found_inf") and not hasattr(optimizer.optimizer, "grad_scale")
+    (ours, updated), (expected, reference) = found
+    assert min(result.grad_norm for result in expected) > 0.1
+    if max_norm != 0.1:
+        assert ours == expected and all(map(torch.equal, updated, reference))
+    for one, other in zip(updated, reference, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_n7_nonfinite_step_moves_nothing(fabric, pico, value):
+    """Neither weights nor moments nor step counters, and the report is that of a step that was checked first."""
+    messages = []
+    for options in ({}, {"before_update": lambda: None}):
+        model = copy.deepcopy(pico)
+        wrapped, optimizer = fabric.setup(model, adamw(model))
+        step(fabric, wrapped, optimizer)
+        before = [tensor.clone() for tensor in tensors(model, optimizer)]
+        model.transformer.h[0].norm_1.weight.register_hook(lambda gradient: gradient * value)
+        with pytest.raises(GuardError, match="gradient norm (nan|inf), loss [0-9.]+ on rank 0, its samples") as error:
+            step(fabric, wrapped, optimizer, seed=1, **options)
+        assert all(map(torch.equal, before, tensors(model, optimizer)))
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_other_optimizers_are_updated_after_the_check(fabric, pico):
+    class Mine(torch.optim.AdamW):
+        """Its step might ignore the scale."""
+
+    made = [
+        ("fused", True, adamw),
+        ("not fused", False, lambda m: adamw(m, fused=False)),
+        ("subclass", False, lambda m: Mine(m.parameters(), fused=True)),
+        ("SGD", False, lambda m: torch.optim.SGD(m.parameters(), fused=True)),
+    ]
+
+    def check(_, expected, make):
+        model = copy.deepcopy(pico)
+        wrapped, optimizer = fabric.setup(model, make(model))
+        before, seen = [p.detach().clone() for p in model.parameters()], []
+        step(
+            fabric, wrapped, optimizer,
+            meanwhile=lambda: seen.append(all(map(torch.equal, before, model.parameters()))),
+        )  # fmt: skip
+        assert can_guard(fabric, optimizer) == expected and seen == [not expected]
+        assert not all(map(torch.equal, before, model.parameters()))
+
+    check_each(check, made)
+    scaled = Fabric(accelerator="cpu", devices=1)
+    scaled.strategy.precision.scaler = object()
+    assert not can_guard(scaled, scaled.setup_optimizers(adamw(pico)))
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operators for which the host waits for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::")
+        indices = args[1] if name in ("index", "index_put", "index_put_") else []
+        if name in WAITS or any(t is not None and t.dtype == torch.bool for t in indices):
+            self.found[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Reads(TorchFunctionMode):
+    """Counts the calls that read a tensor's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in READS:
+            self.found[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("every", slow_except([False], [False, True]))
+def test_host_waits_once_per_step_for_every_family(fabric, monkeypatch, every):
+    """On a CPU, with the loss as on an accelerator."""
+    pytest.importorskip("transformers")
+    from helpers.tiny_configs import HF_CONFIGS
+
+    monkeypatch.setattr(loss, "_supervised_rows", lambda targets: None)
+
+    def check(name):
+        model = GPT(config_from_hf(json.loads(HF_CONFIGS[name]().to_json_string())))
+        if name == "llama":
+            add_lora(model, LoRAConfig(dora=True))
+        wrapped, optimizer = fabric.setup(model, adamw(model))
+        step(fabric, wrapped, optimizer)  # the first step fills tables and makes the optimizer's state
+        with Waits() as waits, Reads() as reads:
+            step(fabric, wrapped, optimizer, seed=1)
+        assert not waits.found and reads.found == {"tolist": 1}, (waits.found, reads.found)
+
+    check_each(check, HF_CONFIGS if every else ["llama", "gemma2", "gpt-oss", "qwen3-moe", "deepseek-v3"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_device_is_waited_for_only_after_the_update(pico):
+    fabric = Fabric(accelerator="cuda", devices=1, precision="bf16-mixed")
+    wrapped, optimizer = fabric.setup(pico, adamw(pico))
+    for seed in range(2):
+        step(fabric, wrapped, optimizer, seed)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:  # forward, backward and update do not wait; meanwhile is called before the one wait
+        step(fabric, wrapped, optimizer, 2, meanwhile=lambda: torch.cuda.set_sync_debug_mode("default"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,46 @@
+"""Optimizer steps that clip and check the gradient on the device, before the host knows its norm.
+
+torch's fused Adam and AdamW divide gradients by ``grad_scale``, and leave weights, moments and step counters alone
+where ``found_inf`` is set, as ``torch.amp.GradScaler`` uses them. So clipping takes no pass over the gradients, and the
+host reads norm and loss while the update runs. Clipping first multiplies by the rounded inverse instead: then a clipped
+gradient differs in the last bit; one that is not clipped is the same. Not tried on CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch.optim import Adam, AdamW
+
+from toolkit.distributed.fabric import knows_gradient_norm
+
+
+def can_guard(fabric: Fabric, optimizer: Any) -> bool:
+    """Whether :func:`guarded_step` supports Fabric's ``optimizer``; a subclass of Adam may not."""
+    inner = optimizer.optimizer
+    has_scaler = getattr(fabric.strategy.precision, "scaler", None) is not None
+    if type(inner) not in (Adam, AdamW) or has_scaler or not knows_gradient_norm(fabric):
+        return False
+    is_fused = all(group["fused"] for group in inner.param_groups) and fabric.device.type in ("cpu", "cuda")
+    # of offloaded weights the update runs on the CPU, which would have to wait for the norm
+    return is_fused and all(p.device == fabric.device for group in inner.param_groups for p in group["params"])
+
+
+def guarded_step(optimizer: Any, checked: torch.Tensor, norm: torch.Tensor, max_norm: float | None) -> None:
+    """Update the weights by the clipped gradients, or change nothing if one of ``checked`` is not finite.
+
+    Args:
+        optimizer: Fabric's.
+        checked: fp32, the same on every rank.
+        norm: Of the gradient, an fp32 scalar.
+        max_norm: Clip the norm to this; None or 0 does not clip.
+    """
+    inner = optimizer.optimizer
+    inner.found_inf = 1.0 - checked.isfinite().all().float()
+    inner.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else None
+    try:
+        optimizer.step()
+    finally:
+        del inner.found_inf, inner.grad_scale
