@@ -1,18 +1,23 @@
 """The number of compiled graphs of the blocks: each takes seconds, and beyond torch's limit blocks run eagerly."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partialmethod
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from helpers.cases import slow_except
+from helpers.flash import kernels_on_cpu
 from helpers.tiny_configs import HF_CONFIGS
 from torch import nn
+from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 
 from tests.models.test_gpt import small
 from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.attention_kernels import document_bounds
 from toolkit.models.families import config_from_hf
 from toolkit.models.gpt import GPT, Block
 from toolkit.training.model import compile_blocks
@@ -31,27 +36,34 @@ def undo():
 
 
 def count_graphs(
-    model: GPT, calls: Iterable[tuple[int, bool]], longest_ragged: int = 0, packed: bool = False, mode: str = "none"
+    model: GPT,
+    calls: Iterable[tuple[int, bool]],
+    longest_ragged: int = 0,
+    packed: bool = False,
+    mode: str = "none",
+    compiler: Callable[..., Any] | None = None,
 ) -> int:
     """Count the graphs for calls of (tokens per row, is training), without graph breaks or recompile limits.
 
-    ``mode``: of activation checkpointing.
+    ``mode``: of activation checkpointing. ``compiler``: of the graphs, which otherwise run as they are.
     """
     graphs = 0
 
-    def backend(graph, _):
+    def backend(graph, inputs):
         nonlocal graphs
         graphs += 1
-        return graph.forward
+        return graph.forward if compiler is None else compiler(graph, inputs)
 
     counters.clear()
     checkpoint_blocks(model, (Block,), mode)
     with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend)):
         compile_blocks(model, (Block,), longest_ragged)
-    for length, is_training in calls:
+    for n_documents, (length, is_training) in enumerate(calls, 1):
         ids, extra = torch.randint(0, 90, (2, length)), {}
         if packed:
-            extra["documents"] = (torch.arange(length) >= length // 2).long().expand(2, length)
+            at = torch.arange(length)
+            extra["documents"] = torch.stack([at * n_documents // length, at * 2 // length])
+            extra["document_bounds"] = document_bounds(extra["documents"])
         model.train(is_training)
         with torch.set_grad_enabled(is_training):
             loss, _ = model(ids, ids, **extra)
@@ -79,6 +91,28 @@ def test_equivalent_blocks_share_a_graph(changes, is_packed, is_ragged):
     calls, longest = (RAGGED, 30) if is_ragged else (FIXED, 0)
     model = small("llama", **({"n_layer": 4} | changes))
     assert count_graphs(model, calls, longest, is_packed) == (4 if changes else 2)
+
+
+PARTITIONED = lookup_backend("aot_eager_decomp_partition")  # as for CUDA, but without Triton
+KERNELS = {
+    "packed": ({}, True, 2),
+    "windows": (WINDOWS, False, 4),
+    "sinks": (WINDOWS | {"attention_sinks": True}, True, 4),
+    "gemma2": (GEMMA2, True, 2),
+}
+
+
+@pytest.mark.parametrize("mode", slow_except(["none"], ["none", "selective", "full"]))
+@pytest.mark.parametrize("name", slow_except(["packed"], KERNELS))
+def test_blocks_with_attention_kernels_share_a_graph(name, mode):
+    """For any number of documents; Gemma 2's layers with and without windows have equal masks of tensors."""
+    changes, is_packed, n_graphs = KERNELS[name]
+    for calls, longest in ((FIXED, 0), (RAGGED, 30)):
+        with kernels_on_cpu():
+            graphs = count_graphs(
+                small("llama", **({"n_layer": 4} | changes)), calls, longest, is_packed, mode, PARTITIONED
+            )
+        assert graphs <= n_graphs, (name, calls)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from toolkit.models.masks import AttentionMaskBuilder
+from toolkit.models.masks import AttentionMask, AttentionMaskBuilder
 
 CPU = torch.device("cpu")
 
@@ -46,10 +46,11 @@ def test_n9_document_masks_match_reference(window):
 
 
 def test_no_mask_where_fast_paths_apply():
-    assert AttentionMaskBuilder(0, 9, CPU).for_window(None) == (9, None, True)  # causal
-    assert AttentionMaskBuilder(0, 9, CPU).for_window(9) == (9, None, True)  # a window that covers all tokens
-    assert AttentionMaskBuilder(5, 1, CPU).for_window(None) == (6, None, False)  # one new token attends to all keys
-    assert AttentionMaskBuilder(5, 1, CPU).for_window(4) == (4, None, False)  # or to the last keys
+    causal = AttentionMask(9, None, True)
+    assert AttentionMaskBuilder(0, 9, CPU).for_window(None) == causal
+    assert AttentionMaskBuilder(0, 9, CPU).for_window(9) == causal  # a window that covers all tokens
+    assert AttentionMaskBuilder(5, 1, CPU).for_window(None) == AttentionMask(6)  # one new token attends to all keys
+    assert AttentionMaskBuilder(5, 1, CPU).for_window(4) == AttentionMask(4)  # or to the last keys
     assert AttentionMaskBuilder(20, 2, CPU).for_window(4).mask.shape == (2, 5)  # excludes keys outside all windows
     builder = AttentionMaskBuilder(0, 9, CPU)
     assert builder.for_window(3).mask is builder.for_window(3).mask  # built once for all layers

@@ -9,6 +9,7 @@ import pytest
 import torch
 from benchmark_checkpointing import LiveBytes
 from helpers.cases import slow_except
+from helpers.flash import kernels_on_cpu
 from helpers.groups import Case, run_group
 from helpers.initialize import add_lora
 
@@ -18,6 +19,7 @@ from toolkit.config import DDPArgs, FSDPArgs
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.models import attention
 from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.attention_kernels import document_bounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block
@@ -71,6 +73,7 @@ CONFIGS["deepseek"] = ModelConfig(**{**SMALL, "n_query_groups": 4} | DEEPSEEK, l
 CONFIGS["deepseek lite"] = replace(
     CONFIGS["deepseek"], latent_attention=LATENT | {"q_lora_rank": None, "v_head_dim": 32}
 )
+KERNEL_FAMILIES = ("llama", "gemma2", "gemma3", "mistral", "gpt-oss", "deepseek")
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true"]
 LORAS = {
     "full": None,
@@ -103,8 +106,9 @@ def build(setup: TrainingSetup) -> GPT:
 def loss_of(model: GPT, setup: TrainingSetup) -> torch.Tensor:
     ids = torch.randint(0, 512, (setup.micro_batch_size, setup.seq_length))
     documents = torch.arange(setup.seq_length).expand_as(ids) // 50 if setup.packed else None
+    bounds = None if documents is None else document_bounds(documents)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setup.is_mixed):
-        return model(ids, ids, documents=documents)[0]
+        return model(ids, ids, documents=documents, document_bounds=bounds)[0]
 
 
 def saved_bytes(setup: TrainingSetup, model: GPT | None = None) -> int:
@@ -188,6 +192,21 @@ def test_without_gqa_kernels_keys_and_values_of_all_heads_are_saved(family, prec
     monkeypatch.setattr(activations, "_repeated", lambda setup: 1)
     assert plan_memory(setup).activations == pytest.approx(saved_bytes(setup), rel=0.02)
     assert len(masks_seen) == setup.config.n_layer
+
+
+@pytest.mark.parametrize("family", slow_except(["gemma2", "gpt-oss"], [*KERNEL_FAMILIES]))
+def test_attention_kernels_save_neither_masks_nor_scores(family):
+    """As on CUDA in 16 bits; here the same calls on the CPU."""
+    for packed in (False, True):
+        with kernels_on_cpu() as calls:
+            setup = setup_of(family, "bf16-true", packed=packed)
+            model = build(setup)
+            loss_of(model, setup)  # the self-check saves tensors, too
+            assert plan_memory(setup).activations == pytest.approx(saved_bytes(setup, model), rel=0.02), packed
+            assert bool(calls) == (family != "gemma2" and (packed or family in ("mistral", "gemma3", "gpt-oss")))
+            for mode in ("full",) if family == "gemma2" else ("selective", "full"):
+                setup = setup_of(family, "bf16-true", packed=packed, activation_checkpointing=mode)
+                assert plan_memory(setup).activations == pytest.approx(kept_bytes(setup), rel=0.02), (packed, mode)
 
 
 def kept_bytes(setup: TrainingSetup) -> int:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit.data.base import TokenDataset, row_count, row_lengths
 from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError
+from toolkit.models.attention_kernels import DocumentBounds, document_bounds
 from toolkit.models.labels import IGNORE_INDEX
 
 FILLER = -1  # row index of a filler row, which only completes a batch
@@ -82,13 +83,24 @@ class Batch:
     sample_keys: list[int] = field(default_factory=list)
     """For each row a number that is the same in every layout, -1 for a filler row: in training the row's position in
     the stream of samples, which a later epoch does not repeat and a resumed run does; in validation its index."""
+    bounds: DocumentBounds | None = None
+    """Of packed documents, for attention kernels without masks."""
 
-    def inputs(self, device: torch.device, with_keys: bool = False) -> dict[str, Tensor]:
-        """Return the arguments of the model's forward, on ``device``; ``with_keys``: and sample_keys, (B,) int64."""
+    def inputs(
+        self, device: torch.device, with_keys: bool = False, with_bounds: bool = False
+    ) -> dict[str, Tensor | DocumentBounds]:
+        """Return the arguments of the model's forward, on ``device``.
+
+        ``with_keys``: and sample_keys, (B,) int64. ``with_bounds``: for packed rows also document_bounds.
+        """
         tensors = {"input_ids": self.input_ids, "labels": self.labels, **self.packed}
         if with_keys:
             tensors["sample_keys"] = torch.tensor(self.sample_keys)
-        return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        inputs: dict[str, Tensor | DocumentBounds]
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        if with_bounds and self.bounds is not None:
+            inputs["document_bounds"] = self.bounds.to(device)
+        return inputs
 
     def pin_memory(self) -> Batch:
         """Return a copy in page-locked memory, from which CUDA copies asynchronously."""
@@ -100,7 +112,9 @@ class Batch:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         packed = {name: function(tensor) for name, tensor in self.packed.items()}
-        return replace(self, input_ids=function(self.input_ids), labels=function(self.labels), packed=packed)
+        bounds = self.bounds and self.bounds._replace(cu_seqlens=function(self.bounds.cu_seqlens))
+        input_ids, labels = function(self.input_ids), function(self.labels)
+        return replace(self, input_ids=input_ids, labels=labels, packed=packed, bounds=bounds)
 
 
 def _collate(
@@ -127,7 +141,8 @@ def _collate(
                 packed["documents"][i, :length] = row.get("documents", torch.tensor(0))
             n_inputs += length
     n_tokens = int((labels != IGNORE_INDEX).sum())
-    return Batch(input_ids, labels, ids, n_tokens, n_inputs, packed if is_packed else {}, keys)
+    bounds = document_bounds(packed["documents"]) if is_packed else None
+    return Batch(input_ids, labels, ids, n_tokens, n_inputs, packed if is_packed else {}, keys, bounds)
 
 
 class _MicroBatches(Dataset):

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from toolkit.config import ActivationCheckpointing
 
-_ATTENTION = ("aten::_scaled_dot_product_", "flex_attention", "torch_attn::_varlen_attn")
-"""Beginnings of the names of attention kernels: of ``scaled_dot_product_attention`` on all devices, and others that the
-blocks of a user-provided module may use."""
+_ATTENTION = ("aten::_scaled_dot_product_", "toolkit::flash_attention", "flex_attention", "torch_attn::_varlen_attn")
+"""Beginnings of the names of attention kernels: of ``scaled_dot_product_attention`` on all devices, of
+models/attention_kernels.py, and others that the blocks of a user-provided module may use."""
 _WEIGHT_ARGUMENT = {
     "aten::mm": 1, "aten::addmm": 2, "aten::linear": 1, "toolkit::grouped_product": 1, "bitsandbytes::gemm_4bit": 2,
 }  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from toolkit.models.attention_kernels import FlashMask, FlexMask, flash_attention, flex_attention_with_softcap
 from toolkit.models.config import ModelConfig
 from toolkit.models.masks import AttentionMask
 from toolkit.models.norm import Norm, make_qk_norm
@@ -68,12 +69,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v)
         k, v = k[:, :, -attn_mask.n_keys :], v[:, :, -attn_mask.n_keys :]
-        if self.softcap is not None:
-            y = softcap_attention(q, k, v, attn_mask, self.scale, self.softcap)
-        elif self.sinks is not None:
-            y = sink_attention(q, k, v, attn_mask, self.scale, self.sinks)
-        else:
-            y = fused_attention(q, k, v, attn_mask.mask, attn_mask.is_causal, self.scale)
+        y = attend(q, k, v, attn_mask, self.scale, self.softcap, self.sinks)
         return self.proj(y.transpose(1, 2).reshape(B, T, self.n_head * self.head_size))
 
     def _cross_projection(self, x: torch.Tensor, kv_source: torch.Tensor) -> torch.Tensor:
@@ -90,6 +86,44 @@ class CausalSelfAttention(nn.Module):
         if width == self.head_size:
             return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=2)
         return torch.cat([norm(part.flatten(2)).view_as(part) for norm, part in zip(norms, parts, strict=True)], dim=2)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: AttentionMask,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention with the kernel that the mask is for, or else with masks, which is also the kernels' reference.
+
+    Args:
+        q: (B, n_head, T, width).
+        k: (B, n_query_groups, keys, width); v the same.
+        attn_mask: Which keys each query attends to.
+        scale: Multiplies queries times keys.
+        softcap: See :func:`softcap_attention`.
+        sinks: See :func:`sink_attention`.
+
+    Returns:
+        (B, n_head, T, width), in the dtype of q, or of autocast.
+    """
+    if attn_mask.kernel_mask is None:
+        if softcap is not None:
+            return softcap_attention(q, k, v, attn_mask, scale, softcap)
+        if sinks is not None:
+            return sink_attention(q, k, v, attn_mask, scale, sinks)
+        return fused_attention(q, k, v, attn_mask.mask, attn_mask.is_causal, scale)
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):  # it does not know these kernels
+        q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
+    if isinstance(attn_mask.kernel_mask, FlexMask):
+        assert softcap is not None
+        return flex_attention_with_softcap(q, k, v, attn_mask.kernel_mask, scale, softcap)
+    assert isinstance(attn_mask.kernel_mask, FlashMask)
+    return flash_attention(q, k, v, attn_mask.kernel_mask, scale, sinks)
 
 
 def fused_attention(

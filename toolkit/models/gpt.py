@@ -10,6 +10,8 @@ from torch import nn
 
 from toolkit.errors import require_option
 from toolkit.models.attention import CausalSelfAttention, LayerCache
+from toolkit.models.attention_choice import choose_kernel
+from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.labels import IGNORE_INDEX
@@ -112,6 +114,7 @@ class GPT(nn.Module):
         note: What a reader of the metrics must know, shown when a run starts.
         uniform_length: Build masks and rotary embeddings as for rows of this many tokens, so that compiled blocks
             share one graph for all lengths. 0: the fastest form for the length of each batch.
+        uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` where they are better than masks.
 
     The weights have torch's default initialization until :func:`toolkit.models.init.init_weight` or a checkpoint
     sets them.
@@ -126,6 +129,7 @@ class GPT(nn.Module):
             raise ValueError(f"the model configuration {config.name!r} has no vocab_size; set it from the tokenizer")
         self.config = config
         self.uniform_length = self.seed = 0
+        self.uses_kernels = True
         self.loss_part_sums: dict[str, torch.Tensor] = {}
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
@@ -157,6 +161,7 @@ class GPT(nn.Module):
         *,
         positions: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
+        document_bounds: DocumentBounds | None = None,
         kv_cache: Sequence[LayerCache] | None = None,
         sequence_length: int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -169,6 +174,7 @@ class GPT(nn.Module):
             positions: (T,) or (B, T), int64; default: continue after the cached tokens.
             documents: (B, T), int64, document ids of packed rows; tokens attend only within their document (N9).
                 ``positions`` should start at 0 in each. Not supported with a KV cache.
+            document_bounds: Of these documents. Without them, packed rows need attention masks.
             kv_cache: One cache per block; the new keys and values are appended to it.
             sequence_length: Length of the complete sequence, if this pass and the cache cover only its beginning;
                 longrope depends on it.
@@ -187,7 +193,14 @@ class GPT(nn.Module):
         is_balanced = self.training and self.config.n_moe_layer > 0 and self.config.router_aux_loss_coef
         token_mask = mask_until_last_label(labels) if labels is not None and is_balanced else None
         x, inputs = self.embed(
-            input_ids, labels, positions, documents, kv_cache, sequence_length, token_mask=token_mask
+            input_ids,
+            labels,
+            positions,
+            documents,
+            kv_cache,
+            sequence_length,
+            token_mask=token_mask,
+            document_bounds=document_bounds,
         )
         x, balancing_losses = self.run_blocks(x, range(self.config.n_layer), inputs)
         if labels is None:
@@ -208,6 +221,7 @@ class GPT(nn.Module):
         kv_cache: Sequence[LayerCache] | None = None,
         sequence_length: int | None = None,
         token_mask: torch.Tensor | None = None,
+        document_bounds: DocumentBounds | None = None,
     ) -> tuple[torch.Tensor, BlockInputs]:
         """Return the input of the first block, (B, T, n_embd), and what all blocks share.
 
@@ -228,7 +242,12 @@ class GPT(nn.Module):
         if original_max is not None and max(T, uniform_length) > original_max:
             lengths = document_lengths(input_ids, documents, labels)
         x = self._embed_tokens(input_ids, positions)
-        masks = AttentionMaskBuilder(n_cached, T, device, documents, uniform_length)
+        kernel = None
+        if self.uses_kernels and kv_cache is None:
+            kernel = choose_kernel(self.config, x, documents is not None, document_bounds is not None)
+        masks = AttentionMaskBuilder(
+            n_cached, T, device, documents, uniform_length, input_ids.size(0), kernel, document_bounds
+        )
         return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache, token_mask)
 
     def run_blocks(

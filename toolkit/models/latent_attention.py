@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from toolkit.models.attention import LayerCache, fused_attention
+from toolkit.models.attention import LayerCache, attend
 from toolkit.models.config import ModelConfig
 from toolkit.models.masks import AttentionMask
 from toolkit.models.rope import RotaryEmbedding
@@ -75,7 +75,7 @@ class LatentAttention(nn.Module):
         # The kernels need equal widths; zero padding changes neither scores nor the kept values.
         width = max(self.head_size, self.v_size)
         q, k, v = (F.pad(t, (0, width - t.size(-1))) if t.size(-1) < width else t for t in (q.transpose(1, 2), k, v))
-        y = fused_attention(q, k, v, attn_mask.mask, attn_mask.is_causal, self.scale)
+        y = attend(q, k, v, attn_mask, self.scale)
         return self.proj(y[..., : self.v_size].transpose(1, 2).reshape(B, T, self.n_head * self.v_size))
 
     def _keys_and_values(self, latent: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

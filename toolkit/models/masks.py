@@ -1,6 +1,7 @@
 """Attention masks for packed documents, sliding windows and a KV cache.
 
-Where causal attention or no mask is equivalent, no mask is built: that is the kernels' fast path.
+Where causal attention or no mask is equivalent, no mask is built: that is the kernels' fast path. Nor is one where a
+kernel of :mod:`toolkit.models.attention_kernels` is used.
 """
 
 from __future__ import annotations
@@ -8,6 +9,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
+from toolkit.models.attention_kernels import DocumentBounds, FlashMask, FlexMask, make_flash_mask, make_flex_mask
+
+
+class KernelChoice(NamedTuple):
+    """A kernel of :mod:`toolkit.models.attention_kernels`.
+
+    Args:
+        name: "flash", or "flex" for soft-capped scores.
+        for_causal: Use it where no mask is needed, too: without a sliding window or packed rows.
+    """
+
+    name: str
+    for_causal: bool
 
 
 class AttentionMask(NamedTuple):
@@ -17,11 +32,13 @@ class AttentionMask(NamedTuple):
         n_keys: Number of most recent keys that any query attends to.
         mask: (n_new, n_keys) or (B, 1, n_new, n_keys), bool; None where no mask is needed.
         is_causal: Without a mask: True for causal attention, False for attention to all keys.
+        kernel_mask: For the kernel that is to be used; then the other fields have no meaning.
     """
 
     n_keys: int
     mask: torch.Tensor | None = None
     is_causal: bool = False
+    kernel_mask: FlashMask | FlexMask | None = None
 
 
 class AttentionMaskBuilder:
@@ -36,6 +53,9 @@ class AttentionMaskBuilder:
         documents: (B, n_new), int64, document ids of packed rows; tokens attend only within their document (N9). Not
             supported with a KV cache.
         uniform_length: See :class:`toolkit.models.gpt.GPT`.
+        batch_size: B.
+        kernel: A kernel that needs no masks. Not supported with a KV cache.
+        bounds: Of the documents, on ``device``; "flash" needs them for packed rows.
     """
 
     def __init__(
@@ -45,8 +65,12 @@ class AttentionMaskBuilder:
         device: torch.device,
         documents: torch.Tensor | None = None,
         uniform_length: int = 0,
+        batch_size: int = 1,
+        kernel: KernelChoice | None = None,
+        bounds: DocumentBounds | None = None,
     ) -> None:
         assert documents is None or n_cached == 0, "packed documents are for training, a KV cache is for generation"
+        self._batch_size, self._kernel, self._bounds = batch_size, kernel, bounds
         self._n_cached, self._n_new, self._device, self._documents = n_cached, n_new, device, documents
         self._uniform_length = uniform_length
         self._masks: dict[int | None, AttentionMask] = {}
@@ -61,6 +85,8 @@ class AttentionMaskBuilder:
 
     def _build(self, window: int | None) -> AttentionMask:
         total = self._n_cached + self._n_new
+        if (kernel_mask := self._kernel_mask(window)) is not None:
+            return AttentionMask(total, kernel_mask=kernel_mask)
         if self._documents is None:
             if self._n_new == 1:  # the newest token attends to all keys in its window
                 return AttentionMask(total if window is None else window)
@@ -75,3 +101,11 @@ class AttentionMaskBuilder:
         if self._documents is not None:
             mask = (mask & (self._documents[:, :, None] == self._documents[:, None, -n_keys:]))[:, None]
         return AttentionMask(n_keys, mask)
+
+    def _kernel_mask(self, window: int | None) -> FlashMask | FlexMask | None:
+        is_causal = window is None and self._documents is None
+        if self._kernel is None or (is_causal and not self._kernel.for_causal):
+            return None
+        if self._kernel.name == "flash":
+            return make_flash_mask(window, self._bounds)
+        return make_flex_mask((self._batch_size, self._n_new), window, self._documents, self._device)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from toolkit.models import attention_choice
 from toolkit.models.loss import chunk_rows
+from toolkit.models.masks import KernelChoice
 from toolkit.planning.setup import FP32, INT64, TrainingSetup
 
 QKV, PROJECTION, MLP = ("query", "key", "value"), ("projection",), ("mlp",)  # the adapters of each linear layer
@@ -18,10 +20,18 @@ QKV, PROJECTION, MLP = ("query", "key", "value"), ("projection",), ("mlp",)  # t
 def activation_bytes(setup: TrainingSetup) -> float:
     """Return the bytes that autograd saves in a forward pass, counted as in Korthikanti et al. 2022 (arXiv 2205.05198).
 
-    Attention is ``scaled_dot_product_attention``: there is no (T, T) matrix unless no fused kernel supports the inputs.
+    Attention is ``scaled_dot_product_attention`` or, on CUDA in 16 bits, a kernel of models/attention_kernels.py: there
+    is no (T, T) matrix unless no kernel supports the inputs.
     """
-    mask = setup.tokens * setup.seq_length if setup.packed else 0
+    mask = setup.tokens * setup.seq_length if setup.packed and kernel(setup) is None else 0
     return block_bytes(setup) + bytes_beside_blocks(setup) + mask
+
+
+def kernel(setup: TrainingSetup) -> KernelChoice | None:
+    """Return the kernel that replaces masks, if its self-check passes; see models/attention_choice.py."""
+    if setup.device not in attention_choice.DEVICES or setup.compute_bytes == FP32:
+        return None
+    return attention_choice.kernel_of(setup.config, setup.packed)
 
 
 def block_bytes(setup: TrainingSetup) -> float:
@@ -91,7 +101,9 @@ def _attention(setup: TrainingSetup) -> float:
     """Return the bytes per token of attention with its projections."""
     config = setup.config
     heads, groups = config.n_head * config.head_size, config.n_query_groups * config.head_size
-    if config.attention_sinks:
+    if kernel(setup) is not None:
+        kept = _fused_kernel(setup)
+    elif config.attention_sinks:
         kept = _sink_attention(setup)
     else:
         kept = _softcap_attention(setup) if config.attention_logit_softcapping is not None else _fused_kernel(setup)
@@ -186,6 +198,8 @@ def _mask(setup: TrainingSetup) -> float:
 def _masked_fraction(setup: TrainingSetup) -> float:
     """Return the fraction of layers with a mask."""
     config = setup.config
+    if kernel(setup) is not None:
+        return 0
     if setup.packed:
         return 1
     return (

@@ -20,6 +20,7 @@ from toolkit.planning.activations import (
     attention_readers,
     block_bytes,
     bytes_beside_blocks,
+    kernel,
 )
 from toolkit.planning.setup import FP32, TrainingSetup
 
@@ -81,6 +82,8 @@ def _copied_input(layer: TrainingSetup) -> float:
 
 def _mask_bytes(setup: TrainingSetup) -> int:
     """Return the bytes of the boolean masks, which blocks share: one per row of packed documents, else one for all."""
+    if kernel(setup) is not None:
+        return 0
     config, length = setup.config, setup.seq_length
     windows = {config.window(i) for i in range(config.n_layer)}
     masks = {window if (window or length) < length else None for window in windows}
@@ -92,9 +95,9 @@ def _mask_bytes(setup: TrainingSetup) -> int:
 def _attention_output(layer: TrainingSetup) -> float:
     """Return the bytes per token that the attention kernel returns: its output and the log-sum-exps."""
     config, growth, width = layer.config, 1.0, max(layer.config.head_size, layer.config.value_size)
-    if config.attention_logit_softcapping is not None:
+    if config.attention_logit_softcapping is not None and kernel(layer) is None:
         return 0.0  # composed of operations that are recomputed
-    if config.attention_sinks:
+    if config.attention_sinks and kernel(layer) is None:
         growth, width = 1 + 1 / layer.seq_length, width + 8 - width % 8
     return growth * config.n_head * (layer.compute_bytes * width + FP32)
 

@@ -35,7 +35,7 @@ class TrainingSetup:
         device: "cuda", "cpu" or "mps".
         lora: Adapter configuration; None trains all weights.
         quantize: One of :data:`toolkit.planning.memory.QUANTIZED_BYTES`; None does not quantize.
-        packed: Several documents share a row, separated by an attention mask.
+        packed: Several documents share a row; they do not attend to each other.
         fsdp: Further FSDP options; ``accumulate`` is resolved.
         ddp: Further DDP options.
         optimizer_class: A class outside torch.optim.

@@ -10,6 +10,7 @@ from torch import nn
 
 from toolkit.data.loader import Batch
 from toolkit.distributed.private_lightning import FabricModule
+from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.gpt import GPT
 
 
@@ -18,10 +19,13 @@ def original_module(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, FabricModule) else model
 
 
-def forward_inputs(model: nn.Module, batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the arguments of the model's forward; sample_keys are for a model that draws random numbers in it."""
-    takes_keys = "sample_keys" in inspect.signature(type(original_module(model)).forward).parameters
-    return batch.inputs(device, with_keys=takes_keys)
+def forward_inputs(model: nn.Module, batch: Batch, device: torch.device) -> dict[str, torch.Tensor | DocumentBounds]:
+    """Return the arguments of the model's forward.
+
+    sample_keys are for a model that draws random numbers in it, document_bounds for one with attention kernels.
+    """
+    parameters = inspect.signature(type(original_module(model)).forward).parameters
+    return batch.inputs(device, "sample_keys" in parameters, "document_bounds" in parameters)
 
 
 def loss_parts(model: nn.Module) -> tuple[str, ...]:

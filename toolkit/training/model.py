@@ -160,6 +160,7 @@ def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longe
     if isinstance(module, GPT):  # selective checkpointing warns of operations in place, as gpt-oss's; they are tested
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     torch.compiler.reset()  # graphs of an earlier run in this process count towards torch's limit
+    torch._dynamo.config.specialize_float = True  # attention's scale and cap; FlexAttention takes no variables
     if longest_ragged:
         if isinstance(module, GPT):
             module.uniform_length = longest_ragged

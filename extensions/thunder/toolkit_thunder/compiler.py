@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.models.gpt import Block
+from toolkit.models.gpt import GPT, Block
 from toolkit_thunder.kernel import Kernel, slots_of, structure_of
 from toolkit_thunder.options import ThunderArgs
 from toolkit_thunder.units import Unit
@@ -36,6 +36,8 @@ def compile_blocks(
     """
     if longest_ragged:
         warnings.warn("rows differ in length: Thunder compiles each length anew (seconds per length)", stacklevel=2)
+    if isinstance(module, GPT):
+        module.uses_kernels = False  # blocks get masks, which Thunder can trace
     options: ThunderArgs = groups.get("thunder", ThunderArgs())
     kernels: dict[Hashable, Kernel] = {}
     for name, part in module.named_modules():

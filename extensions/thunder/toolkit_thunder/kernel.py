@@ -161,7 +161,7 @@ def plain_arguments(
     """
     if any(other is not None for other in (*others, *options.values())):
         return None
-    return (x, *attn_mask, *((None, None) if rope is None else (rope.cos, rope.sin)))
+    return (x, *attn_mask[:3], *((None, None) if rope is None else (rope.cos, rope.sin)))
 
 
 def structure_of(block: nn.Module) -> Hashable:

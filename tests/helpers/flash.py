@@ -1,0 +1,99 @@
+"""FlashAttention in plain torch: what aten's operators compute, for CPUs and fp64."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+from torch.nn.attention import flex_attention
+
+from toolkit.models import attention_choice, attention_kernels
+
+
+@contextmanager
+def kernels_on_cpu(backend: str = "aot_eager_decomp_partition", may_fail: bool = False):
+    """Use the kernels of models/attention_kernels.py on the CPU, in all dtypes; yield the dtypes of flash calls.
+
+    A failed self-check is an error, unless it ``may_fail``. FlexAttention is torch's own, compiled with ``backend``;
+    without inductor it has a backward pass on CPUs, too.
+    """
+    calls: list[torch.dtype] = []
+
+    def counted(*args, **options):
+        calls.append(args[0].dtype)
+        return forward(*args, **options)
+
+    compiled = attention_kernels._compiled_softcap(backend)
+    with ExitStack() as stack:
+        for target, name, value in (
+            (attention_kernels, "_FORWARD", counted),
+            (attention_kernels, "_BACKWARD", backward),
+            (attention_kernels, "_compiled_softcap", lambda: compiled),
+            (attention_choice, "DEVICES", ("cpu",)),
+            (attention_choice, "DTYPES", (torch.bfloat16, torch.float32, torch.float64)),
+            (flex_attention, "_validate_device", lambda *_: None),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        if not may_fail:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("error", ".*attention masks are used")
+        attention_choice._passes.cache_clear()
+        stack.callback(attention_choice._passes.cache_clear)
+        yield calls
+
+
+def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, debug, *, scale, **window):
+    """``aten::_flash_attention_forward``: (B, T, heads, width), or (tokens, heads, width) with cu_seqlens."""
+    check(q, k, v, cu_q, cu_k, max_q, max_k, dropout)
+    scores = scores_of(q, k, cu_q, max_q, is_causal, scale, **window)
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("...hqk,...khd->...qhd", (scores - lse[..., None]).exp(), repeated(v, q).to(scores.dtype))
+    return out.to(q.dtype), lse, None, None, None
+
+
+def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, is_causal, rng, unused, *, scale, **window):
+    """``aten::_flash_attention_backward``: probabilities from the log-sum-exp, as Dao 2023 (arXiv 2307.08691)."""
+    check(q, k, v, cu_q, cu_k, max_q, max_k, dropout)
+    assert out.shape == grad.shape == q.shape and rng.dtype == torch.uint64
+    scores = scores_of(q, k, cu_q, max_q, is_causal, scale, **window)
+    p, grad, q_, out = (scores - lse[..., None]).exp(), *(t.to(scores.dtype) for t in (grad, q, out))
+    delta = (grad * out).sum(-1).transpose(-1, -2)[..., None]
+    ds = scale * p * (torch.einsum("...qhd,...khd->...hqk", grad, repeated(v, q).to(p.dtype)) - delta)
+    grad_q = torch.einsum("...hqk,...khd->...qhd", ds, repeated(k, q).to(p.dtype))
+    grad_k, grad_v = (torch.einsum("...hqk,...qhd->...khd", a, b) for a, b in ((ds, q_), (p, grad)))
+    grouped = [g.unflatten(-2, (k.size(-2), -1)).sum(-2) for g in (grad_k, grad_v)]
+    return tuple(g.to(q.dtype) for g in (grad_q, *grouped))
+
+
+def check(q, k, v, cu_q, cu_k, max_q, max_k, dropout):
+    """What aten's operators demand."""
+    assert q.dtype == k.dtype == v.dtype and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert q.size(-1) % 8 == 0 and q.size(-1) <= 256 and q.size(-2) % k.size(-2) == 0 and dropout == 0.0
+    assert max_q == max_k and cu_q is cu_k
+    if cu_q is None:
+        assert q.dim() == 4 and max_q == q.size(1)
+    else:
+        assert q.dim() == 3 and cu_q.dtype == torch.int32 and cu_q.is_contiguous()
+        lengths = cu_q.diff()
+        assert cu_q[0] == 0 and cu_q[-1] == len(q) and lengths.min() >= 0 and lengths.max() <= max_q
+
+
+def scores_of(q, k, cu_seqlens, n, is_causal, scale, *, window_size_left, window_size_right):
+    """(..., heads, queries, keys), -inf where not visible."""
+    at = torch.arange(q.size(-3))
+    document = torch.zeros_like(at) if cu_seqlens is None else torch.bucketize(at, cu_seqlens[1:].long(), right=True)
+    mask = document[:, None] == document
+    if is_causal or window_size_right == 0:
+        mask &= at <= at[:, None]
+    if window_size_left >= 0:
+        mask &= at >= at[:, None] - window_size_left
+    exact = torch.promote_types(q.dtype, torch.float32)
+    return torch.einsum("...qhd,...khd->...hqk", q.to(exact), repeated(k, q).to(exact) * scale).masked_fill(
+        ~mask, float("-inf")
+    )
+
+
+def repeated(x, q):
+    return x.repeat_interleave(q.size(-2) // x.size(-2), -2)

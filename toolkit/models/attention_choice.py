@@ -1,0 +1,155 @@
+"""Which attention kernel a model uses, after a self-check on the device: values and gradients against masks."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from toolkit.models.attention import attend
+from toolkit.models.attention_kernels import document_bounds
+from toolkit.models.config import ModelConfig
+from toolkit.models.masks import AttentionMaskBuilder, KernelChoice
+
+DEVICES: tuple[str, ...] = ("cuda",)
+DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+MAX_WIDTH = 256
+TOLERANCE = 0.02
+"""Of the relative error in the self-check. bf16 rounds to 0.004; a wrong mask, scale or sink is above 0.1."""
+
+
+class KernelCase(NamedTuple):
+    """What the self-check depends on: the kernel, and the attention that the model has."""
+
+    kernel: KernelChoice
+    device: torch.device
+    dtype: torch.dtype
+    heads: tuple[int, int, int]  # n_head, n_query_groups, width
+    scale: float
+    softcap: float | None
+    has_windows: bool
+    has_documents: bool
+
+
+def kernel_of(config: ModelConfig, has_documents: bool) -> KernelChoice | None:
+    """Return the kernel that replaces a model's masks on CUDA in 16 bits; None: it has no masks, or none does."""
+    width = max(config.head_size, config.value_size)
+    if width > MAX_WIDTH or width % 8:
+        return None
+    if config.attention_logit_softcapping is not None:
+        return KernelChoice("flex", for_causal=True)
+    has_windows = any(config.window(layer) is not None for layer in range(config.n_layer))
+    if has_documents or has_windows or config.attention_sinks:
+        return KernelChoice("flash", for_causal=config.attention_sinks)
+    return None
+
+
+def choose_kernel(
+    config: ModelConfig, x: torch.Tensor, has_documents: bool = False, has_bounds: bool = False
+) -> KernelChoice | None:
+    """Return the kernel for a forward pass without a KV cache; None: masks, or ``scaled_dot_product_attention``.
+
+    Its first use for a model on a device checks it, in milliseconds; FlexAttention is compiled, in seconds. If the
+    check fails, a warning reports what it found, and masks are used.
+
+    Args:
+        config: The architecture.
+        x: The embedded tokens: their device, and without autocast their dtype, is that of the blocks.
+        has_documents: Rows are packed.
+        has_bounds: The bounds of their documents are known, which FlashAttention needs.
+    """
+    device = x.device
+    kernel = kernel_of(config, has_documents) if device.type in DEVICES else None
+    is_mixed = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if is_mixed else x.dtype
+    if kernel is None or dtype not in DTYPES or (kernel.name == "flash" and has_documents and not has_bounds):
+        return None
+    groups = config.n_head if config.latent_attention is not None else config.n_query_groups
+    case = KernelCase(
+        kernel,
+        device,
+        dtype,
+        (config.n_head, groups, max(config.head_size, config.value_size)),
+        config.attention_scale,
+        config.attention_logit_softcapping,
+        any(config.window(layer) is not None for layer in range(config.n_layer)),
+        has_documents,
+    )
+    if isinstance(x, FakeTensor):  # a plan, in which nothing can be compared
+        return kernel
+    return kernel if _passes(case) else None
+
+
+@functools.cache
+def _passes(case: KernelCase) -> bool:
+    found = check_kernel(case)
+    if found is not None:
+        what = f"{case.kernel.name} attention in {case.dtype} on {case.device}: {found}"
+        warnings.warn(f"{what}; attention masks are used instead, which need more time and memory", stacklevel=2)
+    return found is None
+
+
+def check_kernel(case: KernelCase) -> str | None:
+    """Compare a kernel with attention masks in fp32, on small random inputs; return what is wrong."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            error = _largest_error(case)
+    except Exception as raised:  # of the kernel, or of any part of torch.compile
+        lines = str(raised).strip().splitlines()
+        return f"{type(raised).__name__}: {lines[0] if lines else ''}"
+    return None if error <= TOLERANCE else f"a relative error of {error:.3g} in the self-check"
+
+
+def _largest_error(case: KernelCase) -> float:
+    """Return the largest relative error of the output and the gradients; inf if one is not finite."""
+    T, (n_head, n_groups, width) = 320, case.heads
+    n_head, n_groups = 2 * n_head // n_groups, 2
+    generator = torch.Generator().manual_seed(0)  # on the CPU: no random state of the run changes
+    shapes = [(2, n_head, T, width), *[(2, n_groups, T, width)] * 2, (2, n_head, T, width), (n_head,)]
+    q, k, v, direction, sinks = (torch.randn(shape, generator=generator) for shape in shapes)
+    scores = (case.softcap or 5.0) / 5  # their standard deviation: large enough to be capped
+    drawn = [q * scores / (case.scale * width**0.5), k, v]
+    if case.kernel.name == "flash" and case.kernel.for_causal:
+        drawn.append(sinks)
+    drawn = [t.to(case.device, case.dtype) for t in drawn]
+    errors, exact = [], torch.promote_types(case.dtype, torch.float32)
+    for window in (None, 100) if case.has_windows else (None,):
+        found = _outputs(case, case.kernel._replace(for_causal=True), drawn, direction, window)
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = _outputs(case, None, [t.to(exact) for t in drawn], direction, window)
+        errors += [(a.to(exact) - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
+    error = float(torch.stack(errors).detach().max())
+    return error if math.isfinite(error) else math.inf
+
+
+def _outputs(
+    case: KernelCase,
+    kernel: KernelChoice | None,
+    values: list[torch.Tensor],
+    direction: torch.Tensor,
+    window: int | None,
+) -> tuple[torch.Tensor, ...]:
+    """Return the output, and the gradients of q, k, v and any sinks."""
+    mask = _check_masks(case, values[0].size(2), kernel).for_window(window)
+    inputs = [value.detach().requires_grad_() for value in values]
+    with torch.autocast(case.device.type, enabled=False):
+        y = attend(*inputs[:3], mask, case.scale, case.softcap, *inputs[3:])  # type: ignore[misc]
+    return y, *torch.autograd.grad(y, inputs, direction.to(y))
+
+
+def _check_masks(case: KernelCase, T: int, kernel: KernelChoice | None) -> AttentionMaskBuilder:
+    """Return the masks of two rows: one of several documents and padding, and one of a single document."""
+    documents, bounds = None, None
+    if case.has_documents:
+        documents = torch.zeros(2, T, dtype=torch.int64)
+        documents[0, 150:] = 1
+        documents[0, 151:] = 2
+        documents[0, 280:] = -1
+        bounds = document_bounds(documents).to(case.device)
+        documents = documents.to(case.device)
+    return AttentionMaskBuilder(0, T, case.device, documents, batch_size=2, kernel=kernel, bounds=bounds)

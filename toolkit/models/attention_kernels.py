@@ -1,0 +1,320 @@
+"""Attention on CUDA in 16 bits without a (T, T) mask: FlashAttention and FlexAttention.
+
+FlashAttention knows documents by their bounds, sliding windows by their size, and grouped queries; attention sinks are
+applied to its output. FlexAttention, compiled, soft-caps scores. Neither stores scores or masks, repeats keys or
+values, or computes more than the visible part. :mod:`toolkit.models.attention_choice` decides where they are used, and
+checks them on the device first: they were not tried on CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128
+"""Tokens per block of queries or keys in both kernels."""
+
+
+class DocumentBounds(NamedTuple):
+    """Where the documents of packed rows are. Made on the CPU with the batch: kernels need them without a sync.
+
+    Args:
+        cu_seqlens: (n + 1,), int32: where document i of the flattened rows begins, and where the last one ends. It may
+            end with empty documents.
+        max_length: An upper bound of the documents' lengths.
+    """
+
+    cu_seqlens: torch.Tensor
+    max_length: int
+
+    def to(self, device: torch.device) -> DocumentBounds:
+        """Return the bounds with their tensor on ``device``, copied asynchronously from page-locked memory."""
+        return self._replace(cu_seqlens=self.cu_seqlens.to(device, non_blocking=True))
+
+
+def document_bounds(documents: torch.Tensor) -> DocumentBounds:
+    """Return the bounds of documents (B, T), ids on the CPU: a document is a run of one id in one row.
+
+    Empty documents complete their number to a power of two, so that there are few different shapes.
+    """
+    is_first = torch.ones_like(documents, dtype=torch.bool)
+    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = is_first.view(-1).nonzero().view(-1)
+    n = len(starts)
+    cu_seqlens = torch.full(((1 << (n - 1).bit_length()) + 1,), documents.numel(), dtype=torch.int32)
+    cu_seqlens[:n] = starts
+    # a shorter bound would save nothing, and FlashAttention treats queries of one token in another way
+    return DocumentBounds(cu_seqlens, max(BLOCK, int(cu_seqlens.diff().max())))
+
+
+# ---- FlashAttention
+
+_FORWARD, _BACKWARD = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+
+
+class FlashMask(NamedTuple):
+    """Which keys FlashAttention lets each query attend to, always causal.
+
+    Args:
+        window: Number of keys that precede a query in its sliding window; -1: all.
+        cu_seqlens: See :class:`DocumentBounds`, on the device; None: each row is one document.
+        max_length: See :class:`DocumentBounds`, int64 scalar tensor on the CPU. It is no number, of which compiled
+            blocks would have a graph each.
+    """
+
+    window: int
+    cu_seqlens: torch.Tensor | None = None
+    max_length: torch.Tensor | None = None
+
+
+def make_flash_mask(window: int | None, bounds: DocumentBounds | None) -> FlashMask:
+    """Return the mask of a layer with this sliding window, the token itself included; None: without one."""
+    n_before = -1 if window is None else window - 1
+    if bounds is None:
+        return FlashMask(n_before)
+    # a graph for any number of documents
+    torch._dynamo.maybe_mark_dynamic(bounds.cu_seqlens, 0)
+    return FlashMask(n_before, bounds.cu_seqlens, torch.tensor(bounds.max_length))
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: FlashMask,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention, with sinks or without, see :func:`toolkit.models.attention.sink_attention`.
+
+    Args:
+        q: (B, n_head, T, width).
+        k: (B, n_query_groups, T, width); v the same.
+        mask: Which keys each query attends to.
+        scale: Multiplies queries times keys, not the sinks.
+        sinks: (n_head,), the sink logits.
+
+    Returns:
+        (B, n_head, T, width), in the dtype of q.
+    """
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out, _ = _flash(q, k, v, sinks, mask.cu_seqlens, mask.max_length, mask.window, scale)
+    return out.transpose(1, 2)
+
+
+# A custom operator: one graph for any number and length of documents, and for torch.compile nothing to trace.
+@torch.library.custom_op("toolkit::flash_attention", mutates_args=())
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    max_length: torch.Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T, heads or groups, width) -> the same, and log-sum-exps: (B, n_head, T), of documents (n_head, B * T).
+
+    A sink is a key that all queries see and whose value is zero. It adds to the softmax's denominator: with it,
+    log-sum-exp' = log(e^lse + e^sink) and out' = out * e^(lse - lse'). FlashAttention's backward pass computes its
+    probabilities from the log-sum-exp, so that out' and lse' give it the gradients with the sink.
+    """
+    n, options = _options(q, max_length, window, scale)
+    q_, k_, v_ = _flatten((q, k, v), cu_seqlens)
+    out, lse, *_ = _FORWARD(q_, k_, v_, cu_seqlens, cu_seqlens, n, n, 0.0, window < 0, False, **options)
+    if sinks is not None:
+        with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+        out = (out * (lse - with_sinks).exp().transpose(-1, -2).unsqueeze(-1)).to(q.dtype)
+        lse = with_sinks
+    return out.reshape(q.shape).contiguous(), lse
+
+
+@_flash.register_fake
+def _(
+    q: torch.Tensor, k: Any, v: Any, sinks: Any, cu_seqlens: torch.Tensor | None, max_length: Any, window: Any,
+    scale: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    B, T, heads, _ = q.shape
+    shape = (B, heads, T) if cu_seqlens is None else (heads, B * T)
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("toolkit::flash_attention_backward", mutates_args=())
+def _flash_backward_op(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    max_length: torch.Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k, v and the sinks; without sinks, the last one is empty."""
+    n, options = _options(q, max_length, window, scale)
+    tensors = _flatten((grad.contiguous(), q, k, v, out), cu_seqlens)
+    rng_state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # without dropout
+    gradients = _BACKWARD(*tensors, lse, cu_seqlens, cu_seqlens, n, n, 0.0, window < 0, rng_state, unused, **options)
+    grad_q, grad_k, grad_v = (g.reshape(t.shape).contiguous() for g, t in zip(gradients, (q, k, v), strict=True))
+    if sinks is None:
+        return grad_q, grad_k, grad_v, q.new_empty(0)
+    share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()  # of the softmax; its gradient is -share * sum(grad * out)
+    grad_of_share = (grad.to(lse.dtype) * out).sum(-1)  # (B, T, n_head)
+    per_head = share.transpose(-1, -2).reshape(grad_of_share.shape) * grad_of_share
+    return grad_q, grad_k, grad_v, -per_head.sum((0, 1)).to(sinks.dtype)
+
+
+@_flash_backward_op.register_fake
+def _(
+    grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, lse: Any, sinks: torch.Tensor | None,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad_sinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), grad_sinks
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, sinks, cu_seqlens, max_length, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens, max_length)
+
+
+def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    saved = ctx.saved_tensors  # once: activation checkpointing recomputes them
+    *gradients, grad_sinks = _flash_backward_op(grad, *saved, ctx.window, ctx.scale)
+    has_sinks = saved[5] is not None
+    return (*gradients, grad_sinks if has_sinks else None, None, None, None, None)
+
+
+_flash.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _flatten(tensors: tuple[torch.Tensor, ...], cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """(B, T, heads, width) -> (B * T, heads, width) with bounds of documents, otherwise unchanged."""
+    return tensors if cu_seqlens is None else tuple(t.flatten(0, 1) for t in tensors)
+
+
+def _options(
+    q: torch.Tensor, max_length: torch.Tensor | None, window: int, scale: float
+) -> tuple[int, dict[str, float]]:
+    """Return the length of the longest document, and the kernels' named arguments."""
+    n = q.size(1) if max_length is None else int(max_length)
+    return n, {"scale": scale, "window_size_left": window, "window_size_right": 0}
+
+
+# ---- FlexAttention
+
+
+class FlexMask(NamedTuple):
+    """Which keys FlexAttention lets each query attend to, always causal. Tensors only: compiled blocks share a graph.
+
+    Args:
+        first_key: (B, T), int32: the first key that each query attends to.
+        kv, full_kv: Blocks of keys that a block of queries sees in part, or completely: their number and, in the first
+            places, their indices; (B, 1, blocks) and (B, 1, blocks, blocks), int32.
+        q, full_q: Blocks of queries that see a block of keys, likewise.
+    """
+
+    first_key: torch.Tensor
+    kv: tuple[torch.Tensor, torch.Tensor]
+    full_kv: tuple[torch.Tensor, torch.Tensor]
+    q: tuple[torch.Tensor, torch.Tensor]
+    full_q: tuple[torch.Tensor, torch.Tensor]
+
+
+def make_flex_mask(
+    shape: tuple[int, int], window: int | None, documents: torch.Tensor | None, device: torch.device
+) -> FlexMask:
+    """Return the mask of a layer, without a (T, T) matrix and without a sync.
+
+    Args:
+        shape: B, T.
+        window: The layer's sliding window, the token itself included; None: without one.
+        documents: (B, T), ids of packed rows: a document is a run of one id.
+        device: Device of the mask.
+    """
+    T = shape[1]
+    at = torch.arange(T, device=device)
+    first_key = torch.zeros_like(at) if window is None else (at - (window - 1)).clamp(min=0)
+    first_key = first_key.expand(shape)
+    if documents is not None:
+        is_first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+        first_key = torch.maximum(first_key, (at * is_first).cummax(1).values)
+    # two blocks more than are there: a dimension of size 1 would be a further graph
+    n = T // BLOCK + 2
+    block = torch.arange(n, device=device)
+    last_query = ((block + 1) * BLOCK - 1).clamp(max=T - 1)
+    # first_key never decreases
+    lowest, highest = first_key[:, last_query - (last_query % BLOCK)], first_key[:, last_query]
+    is_row = (block * BLOCK < T)[:, None]
+    is_seen = is_row & (block <= block[:, None]) & (block >= (lowest // BLOCK)[..., None])
+    is_full = is_row & (block < block[:, None]) & (block * BLOCK >= highest[..., None])
+    is_seen, is_full = (is_seen & ~is_full)[:, None], is_full[:, None]
+    parts = (_ordered(each) for each in (is_seen, is_full, is_seen.mT, is_full.mT))
+    return FlexMask(first_key.to(torch.int32), *parts)
+
+
+def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(..., n), bool -> the number of True and, in the first places, their indices."""
+    return blocks.sum(-1, dtype=torch.int32), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+
+
+def flex_attention_with_softcap(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: FlexMask, scale: float, logit_softcap: float
+) -> torch.Tensor:
+    """As :func:`toolkit.models.attention.softcap_attention`."""
+    if not torch.compiler.is_compiling() and isinstance(q, FakeTensor):  # nothing to compile; the same shapes and costs
+        return flash_attention(q, k, v, FlashMask(-1), scale)
+    run = _softcap if torch.compiler.is_compiling() else _compiled_softcap()
+    return run(q, k, v, mask, scale, logit_softcap)
+
+
+def _softcap(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: FlexMask, scale: float, logit_softcap: float
+) -> torch.Tensor:
+    factor = scale / logit_softcap
+
+    def softcap(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return logit_softcap * torch.tanh(score * factor)
+
+    def is_visible(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (key >= mask.first_key[b, query])
+
+    (n_kv, kv), (n_full_kv, full_kv), (n_q, queries), (n_full_q, full_q) = mask[1:]
+    block_mask = BlockMask(
+        seq_lengths=(q.size(2), q.size(2)),
+        kv_num_blocks=n_kv,
+        kv_indices=kv,
+        full_kv_num_blocks=n_full_kv,
+        full_kv_indices=full_kv,
+        q_num_blocks=n_q,
+        q_indices=queries,
+        full_q_num_blocks=n_full_q,
+        full_q_indices=full_q,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=is_visible,
+    )
+    out = flex_attention(q, k, v, score_mod=softcap, block_mask=block_mask, scale=1.0, enable_gqa=True)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+@functools.cache
+def _compiled_softcap(backend: str = "inductor") -> Callable[..., torch.Tensor]:
+    """Compile :func:`_softcap` for blocks that are not compiled; numbers are constants, as the operator needs."""
+    compiled = torch.compile(_softcap, backend=backend, fullgraph=True)
+
+    def run(*args: Any) -> torch.Tensor:
+        with torch._dynamo.config.patch(specialize_float=True):
+            return compiled(*args)
+
+    return run
