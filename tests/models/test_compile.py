@@ -102,7 +102,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("mode", slow_except(["none"], ["none", "selective", "full"]))
+@pytest.mark.parametrize("mode", slow_except(["none"], ["none", "selective"]))
 @pytest.mark.parametrize("name", slow_except(["packed"], KERNELS))
 def test_blocks_with_attention_kernels_share_a_graph(name, mode):
     """For any number of documents; Gemma 2's layers with and without windows have equal masks of tensors."""

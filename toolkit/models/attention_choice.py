@@ -64,7 +64,9 @@ def choose_kernel(
         has_bounds: The bounds of their documents are known, which FlashAttention needs.
     """
     device = x.device
-    kernel = kernel_of(config, has_documents) if device.type in DEVICES else None
+    if device.type not in DEVICES or torch.compiler.is_compiling():  # a complete model; the check cannot be compiled
+        return None
+    kernel = kernel_of(config, has_documents)
     is_mixed = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if is_mixed else x.dtype
     if kernel is None or dtype not in DTYPES or (kernel.name == "flash" and has_documents and not has_bounds):
@@ -136,9 +138,9 @@ def _outputs(
 ) -> tuple[torch.Tensor, ...]:
     """Return the output, and the gradients of q, k, v and any sinks."""
     mask = _check_masks(case, values[0].size(2), kernel).for_window(window)
-    inputs = [value.detach().requires_grad_() for value in values]
+    q, k, v, *sinks = inputs = [value.detach().requires_grad_() for value in values]
     with torch.autocast(case.device.type, enabled=False):
-        y = attend(*inputs[:3], mask, case.scale, case.softcap, *inputs[3:])  # type: ignore[misc]
+        y = attend(q, k, v, mask, case.scale, case.softcap, sinks[0] if sinks else None)
     return y, *torch.autograd.grad(y, inputs, direction.to(y))
 
 

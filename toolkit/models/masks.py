@@ -104,7 +104,7 @@ class AttentionMaskBuilder:
 
     def _kernel_mask(self, window: int | None) -> FlashMask | FlexMask | None:
         is_causal = window is None and self._documents is None
-        if self._kernel is None or (is_causal and not self._kernel.for_causal):
+        if self._kernel is None or self._n_new == 1 or (is_causal and not self._kernel.for_causal):
             return None
         if self._kernel.name == "flash":
             return make_flash_mask(window, self._bounds)
