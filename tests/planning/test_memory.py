@@ -198,13 +198,15 @@ def test_without_gqa_kernels_keys_and_values_of_all_heads_are_saved(family, prec
 def test_attention_kernels_save_neither_masks_nor_scores(family):
     """As on CUDA in 16 bits; here the same calls on the CPU."""
     for packed in (False, True):
-        with kernels_on_cpu() as calls:
+        with kernels_on_cpu(checks=False) as calls:
             setup = setup_of(family, "bf16-true", packed=packed)
             model = build(setup)
-            loss_of(model, setup)  # the self-check saves tensors, too
+            loss_of(model, setup)  # compiling saves tensors, too
             assert plan_memory(setup).activations == pytest.approx(saved_bytes(setup, model), rel=0.02), packed
-            assert bool(calls) == (family != "gemma2" and (packed or family in ("mistral", "gemma3", "gpt-oss")))
-            for mode in ("full",) if family == "gemma2" else ("selective", "full"):
+            assert bool(calls) == (family != "gemma2" and (packed or family in ("mistral", "gemma3", "gpt-oss"))), (
+                packed
+            )
+            for mode in ("selective", "full") if calls else ():  # not what torch.compile keeps
                 setup = setup_of(family, "bf16-true", packed=packed, activation_checkpointing=mode)
                 assert plan_memory(setup).activations == pytest.approx(kept_bytes(setup), rel=0.02), (packed, mode)
 

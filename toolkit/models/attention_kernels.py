@@ -80,7 +80,7 @@ def make_flash_mask(window: int | None, bounds: DocumentBounds | None) -> FlashM
         return FlashMask(n_before)
     # a graph for any number of documents
     torch._dynamo.maybe_mark_dynamic(bounds.cu_seqlens, 0)
-    return FlashMask(n_before, bounds.cu_seqlens, torch.tensor(bounds.max_length))
+    return FlashMask(n_before, bounds.cu_seqlens, torch.tensor(bounds.max_length, device="cpu"))
 
 
 def flash_attention(
@@ -245,7 +245,7 @@ def make_flex_mask(
     T = shape[1]
     at = torch.arange(T, device=device)
     first_key = torch.zeros_like(at) if window is None else (at - (window - 1)).clamp(min=0)
-    first_key = first_key.expand(shape)
+    first_key = first_key.repeat(shape[0], 1)
     if documents is not None:
         is_first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
         first_key = torch.maximum(first_key, (at * is_first).cummax(1).values)
