@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.cases import check_each
+from helpers.cases import check_each, slow_except
 from helpers.flash import kernels_on_cpu
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -117,8 +117,10 @@ def loss_and_gradients(model: GPT, documents: torch.Tensor | None, dtype: torch.
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
-def test_models_with_kernels_match_models_with_masks():
-    for name, changes in MODELS.items():
+@pytest.mark.parametrize("names", slow_except([("packed", "sinks")], [("packed", "sinks"), (*MODELS,)]))
+def test_models_with_kernels_match_models_with_masks(names):
+    for name in names:
+        changes = MODELS[name]
         for documents in (None, packings(24)[3]):
             model = small("llama", **changes)
             expected = loss_and_gradients(model, documents, torch.float32)
