@@ -283,8 +283,8 @@ def test_what_a_block_has_kept_is_not_counted_again():
 
 
 def test_cuda_saves_no_attention_matrix():
-    for family in set(CONFIGS) - {"gemma2"}:  # which has soft-capping
-        for precision in PRECISIONS:
+    for family in CONFIGS:
+        for precision in PRECISIONS[family == "gemma2" :]:  # soft-capped scores are saved in 32-true
             setups = [
                 replace(setup_of(family, precision, seq_length=n, micro_batch_size=1), device="cuda") for n in (64, 128)
             ]
