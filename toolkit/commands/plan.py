@@ -14,6 +14,7 @@ from toolkit.config import TrainingCommand
 def setup(
     command: TrainingCommand,
     device_memory_gb: PositiveFloat | None = None,
+    speed: str | None = None,
     format: Literal["text", "json"] = "text",
     **run: Any,
 ) -> None:
@@ -31,16 +32,32 @@ def setup(
     Args:
         command: The command to plan: pretrain, finetune_full or finetune_lora.
         device_memory_gb: Memory of one device in GB (1e9 bytes), to check whether the run fits and suggest changes.
+            Default: that of the GPU of --speed.
+        speed: Also predict the time of a step, tokens/s and MFU on a GPU, such as H200, H100, A100 or 4090, and what
+            would be faster. A prediction: nothing is measured.
         format: Text table, or JSON.
     """
     from toolkit.planning.advice import advice_for
     from toolkit.planning.plan import device_spec_of, plan_run, run_args_of
-    from toolkit.ui.plan import format_plan, plan_summary
+    from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
+    predicted = None
     with run_args_of(command, run) as args:
+        if speed is not None:
+            from toolkit.planning.speed.cards import card_for
+            from toolkit.planning.speed.predict import predict
+            from toolkit.planning.speed.variants import variants
+
+            name, card = card_for(speed, args.accelerator)
+            device_memory_gb = device_memory_gb or card.memory / 1e9
         plan = plan_run(args, device_spec_of(args, device_memory_gb))
         advice = [] if device_memory_gb is None else advice_for(plan, device_memory_gb)
+        if speed is not None:
+            prediction = predict(plan, card)
+            predicted = (name, prediction, variants(plan, card, prediction))
     summary = plan_summary(plan, device_memory_gb, advice)
+    if predicted is not None:
+        summary["speed"] = speed_summary(*predicted)
     if format == "json":
         import json
 

@@ -26,6 +26,14 @@ _RECOMPUTED = {
 }
 
 
+_PARTS = {
+    "products": "matrix products",
+    "attention": "",
+    "launch": "the GPU waits for the host",
+    "optimizer": "norm, clipping, update",
+}
+
+
 def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -> dict[str, Any]:
     """Return a :class:`toolkit.planning.plan.RunPlan` as plain values, ready for JSON.
 
@@ -62,6 +70,30 @@ def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -
     }
 
 
+def speed_summary(card: str, prediction: Any, variants: list[Any]) -> dict[str, Any]:
+    """Return a :class:`toolkit.planning.speed.predict.Prediction` on GPUs of this name as plain values.
+
+    ``parts_ms`` add up to ``step_ms``. ``variants`` are changes of flags with their predicted gain in tokens/s.
+    """
+    return {
+        "gpu": card,
+        "measured": False,
+        "step_ms": round(prediction.seconds * 1e3, 2),
+        "tokens_per_sec": round(prediction.tokens_per_sec),
+        "mfu": None if prediction.mfu is None else round(prediction.mfu, 4),
+        "parts_ms": {name: round(time * 1e3, 2) for name, time in prediction.parts().items()},
+        "kernels_per_micro_step": prediction.kernels,
+        "gb_per_micro_step": round(prediction.bytes / _GB, 2),
+        "communication_ms": round(prediction.links.sent * 1e3, 2),
+        "links": prediction.links.links,
+        "notes": list(prediction.notes),
+        "variants": [
+            {"change": v.change, "gain": round(v.gain, 4), "tokens_per_sec": round(v.prediction.tokens_per_sec)}
+            for v in variants
+        ],
+    }
+
+
 def format_plan(summary: dict[str, Any]) -> str:
     """Return :func:`plan_summary` as a table."""
     counts, memory = summary["parameters"], summary["memory_gb"]
@@ -94,7 +126,34 @@ def format_plan(summary: dict[str, Any]) -> str:
         lines.append(f"  {'in CPU memory':15}{host:10.2f}  per process: shards of weights, gradients and optimizer")
     if copy := summary["host_copy_gb"]:
         lines.append(f"  {'in CPU memory':15}{copy:10.2f}  {_DESCRIPTIONS['checkpoint_copy']}")
-    return "\n".join(lines + _verdict(summary))
+    return "\n".join(lines + _verdict(summary) + _speed(summary))
+
+
+def _speed(summary: dict[str, Any]) -> list[str]:
+    """The predicted step of :func:`speed_summary`, if there is one."""
+    speed = summary.get("speed")
+    if speed is None:
+        return []
+    world = summary["devices"] * summary["num_nodes"]
+    mfu = "" if speed["mfu"] is None else f", MFU {speed['mfu']:.1%}"
+    lines = [
+        "",
+        f"Speed on {world} x {speed['gpu']} (prediction; not measured on a GPU)",
+        f"  {'step':15}{speed['step_ms']:10,.1f}  ms: {speed['tokens_per_sec']:,} tokens/s{mfu}",
+    ]
+    descriptions = _PARTS | {
+        "memory_bound": f"{speed['kernels_per_micro_step']:,} kernels and {speed['gb_per_micro_step']:,.1f} GB per "
+        "micro-step in all",
+        "communication": f"not hidden, of {speed['communication_ms']:,.1f} ms over {speed['links']}",
+    }
+    for name, time in speed["parts_ms"].items():
+        if name != "communication" or speed["links"]:
+            lines.append(f"  {name.replace('_', ' '):15}{time:10,.1f}  {descriptions[name]}".rstrip())
+    lines += [f"  {note}" for note in speed["notes"]]
+    if speed["variants"]:
+        lines += ["", "Faster, by prediction:"]
+        lines += [f"  {v['gain']:+7.0%}  {v['change']}: {v['tokens_per_sec']:,} tokens/s" for v in speed["variants"]]
+    return lines
 
 
 def _verdict(summary: dict[str, Any]) -> list[str]:

@@ -72,12 +72,14 @@ CARDS = {
 }
 
 
-def find_card(name: str) -> tuple[str, Card]:
+def card_for(name: str, accelerator: str = "cuda") -> tuple[str, Card]:
     """Return a card by its name without regard to case, or without RTX (4090), with its complete name.
 
     Raises:
-        UserError: unknown.
+        UserError: unknown, or the run is not for a GPU.
     """
+    if accelerator in ("cpu", "mps"):
+        raise UserError(f"--speed {name}: predicts NVIDIA GPUs, not --accelerator {accelerator}; leave one out")
     for known, card in CARDS.items():
         if name.lower() in (known.lower(), known.lower().removeprefix("rtx ")):
             return known, card

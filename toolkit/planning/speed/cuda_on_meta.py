@@ -1,0 +1,114 @@
+"""Meta tensors that pass for CUDA tensors, so that a model runs the code that it runs on a GPU, without a GPU.
+
+torch's fake tensors on "cuda" have no backward pass where torch is built without CUDA: autograd ends the process
+("PyTorch is not linked with support for cuda devices", torch 2.13). Autograd supports meta tensors everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+CUDA, META = torch.device("cuda"), torch.device("meta")
+
+# torch's lists for autocast on CUDA (ATen/autocast_mode.h), as far as language models use them
+_LOWER = {
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum",
+    "scaled_dot_product_attention",
+}  # fmt: skip
+_FP32 = {"layer_norm", "rms_norm", "softmax", "log_softmax", "exp", "log", "pow", "sum", "rsqrt", "cumsum"}
+
+
+class _CudaOnMeta(TorchFunctionMode):
+    """Reports meta tensors as CUDA tensors, creates CUDA tensors as meta tensors, and applies autocast.
+
+    Operations whose kernels torch chooses by the device are replaced by the CUDA kernel, or one of the same cost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # as autocast's cache: of trained weights
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = list(args), dict(kwargs or {})
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            device = func(*args)
+            return CUDA if device == META else device
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return args[0].is_meta
+        name = getattr(func, "__name__", "")
+        if func is torch.autograd.backward:  # a mode is off while it handles a function, but checkpoints recompute here
+            with patch.object(torch.autograd, "has_torch_function", lambda tensors: False), self:
+                return func(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.device, lambda d: META if d.type == "cuda" else d, (args, kwargs))
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = META
+        if torch.is_autocast_enabled("cuda") and "out" not in kwargs:
+            if name in _LOWER:
+                args, kwargs = tree_map_only(torch.Tensor, self._lowered, (args, kwargs))
+            elif name in _FP32:
+                args, kwargs = tree_map_only(torch.Tensor, _raised, (args, kwargs))
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if func is F.rms_norm:  # its kernel reads and writes the same
+            x, shape, weight, *rest = *args, *kwargs.values()
+            return torch.native_layer_norm(x, shape, weight, None, rest[0] or 1e-6)[0]
+        return func(*args, **kwargs)
+
+    def _lowered(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = torch.get_autocast_dtype("cuda")
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        if not (tensor.is_leaf and tensor.requires_grad):
+            return tensor.to(dtype)
+        if id(tensor) not in self._casts:
+            self._casts[id(tensor)] = tensor, tensor.to(dtype)
+        return self._casts[id(tensor)][1]
+
+
+def _raised(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernels of CUDA: flash without a mask (cuDNN's has the same arguments), the efficient one with a mask."""
+    if attn_mask is None and q.dtype != torch.float32:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.where(attn_mask, q.new_zeros(()), q.new_full((), float("-inf")))
+        attn_mask = attn_mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)[0]
+
+
+@contextmanager
+def cuda_on_meta(autocast: torch.dtype | None) -> Iterator[None]:
+    """Run a model on the meta device as on CUDA, with autocast to a dtype, or without it."""
+    torch._meta_registrations  # noqa: B018  # registers the kernels' shapes
+    with (
+        # torch.autocast turns itself off for "cuda" on a machine without it
+        patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        patch.object(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
+        _CudaOnMeta(),
+        torch.autocast("cuda", dtype=autocast or torch.bfloat16, enabled=autocast is not None),
+    ):
+        yield

@@ -1,0 +1,112 @@
+"""What torch.compile makes of the operators of a block: a rule, not a compiler.
+
+Matrix products, attention and other kernels of their own stay. Between two of them, all element-wise operators and
+reductions become one kernel that reads each tensor once and writes only what is used elsewhere: by a kernel of its own,
+by a later fused kernel of the same pass, or outside the block. What the backward pass needs of the forward pass and is
+not in memory for another reason, it recomputes from what is, as torch's partitioner does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import groupby
+
+from toolkit.planning.speed.operators import Access, Op
+
+Key = tuple[int, int]
+
+
+def fuse(ops: list[Op], is_compiled: Callable[[Op], bool]) -> list[Op]:
+    """Return the operators with those of compiled regions fused; views in them are free."""
+    kept = [op for op in ops if op.kind != "view" or not is_compiled(op)]
+    fusable = [op.kind == "fusable" and is_compiled(op) for op in kept]
+    maker: dict[Key, int] = {}
+    users: defaultdict[Key, list[int]] = defaultdict(list)
+    for i, op in enumerate(kept):
+        for access in op.reads:
+            users[access.key].append(i)
+        for access in op.writes:
+            maker[access.key] = i
+
+    group_of = _groups(kept, fusable, users)
+
+    def is_written(key: Key) -> bool:
+        """Whether the tensor is in memory, and not only in a fused kernel."""
+        i = maker.get(key)
+        if i is None or not fusable[i]:
+            return True
+        made, uses = kept[i], [j for j in users[key] if group_of[j] != group_of[i]]
+        if not users[key]:
+            return made.is_backward  # a gradient
+        return any(
+            not fusable[j] or kept[j].layer != made.layer or kept[j].is_backward == made.is_backward for j in uses
+        )
+
+    sizes: dict[Key, int] = defaultdict(int)
+    for op in kept:
+        for access in (*op.reads, *op.writes):
+            sizes[access.key] = max(sizes[access.key], access.bytes)
+    known: dict[Key, frozenset[Key]] = {}
+
+    def sources(key: Key) -> frozenset[Key]:
+        """Return the tensors in memory from which a tensor is computed: itself, or those that its kernel reads."""
+        if key not in known:
+            known[key] = frozenset({key})  # ends circles, which are views of the same memory
+            if not is_written(key):
+                reads = (sources(access.key) for access in kept[maker[key]].reads)
+                known[key] = frozenset().union(*reads)
+        return known[key]
+
+    result: list[Op] = []
+    for _, indices in groupby(sorted(range(len(kept)), key=group_of.__getitem__), group_of.__getitem__):
+        members = list(indices)
+        if not fusable[members[0]]:
+            result.append(kept[members[0]])
+            continue
+        own = {access.key for i in members for access in kept[i].writes}
+        result.append(_fused([kept[i] for i in members], own, sources, is_written, sizes))
+    return result
+
+
+def _groups(ops: list[Op], fusable: list[bool], users: Mapping[Key, list[int]]) -> list[int]:
+    """Return the number of each operator's kernel: an operator fuses with the first one that needs its result."""
+    numbers, number, region = [], 0, None
+    for i, op in enumerate(ops):
+        if not fusable[i] or (op.layer, op.is_backward) != region:
+            number += 1 if fusable[i] else 2 - number % 2  # kernels of their own have even numbers
+        region = op.layer, op.is_backward
+        number += fusable[i] and number % 2 == 0
+        numbers.append(number)
+    for i in range(len(ops) - 1, -1, -1):
+        if fusable[i]:
+            region = ops[i].layer, ops[i].is_backward
+            uses = [j for access in ops[i].writes for j in users[access.key] if j > i]
+            inside = [numbers[j] - (not fusable[j]) for j in uses if (ops[j].layer, ops[j].is_backward) == region]
+            numbers[i] = max(numbers[i], min(inside, default=0))
+    return numbers
+
+
+def _fused(
+    members: list[Op],
+    own: set[Key],
+    sources: Callable[[Key], frozenset[Key]],
+    is_written: Callable[[Key], bool],
+    sizes: dict[Key, int],
+) -> Op:
+    """Return the kernel of a group; ``own`` are the tensors that it makes."""
+    parts: defaultdict[Key, set[Access]] = defaultdict(set)  # a kernel may read a part of a tensor
+    for op in members:
+        for access in op.reads:
+            if access.key in own:
+                continue
+            for key in sources(access.key):
+                parts[key].add(access if key == access.key else Access(key, -1, sizes[key]))
+    reads = [
+        Access(key, 0, min(sizes[key], sum(a.bytes for a in found)) if key in sizes else 0)
+        for key, found in parts.items()
+        if key not in own
+    ]
+    writes = {a.key: a for op in members for a in op.writes if is_written(a.key)}
+    return replace(members[0], name="fused", reads=tuple(reads), writes=tuple(writes.values()))

@@ -1,0 +1,129 @@
+"""Time of a step's communication over named links, by the strategy: what is sent, and what computation hides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.distributed.units import unit_precision
+from toolkit.distributed.wrap import Unit, plan_units
+from toolkit.models.gpt import GPT, Block
+from toolkit.models.lora import is_adapter
+from toolkit.planning.setup import FP32, TrainingSetup
+from toolkit.planning.speed.cards import Card
+
+NCCL_SHARE = 0.8
+"""Of a link's bandwidth that collectives of large tensors reach (nccl-tests on 8 x H100: 360 of 450 GB/s)."""
+LATENCY = 30e-6
+"""Seconds that a collective takes at least."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Seconds of a step on the links.
+
+    Args:
+        sent: All collectives.
+        exposed: What the computation does not hide.
+        links: Which links they use, for display.
+    """
+
+    sent: float = 0.0
+    exposed: float = 0.0
+    links: str = ""
+
+
+def communication(
+    setup: TrainingSetup, model: GPT, card: Card, devices: int, num_nodes: int, forward: float, backward: float
+) -> Communication:
+    """Return the communication of a step.
+
+    ddp: the all-reduce of a bucket overlaps with the rest of the last backward pass; the last bucket does not. fsdp:
+    all-gathers of blocks overlap with the block before, their reductions with the next block's backward pass; those of
+    the root unit, and of the first block, overlap with nothing.
+
+    Args:
+        setup: The run.
+        model: On the meta device.
+        card: Whose links.
+        devices: Per node.
+        num_nodes: Number of nodes.
+        forward: Seconds of computation of a forward pass.
+        backward: Of a backward pass, with what it recomputes.
+    """
+    links = card.link_name if num_nodes == 1 else f"{card.network_name} per GPU between nodes"
+    if num_nodes > 1 and devices > 1:
+        links = f"{card.link_name}, {links}"
+    if setup.strategy.kind == "single":
+        return Communication()
+    topology = _Topology(card, devices, num_nodes)
+    if setup.strategy.kind == "ddp":
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        size = sum(p.numel() * (FP32 if is_adapter(n) else setup.weight_bytes) for n, p in trained)
+        sent = topology.all_reduce(size, devices, num_nodes)
+        last = topology.all_reduce(min(size, setup.ddp.bucket_cap_mb * 2**20), devices, num_nodes)
+        return Communication(sent, max(last, sent - backward), links)
+    sent, exposed = _fsdp(setup, model, topology, forward, backward)
+    return Communication(sent, exposed, links)
+
+
+@dataclass(frozen=True)
+class _Topology:
+    card: Card
+    devices: int
+    num_nodes: int
+
+    def gather(self, size: float, ranks: int) -> float:
+        """Seconds of an all-gather to, or a reduce-scatter of, ``size`` bytes over ``ranks`` consecutive devices."""
+        if ranks == 1:
+            return 0.0
+        moved, across = size * (ranks - 1) / ranks, ranks > self.devices
+        rate = self.card.link if self.devices > 1 else self.card.network
+        if across:  # the ring leaves each node through all of its network links
+            rate = min(rate, self.card.network * min(ranks, self.devices))
+        return LATENCY + moved / (rate * NCCL_SHARE)
+
+    def all_reduce(self, size: float, devices: int, num_nodes: int) -> float:
+        """Seconds of an all-reduce: within nodes reduce-scatter and all-gather, between them of each device's part."""
+        inside = 2 * self.gather(size, devices)
+        if num_nodes == 1:
+            return inside
+        between = 2 * size / devices * (num_nodes - 1) / num_nodes
+        return inside + LATENCY + between / (self.card.network * NCCL_SHARE)
+
+
+def _fsdp(
+    setup: TrainingSetup, model: GPT, topology: _Topology, forward: float, backward: float
+) -> tuple[float, float]:
+    """Return the seconds of all collectives and of those that nothing hides."""
+    unit, root = unit_precision(setup.fsdp, setup.precision)
+    rest, *units = plan_units(model, setup.fsdp, (Block,))
+    adapters = {id(p) for n, p in model.named_parameters() if is_adapter(n)}
+    strategy, steps = setup.strategy, setup.accumulation
+
+    def size(part: Unit, precision: object, kind: str, trained: bool) -> float:
+        dtype = getattr(precision, kind, None)
+        own = [p for p in part.parameters if id(p) not in adapters and (p.requires_grad or not trained)]
+        return sum(p.numel() for p in own) * (setup.weight_bytes if dtype is None else dtype.itemsize)
+
+    def gather(part: Unit, precision: object, kind: str = "param_dtype", trained: bool = False) -> float:
+        bytes_sent = size(part, precision, kind, trained)
+        return topology.gather(bytes_sent, strategy.shards) if bytes_sent else 0.0
+
+    passes = 1 if strategy.sharding == "SHARD_GRAD_OP" else 2
+    reductions = 1 if setup.accumulates_unsharded else steps
+    gathers = sum(gather(part, unit) for part in units)
+    scatters = sum(gather(part, unit, "reduce_dtype", trained=True) for part in units)
+    root_gather, root_scatter = gather(rest, root), gather(rest, root, "reduce_dtype", trained=True)
+    sent = steps * (passes * gathers + root_gather) + reductions * (scatters + root_scatter)
+    first = gather(units[0], unit) if units else 0.0
+    exposed = steps * (root_gather + first + max(0.0, gathers - forward))
+    # the reductions share the link with the gathers of the backward pass
+    in_backward = (passes - 1) * gathers * steps + reductions * scatters
+    exposed += reductions * root_scatter + max(0.0, in_backward - backward * steps)
+    if len(strategy.mesh) == 2:  # each shard over the replicas, overlapped when it follows a reduce-scatter
+        shards = sum(size(part, unit, "reduce_dtype", trained=True) for part in [rest, *units]) / strategy.shards
+        replicas = LATENCY + 2 * shards * (strategy.mesh[0] - 1) / strategy.mesh[0] / (
+            topology.card.network * NCCL_SHARE
+        )
+        sent, exposed = sent + replicas, exposed + max(LATENCY, replicas - backward)
+    return sent, exposed

@@ -1,0 +1,187 @@
+"""Operators on meta tensors, with their bytes and FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+Kind = Literal["product", "attention", "fusable", "other", "accumulate", "view"]
+"""Of an operator: matrix product; attention; element-wise or a reduction, which a compiler fuses; a kernel of its own;
+the addition of a weight's gradient to that of earlier micro-batches; none at all."""
+
+_VIEWS = {
+    "view", "_unsafe_view", "t", "transpose", "detach", "expand", "slice", "split", "split_with_sizes", "select",
+    "unsqueeze", "squeeze", "permute", "alias", "as_strided", "unbind", "_reshape_alias", "lift_fresh", "unfold",
+    "narrow", "reshape", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "diagonal",
+    "is_same_size", "set_", "_conj", "view_as", "empty_permuted",
+}  # fmt: skip
+_FILLS = {"zeros", "zeros_like", "full", "full_like", "fill_", "zero_", "ones", "arange", "new_zeros", "new_full",
+          "new_ones", "ones_like", "scalar_tensor"}  # fmt: skip
+_KERNELS = ("sort", "topk", "searchsorted", "embedding_dense_backward", "index_put", "cumsum", "dequantize", "_fused_",
+            "_foreach", "nonzero", "bincount")  # fmt: skip
+_GATHER_BYTES = 64
+"""Bytes of memory traffic for an element at a random address, reading and writing back a sector of 32."""
+
+
+class Access(NamedTuple):
+    """Bytes of a tensor that an operator reads or writes; ``key`` is storage and version, ``offset`` the place in it."""
+
+    key: tuple[int, int]
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator.
+
+    Args:
+        name: Of the operator in torch.
+        kind: See :data:`Kind`.
+        layer: Index of the traced block; None for the embedding, the head and the optimizer.
+        is_backward: Whether the backward pass runs it.
+        reads, writes: Tensors on the device.
+        flops: Of products and attention.
+        is_16_bit: Whether a product has 16-bit inputs.
+        head_size: Of attention.
+        launches: Kernels.
+    """
+
+    name: str
+    kind: Kind
+    layer: int | None
+    is_backward: bool
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+    flops: float = 0.0
+    is_16_bit: bool = True
+    head_size: int = 0
+    launches: int = 1
+
+    @property
+    def bytes(self) -> int:
+        return sum(access.bytes for access in (*self.reads, *self.writes))
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operators on meta tensors in ``ops``, as of the current ``layer`` and ``is_backward``.
+
+    Args:
+        gradients: Of weights, to which the backward pass adds.
+        quantized: Bytes of 4-bit weights by the storage of the tensor in their place.
+    """
+
+    def __init__(self, gradients: Iterable[torch.Tensor] = (), quantized: dict[int, int] | None = None) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.layer: int | None = None
+        self.is_backward = False
+        self._versions: Counter[int] = Counter()
+        self._alive: dict[int, Any] = {}  # a freed storage's address would be taken by the next
+        self._gradients = {self._storage(g) for g in gradients}
+        self._quantized = quantized or {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_meta]
+        outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor) and t.is_meta]
+        if not inputs and not outputs:
+            return out
+        name = func._schema.name.split("::")[1]
+        if name in _VIEWS:
+            self.ops.append(Op(name, "view", self.layer, self.is_backward, launches=0))
+            return out
+        flops = _flops(func, name, args, kwargs, out)
+        for tensor in inputs if flops else ():
+            self._dequantize(tensor)
+        reads = tuple(dict.fromkeys(self._access(t) for t in inputs))
+        mutated = {self._storage(t) for t in _mutated(func, args, kwargs)}
+        self._versions.update(mutated)
+        results = [*outputs, *(t for t in inputs if self._storage(t) in mutated)]
+        writes = tuple(dict.fromkeys(self._access(t) for t in results))
+        reads, writes = _corrected(name, reads, writes)
+        kind = self._kind(name, flops, mutated)
+        floats = [t.dtype.itemsize for t in inputs if t.is_floating_point()]
+        head_size = inputs[0].size(-1) if kind == "attention" and inputs[0].ndim else 0
+        op = Op(name, kind, self.layer, self.is_backward, reads, writes, flops, min(floats, default=4) == 2, head_size)
+        self.ops.append(op)
+        return out
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self._alive[storage._cdata] = storage
+        return storage._cdata
+
+    def _access(self, tensor: torch.Tensor) -> Access:
+        key = self._storage(tensor)
+        sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        size = tensor.element_size() * math.prod(sizes)  # expanded dimensions are read once
+        return Access((key, self._versions[key]), tensor.storage_offset(), size)
+
+    def _kind(self, name: str, flops: float, mutated: set[int]) -> Kind:
+        if "attention" in name or "attn" in name:
+            return "attention"
+        if flops:
+            return "product"
+        if name == "add_" and mutated & self._gradients:
+            return "accumulate"
+        return "other" if any(part in name for part in _KERNELS) else "fusable"
+
+    def _dequantize(self, tensor: torch.Tensor) -> None:
+        """Add the kernel that makes 16 bits of a 4-bit weight for a product."""
+        packed = self._quantized.get(self._storage(tensor))
+        if packed is not None:
+            key = (self._storage(tensor), 0)
+            reads, writes = (Access(key, -1, packed),), (Access(key, 0, 2 * tensor.numel()),)
+            self.ops.append(Op("dequantize_4bit", "other", self.layer, self.is_backward, reads, writes))
+
+
+def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes in place."""
+    found: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return [t for t in tree_iter(found) if isinstance(t, torch.Tensor)]
+
+
+def _flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
+    if name == "grouped_product":
+        return 2.0 * args[0].numel() * out.size(-1)
+    if name == "grouped_outer_product":
+        return 2.0 * args[0].numel() * args[1].size(-1)
+    formula = flop_registry.get(func._overloadpacket)
+    flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
+    names = [argument.name for argument in func._schema.arguments]
+    at = names.index("is_causal") if "is_causal" in names else len(args)
+    return flops / 2 if kwargs.get("is_causal", args[at] if at < len(args) else False) else flops
+
+
+def _corrected(
+    name: str, reads: tuple[Access, ...], writes: tuple[Access, ...]
+) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
+    """Return the accesses of operators that do not read or write all of their arguments."""
+    if name in _FILLS:
+        return (), writes
+    if name in ("embedding", "index_select", "index"):  # as many rows as it writes
+        return tuple(a._replace(bytes=min(a.bytes, sum(w.bytes for w in writes))) for a in reads), writes
+    if name == "gather":
+        scattered = sum(w.bytes for w in writes) // 4 * _GATHER_BYTES
+        return tuple(a._replace(bytes=min(a.bytes, scattered)) for a in reads), writes
+    if name in ("scatter_add_", "scatter_"):
+        small = min((a.bytes for a in reads), default=0) // 4 * _GATHER_BYTES
+        return tuple(a._replace(bytes=min(a.bytes, small)) for a in reads), tuple(
+            w._replace(bytes=min(w.bytes, small)) for w in writes
+        )
+    return reads, writes

@@ -1,0 +1,193 @@
+"""The predicted time of a training step on a GPU: a roofline over the operators that the run dispatches.
+
+An operator takes the longest of its bytes over the memory's bandwidth, its FLOPs over the rate of its kind, and the
+least time of a kernel. The host launches operators ahead of the GPU; where launching takes longer than the kernels of a
+micro-step, the difference counts. Nothing is measured: the constants are below and in ``cards.py``, and how far the
+predictions are from published figures is in tutorials/distributed.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from toolkit.models.gpt import GPT
+from toolkit.models.lora import adapted_on_meta
+from toolkit.planning.plan import RunPlan
+from toolkit.planning.resolve import setup_of
+from toolkit.planning.setup import FP32, TrainingSetup
+from toolkit.planning.speed.cards import Card
+from toolkit.planning.speed.flops import flops_per_token
+from toolkit.planning.speed.fusion import fuse
+from toolkit.planning.speed.links import Communication, communication
+from toolkit.planning.speed.operators import Op
+from toolkit.planning.speed.trace import Trace, trace_micro_step, trace_update
+
+BANDWIDTH_SHARE = 0.88
+"""Of the data sheet's bandwidth: copies of large tensors reached 3.0 of 3.35 TB/s on an H100, 4.3 of 4.8 on an H200."""
+FP32_SHARE = 0.75
+"""Of the fp32 peak in matrix products."""
+MASKED_SHARE = 0.55
+"""Rate of the attention kernel that takes masks, relative to the one without."""
+SMALL_HEAD_SHARE = 0.65
+"""Rate of attention with heads of 64 or fewer, relative to heads of 128 (cuDNN on H100, T = 2048: 395 of 617 TFLOP/s)."""
+LEAST_KERNEL = 3e-6
+"""Seconds of the smallest kernel with the gap to the next one."""
+HOST_OPERATOR, HOST_VIEW = 9e-6, 2e-6
+"""Seconds of the host for an operator, with Python, autograd and launch; for a view."""
+HOST_GRAPH, HOST_COMPILED = 80e-6, 5e-6
+"""Seconds of the host to enter a compiled block (guards, saved tensors), and for each of its kernels."""
+HOST_UNIT = 1e-3
+"""Seconds of the host for FSDP's hooks of a unit, in each pass."""
+HOST_STEP = 2e-3
+"""Seconds per step in which the GPU waits: the host reads loss and norm, then launches the update."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of an optimizer step by part, and what follows from them.
+
+    Args:
+        products, attention, memory_bound: GPU time of all micro-steps by kind of kernel.
+        launch: The GPU waits for the host.
+        optimizer: Norm, clipping and update.
+        communication: What computation does not hide.
+        links: All communication, and its links.
+        tokens: Of a step, over all devices.
+        mfu: See :func:`toolkit.planning.speed.flops.flops_per_token`; None for 32-true, as in a run.
+        kernels: Of a micro-step on one device.
+        bytes: That they read and write.
+        notes: What the prediction leaves out.
+    """
+
+    products: float
+    attention: float
+    memory_bound: float
+    launch: float
+    optimizer: float
+    communication: float
+    links: Communication
+    tokens: int
+    mfu: float | None
+    kernels: int
+    bytes: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts().values())
+
+    @property
+    def tokens_per_sec(self) -> float:
+        return self.tokens / self.seconds
+
+    def parts(self) -> dict[str, float]:
+        names = ("products", "attention", "memory_bound", "launch", "optimizer", "communication")
+        return {name: getattr(self, name) for name in names}
+
+
+def predict(plan: RunPlan, card: Card) -> Prediction:
+    """Predict a step of ``plan`` on GPUs of this kind."""
+    config, batch = plan.config, plan.config.batch
+    setup = setup_of(config, plan.model)
+    model = adapted_on_meta(plan.model, setup.lora)
+    is_compiled = config.args.compiler == "torch"
+    trace = trace_micro_step(setup, has_gradients=batch.accumulation > 1 and setup.strategy.kind != "fsdp")
+    if is_compiled:
+        trace = trace._replace(ops=fuse(trace.ops, lambda op: op.layer is not None))
+    times = _gpu_times(trace, trace.ops, card)
+    once = sum(trace.times(op) * seconds(op, card) for op in trace.ops if op.kind == "accumulate")
+    times["memory_bound"] -= once / batch.accumulation  # the first micro-batch has nothing to add to
+    times["memory_bound"] += _sharding_seconds(setup, model, card)
+    forward = sum(_gpu_times(trace, (op for op in trace.ops if not op.is_backward), card).values())
+    busy, host = sum(times.values()), _host_seconds(trace, setup, is_compiled)
+    devices, nodes = config.devices.devices, config.devices.num_nodes
+    links = communication(setup, model, card, devices, nodes, max(forward, host / 2), max(busy - forward, host / 2))
+    optimizer = _update_seconds(setup, model, plan, card)
+    result = Prediction(
+        **{name: batch.accumulation * time for name, time in times.items()},
+        launch=batch.accumulation * max(0.0, host - busy) + HOST_STEP,
+        optimizer=optimizer,
+        communication=links.exposed,
+        links=links,
+        tokens=plan.tokens_per_step,
+        mfu=None,
+        kernels=sum(trace.times(op) * op.launches for op in trace.ops),
+        bytes=sum(trace.times(op) * op.bytes for op in trace.ops),
+        notes=_notes(plan),
+    )
+    if config.precision == "32-true":
+        return result
+    flops = flops_per_token(model, plan.model, plan.seq_length)
+    return replace(result, mfu=flops * result.tokens_per_sec / (card.peak * batch.world_size))
+
+
+def seconds(op: Op, card: Card) -> float:
+    """Return the time of an operator on the GPU."""
+    if op.kind == "view":
+        return 0.0
+    rate = FP32_SHARE * card.fp32
+    if op.is_16_bit:
+        rate = card.peak * (card.attention[op.is_backward] if op.kind == "attention" else card.products)
+    if op.kind == "attention":
+        rate *= SMALL_HEAD_SHARE if op.head_size <= 64 else 1.0
+        rate *= MASKED_SHARE if "efficient" in op.name else 1.0
+    return max(op.bytes / (card.bandwidth * BANDWIDTH_SHARE), op.flops / rate, LEAST_KERNEL * op.launches)
+
+
+def _gpu_times(trace: Trace, ops: Iterable[Op], card: Card) -> dict[str, float]:
+    """Return the seconds of the GPU by kind of operator."""
+    times = {"products": 0.0, "attention": 0.0, "memory_bound": 0.0}
+    kinds = {"product": "products", "attention": "attention"}
+    for op in ops:
+        times[kinds.get(op.kind, "memory_bound")] += trace.times(op) * seconds(op, card)
+    return times
+
+
+def _host_seconds(trace: Trace, setup: TrainingSetup, is_compiled: bool) -> float:
+    """Return the seconds that the host needs to launch a micro-step."""
+    total = 0.0
+    for op in trace.ops:
+        in_graph = is_compiled and op.layer is not None
+        cost = HOST_VIEW if op.kind == "view" else HOST_COMPILED if in_graph else HOST_OPERATOR
+        total += trace.times(op) * cost
+    n_layer = sum(trace.counts)
+    total += 2 * HOST_GRAPH * n_layer * is_compiled
+    return total + 2 * HOST_UNIT * n_layer * (setup.strategy.kind == "fsdp")
+
+
+def _sharding_seconds(setup: TrainingSetup, model: GPT, card: Card) -> float:
+    """Return the seconds per micro-batch of what fsdp and ddp do with gradients beside sending them."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    moved = 0.0
+    if setup.strategy.kind == "fsdp" and setup.lora is None:
+        # to fp32; between micro-batches they are added to those so far
+        moved = trained * (setup.compute_bytes + FP32 + (12 if setup.accumulates_unsharded else 0))
+    elif setup.strategy.kind == "ddp":
+        moved = trained * 2 * setup.weight_bytes / setup.accumulation  # copied to the buckets
+    return moved / (card.bandwidth * BANDWIDTH_SHARE)
+
+
+def _update_seconds(setup: TrainingSetup, model: GPT, plan: RunPlan, card: Card) -> float:
+    """Return the seconds of norm, clipping and update on this device's part of the weights."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
+    gradients = setup.weight_bytes * sum(p.numel() for p in trained) / shards
+    clipping = 3 * gradients / (card.bandwidth * BANDWIDTH_SHARE)  # read for the norm; read and written
+    dtype = setup.dtype if setup.lora is None else None
+    shapes = [(p.shape, dtype or p.dtype) for p in trained]
+    update = sum(seconds(op, card) for op in trace_update(setup, shapes)) / shards
+    return clipping + update
+
+
+def _notes(plan: RunPlan) -> tuple[str, ...]:
+    args, setup = plan.config.args, setup_of(plan.config, plan.model)
+    left_out = {
+        "packed rows count with one document each: shorter documents need less attention": setup.packed,
+        "rows count with their greatest length; shorter rows are padded, or take less time": args.is_finetune
+        and not setup.packed,
+        "--fsdp.cpu_offload: copies between CPU and GPU are not predicted": plan.config.strategy.offloads,
+        "the load of experts counts as equal": bool(plan.model.n_moe_layer),
+        f"--compiler {args.compiler}: predicted as without a compiler": args.compiler not in ("none", "torch", "auto"),
+    }
+    return tuple(text for text, applies in left_out.items() if applies)

@@ -1,0 +1,106 @@
+"""What would make a run faster on a GPU: other settings, each predicted, ranked by the predicted gain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from toolkit.config import DDPArgs, FSDPArgs
+from toolkit.errors import UserError
+from toolkit.planning.plan import RunPlan, plan_run
+from toolkit.planning.run_args import RunArgs
+from toolkit.planning.speed.cards import Card
+from toolkit.planning.speed.predict import Prediction, predict
+
+LEAST_GAIN = 0.02
+"""Predicted gains below this are noise."""
+
+
+class Variant(NamedTuple):
+    """A change of flags, and the predicted speed relative to the run without it, minus 1."""
+
+    change: str
+    gain: float
+    prediction: Prediction
+
+
+def variants(plan: RunPlan, card: Card, prediction: Prediction) -> list[Variant]:
+    """Return the changes that help, the most useful first; with several, the last one is all that go together.
+
+    Changes that do not fit the memory of the GPU are left out, and so are those that change what is trained.
+    """
+    found = []
+    for change in _CHANGES:
+        best = _best(change, plan, card, prediction)
+        if best is not None:
+            found.append((change, best[0]))
+    found.sort(key=lambda item: -item[1].gain)
+    together, texts = plan, []
+    for change, _ in found:
+        best = _best(change, together, card, prediction if together is plan else predict(together, card))
+        if best is not None:
+            texts.append(best[0].change)
+            together = best[1]
+    result = [variant for _, variant in found]
+    if len(texts) > 1:
+        last = predict(together, card)
+        result.append(Variant(" ".join(texts), _gain(last, prediction), last))
+    return result
+
+
+def _best(
+    change: Callable[[RunPlan], Iterator[tuple[str, RunArgs]]], plan: RunPlan, card: Card, prediction: Prediction
+) -> tuple[Variant, RunPlan] | None:
+    """Return the fastest form of a change that fits."""
+    best = None
+    for text, args in change(plan):
+        try:
+            changed = plan_run(args, plan.config.devices)
+        except UserError:  # the run would refuse it
+            continue
+        if changed.memory.total > card.memory:
+            continue
+        predicted = predict(changed, card)
+        variant = Variant(text, _gain(predicted, prediction), predicted)
+        if variant.gain > (best[0].gain if best else LEAST_GAIN):
+            best = variant, changed
+    return best
+
+
+def _gain(new: Prediction, old: Prediction) -> float:
+    return new.tokens_per_sec / old.tokens_per_sec - 1
+
+
+def _compiler(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
+    if plan.config.args.compiler == "none":
+        yield "--compiler torch", replace(plan.config.args, compiler="torch")
+
+
+def _micro_batch(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
+    args, batch = plan.config.args, plan.config.batch
+    per_rank = batch.global_batch_size // batch.world_size
+    for size in sorted({2**i for i in range(11)} | {per_rank}):
+        if batch.micro_batch_size < size <= per_rank and per_rank % size == 0:
+            train = replace(args.train, micro_batch_size=size)
+            yield f"--train.micro_batch_size {size}", replace(args, train=train)
+
+
+def _less_recomputation(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
+    args, modes = plan.config.args, ("none", "selective", "full")
+    for mode in modes[: modes.index(args.train.activation_checkpointing)]:
+        train = replace(args.train, activation_checkpointing=mode)
+        yield f"--train.activation_checkpointing {mode}", replace(args, train=train)
+
+
+def _strategy(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
+    args, kind = plan.config.args, plan.config.strategy.kind
+    if kind == "fsdp" and plan.config.strategy.extension is None and not plan.config.strategy.offloads:
+        yield "--strategy ddp", replace(args, strategy="ddp", fsdp=FSDPArgs())
+        changed = replace(args.fsdp, sharding_strategy="SHARD_GRAD_OP")
+        yield "--fsdp.sharding_strategy SHARD_GRAD_OP", replace(args, fsdp=changed)
+    elif kind == "ddp":
+        yield "--strategy fsdp", replace(args, strategy="fsdp", ddp=DDPArgs())
+
+
+_CHANGES = (_compiler, _micro_batch, _less_recomputation, _strategy)
