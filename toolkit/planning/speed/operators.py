@@ -32,7 +32,7 @@ _GATHER_BYTES = 64
 
 
 class Access(NamedTuple):
-    """Bytes of a tensor that an operator reads or writes; ``key`` is storage and version, ``offset`` the place in it."""
+    """Bytes of a tensor, of a storage in a version, that an operator reads or writes."""
 
     key: tuple[int, int]
     offset: int

@@ -8,8 +8,11 @@ predictions are from published figures is in tutorials/distributed.md.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+import torch
 
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta
@@ -30,7 +33,7 @@ FP32_SHARE = 0.75
 MASKED_SHARE = 0.55
 """Rate of the attention kernel that takes masks, relative to the one without."""
 SMALL_HEAD_SHARE = 0.65
-"""Rate of attention with heads of 64 or fewer, relative to heads of 128 (cuDNN on H100, T = 2048: 395 of 617 TFLOP/s)."""
+"""Rate of attention with heads of 64 or fewer, relative to heads of 128 (cuDNN on H100: 395 of 617 TFLOP/s)."""
 LEAST_KERNEL = 3e-6
 """Seconds of the smallest kernel with the gap to the next one."""
 HOST_OPERATOR, HOST_VIEW = 9e-6, 2e-6
@@ -174,10 +177,12 @@ def _update_seconds(setup: TrainingSetup, model: GPT, plan: RunPlan, card: Card)
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
     gradients = setup.weight_bytes * sum(p.numel() for p in trained) / shards
     clipping = 3 * gradients / (card.bandwidth * BANDWIDTH_SHARE)  # read for the norm; read and written
-    dtype = setup.dtype if setup.lora is None else None
-    shapes = [(p.shape, dtype or p.dtype) for p in trained]
-    update = sum(seconds(op, card) for op in trace_update(setup, shapes)) / shards
-    return clipping + update
+    dtype = setup.dtype if setup.lora is None else torch.float32
+    update = 0.0
+    for shape, count in Counter(p.shape for p in trained).items():
+        # of all parameters together, so that the least time of a kernel does not count for each
+        update += count * sum(seconds(replace(op, launches=0), card) for op in trace_update(setup, shape, dtype))
+    return clipping + update / shards
 
 
 def _notes(plan: RunPlan) -> tuple[str, ...]:

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from toolkit.config import ActivationCheckpointing
+from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block
@@ -35,11 +37,23 @@ class Trace(NamedTuple):
         return 1 if op.layer is None else self.counts[op.layer]
 
 
+_known: dict[str, Trace] = {}
+
+
 def trace_micro_step(setup: TrainingSetup, has_gradients: bool) -> Trace:
-    """Return the operators of the forward and backward pass of one micro-batch.
+    """Return the operators of the forward and backward pass of one micro-batch; the same list for the same setup.
 
     ``has_gradients``: it adds to the gradients of earlier micro-batches.
     """
+    others = StrategyPlan("fsdp" if setup.strategy.kind == "fsdp" else "single", None, (1, 1), "")
+    same = replace(setup, strategy=others, accumulation=1, optimizer={}, optimizer_class=None, async_save=False)
+    key = f"{same} {has_gradients}"
+    if key not in _known:
+        _known[key] = _trace(setup, has_gradients)
+    return _known[key]
+
+
+def _trace(setup: TrainingSetup, has_gradients: bool) -> Trace:
     config, counts = one_layer_of_each_kind(setup.config)
     model = adapted_on_meta(config, setup.lora).train()
     _set_dtypes(model, setup)
@@ -142,14 +156,15 @@ def _follow_blocks(model: GPT, recorder: Recorder) -> None:
         block.register_forward_hook(lambda module, args, output, i=i: after(i, output))
 
 
-def trace_update(setup: TrainingSetup, shapes: list[tuple[torch.Size, torch.dtype]]) -> list[Op]:
-    """Return the operators of the optimizer's step for parameters of these shapes and dtypes."""
+def trace_update(setup: TrainingSetup, shape: torch.Size, dtype: torch.dtype) -> list[Op]:
+    """Return the operators of the optimizer's step for a parameter, fused where the class supports it, as in a run."""
     options = {k: v for k, v in setup.optimizer.items() if k not in ("name", "weight_decay")}
     cls: Any = setup.optimizer_class or optimizer_class(setup.optimizer["name"])
-    parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in shapes]
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer = cls(parameters, lr=1e-3, **options)
+    if "fused" in signature(cls).parameters and setup.precision != "16-mixed" and "foreach" not in options:
+        options.setdefault("fused", True)
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    optimizer = cls([parameter], lr=1e-3, **options)
     recorder = Recorder()
     with cuda_on_meta(None):
         optimizer.step()

@@ -78,12 +78,17 @@ def _compiler(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
 
 
 def _micro_batch(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
+    """The largest sizes that fit: more would be as fast."""
     args, batch = plan.config.args, plan.config.batch
-    per_rank = batch.global_batch_size // batch.world_size
+    per_rank, limit = batch.global_batch_size // batch.world_size, plan.config.devices.memory
+    fitting: list[tuple[str, RunArgs]] = []
     for size in sorted({2**i for i in range(11)} | {per_rank}):
         if batch.micro_batch_size < size <= per_rank and per_rank % size == 0:
-            train = replace(args.train, micro_batch_size=size)
-            yield f"--train.micro_batch_size {size}", replace(args, train=train)
+            changed = replace(args, train=replace(args.train, micro_batch_size=size))
+            if plan_run(changed, plan.config.devices).memory.total > limit:
+                break
+            fitting.append((f"--train.micro_batch_size {size}", changed))
+    yield from fitting[-2:]
 
 
 def _less_recomputation(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
