@@ -39,7 +39,7 @@ class _CudaOnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = list(args), dict(kwargs or {})
+        given: tuple[list[Any], dict[str, Any]] = list(args), dict(kwargs or {})
         if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             device = func(*args)
             return CUDA if device == META else device
@@ -48,21 +48,20 @@ class _CudaOnMeta(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func is torch.autograd.backward:  # a mode is off while it handles a function, but checkpoints recompute here
             with patch.object(torch.autograd, "has_torch_function", lambda tensors: False), self:
-                return func(*args, **kwargs)
-        args, kwargs = tree_map_only(torch.device, lambda d: META if d.type == "cuda" else d, (args, kwargs))
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = META
-        if torch.is_autocast_enabled("cuda") and "out" not in kwargs:
+                return func(*given[0], **given[1])
+        given = tree_map_only(torch.device, lambda d: META if d.type == "cuda" else d, given)
+        if given[1].get("device") == "cuda":
+            given[1]["device"] = META
+        if torch.is_autocast_enabled("cuda") and "out" not in given[1]:
             if name in _LOWER:
-                args, kwargs = tree_map_only(torch.Tensor, self._lowered, (args, kwargs))
+                given = tree_map_only(torch.Tensor, self._lowered, given)
             elif name in _FP32:
-                args, kwargs = tree_map_only(torch.Tensor, _raised, (args, kwargs))
+                given = tree_map_only(torch.Tensor, _raised, given)
         if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        if func is F.rms_norm:  # its kernel reads and writes the same
-            x, shape, weight, *rest = *args, *kwargs.values()
-            return torch.native_layer_norm(x, shape, weight, None, rest[0] or 1e-6)[0]
-        return func(*args, **kwargs)
+            return _attention(*given[0], **given[1])
+        if func is F.rms_norm:
+            return _rms_norm(*given[0], **given[1])
+        return func(*given[0], **given[1])
 
     def _lowered(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch.get_autocast_dtype("cuda")
@@ -77,6 +76,13 @@ class _CudaOnMeta(TorchFunctionMode):
 
 def _raised(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _rms_norm(
+    x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """A kernel that reads and writes the same."""
+    return torch.native_layer_norm(x, shape, weight, None, eps or 1e-6)[0]
 
 
 def _attention(

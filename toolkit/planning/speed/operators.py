@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
         key = self._storage(tensor)
         sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
         size = tensor.element_size() * math.prod(sizes)  # expanded dimensions are read once
-        return Access((key, self._versions[key]), tensor.storage_offset(), size)
+        return Access((key, self._versions[key]), int(tensor.storage_offset()), size)
 
     def _kind(self, name: str, flops: float, mutated: set[int]) -> Kind:
         if "attention" in name or "attn" in name:
@@ -151,7 +151,8 @@ def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tor
     """Return the tensors that an operator writes in place."""
     found: list[Any] = []
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        is_write = argument.alias_info is not None and argument.alias_info.is_write
+        if is_write and argument.name != "grads":  # optimizers write them under a gradient scaler only
             found.append(args[i] if i < len(args) else kwargs.get(argument.name))
     return [t for t in tree_iter(found) if isinstance(t, torch.Tensor)]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from toolkit.errors import UserError
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta
 from toolkit.planning.plan import RunPlan
@@ -90,7 +91,22 @@ class Prediction:
 
 
 def predict(plan: RunPlan, card: Card) -> Prediction:
-    """Predict a step of ``plan`` on GPUs of this kind."""
+    """Predict a step of ``plan`` on GPUs of this kind.
+
+    Raises:
+        UserError: an operator of the model or the optimizer cannot run on the meta device.
+    """
+    try:
+        return _predict(plan, card)
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"--speed: the speed of {plan.model.name} with {plan.config.optimizer['name']} cannot be predicted, its "
+            f"operators cannot be counted without a GPU ({reason}); leave it out"
+        ) from error
+
+
+def _predict(plan: RunPlan, card: Card) -> Prediction:
     config, batch = plan.config, plan.config.batch
     setup = setup_of(config, plan.model)
     model = adapted_on_meta(plan.model, setup.lora)
@@ -106,7 +122,7 @@ def predict(plan: RunPlan, card: Card) -> Prediction:
     busy, host = sum(times.values()), _host_seconds(trace, setup, is_compiled)
     devices, nodes = config.devices.devices, config.devices.num_nodes
     links = communication(setup, model, card, devices, nodes, max(forward, host / 2), max(busy - forward, host / 2))
-    optimizer = _update_seconds(setup, model, plan, card)
+    optimizer, estimated = _update_seconds(setup, model, plan, card)
     result = Prediction(
         **{name: batch.accumulation * time for name, time in times.items()},
         launch=batch.accumulation * max(0.0, host - busy) + HOST_STEP,
@@ -117,7 +133,7 @@ def predict(plan: RunPlan, card: Card) -> Prediction:
         mfu=None,
         kernels=sum(trace.times(op) * op.launches for op in trace.ops),
         bytes=sum(trace.times(op) * op.bytes for op in trace.ops),
-        notes=_notes(plan),
+        notes=(*_notes(plan), *([estimated] if estimated else [])),
     )
     if config.precision == "32-true":
         return result
@@ -171,18 +187,24 @@ def _sharding_seconds(setup: TrainingSetup, model: GPT, card: Card) -> float:
     return moved / (card.bandwidth * BANDWIDTH_SHARE)
 
 
-def _update_seconds(setup: TrainingSetup, model: GPT, plan: RunPlan, card: Card) -> float:
-    """Return the seconds of norm, clipping and update on this device's part of the weights."""
+def _update_seconds(setup: TrainingSetup, model: GPT, plan: RunPlan, card: Card) -> tuple[float, str | None]:
+    """Return the seconds of norm, clipping and update on this device's part of the weights, and what is estimated."""
     trained = [p for p in model.parameters() if p.requires_grad]
     shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
-    gradients = setup.weight_bytes * sum(p.numel() for p in trained) / shards
-    clipping = 3 * gradients / (card.bandwidth * BANDWIDTH_SHARE)  # read for the norm; read and written
+    rate = card.bandwidth * BANDWIDTH_SHARE
     dtype = setup.dtype if setup.lora is None else torch.float32
+    weights = dtype.itemsize * sum(p.numel() for p in trained) / shards
+    clipping = 3 * weights / rate  # gradients are read for the norm, and read and written to clip
     update = 0.0
-    for shape, count in Counter(p.shape for p in trained).items():
-        # of all parameters together, so that the least time of a kernel does not count for each
-        update += count * sum(seconds(replace(op, launches=0), card) for op in trace_update(setup, shape, dtype))
-    return clipping + update / shards
+    try:
+        for shape, count in Counter(p.shape for p in trained).items():
+            # of all parameters together, so that the least time of a kernel does not count for each
+            update += count * sum(seconds(replace(op, launches=0), card) for op in trace_update(setup, shape, dtype))
+    except (NotImplementedError, RuntimeError, TypeError):  # it reads values, or has kernels of its own
+        name = setup.optimizer["name"]
+        update = (3 * weights + 2 * plan.memory.optimizer) / rate
+        return clipping + update, f"{name} counts as reading and writing weights and state once; it may take longer"
+    return clipping + update / shards, None
 
 
 def _notes(plan: RunPlan) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from toolkit.config import ActivationCheckpointing
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.config import ModelConfig
+from toolkit.models.families import family_of
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.planning.optimizer import optimizer_class
@@ -80,6 +81,8 @@ def one_layer_of_each_kind(config: ModelConfig) -> tuple[ModelConfig, list[int]]
 
     The first layer is alone, because its input may need no gradient.
     """
+    if family_of(config).model_class() is not None:  # an extension's model may treat any layer differently
+        return config, [1] * config.n_layer
     lists = [getattr(config, name) or [None] * config.n_layer for name in _PER_LAYER]
     first, *others = zip(*lists, strict=True)
     kinds = Counter(others)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from toolkit.config import DDPArgs, FSDPArgs
+from toolkit.config import ActivationCheckpointing, DDPArgs, FSDPArgs
 from toolkit.errors import UserError
 from toolkit.planning.plan import RunPlan, plan_run
 from toolkit.planning.run_args import RunArgs
@@ -92,7 +92,7 @@ def _micro_batch(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
 
 
 def _less_recomputation(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
-    args, modes = plan.config.args, ("none", "selective", "full")
+    args, modes = plan.config.args, get_args(ActivationCheckpointing)
     for mode in modes[: modes.index(args.train.activation_checkpointing)]:
         train = replace(args.train, activation_checkpointing=mode)
         yield f"--train.activation_checkpointing {mode}", replace(args, train=train)
