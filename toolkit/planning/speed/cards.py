@@ -27,6 +27,7 @@ class Card(NamedTuple):
         network_name: For display.
         products: Fraction of ``peak`` in large matrix products.
         attention: Fractions of ``peak`` in fused attention with heads of 128, forward and backward.
+        flash: Rate of torch's FlashAttention 2 relative to that: cuDNN's is faster on Hopper and later.
     """
 
     peak: float
@@ -39,13 +40,15 @@ class Card(NamedTuple):
     network_name: str
     products: float
     attention: tuple[float, float]
+    flash: float
 
 
 # Products: an H200 was measured at 769 to 798 TFLOP/s (8192 x 8192 x 8192, torch 2.11), an H100 at 798; under the power
 # that a training step draws, they reach about 0.72 of the peak. A100: 0.82, Ada and GeForce 0.85 (their peaks are
 # reached, the clocks vary). Attention: FlashAttention 3, arXiv 2407.08608, figure 5, and FlashAttention 2, arXiv
 # 2307.08691, figure 4. The network: 8 x 400 Gb/s (DGX H100), 8 x 200 Gb/s (DGX A100), otherwise 100 Gb/s per node of 8.
-_HOPPER, _AMPERE, _OTHERS = (0.72, (0.50, 0.40)), (0.82, (0.60, 0.50)), (0.85, (0.60, 0.50))
+_HOPPER = (0.72, (0.50, 0.40), 0.65)
+_AMPERE, _OTHERS = (0.82, (0.60, 0.50), 1.0), (0.85, (0.60, 0.50), 1.0)
 _NDR, _HDR, _ETHERNET = (50e9, "400 Gb/s InfiniBand"), (25e9, "200 Gb/s InfiniBand"), (1.6e9, "100 Gb/s Ethernet")
 _PCIE4, _PCIE5 = (32e9, "PCIe 4.0"), (64e9, "PCIe 5.0")
 

@@ -162,11 +162,25 @@ def _flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
         return 2.0 * args[0].numel() * out.size(-1)
     if name == "grouped_outer_product":
         return 2.0 * args[0].numel() * args[1].size(-1)
+    if name in ("flash_attention", "flash_attention_backward"):
+        return _flash_flops(name, dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs)
     formula = flop_registry.get(func._overloadpacket)
     flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
     names = [argument.name for argument in func._schema.arguments]
     at = names.index("is_causal") if "is_causal" in names else len(args)
     return flops / 2 if kwargs.get("is_causal", args[at] if at < len(args) else False) else flops
+
+
+def _flash_flops(name: str, arguments: dict[str, Any]) -> float:
+    """FLOPs of toolkit's operator (models/attention_kernels.py) on queries (B, T, heads, width).
+
+    The bounds of packed documents are values: each row counts as one document.
+    """
+    B, T, heads, width = arguments["q"].shape
+    before = arguments["window"]  # keys before the query, -1 for all
+    keys = T if before < 0 else min(before + 1, T)
+    pairs = B * heads * (T * keys - keys**2 / 2)
+    return 4 * pairs * width * (2.5 if name.endswith("backward") else 1.0)
 
 
 def _corrected(

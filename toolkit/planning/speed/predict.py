@@ -109,6 +109,10 @@ def predict(plan: RunPlan, card: Card) -> Prediction:
 def _predict(plan: RunPlan, card: Card) -> Prediction:
     config, batch = plan.config, plan.config.batch
     setup = setup_of(config, plan.model)
+    if (
+        config.args.is_finetune
+    ):  # rows of many lengths: cuDNN, which would plan for each, is off (distributed/device.py)
+        card = card._replace(attention=(card.attention[0] * card.flash, card.attention[1] * card.flash), flash=1.0)
     model = adapted_on_meta(plan.model, setup.lora)
     is_compiled = config.args.compiler == "torch"
     trace = trace_micro_step(setup, has_gradients=batch.accumulation > 1 and setup.strategy.kind != "fsdp")
@@ -151,6 +155,7 @@ def seconds(op: Op, card: Card) -> float:
     if op.kind == "attention":
         rate *= SMALL_HEAD_SHARE if op.head_size <= 64 else 1.0
         rate *= MASKED_SHARE if "efficient" in op.name else 1.0
+        rate *= card.flash if op.name.startswith("flash_attention") else 1.0
     return max(op.bytes / (card.bandwidth * BANDWIDTH_SHARE), op.flops / rate, LEAST_KERNEL * op.launches)
 
 
