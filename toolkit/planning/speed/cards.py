@@ -10,11 +10,26 @@ import torch
 from toolkit.errors import UserError, did_you_mean
 
 
+class KernelRates(NamedTuple):
+    """Fractions of a GPU's peak that kernels reach in training.
+
+    Args:
+        products: Large matrix products.
+        forward, backward: Fused attention with heads of 128.
+        flash: Rate of torch's FlashAttention 2 relative to that: cuDNN's is faster on Hopper and later.
+    """
+
+    products: float
+    forward: float
+    backward: float
+    flash: float = 1.0
+
+
 class Card(NamedTuple):
     """A GPU.
 
-    The first eight are from the vendor's data sheet (sparse figures halved, links per direction), but the memory is
-    what the driver reports. The others are the fractions of the peaks that kernels reach in training; see ``CARDS``.
+    From the vendor's data sheet (sparse figures halved, links per direction), but the memory is what the driver reports,
+    and the rates of kernels are those of ``CARDS``.
 
     Args:
         peak: Dense bfloat16 tensor-core FLOP/s.
@@ -25,9 +40,7 @@ class Card(NamedTuple):
         link_name: NVLink or PCIe.
         network: Bytes/s of a GPU's share of the network between nodes, of the vendor's reference node.
         network_name: For display.
-        products: Fraction of ``peak`` in large matrix products.
-        attention: Fractions of ``peak`` in fused attention with heads of 128, forward and backward.
-        flash: Rate of torch's FlashAttention 2 relative to that: cuDNN's is faster on Hopper and later.
+        kernels: What kernels reach of the peak.
     """
 
     peak: float
@@ -38,40 +51,38 @@ class Card(NamedTuple):
     link_name: str
     network: float
     network_name: str
-    products: float
-    attention: tuple[float, float]
-    flash: float
+    kernels: KernelRates
 
 
 # Products: an H200 was measured at 769 to 798 TFLOP/s (8192 x 8192 x 8192, torch 2.11), an H100 at 798; under the power
 # that a training step draws, they reach about 0.72 of the peak. A100: 0.82, Ada and GeForce 0.85 (their peaks are
 # reached, the clocks vary). Attention: FlashAttention 3, arXiv 2407.08608, figure 5, and FlashAttention 2, arXiv
 # 2307.08691, figure 4. The network: 8 x 400 Gb/s (DGX H100), 8 x 200 Gb/s (DGX A100), otherwise 100 Gb/s per node of 8.
-_HOPPER = (0.72, (0.50, 0.40), 0.65)
-_AMPERE, _OTHERS = (0.82, (0.60, 0.50), 1.0), (0.85, (0.60, 0.50), 1.0)
+_HOPPER, _AMPERE = KernelRates(0.72, 0.50, 0.40, flash=0.65), KernelRates(0.82, 0.60, 0.50)
+_OTHERS = KernelRates(0.85, 0.60, 0.50)
 _NDR, _HDR, _ETHERNET = (50e9, "400 Gb/s InfiniBand"), (25e9, "200 Gb/s InfiniBand"), (1.6e9, "100 Gb/s Ethernet")
 _PCIE4, _PCIE5 = (32e9, "PCIe 4.0"), (64e9, "PCIe 5.0")
 
 CARDS = {
     # The first name found in torch.cuda.get_device_name() applies, so longer names come first.
-    "H200": Card(989e12, 67e12, 4.8e12, 150.1e9, 450e9, "NVLink", *_NDR, *_HOPPER),
-    "H100 PCIe": Card(756e12, 51e12, 2.0e12, 85.0e9, *_PCIE5, *_HDR, *_HOPPER),
-    "H100 NVL": Card(835e12, 60e12, 3.9e12, 100.0e9, *_PCIE5, *_HDR, *_HOPPER),
-    "H100": Card(989e12, 67e12, 3.35e12, 85.0e9, 450e9, "NVLink", *_NDR, *_HOPPER),
-    "GH200": Card(989e12, 67e12, 4.0e12, 101.5e9, 450e9, "NVLink", *_NDR, *_HOPPER),
-    "B200": Card(2250e12, 75e12, 8.0e12, 191.5e9, 900e9, "NVLink", *_NDR, *_HOPPER),
-    "A100-SXM4-40GB": Card(312e12, 19.5e12, 1.555e12, 42.3e9, 300e9, "NVLink", *_HDR, *_AMPERE),
-    "A100": Card(312e12, 19.5e12, 2.039e12, 85.0e9, 300e9, "NVLink", *_HDR, *_AMPERE),
-    "A10G": Card(70e12, 35e12, 0.6e12, 23.7e9, *_PCIE4, *_ETHERNET, *_OTHERS),
-    "A10": Card(125e12, 31e12, 0.6e12, 23.7e9, *_PCIE4, *_ETHERNET, *_OTHERS),
-    "L40S": Card(362e12, 91.6e12, 0.864e12, 47.7e9, *_PCIE4, *_ETHERNET, *_OTHERS),
-    "L4": Card(121e12, 30e12, 0.3e12, 23.7e9, *_PCIE4, *_ETHERNET, *_OTHERS),
-    "RTX 5090": Card(209e12, 105e12, 1.792e12, 33.7e9, *_PCIE5, *_ETHERNET, *_OTHERS),
-    "RTX 4090": Card(165e12, 82.6e12, 1.008e12, 25.4e9, *_PCIE4, *_ETHERNET, *_OTHERS),
-    "RTX 3090": Card(71e12, 35.6e12, 0.936e12, 25.4e9, *_PCIE4, *_ETHERNET, *_OTHERS),
-    "RTX A6000": Card(155e12, 38.7e12, 0.768e12, 51.0e9, *_PCIE4, *_ETHERNET, *_OTHERS),
-    "V100": Card(125e12, 15.7e12, 0.9e12, 34.1e9, 150e9, "NVLink", *_ETHERNET, *_OTHERS),
-    "T4": Card(65e12, 8.1e12, 0.3e12, 15.6e9, 16e9, "PCIe 3.0", *_ETHERNET, *_OTHERS),
+    "H200": Card(989e12, 67e12, 4.8e12, 150.1e9, 450e9, "NVLink", *_NDR, _HOPPER),
+    "H100 PCIe": Card(756e12, 51e12, 2.0e12, 85.0e9, *_PCIE5, *_HDR, _HOPPER),
+    "H100 NVL": Card(835e12, 60e12, 3.9e12, 100.0e9, *_PCIE5, *_HDR, _HOPPER),
+    "H100": Card(989e12, 67e12, 3.35e12, 85.0e9, 450e9, "NVLink", *_NDR, _HOPPER),
+    "GH200": Card(989e12, 67e12, 4.0e12, 101.5e9, 450e9, "NVLink", *_NDR, _HOPPER),
+    "B200": Card(2250e12, 75e12, 8.0e12, 191.5e9, 900e9, "NVLink", *_NDR, _HOPPER),
+    "A100-SXM4-40GB": Card(312e12, 19.5e12, 1.555e12, 42.3e9, 300e9, "NVLink", *_HDR, _AMPERE),
+    "A100": Card(312e12, 19.5e12, 2.039e12, 85.0e9, 300e9, "NVLink", *_HDR, _AMPERE),
+    "A10G": Card(70e12, 35e12, 0.6e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "A10": Card(125e12, 31e12, 0.6e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "L40S": Card(362e12, 91.6e12, 0.864e12, 47.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "L4": Card(121e12, 30e12, 0.3e12, 23.7e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "RTX 5090": Card(209e12, 105e12, 1.792e12, 33.7e9, *_PCIE5, *_ETHERNET, _OTHERS),
+    "RTX 4090": Card(165e12, 82.6e12, 1.008e12, 25.4e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "RTX 3090": Card(71e12, 35.6e12, 0.936e12, 25.4e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "RTX A6000": Card(155e12, 38.7e12, 0.768e12, 51.0e9, *_PCIE4, *_ETHERNET, _OTHERS),
+    "V100": Card(125e12, 15.7e12, 0.9e12, 34.1e9, 150e9, "NVLink", *_ETHERNET, _OTHERS),
+    "T4": Card(65e12, 8.1e12, 0.3e12, 15.6e9, 16e9, "PCIe 3.0", *_ETHERNET, _OTHERS),
 }
 
 

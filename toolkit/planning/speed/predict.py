@@ -112,7 +112,9 @@ def _predict(plan: RunPlan, card: Card) -> Prediction:
     if (
         config.args.is_finetune
     ):  # rows of many lengths: cuDNN, which would plan for each, is off (distributed/device.py)
-        card = card._replace(attention=(card.attention[0] * card.flash, card.attention[1] * card.flash), flash=1.0)
+        _, forward, backward, flash = card.kernels
+        kernels = card.kernels._replace(forward=forward * flash, backward=backward * flash, flash=1.0)
+        card = card._replace(kernels=kernels)
     model = adapted_on_meta(plan.model, setup.lora)
     is_compiled = config.args.compiler == "torch"
     trace = trace_micro_step(setup, has_gradients=batch.accumulation > 1 and setup.strategy.kind != "fsdp")
@@ -151,11 +153,13 @@ def seconds(op: Op, card: Card) -> float:
         return 0.0
     rate = FP32_SHARE * card.fp32
     if op.is_16_bit:
-        rate = card.peak * (card.attention[op.is_backward] if op.kind == "attention" else card.products)
+        rate = card.peak * card.kernels.products
+        if op.kind == "attention":
+            rate = card.peak * (card.kernels.backward if op.is_backward else card.kernels.forward)
     if op.kind == "attention":
         rate *= SMALL_HEAD_SHARE if op.head_size <= 64 else 1.0
         rate *= MASKED_SHARE if "efficient" in op.name else 1.0
-        rate *= card.flash if op.name.startswith("flash_attention") else 1.0
+        rate *= card.kernels.flash if op.name.startswith("flash_attention") else 1.0
     return max(op.bytes / (card.bandwidth * BANDWIDTH_SHARE), op.flops / rate, LEAST_KERNEL * op.launches)
 
 
