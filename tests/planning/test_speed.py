@@ -36,23 +36,23 @@ def total(trace, of, *kinds: str) -> float:
     return sum(trace.times(op) * of(op) for op in trace.ops if not kinds or op.kind in kinds)
 
 
-def test_equal_blocks_are_traced_once_and_count_exactly(monkeypatch):
-    """Of a model with windows and experts in some of its layers: as if all of them were traced."""
+@pytest.mark.parametrize("kind", ["windows", pytest.param("experts", marks=pytest.mark.slow)])
+def test_equal_blocks_are_traced_once_and_count_exactly(kind, monkeypatch):
+    """Of a model with windows or experts in some of its layers: as if all of them were traced."""
     experts = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 64}
     windows = {"sliding_window_size": 32, "sliding_window_indices": [0, 1, 1, 0, 1, 1]}
-    setups = [
-        setup_of(model={"n_layer": 6, **windows}, activation_checkpointing="full"),
-        setup_of(model={"n_layer": 6, **experts, "moe_indices": [0, 0, 1, 1, 1, 1]}, precision="bf16-true"),
-    ]
-    for setup in setups:
-        short = trace_micro_step(setup, has_gradients=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(tracing, "one_layer_of_each_kind", lambda config: (config, [1] * config.n_layer))
-            complete = tracing._trace(setup, has_gradients=True)
-        assert len(short.ops) < len(complete.ops)
-        for of in (lambda op: op.bytes, lambda op: op.flops, lambda op: op.launches):
-            # the balancing losses of the layers are stacked: a few bytes more
-            assert total(short, of) == pytest.approx(total(complete, of), rel=1e-5 if setup.config.n_moe_layer else 0)
+    if kind == "windows":
+        setup = setup_of(model={"n_layer": 6, **windows}, activation_checkpointing="full")
+    else:
+        setup = setup_of(model={"n_layer": 6, **experts, "moe_indices": [0, 0, 1, 1, 1, 1]}, precision="bf16-true")
+    short = trace_micro_step(setup, has_gradients=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(tracing, "one_layer_of_each_kind", lambda config: (config, [1] * config.n_layer))
+        complete = tracing._trace(setup, has_gradients=True)
+    assert len(short.ops) < len(complete.ops)
+    for of in (lambda op: op.bytes, lambda op: op.flops, lambda op: op.launches):
+        # the balancing losses of the layers are stacked: a few bytes more
+        assert total(short, of) == pytest.approx(total(complete, of), rel=1e-5 if kind == "experts" else 0)
 
 
 def test_n8_flops_of_the_operators_are_those_of_the_formula():
@@ -118,6 +118,24 @@ def test_a_compiler_reads_and_writes_only_what_crosses_products():
         ([gate.key], [again.key]),
     ]
     assert fuse(ops, lambda o: False) == ops
+
+
+def test_kernels_without_masks_are_counted():
+    """Of packed rows, windows and soft caps, as on CUDA: no scores, no masks, and a window's share of the FLOPs."""
+    windows = {"sliding_window_size": 32, "sliding_window_indices": [1] * get_config("pico-llama").n_layer}
+    setups = {
+        "packed": setup_of(packed=True),
+        "windows": setup_of(model=windows),
+        "soft caps": setup_of(model={"attention_logit_softcapping": 50.0}),
+    }
+    flops = {}
+    for kind, setup in setups.items():
+        trace = trace_micro_step(setup, has_gradients=False)
+        names = {op.name for op in trace.ops if op.kind == "attention"}
+        assert names == {"flash_attention", "flash_attention_backward"}, kind
+        assert not [op for op in trace.ops if op.layer is not None and op.name in ("_softmax", "bmm")]
+        flops[kind] = total(trace, lambda op: op.flops, "attention")
+    assert flops["packed"] == flops["soft caps"] > 2 * flops["windows"] > 0
 
 
 def test_products_and_attention_stay_under_a_compiler():

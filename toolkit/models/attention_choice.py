@@ -82,7 +82,7 @@ def choose_kernel(
         any(config.window(layer) is not None for layer in range(config.n_layer)),
         has_documents,
     )
-    if isinstance(x, FakeTensor):  # a plan, in which nothing can be compared
+    if isinstance(x, FakeTensor) or x.is_meta:  # a plan, in which nothing can be compared
         return kernel
     return kernel if _passes(case) else None
 

@@ -272,7 +272,8 @@ def flex_attention_with_softcap(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: FlexMask, scale: float, logit_softcap: float
 ) -> torch.Tensor:
     """As :func:`toolkit.models.attention.softcap_attention`."""
-    if not torch.compiler.is_compiling() and isinstance(q, FakeTensor):  # nothing to compile; the same shapes and costs
+    is_counted = isinstance(q, FakeTensor) or q.is_meta  # nothing to compile; the same shapes and costs
+    if not torch.compiler.is_compiling() and is_counted:
         return flash_attention(q, k, v, FlashMask(-1), scale)
     run = _softcap if torch.compiler.is_compiling() else _compiled_softcap()
     return run(q, k, v, mask, scale, logit_softcap)

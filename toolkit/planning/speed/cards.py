@@ -57,7 +57,8 @@ class Card(NamedTuple):
 # Products: an H200 was measured at 769 to 798 TFLOP/s (8192 x 8192 x 8192, torch 2.11), an H100 at 798; under the power
 # that a training step draws, they reach about 0.72 of the peak. A100: 0.82, Ada and GeForce 0.85 (their peaks are
 # reached, the clocks vary). Attention: less than the 617 (cuDNN) and 362 TFLOP/s (FlashAttention 2) that were published
-# for the forward pass on an H100, heads of 128, T = 2048. The network: 8 x 400 Gb/s (DGX H100), 8 x 200 Gb/s (DGX A100), otherwise 100 Gb/s per node of 8.
+# for the forward pass on an H100, heads of 128, T = 2048.
+# The network: 8 x 400 Gb/s (DGX H100), 8 x 200 Gb/s (DGX A100), otherwise 100 Gb/s per node of 8.
 _HOPPER, _AMPERE = KernelRates(0.72, 0.50, 0.40, flash=0.65), KernelRates(0.82, 0.60, 0.50)
 _OTHERS = KernelRates(0.85, 0.60, 0.50)
 _NDR, _HDR, _ETHERNET = (50e9, "400 Gb/s InfiniBand"), (25e9, "200 Gb/s InfiniBand"), (1.6e9, "100 Gb/s Ethernet")

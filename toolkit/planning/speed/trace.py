@@ -15,6 +15,7 @@ from torch import nn
 from toolkit.config import ActivationCheckpointing
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.activation_checkpointing import checkpoint_blocks
+from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.gpt import GPT, Block
@@ -124,11 +125,15 @@ def _checkpoint(model: GPT, mode: ActivationCheckpointing) -> None:
         block.forward = partial(forward.func, plain, partial(checkpointed, determinism_check="none"))  # type: ignore[method-assign]
 
 
-def _inputs(setup: TrainingSetup) -> dict[str, torch.Tensor]:
+def _inputs(setup: TrainingSetup) -> dict[str, Any]:
     shape, names = (setup.micro_batch_size, setup.seq_length), ["input_ids", "labels"]
     if setup.packed:
         names += ["positions", "documents"]
-    return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names}
+    inputs: dict[str, Any] = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names}
+    if setup.packed:
+        cu_seqlens = torch.empty(setup.micro_batch_size + 1, dtype=torch.int32, device="meta")
+        inputs["document_bounds"] = DocumentBounds(cu_seqlens, setup.seq_length)
+    return inputs
 
 
 def _follow_blocks(model: GPT, recorder: Recorder) -> None:
