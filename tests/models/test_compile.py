@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.cases import slow_except
 from helpers.flash import kernels_on_cpu
 from helpers.tiny_configs import HF_CONFIGS
 from torch import nn
@@ -102,8 +101,9 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("mode", slow_except(["none"], ["none", "selective"]))
-@pytest.mark.parametrize("name", slow_except(["packed"], KERNELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "selective"])
+@pytest.mark.parametrize("name", KERNELS)
 def test_blocks_with_attention_kernels_share_a_graph(name, mode):
     """For any number of documents; Gemma 2's layers with and without windows have equal masks of tensors."""
     changes, is_packed, n_graphs = KERNELS[name]
