@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import contextlib
+import itertools
+import warnings
+
 import pytest
 import torch
 from helpers.initialize import initialize
+from torch._inductor import metrics
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.models import cross_entropy, products
 from toolkit.models import loss as loss_module
 from toolkit.models.config import ModelConfig
+from toolkit.models.cross_entropy import cross_entropy_
 from toolkit.models.gpt import GPT
-from toolkit.models.loss import chunk_rows, head_loss
+from toolkit.models.loss import _chunks, chunk_rows, head_loss
 
 VOCAB, WIDTH, TOKENS = 160, 24, 50
 
@@ -19,7 +26,7 @@ def chunks(request, monkeypatch):
     if request.param != "one chunk":
         monkeypatch.setattr(loss_module, "CPU_CHUNK_ROWS", 7)
     if request.param == "ignored rows kept":  # as on an accelerator
-        monkeypatch.setattr(loss_module, "_supervised_rows", lambda targets: None)
+        monkeypatch.setattr(loss_module, "_supervised_rows", lambda targets: (None, targets == -100))
 
 
 def inputs(dtype: torch.dtype = torch.float32, bias: bool = False, masked: str = "some"):
@@ -109,7 +116,7 @@ def test_only_needed_gradients_are_computed():
     with torch.no_grad(), _LargestTensors() as seen:
         plain = head_loss(x, weight, bias, labels)
     torch.testing.assert_close(plain, reference(x, weight, bias, labels))
-    assert "aten.exp_.default" not in seen.ops and not plain.requires_grad
+    assert "aten.scatter_.src" not in seen.ops and not plain.requires_grad
 
 
 def test_second_backward_is_an_error():
@@ -181,11 +188,153 @@ def test_model_loss_gradients_match_cross_entropy(tied, chunks):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def logits_of(rows: int, scale: float = 1.0):
+    g = torch.Generator().manual_seed(0)
+    logits, bias = scale * torch.randn(rows, VOCAB, generator=g), torch.randn(VOCAB, generator=g)
+    targets = torch.randint(0, VOCAB, (rows,), generator=g)
+    return logits, targets, torch.arange(rows) % 3 == 1, bias
+
+
+def test_all_forms_of_the_cross_entropy_agree(monkeypatch):
+    """The accelerators' form and the one that is compiled, with bias, soft-capping and ignored rows."""
+    logits, targets, ignored, bias = logits_of(12)
+    for b, softcap, dtype in itertools.product((None, bias), (None, 0.7), (torch.float32, torch.bfloat16)):
+        arguments = targets, ignored, b, softcap, dtype
+        losses, grad = cross_entropy_(logits.clone(), *arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(cross_entropy, "_softmax_once_", cross_entropy._softmax_)
+            on_accelerators = cross_entropy_(logits.clone(), *arguments)
+        for other_losses, other_grad in (on_accelerators, cross_entropy._pointwise(logits, *arguments)):
+            torch.testing.assert_close(other_losses, losses, rtol=1e-6, atol=1e-6)
+            # bf16: one rounding may go the other way
+            tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+            torch.testing.assert_close(other_grad, grad, rtol=tolerance, atol=1e-7)
+        assert not losses[ignored].any() and not grad[ignored].any()
+
+
+def test_losses_beyond_the_range_of_probabilities_are_exact():
+    """A target's probability below 1e-38 is zero in fp32."""
+    x, weight, b, labels = inputs(bias=True)
+    x = (40 * x).detach().requires_grad_()
+    for softcap in (None, 60.0):
+        logits = F.linear(x, weight, b)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        expected = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+        assert expected > 100 * (labels != -100).sum() if softcap is None else 60 * (labels != -100).sum()
+        actual = head_loss(x, weight, b, labels, softcap=softcap)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+        for a, e in zip(gradients(actual, (x, weight, b)), gradients(expected, (x, weight, b)), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+
+
+class _CountLaunches(TorchDispatchMode):
+    """Counts the operations that are not views: on CUDA each is a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and "empty" not in str(func):
+            self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_chunk_is_at_most_eight_launches_on_cuda(monkeypatch):
+    """Meta tensors take CUDA's path; with a bias, bf16 weights or autocast. The compiled kernel counts as two: losses
+    and gradient (test_compiled_loss_on_cuda). On the meta device add_product needs one launch more."""
+
+    def kernel(logits, targets, ignored, bias, softcap, dtype):
+        return logits.sum(1), logits.to(dtype)
+
+    monkeypatch.setattr(loss_module, "choose_cross_entropy", lambda *_: kernel)
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 10)
+    monkeypatch.setattr(products, "_has_fp32_results", lambda a: True)
+    counts = {}
+    for dtype, rows in itertools.product((torch.float32, torch.bfloat16), (20, 30)):
+        x, weight, bias = (torch.empty(*n, device="meta", dtype=dtype) for n in ((rows, 8), (64, 8), (64,)))
+        labels = torch.empty(rows, dtype=torch.int64, device="meta")
+        with _CountLaunches() as seen:
+            loss_module._loss_and_grads(labels, torch.bfloat16, [True] * 3, None, True, bias, x, weight)
+        counts[dtype, rows] = len(seen.ops)
+        assert "aten.mm.dtype_out" in seen.ops  # no rounding of the logits
+    for dtype in (torch.float32, torch.bfloat16):
+        assert counts[dtype, 30] - counts[dtype, 20] <= 8
+
+
+@pytest.mark.slow
+def test_compiled_kernel():
+    """Compiled for the CPU: the same values."""
+    logits, targets, ignored, bias = logits_of(12)
+    for arguments in ((ignored, bias, 0.7, torch.bfloat16), (ignored, None, None, torch.bfloat16)):
+        torch.compiler.reset()
+        losses, grad = torch.compile(cross_entropy._pointwise)(logits, targets, *arguments)
+        expected_losses, expected = cross_entropy_(logits.clone(), targets, *arguments)
+        torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(grad, expected, rtol=8e-3, atol=1e-7)
+
+
+def test_a_compiled_kernel_that_fails_or_differs_is_not_used(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no compiler\nand a long story")
+
+    def differs(logits, *arguments):
+        losses, grad = cross_entropy_(logits.clone(), *arguments)
+        return losses, 1.1 * grad
+
+    for kernel in (fails, differs, cross_entropy._pointwise):
+        cross_entropy._checked_kernel.cache_clear()
+        monkeypatch.setattr(torch, "compile", lambda function, kernel=kernel: kernel)
+        is_good = kernel is cross_entropy._pointwise
+        with contextlib.nullcontext() if is_good else pytest.warns(UserWarning, match="is not used: "):
+            chosen = cross_entropy._checked_kernel(torch.device("cpu"), VOCAB, True, 0.7, torch.bfloat16)
+        assert chosen is (kernel if is_good else cross_entropy_)
+    cross_entropy._checked_kernel.cache_clear()
+
+
+def test_products_with_fp32_results_are_checked():
+    """The CPU has none: the check says so, in one line."""
+    with pytest.warns(UserWarning, match="rounded to 16 bits: .*out_dtype|rounded to 16 bits: Could not run") as caught:
+        assert not products._check_fp32_results(torch.device("cpu"), torch.bfloat16)
+    assert "\n" not in str(caught[0].message)
+
+
+def test_chunks_are_equal_and_cover_all_rows():
+    for n, largest in ((0, 5), (1, 5), (5, 5), (11, 5), (1024, 333)):
+        chunks = _chunks(n, largest)
+        sizes = [c.stop - c.start for c in chunks]
+        assert sum(sizes) == n and [c.start for c in chunks[1:]] == [c.stop for c in chunks[:-1]]
+        assert max(sizes, default=0) <= largest and len(chunks) == -(-n // largest)
+    assert chunk_rows(50304, torch.device("cuda")) == 4096 and chunk_rows(256000, torch.device("cuda")) == 1048
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_compiled_loss_on_cuda(monkeypatch):
+    """The self-checks pass, and chunks give the gradients of the CPU in fp32."""
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 7)
+    exact = inputs(bias=True)
+    for softcap in (None, 0.7):
+        logits = F.linear(*exact[:3])
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        expected = F.cross_entropy(logits.flatten(0, -2), exact[3].flatten(), ignore_index=-100, reduction="sum")
+        tensors = [t.detach().cuda().bfloat16().requires_grad_() for t in exact[:3]]
+        torch.compiler.reset()
+        metrics.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            actual = head_loss(*tensors, exact[3].cuda(), softcap=softcap, compiled=True)
+        assert metrics.generated_kernel_count <= 4  # two for the rows of the check, two for the chunks
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-2, atol=0)
+        for a, e in zip(gradients(actual, tensors), gradients(expected, exact[:3]), strict=True):
+            assert (a.cpu().float() - e).norm() <= 2e-2 * e.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_loss_and_gradients_match_cross_entropy_on_cuda(autocast, monkeypatch):
-    monkeypatch.setattr(loss_module, "DEVICE_CHUNK_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 7)
     x, weight, b, labels = (t.detach().cuda() for t in inputs(bias=True))
     tensors = [t.requires_grad_() for t in (x, weight, b)]
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):

@@ -115,6 +115,7 @@ class GPT(nn.Module):
         uniform_length: Build masks and rotary embeddings as for rows of this many tokens, so that compiled blocks
             share one graph for all lengths. 0: the fastest form for the length of each batch.
         uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` where they are better than masks.
+        compiled_loss: Use a compiled kernel for the cross-entropy, where there is one.
 
     The weights have torch's default initialization until :func:`toolkit.models.init.init_weight` or a checkpoint
     sets them.
@@ -130,6 +131,7 @@ class GPT(nn.Module):
         self.config = config
         self.uniform_length = self.seed = 0
         self.uses_kernels = True
+        self.compiled_loss = False
         self.loss_part_sums: dict[str, torch.Tensor] = {}
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=config.lm_head_bias)
         parts: dict[str, nn.Module] = {"wte": nn.Embedding(config.padded_vocab_size, config.n_embd)}
@@ -284,7 +286,8 @@ class GPT(nn.Module):
         """The last block's output, (B, T, n_embd), to the sum of the cross-entropies in nats, an fp32 scalar."""
         x, head = self._head_input(x), self.lm_head
         low_rank = head.low_rank(x, x.dtype) if isinstance(head, LoRALinear) else None
-        return head_loss(x, head.weight, head.bias, labels, low_rank, self.config.final_logit_softcapping)
+        softcap = self.config.final_logit_softcapping
+        return head_loss(x, head.weight, head.bias, labels, low_rank, softcap, self.compiled_loss)
 
     def _head_input(self, x: torch.Tensor) -> torch.Tensor:
         x = self.transformer.ln_f(x)

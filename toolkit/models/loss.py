@@ -20,20 +20,31 @@ import math
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
+from toolkit.models.cross_entropy import LARGEST_EXACT_LOSS, choose_cross_entropy, cross_entropy_
 from toolkit.models.labels import IGNORE_INDEX
+from toolkit.models.products import add_product, write_product
 
-# Maximum logits per chunk. CPU: fits the caches; 512 rows of 8k and 333 of 50k were the fastest tried. Other devices:
-# 2^26 (256 MiB in fp32) keeps the matrix products large: 1,334 rows at 50k, 523 at 128k.
+# Maximum logits and rows per chunk. CPU: fits the caches. CUDA: the gradient of the head, (vocabulary, n_embd) in fp32,
+# is read and written once per chunk, which 4,096 rows hide; 2^28 logits (1 GiB in fp32) are 2,093 rows at 128k. Other
+# devices and GPUs with less than 40 GB: 2^26.
 CPU_CHUNK_LOGITS, CPU_CHUNK_ROWS = 1 << 24, 512
+CUDA_CHUNK_LOGITS, CUDA_CHUNK_ROWS, CUDA_CHUNK_MEMORY = 1 << 28, 4096, 40e9
 DEVICE_CHUNK_LOGITS = 1 << 26
 
 
 def chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """Tokens per chunk."""
+    """Maximum tokens per chunk. Where the device is not present, that of a large GPU."""
     if device.type == "cpu":
         return min(CPU_CHUNK_ROWS, max(1, CPU_CHUNK_LOGITS // vocab_size))
-    return max(1, DEVICE_CHUNK_LOGITS // vocab_size)
+    if device.type != "cuda" or _is_small_gpu(device):
+        return max(1, DEVICE_CHUNK_LOGITS // vocab_size)
+    return min(CUDA_CHUNK_ROWS, max(1, CUDA_CHUNK_LOGITS // vocab_size))
+
+
+def _is_small_gpu(device: torch.device) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_properties(device).total_memory < CUDA_CHUNK_MEMORY
 
 
 def head_loss(
@@ -43,6 +54,7 @@ def head_loss(
     labels: torch.Tensor,
     low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
     softcap: float | None = None,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """Return the sum over the supervised tokens of the cross-entropy of ``x @ weight.T + bias``, in nats.
 
@@ -53,23 +65,25 @@ def head_loss(
         labels: (...), int64; rows labeled -100 are ignored and have a zero gradient.
         low_rank: (..., R) and (vocabulary, R), whose product is added to the logits: a head's adapters.
         softcap: Soft-cap the logits z first, softcap * tanh(z / softcap) (Gemma 2).
+        compiled: Use a compiled kernel for the cross-entropy, where there is one.
 
     Returns:
         An fp32 scalar. Matrix products run in the autocast dtype where autocast is on, else in the weight's dtype;
-        softmax and sums are fp32.
+        softmax and sums are fp32, and so are the logits and the weight's gradient, unrounded, where the device has
+        products with 16-bit factors and fp32 results.
     """
     device_type = x.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
     tensors = (bias, x, weight, *(low_rank or ()))
     needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
-    return _HeadLoss.apply(labels, dtype, needs_grad, softcap, *tensors)
+    return _HeadLoss.apply(labels, dtype, needs_grad, softcap, compiled, *tensors)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, labels, dtype, needs_grad, softcap, bias, *factors):
+    def forward(ctx, labels, dtype, needs_grad, softcap, compiled, bias, *factors):
         with torch.autocast(labels.device.type, enabled=False):  # dtypes are explicit below
-            loss, grads = _loss_and_grads(labels, dtype, needs_grad, softcap, bias, *factors)
+            loss, grads = _loss_and_grads(labels, dtype, needs_grad, softcap, compiled, bias, *factors)
         ctx.grads, ctx.dtypes = grads, [None if t is None else t.dtype for t in (bias, *factors)]
         return loss
 
@@ -80,7 +94,7 @@ class _HeadLoss(torch.autograd.Function):
             raise RuntimeError("backward was already called on this loss: gradients are scaled in place, once")
         grads, ctx.grads = ctx.grads, None
         scaled = [None if g is None else g.mul_(grad_output).to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
-        return None, None, None, None, *scaled
+        return None, None, None, None, None, *scaled
 
 
 def _loss_and_grads(
@@ -88,6 +102,7 @@ def _loss_and_grads(
     dtype: torch.dtype,
     needs_grad: list[bool],
     softcap: float | None,
+    compiled: bool,
     bias: torch.Tensor | None,
     *factors: torch.Tensor,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -97,32 +112,62 @@ def _loss_and_grads(
     fp32 even for a bf16 weight: bf16 would lose small summands. This costs one fp32 copy of the head's gradient between
     forward and backward.
     """
-    targets, vocab_size, device = labels.reshape(-1), factors[1].size(0), labels.device
-    kept = _supervised_rows(targets)
-    if kept is not None:
-        targets = targets[kept]
-    ignored, n = targets == IGNORE_INDEX, targets.numel()
+    vocab_size, device = factors[1].size(0), labels.device
+    kept, ignored = _supervised_rows(labels.reshape(-1))
+    targets = labels.reshape(-1) if kept is None else labels.reshape(-1)[kept]
     bias_needs_grad, *factor_needs_grad = needs_grad
     products = [
         _Product(factors[i], factors[i + 1], factor_needs_grad[i], factor_needs_grad[i + 1], dtype, kept, ignored)
         for i in range(0, len(factors), 2)
     ]
+    bias = None if bias is None else bias.detach()
     grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and bias_needs_grad else None
-    loss = torch.zeros((), dtype=torch.float32, device=device)
-    step = min(chunk_rows(vocab_size, device), max(1, n))
+    all_losses = [torch.zeros(0, device=device)]
+    grad_dtype = dtype if any(needs_grad) else None
+    chunks = _chunks(targets.numel(), chunk_rows(vocab_size, device))
     # one buffer for all chunks: a new allocation for each would cost a page fault per 4 KiB
-    buffer = torch.empty(step, vocab_size, dtype=torch.float32, device=device)
-    for i in range(0, n, step):
-        chunk = slice(i, i + step)
-        is_supervised = ~ignored[chunk]
-        logits = _logits(products, chunk, bias, buffer[: is_supervised.numel()])
-        loss += _loss_and_grad_of_logits(logits, targets[chunk], is_supervised, any(needs_grad), softcap)
-        grad_logits = logits.to(dtype)
+    buffer = torch.empty(max((c.stop - c.start for c in chunks), default=0), vocab_size, device=device)
+    cross_entropy = cross_entropy_
+    if compiled and grad_dtype is not None:
+        cross_entropy = choose_cross_entropy(buffer, bias, softcap, grad_dtype)
+    for chunk in chunks:
+        logits = _logits(products, chunk, buffer[: chunk.stop - chunk.start])
+        masked = None if ignored is None else ignored[chunk]
+        losses, grad_logits = cross_entropy(logits, targets[chunk], masked, bias, softcap, grad_dtype)
+        if device.type == "cpu":
+            _replace_inexact(losses, products, chunk, targets, bias, softcap)
+        all_losses.append(losses)
+        if grad_logits is None:
+            continue
         for product in products:
             product.add_gradients(chunk, grad_logits)
         if grad_bias is not None:
-            grad_bias += is_supervised.to(torch.float32) @ logits
-    return loss, [grad_bias, *(grad for product in products for grad in product.gradients())]
+            grad_bias += grad_logits.sum(0, dtype=torch.float32)
+    return torch.cat(all_losses).sum(), [grad_bias, *(grad for product in products for grad in product.gradients())]
+
+
+def _chunks(n: int, largest: int) -> list[slice]:
+    """Split n rows into as few chunks as possible, of about equal size."""
+    size = math.ceil(n / math.ceil(n / largest)) if n else 0
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)] if n else []
+
+
+def _replace_inexact(
+    losses: torch.Tensor,
+    products: list[_Product],
+    chunk: slice,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    softcap: float | None,
+) -> None:
+    """Compute the losses beyond LARGEST_EXACT_LOSS once more, from the logits of their rows."""
+    inexact = (losses > LARGEST_EXACT_LOSS).nonzero().squeeze(1)
+    if inexact.numel():
+        rows = inexact + chunk.start
+        logits = _logits(products, rows, torch.empty(rows.numel(), products[0].matrix.size(0)))
+        logits = logits if bias is None else logits + bias
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        losses[inexact] = F.cross_entropy(logits, targets[rows], reduction="none")
 
 
 class _Product:
@@ -135,7 +180,7 @@ class _Product:
         matrix_needs_grad: Compute the gradient of matrix; otherwise nothing of its size is allocated.
         dtype: Compute dtype.
         kept: The rows of x to process; None for all.
-        ignored: (processed rows,), bool: rows excluded from the loss.
+        ignored: (processed rows,), bool: rows excluded from the loss; None for none. Their gradient of the logits is 0.
     """
 
     def __init__(
@@ -146,28 +191,31 @@ class _Product:
         matrix_needs_grad: bool,
         dtype: torch.dtype,
         kept: torch.Tensor | None,
-        ignored: torch.Tensor,
+        ignored: torch.Tensor | None,
     ) -> None:
         rows = x.detach().reshape(-1, x.size(-1))
-        rows = rows if kept is None else rows[kept]
-        self.rows = rows.to(dtype).masked_fill(ignored[:, None], 0)  # no contribution to the matrix's gradient
+        rows = (rows if kept is None else rows[kept]).to(dtype)
+        # 0 times a value that is not finite is not 0
+        self.rows = rows if ignored is None else rows.masked_fill(ignored[:, None], 0)
         self.matrix = matrix.detach().to(dtype)
-        self._shape, self._kept, self._ignored = x.shape, kept, ignored
+        self._shape, self._kept = x.shape, kept
         self._grad_x = x.new_empty(rows.shape) if x_needs_grad else None
-        self._grad_matrix = torch.zeros_like(matrix, dtype=torch.float32) if matrix_needs_grad else None
+        # empty: the first chunk overwrites it
+        make = torch.empty_like if rows.size(0) else torch.zeros_like
+        self._grad_matrix = make(matrix, dtype=torch.float32) if matrix_needs_grad else None
 
     def add_gradients(self, chunk: slice, grad_logits: torch.Tensor) -> None:
-        """Accumulate the gradients of a chunk of rows."""
+        """Accumulate the gradients of a chunk of rows; the first chunk comes first."""
         if self._grad_x is not None:
-            self._grad_x[chunk] = grad_logits @ self.matrix
+            write_product(self._grad_x[chunk], grad_logits, self.matrix)
         if self._grad_matrix is not None:
-            _add_product(self._grad_matrix, grad_logits.t(), self.rows[chunk])
+            write = write_product if chunk.start == 0 else add_product
+            write(self._grad_matrix, grad_logits.t(), self.rows[chunk])
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients of x and of the matrix, where needed."""
         grad = self._grad_x
         if grad is not None:
-            grad.masked_fill_(self._ignored[:, None], 0)
             if self._kept is not None:
                 n = math.prod(self._shape[:-1])
                 grad = grad.new_zeros(n, grad.size(1)).index_copy_(0, self._kept, grad)
@@ -175,57 +223,21 @@ class _Product:
         return grad, self._grad_matrix
 
 
-def _supervised_rows(targets: torch.Tensor) -> torch.Tensor | None:
-    """Return the indices of the supervised rows, or None to process all rows.
+def _supervised_rows(targets: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the indices of the supervised rows, or None to process all rows, and which of the processed rows to
+    ignore, or None.
 
-    On an accelerator their number would have to be copied to the host, which would wait for the forward pass.
+    On an accelerator the number of supervised rows would have to be copied to the host, which would wait for the
+    forward pass.
     """
     if targets.device.type != "cpu":
-        return None
+        return None, targets == IGNORE_INDEX
     kept = (targets != IGNORE_INDEX).nonzero().squeeze(1)
-    return None if kept.numel() == targets.numel() else kept
+    return (None if kept.numel() == targets.numel() else kept), None
 
 
-def _logits(products: list[_Product], chunk: slice, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Write the sum of the products and the bias, for a chunk of rows, in fp32 into ``out`` and return it."""
-    first, *others = products
-    if first.matrix.dtype == torch.float32:
-        torch.mm(first.rows[chunk], first.matrix.t(), out=out)
-    else:
-        out.copy_(first.rows[chunk] @ first.matrix.t())
-    for other in others:
-        _add_product(out, other.rows[chunk], other.matrix.t())
-    if bias is not None:
-        out += bias.detach()
+def _logits(products: list[_Product], rows: slice | torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write the sum of the products for some rows in fp32 into ``out`` and return it."""
+    for i, product in enumerate(products):
+        (add_product if i else write_product)(out, product.rows[rows], product.matrix.t())
     return out
-
-
-def _loss_and_grad_of_logits(
-    logits: torch.Tensor, targets: torch.Tensor, is_supervised: torch.Tensor, needs_grad: bool, softcap: float | None
-) -> torch.Tensor:
-    """Return the summed loss of the supervised rows; overwrite the logits with their gradient, softmax - one-hot.
-
-    With soft-capping the gradient is multiplied by the slope of the cap, 1 - tanh^2.
-    """
-    slope = None
-    if softcap is not None:
-        logits.div_(softcap).tanh_()
-        slope = 1 - logits.square() if needs_grad else None
-        logits.mul_(softcap)
-    log_p = torch.log_softmax(logits, dim=1, out=logits)
-    at = targets.where(is_supervised, 0)[:, None]
-    loss = -log_p.gather(1, at).squeeze(1).where(is_supervised, 0.0).sum()
-    if needs_grad:
-        log_p.exp_()
-        log_p.scatter_add_(1, at, log_p.new_full((1, 1), -1.0).expand_as(at))
-        if slope is not None:
-            log_p.mul_(slope)
-    return loss
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, with total in fp32."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    else:
-        total += a @ b

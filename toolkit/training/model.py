@@ -157,7 +157,9 @@ def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longe
     Rows of unequal length are compiled once, for all lengths: recompiling while gradients accumulate fails under FSDP
     in mixed precision, where the accumulated gradient is fp32 and the weight bf16 (pytorch 111317).
     """
-    if isinstance(module, GPT):  # selective checkpointing warns of operations in place, as gpt-oss's; they are tested
+    if isinstance(module, GPT):
+        module.compiled_loss = True
+        # selective checkpointing warns of operations in place, as gpt-oss's; they are tested
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     torch.compiler.reset()  # graphs of an earlier run in this process count towards torch's limit
     torch._dynamo.config.specialize_float = True  # attention's scale and cap; FlexAttention takes no variables

@@ -1,0 +1,135 @@
+"""Cross-entropy of a chunk of logits, and its gradient: the memory-bound part of the head loss.
+
+The functions of this file return the same: the losses of the rows in nats, (rows,) fp32, zero where ignored, and the
+gradient of their sum with respect to the logits before bias and soft-capping: softmax - one-hot, times the slope of
+the cap, 1 - tanh^2. Their arguments:
+
+    logits: (rows, vocabulary), fp32, without the bias.
+    targets: (rows,), int64.
+    ignored: (rows,), bool: rows with zero loss and gradient; None for none.
+    bias: (vocabulary,) or None.
+    softcap: None, or the cap of the logits z, softcap * tanh(z / softcap).
+    dtype: Of the gradient; None computes no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from toolkit.models.products import holds_values
+
+CrossEntropy = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+LARGEST_EXACT_LOSS = 80.0
+"""In nats. Above it, :func:`cross_entropy_` on a CPU is inexact: probabilities below 1e-38 have few bits or none."""
+
+
+def cross_entropy_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    ignored: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    softcap: float | None,
+    dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Overwrite the logits with their gradient."""
+    slope = None
+    if bias is not None:
+        logits += bias
+    if softcap is not None:
+        logits.div_(softcap).tanh_()
+        slope = None if dtype is None else 1 - logits.square()
+        logits.mul_(softcap)
+    at = (targets if ignored is None else targets.where(~ignored, 0))[:, None]
+    softmax = _softmax_once_ if logits.device.type == "cpu" else _softmax_
+    probabilities, of_targets, losses = softmax(logits, at)
+    losses = losses if ignored is None else losses.masked_fill(ignored, 0.0)
+    if dtype is None:
+        return losses, None
+    grad = probabilities.scatter_(1, at, of_targets - 1)  # not scatter_add_: one element per row, deterministic
+    if slope is not None:
+        grad.mul_(slope)
+    if ignored is not None:
+        grad.masked_fill_(ignored[:, None], 0.0)
+    return losses, grad.to(dtype)
+
+
+def _softmax_once_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return probabilities (rows, vocabulary), those of the targets (rows, 1), and losses (rows,).
+
+    On a CPU the exponential takes most of the time: this computes it once per logit.
+    """
+    probabilities = torch.softmax(logits, dim=1, out=logits)
+    of_targets = probabilities.gather(1, at)
+    return probabilities, of_targets, -of_targets.log().squeeze(1)
+
+
+def _softmax_(logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`_softmax_once_`, with losses of any size, which would cost a CPU a second exponential per logit."""
+    log_p = torch.log_softmax(logits, dim=1, out=logits)
+    of_targets = log_p.gather(1, at)
+    return log_p.exp_(), of_targets.exp(), -of_targets.squeeze(1)
+
+
+def _pointwise(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    ignored: torch.Tensor,
+    bias: torch.Tensor | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`cross_entropy_`, in a form that torch.compile fuses into one kernel."""
+    z = logits if bias is None else logits + bias
+    tanh = None if softcap is None else torch.tanh(z / softcap)
+    z = z if tanh is None else tanh * softcap
+    largest = z.amax(1, keepdim=True)
+    exponentials = (z - largest).exp()
+    total = exponentials.sum(1, keepdim=True)
+    at = targets.where(~ignored, 0)[:, None]
+    losses = (total.log() + largest - z.gather(1, at)).squeeze(1).masked_fill(ignored, 0.0)
+    is_target = torch.arange(z.size(1), device=z.device) == at
+    grad = exponentials / total - is_target.to(z.dtype)
+    grad = grad if tanh is None else grad * (1 - tanh.square())
+    return losses, grad.masked_fill(ignored[:, None], 0.0).to(dtype)
+
+
+def choose_cross_entropy(logits: torch.Tensor, bias: torch.Tensor | None, softcap: float | None, dtype: torch.dtype):
+    """Return the compiled kernel where it works on this device, else :func:`cross_entropy_`.
+
+    It reads the logits twice and writes a 16-bit gradient, where torch's own kernels read and write fp32 six times.
+    It must agree with :func:`cross_entropy_` on a few rows before its first use; the check waits for the device, once
+    per process. On a CPU it is slower than :func:`cross_entropy_`. Not tried on CUDA.
+    """
+    can_run = logits.device.type == "cuda" and dtype.itemsize == 2 and holds_values(logits)
+    if not can_run or importlib.util.find_spec("triton") is None:
+        return cross_entropy_
+    return _checked_kernel(logits.device, logits.size(1), bias is not None, softcap, dtype)
+
+
+@functools.cache
+def _checked_kernel(
+    device: torch.device, vocab_size: int, has_bias: bool, softcap: float | None, dtype: torch.dtype
+) -> CrossEntropy:
+    kernel = torch.compile(_pointwise)  # the check has few rows: for other numbers of rows torch compiles once more
+    generator = torch.Generator().manual_seed(0)
+    rows = 8
+    logits = (4 * torch.randn(rows, vocab_size, generator=generator)).to(device)
+    bias = torch.randn(vocab_size, generator=generator).to(device) if has_bias else None
+    targets = torch.randint(0, vocab_size, (rows,), generator=generator).to(device)
+    ignored = torch.arange(rows, device=device) == 1
+    try:
+        losses, grad = kernel(logits, targets, ignored, bias, softcap, dtype)
+        expected_losses, expected = cross_entropy_(logits, targets, ignored, bias, softcap, dtype)
+        torch.testing.assert_close(losses, expected_losses, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(grad.float(), expected.float(), rtol=2e-2, atol=1e-6)  # type: ignore[union-attr]
+    except Exception as error:  # a compiler fails in many ways; training goes on without it
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"the compiled kernel of the loss is not used: {reason[:200]}", stacklevel=2)
+        return cross_entropy_
+    return kernel

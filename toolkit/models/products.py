@@ -1,0 +1,63 @@
+"""Matrix products of 16-bit factors with fp32 results, where the device has them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+
+
+def write_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """out = a @ b. Factors of 16 bits are not rounded on the way to an fp32 ``out``, where the device can."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif out.dtype == torch.float32 and _has_fp32_results(a):
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    else:
+        out.copy_(a @ b)
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, with total in fp32."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif not _has_fp32_results(a):
+        total += a @ b
+    elif holds_values(total):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:  # which has no such kernel
+        total += torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _has_fp32_results(a: torch.Tensor) -> bool:
+    if a.device.type != "cuda":
+        return False
+    return not holds_values(a) or _check_fp32_results(a.device, a.dtype)
+
+
+def holds_values(tensor: torch.Tensor) -> bool:
+    """False for meta tensors and FakeTensors, with which costs are counted."""
+    return type(tensor) is torch.Tensor and not tensor.is_meta
+
+
+@functools.cache
+def _check_fp32_results(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products with ``out_dtype`` are those of fp32 factors. Older versions of torch do not add to fp32.
+
+    Waits for the device, once per process. Not tried on CUDA.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a, b, start = (torch.randn(64, 64, generator=generator).to(device) for _ in range(3))
+    a, b = a.to(dtype), b.to(dtype)
+    out, total = torch.empty_like(start), start.clone()
+    try:
+        torch.mm(a, b.t(), out_dtype=torch.float32, out=out)
+        torch.addmm(total, a.t(), b, out_dtype=torch.float32, out=total)
+        torch.testing.assert_close(out, a.float() @ b.float().t(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(total, start + a.float().t() @ b.float(), rtol=1e-3, atol=1e-3)
+    except Exception as error:  # the message depends on the version of torch
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"the head's products are rounded to 16 bits: {reason[:200]}", stacklevel=2)
+        return False
+    return True
