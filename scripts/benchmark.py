@@ -43,16 +43,18 @@ from benchmark_products import (
 )  # fmt: skip
 
 from toolkit.errors import UserError, did_you_mean
-from toolkit.models.config import ModelConfig
+from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.families import get_config
 
 VOCAB_SIZE = 8192  # for models without a vocab_size of their own
-NOTES = [
+NOTES_ON_TIME = [
     "tokens/s: median step after the warm-up, by the product's own clock. toolkit's includes data loading; "
     "LitGPT's (iter_time) and the Trainer's (callback) start after data loading.",
     "end to end: from the end of one step to the end of the next, including data loading and logging for all.",
     "LitGPT's own Tok/sec line is not used: it divides by a timestamp.",
     "Memory: allocated on CUDA; on a CPU the resident set size, for LitGPT including its final save.",
+]
+NOTES_ON_SETTINGS = [
     f"AdamW, weight decay {WEIGHT_DECAY} (toolkit: matrices; Trainer: no biases and norms; LitGPT: everything), "
     f"betas {BETAS}, clip {MAX_NORM}; every step logged; no validation or checkpoint during the measured steps.",
     "glibc keeps freed memory in all products: toolkit configures it (on a CPU), the peers get "
@@ -133,6 +135,21 @@ def measure(work: Work, config: ModelConfig, pythons: dict[str, str], rounds: in
     return measured
 
 
+def measure_case(
+    work: Work,
+    config: ModelConfig,
+    pythons: dict[str, str],
+    environments: dict[str, dict[str, str]],
+    rounds: int,
+) -> dict[str, Any]:
+    """Measure one case in turns, and return what ``--format json`` prints.
+
+    ``pythons`` and ``environments`` come from :func:`find_pythons`, ``config`` from :func:`choose_config`.
+    """
+    host = machine()  # before the runs increase the load
+    return build_report(work, measure(work, config, pythons, rounds), environments, host)
+
+
 def summarize(values: list[float]) -> dict[str, Any]:
     return {"median": median(values), "min": min(values), "max": max(values), "rounds": values}
 
@@ -150,7 +167,7 @@ def build_report(
         "work": asdict(work),
         "machine": host,
         "environments": environments,
-        "notes": NOTES,
+        "notes": NOTES_ON_TIME if work.as_shipped else NOTES_ON_TIME + NOTES_ON_SETTINGS,
         "products": {
             product: {"parameters": runs[0].parameters}
             | {figure: summarize([getattr(run, figure) for run in runs]) for figure in figures}
@@ -180,9 +197,10 @@ def usable_cpus() -> int:
 
 def format_table(result: dict[str, Any]) -> str:
     work, host = result["work"], result["machine"]
+    settings = "each as shipped" if work["as_shipped"] else f"{work['precision']}, compiler {work['compiler']}"
     lines = [
         f"{work['model']}: {result['products']['toolkit']['parameters']:,} parameters; sequence {work['seq_length']}, "
-        f"batch {work['batch_size']}, {work['precision']}, compiler {work['compiler']}; steps "
+        f"batch {work['batch_size']}, {settings}; steps "
         f"{work['warmup_steps'] + 1} to {work['steps']}; {work['threads']} threads; {host['cpu']}, "
         f"{host['cpus']} CPUs, load before {host['load']}",
         "",
@@ -234,6 +252,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--warmup_steps", type=int, default=10, help="first steps to exclude (%(default)s)")
     add("--rounds", type=int, default=3, help="runs of each product (%(default)s)")
     add("--threads", type=int, default=usable_cpus(), help="OMP_NUM_THREADS of all products (%(default)s)")
+    add("--model_config", metavar="JSON", default={}, type=json.loads, help="fields that override the architecture")
+    add("--as_shipped", action="store_true", help="run each product with its own defaults, on the same tokens")
     add("--peers", default="", help=f"any of {','.join(PEERS)}; litgpt-shipped is always compiled")
     add("--litgpt_python", metavar="PATH", help="Python of an environment with LitGPT")
     add(
@@ -262,7 +282,11 @@ def choose_config(args: argparse.Namespace) -> ModelConfig:
     Raises:
         UserError: The name is unknown, or a product does not support the model or precision.
     """
-    config = get_config(args.model).with_vocab_size(VOCAB_SIZE)
+    known = [f.name for f in fields(ModelOverrides)]
+    for name in args.model_config:
+        if name not in known:
+            raise UserError(f"--model_config {name}: is not a field of the architecture{did_you_mean(name, known)}")
+    config = get_config(args.model).override(ModelOverrides(**args.model_config)).with_vocab_size(VOCAB_SIZE)
     if args.seq_length > config.block_size:
         raise UserError(f"--seq_length {args.seq_length}: {config.name} takes at most {config.block_size} tokens")
     if any(peer.startswith("litgpt") for peer in args.peers):
@@ -308,8 +332,7 @@ def main(argv: list[str] | None = None) -> int:
         config = choose_config(args)
         pythons, environments = find_pythons(args)
         work = Work(**{f.name: getattr(args, f.name) for f in fields(Work)})
-        host = machine()  # before the runs increase the load
-        result = build_report(work, measure(work, config, pythons, args.rounds), environments, host)
+        result = measure_case(work, config, pythons, environments, args.rounds)
         print(json.dumps(result, indent=2) if args.format == "json" else format_table(result))
         return 0
     except UserError as error:

@@ -65,29 +65,32 @@ def main(settings_file: str, result_file: str) -> None:
     config.use_cache = False
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     precision = settings["precision"]
-    if precision == "bf16-true":
+    if precision == "bf16-true" and not settings["as_shipped"]:
         model = model.to(torch.bfloat16)
     clock = Clock()
+    equal_settings = {
+        "learning_rate": settings["learning_rate"],
+        "weight_decay": settings["weight_decay"],
+        "adam_beta1": settings["betas"][0],
+        "adam_beta2": settings["betas"][1],
+        "max_grad_norm": settings["max_norm"],
+        "bf16": precision == "bf16-mixed",
+        "fp16": precision == "16-mixed",
+        "torch_compile": settings["compiler"] == "torch",
+        "logging_steps": 1,
+    }
     arguments = TrainingArguments(
         output_dir=settings["out_dir"],
         max_steps=settings["steps"],
         per_device_train_batch_size=settings["batch_size"],
-        learning_rate=settings["learning_rate"],
-        weight_decay=settings["weight_decay"],
-        adam_beta1=settings["betas"][0],
-        adam_beta2=settings["betas"][1],
-        max_grad_norm=settings["max_norm"],
-        bf16=precision == "bf16-mixed",
-        fp16=precision == "16-mixed",
         use_cpu=not torch.cuda.is_available(),
-        torch_compile=settings["compiler"] == "torch",
-        logging_steps=1,
         save_strategy="no",
         eval_strategy="no",
         report_to=[],
         disable_tqdm=True,
         dataloader_num_workers=0,
         seed=settings["seed"],
+        **({} if settings["as_shipped"] else equal_settings),
     )
     rows = TokenDataset(settings["tokens"], settings["seq_length"])
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[clock]).train()

@@ -13,7 +13,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,7 +54,11 @@ QUIET = {
 
 @dataclass
 class Work:
-    """The workload of a run."""
+    """The workload of a run.
+
+    ``model_config``: fields that override the named architecture. ``as_shipped``: each product starts as its README
+    starts it: model, tokens, batch and steps are the same, everything else is the product's default.
+    """
 
     model: str
     seq_length: int
@@ -64,6 +68,8 @@ class Work:
     steps: int
     warmup_steps: int
     threads: int
+    model_config: dict[str, Any] = field(default_factory=dict)
+    as_shipped: bool = False
 
     @property
     def tokens_per_step(self) -> int:
@@ -100,13 +106,18 @@ def run_toolkit(work: Work, config: ModelConfig, folder: Path, python: str) -> M
         "--data=LitData", f"--data.data_path={folder / 'tokens'}", "--data.split_names=null", "--data.num_workers=0",
         f"--train.max_steps={work.steps}", f"--train.max_seq_length={work.seq_length}",
         f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.batch_size}",
-        f"--train.learning_rate={LEARNING_RATE}", f"--train.max_norm={MAX_NORM}", "--train.log_interval=1",
-        "--train.save_interval=0", "--eval.interval=0", "--eval.final_validation=false",
-        "--optimizer.name=AdamW", f"--optimizer.weight_decay={WEIGHT_DECAY}", f"--optimizer.betas={list(BETAS)}",
-        f"--precision={work.precision}", f"--compiler={work.compiler}", f"--seed={SEED}",
+        "--train.log_interval=1", "--train.save_interval=0", "--eval.interval=0", "--eval.final_validation=false",
+        f"--seed={SEED}",
     ]  # fmt: skip
+    if not work.as_shipped:
+        command += [
+            f"--train.learning_rate={LEARNING_RATE}", f"--train.max_norm={MAX_NORM}", "--optimizer.name=AdamW",
+            f"--optimizer.weight_decay={WEIGHT_DECAY}", f"--optimizer.betas={list(BETAS)}",
+            f"--precision={work.precision}", f"--compiler={work.compiler}",
+        ]  # fmt: skip
     if get_config(work.model).vocab_size is None:
         command.append(f"--model_config.vocab_size={config.vocab_size}")
+    command += [f"--model_config.{name}={json.dumps(value)}" for name, value in work.model_config.items()]
     done = run_process("toolkit", command, folder, work.threads, {})
     return read_toolkit(out_dir / "logs" / "metrics.csv", done.output, work)
 
@@ -138,15 +149,18 @@ def run_litgpt(work: Work, config: ModelConfig, folder: Path, python: str, *, sh
         "--data=LitData", f"--data.data_path={folder / 'tokens'}", "--data.num_workers=0",
         f"--train.max_tokens={work.steps * work.tokens_per_step}", f"--train.max_seq_length={work.seq_length}",
         f"--train.global_batch_size={work.batch_size}", f"--train.micro_batch_size={work.batch_size}",
-        f"--train.tie_embeddings={str(config.tie_embeddings).lower()}", f"--train.max_norm={MAX_NORM}",
-        "--train.log_interval=1", "--train.lr_warmup_steps=1", f"--train.save_interval={10 * work.steps}",
+        f"--train.tie_embeddings={str(config.tie_embeddings).lower()}", "--train.log_interval=1",
+        "--train.lr_warmup_steps=1", f"--train.save_interval={10 * work.steps}",
         f"--eval.interval={10 * work.steps}", "--eval.max_iters=1", "--eval.initial_validation=false",
-        "--eval.final_validation=false", "--optimizer",
-        json.dumps({"class_path": "torch.optim.AdamW", "init_args": optimizer}),
-        f"--precision={work.precision}", "--devices=1", "--logger_name=csv", f"--seed={SEED}",
+        "--eval.final_validation=false", "--devices=1", "--logger_name=csv", f"--seed={SEED}",
     ]  # fmt: skip
-    eager = {} if shipped or work.compiler == "torch" else {"TORCH_COMPILE_DISABLE": "1"}
-    done = run_process("litgpt", command, folder, work.threads, MALLOC | eager)
+    if not work.as_shipped:
+        command += [
+            f"--train.max_norm={MAX_NORM}", "--optimizer",
+            json.dumps({"class_path": "torch.optim.AdamW", "init_args": optimizer}), f"--precision={work.precision}",
+        ]  # fmt: skip
+    eager = {} if shipped or work.as_shipped or work.compiler == "torch" else {"TORCH_COMPILE_DISABLE": "1"}
+    done = run_process("litgpt", command, folder, work.threads, eager | peer_allocator(work))
     (metrics,) = (out_dir / "logs").rglob("metrics.csv")
     return read_litgpt(metrics, done, work)
 
@@ -201,8 +215,14 @@ def run_transformers(work: Work, config: ModelConfig, folder: Path, python: str)
         )
     )  # fmt: skip
     worker = Path(__file__).resolve().parent / "benchmark_peers.py"
-    run_process("transformers", [python, str(worker), str(settings), str(result)], folder, work.threads, MALLOC)
+    command = [python, str(worker), str(settings), str(result)]
+    run_process("transformers", command, folder, work.threads, peer_allocator(work))
     return read_transformers(json.loads(result.read_text()), work)
+
+
+def peer_allocator(work: Work) -> dict[str, str]:
+    """glibc keeps freed memory, as toolkit has it, unless the products run as shipped."""
+    return {} if work.as_shipped else MALLOC
 
 
 def read_transformers(result: dict[str, Any], work: Work) -> Measurement:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,12 +131,38 @@ def test_peers_get_the_malloc_settings_of_toolkit(monkeypatch):
         ("--steps 10 --warmup_steps 10", "--warmup_steps 10: must be"),
         ("--batch_size 0", "--batch_size 0: must be at least 1"),
         ("--batchsize 4", "--batchsize"),
+        ('--model_config {"n_layers":2}', "--model_config n_layers: is not a field of the architecture; did you mean"),
     ],
 )
 def test_user_error_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert benchmark.main(arguments.split()) == 2
     printed = capsys.readouterr()
     assert message in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
+
+
+def test_as_shipped_products_get_only_the_work(monkeypatch, tmp_path):
+    """The same model, tokens and steps; no setting that a README does not name."""
+    commands = {}
+
+    def run_process(product, command, folder, threads, extra):
+        commands[product] = " ".join(command)
+        if product == "transformers":
+            commands[product] += Path(command[2]).read_text()
+        assert extra == ({} if work.as_shipped or product == "toolkit" else products.MALLOC | extra)
+        raise products.RunFailedError
+
+    monkeypatch.setattr(products, "run_process", run_process)
+    config = get_config("pythia-14m")
+    for as_shipped in (False, True):
+        work = replace(WORK, as_shipped=as_shipped, model_config={"n_layer": 2})
+        for run in products.PRODUCTS.values():
+            with pytest.raises(products.RunFailedError):
+                run(work, config, tmp_path, "python")
+        for product in ("toolkit", "litgpt"):
+            for option in ("--precision", "--optimizer", "--train.max_norm"):
+                assert (option in commands[product]) is not as_shipped, (product, option)
+        assert "--model_config.n_layer=2" in commands["toolkit"]
+        assert f'"as_shipped": {str(as_shipped).lower()}' in commands["transformers"]
 
 
 def test_failed_peer_is_reported_with_the_end_of_its_output(tmp_path):
