@@ -99,7 +99,9 @@ def _pointwise(
     return losses, grad.masked_fill(ignored[:, None], 0.0).to(dtype)
 
 
-def choose_cross_entropy(logits: torch.Tensor, bias: torch.Tensor | None, softcap: float | None, dtype: torch.dtype):
+def choose_cross_entropy(
+    logits: torch.Tensor, bias: torch.Tensor | None, softcap: float | None, dtype: torch.dtype
+) -> CrossEntropy:
     """Return the compiled kernel where it works on this device, else :func:`cross_entropy_`.
 
     It reads the logits twice and writes a 16-bit gradient, where torch's own kernels read and write fp32 six times.

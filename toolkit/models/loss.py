@@ -22,7 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from toolkit.models.cross_entropy import LARGEST_EXACT_LOSS, choose_cross_entropy, cross_entropy_
+from toolkit.models.cross_entropy import LARGEST_EXACT_LOSS, CrossEntropy, choose_cross_entropy, cross_entropy_
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.products import add_product, write_product
 
@@ -127,7 +127,7 @@ def _loss_and_grads(
     chunks = _chunks(targets.numel(), chunk_rows(vocab_size, device))
     # one buffer for all chunks: a new allocation for each would cost a page fault per 4 KiB
     buffer = torch.empty(max((c.stop - c.start for c in chunks), default=0), vocab_size, device=device)
-    cross_entropy = cross_entropy_
+    cross_entropy: CrossEntropy = cross_entropy_
     if compiled and grad_dtype is not None:
         cross_entropy = choose_cross_entropy(buffer, bias, softcap, grad_dtype)
     for chunk in chunks:
