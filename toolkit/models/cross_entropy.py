@@ -86,8 +86,10 @@ def _pointwise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`cross_entropy_`, in a form that torch.compile fuses into one kernel."""
     z = logits if bias is None else logits + bias
-    tanh = None if softcap is None else torch.tanh(z / softcap)
-    z = z if tanh is None else tanh * softcap
+    slope = None
+    if softcap is not None:
+        tanh = torch.tanh(z / softcap)
+        z, slope = tanh * softcap, 1 - tanh.square()
     largest = z.amax(1, keepdim=True)
     exponentials = (z - largest).exp()
     total = exponentials.sum(1, keepdim=True)
@@ -95,7 +97,7 @@ def _pointwise(
     losses = (total.log() + largest - z.gather(1, at)).squeeze(1).masked_fill(ignored, 0.0)
     is_target = torch.arange(z.size(1), device=z.device) == at
     grad = exponentials / total - is_target.to(z.dtype)
-    grad = grad if tanh is None else grad * (1 - tanh.square())
+    grad = grad if slope is None else grad * slope
     return losses, grad.masked_fill(ignored[:, None], 0.0).to(dtype)
 
 
