@@ -69,11 +69,10 @@ STYLES = {
 }  # fmt: skip
 
 
-def make_model(style: str, seed: int = 0) -> GPT:
+def make_model(style: str, seed: int = 0, block_size: int = 48) -> GPT:
     torch.manual_seed(seed)
-    config = ModelConfig(
-        name=style, block_size=48, vocab_size=101, n_layer=2, n_head=4, n_embd=64, intermediate_size=96, **STYLES[style]
-    )
+    sizes = {"block_size": block_size, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 64}
+    config = ModelConfig(name=style, **sizes, intermediate_size=96, **STYLES[style])
     model = GPT(config)
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2 or name.endswith("sinks"):

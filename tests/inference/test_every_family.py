@@ -7,7 +7,7 @@ from helpers.tiny_configs import HF_CONFIGS
 
 from tests.inference.conftest import greedy_without_cache
 from toolkit.checkpoints.folder import load_model
-from toolkit.inference import generate as module
+from toolkit.inference import decode as module
 from toolkit.inference.generate import generate
 
 transformers = pytest.importorskip("transformers")

@@ -4,7 +4,7 @@ from lightning.fabric import Fabric
 
 from tests.inference.conftest import greedy_without_cache, make_model
 from toolkit.errors import GuardError, UserError
-from toolkit.inference import generate as module
+from toolkit.inference import decode as module
 from toolkit.inference.generate import generate
 from toolkit.inference.kv_cache import KVCache
 from toolkit.models.config import ModelConfig

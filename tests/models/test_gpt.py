@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.cases import slow_except
 
+from toolkit.inference.kv_cache import KVCache
 from toolkit.models import attention
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
@@ -33,28 +34,15 @@ def ids(batch: int = 2, length: int = 24) -> torch.Tensor:
     return torch.randint(0, 100, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-class GrowingCache:
-    """A minimal implementation of LayerCache."""
-
-    def __init__(self) -> None:
-        self.length, self.k, self.v = 0, None, None
-
-    def update(self, k, v):
-        self.k = k if self.k is None else torch.cat((self.k, k), dim=2)
-        self.v = v if self.v is None else torch.cat((self.v, v), dim=2)
-        self.length += k.size(2)
-        return self.k, self.v
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("pieces", [(24,), (1,) * 24, (10, 1, 1, 12), (1, 23)])
 @pytest.mark.parametrize("style", STYLES)
 def test_cached_forward_equals_uncached(style, pieces):
     model, x = small(style), ids()
-    cache = [GrowingCache() for _ in range(2)]
+    cache = KVCache(model.config, 2, 24)
     outputs = [model(part, kv_cache=cache) for part in x.split(pieces, dim=1)]
     torch.testing.assert_close(torch.cat(outputs, dim=1), model(x), rtol=1e-4, atol=1e-5)
-    assert cache[0].length == 24 and cache[0].k.shape == (2, model.config.n_query_groups, 24, 16)
+    assert cache.length == 24
 
 
 @torch.no_grad()
@@ -83,7 +71,7 @@ def test_sequence_beyond_block_size_is_rejected():
     model = small("llama")
     with pytest.raises(ValueError, match="sequence length 41 exceeds .* 40"):
         model(ids(1, 41))
-    cache = [GrowingCache() for _ in range(2)]
+    cache = KVCache(model.config, 1, 41)
     model(ids(1, 40), kv_cache=cache)
     with pytest.raises(ValueError, match="sequence length 41"):
         model(ids(1, 1), kv_cache=cache)

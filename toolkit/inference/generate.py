@@ -1,24 +1,25 @@
-"""Continue a sequence of tokens, one at a time."""
+"""Continue one prompt or several."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from toolkit.distributed import ranks
-from toolkit.distributed.device import without_cudnn_attention
 from toolkit.errors import UserError, require_option
+from toolkit.inference.decode import decode
 from toolkit.inference.kv_cache import KVCache
-from toolkit.inference.sampling import check_sampling, sample
+from toolkit.inference.sampling import check_sampling
 
 if TYPE_CHECKING:
     from toolkit.models.gpt import GPT
 
-PREFILL = 512  # prompt tokens per forward pass, to bound the memory of the logits
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def generate(
@@ -32,7 +33,7 @@ def generate(
     eos_ids: Collection[int] = (),
     seed: int | None = None,
     cache: KVCache | None = None,
-    notice: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+    notice: Callable[[str], None] = _print,
 ) -> Iterator[int]:
     """Yield the tokens that follow a prompt.
 
@@ -56,62 +57,88 @@ def generate(
         UserError: At the call: a setting is out of range, or the prompt is empty or too long.
         GuardError: The logits contain NaN or Inf.
     """
-    check_sampling(temperature, top_k, top_p)
-    require_option(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be greater than zero")
-    length, limit = prompt_ids.numel(), model.config.block_size
-    if length == 0:
-        raise UserError("--prompt: is empty; provide at least one token")
-    if length >= limit:
-        raise UserError(f"--prompt: has {length} tokens; the model's context of {limit} leaves no room for new ones")
-    assert cache is None or cache.length < length
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "vocab_size": model.config.vocab_size}
-    count = min(max_new_tokens, limit - length)
-    return _generate(model, prompt_ids, count, max_new_tokens, settings, set(eos_ids), seed, cache, notice)
+    rows = generate_batch(
+        model, [prompt_ids], max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        eos_ids=eos_ids, seeds=[seed], cache=cache, notice=notice,
+    )  # fmt: skip
+    return _first_row(rows)
 
 
-def prefill(model: GPT, ids: Tensor, cache: KVCache) -> Tensor:
-    """Fill the KV cache with all but the last token of each sequence; return the last tokens.
+def generate_batch(
+    model: GPT,
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    eos_ids: Collection[int] = (),
+    seeds: Sequence[int | None] | None = None,
+    cache: KVCache | None = None,
+    notice: Callable[[str], None] = _print,
+) -> Generator[list[int | None], None, None]:
+    """Continue several prompts together; yield the next token of each row, None for rows that have ended.
 
-    Cached tokens are recomputed if they were computed with other longrope factors than this sequence length needs.
+    Each row is what :func:`generate` yields for its prompt and seed alone, up to rounding in the matrix products.
+    Shorter prompts are padded on the left; the padding is masked and has no position. Ends when all rows have ended.
 
     Args:
-        model: See :func:`generate`.
-        ids: (B, T), int64; longer than the cache.
-        cache: KV cache of the first tokens.
+        prompts: (T,) int64 each, T >= 1, of any lengths.
+        seeds: Sampling seed of each row; None for torch's default generator.
+        cache: See :func:`generate`; only with one prompt.
 
-    Returns:
-        (B, 1): the next inputs of the model.
+    The others, and errors: see :func:`generate`. Where the model's rows are not independent
+    (:class:`~toolkit.models.gpt.GPT`), pass one prompt.
     """
-    length, original_max = ids.size(1), model.config.original_max_position
-    cached_for = max(cache.sequence_length, cache.length)
-    if original_max is not None and (cached_for > original_max) != (length > original_max):
-        cache.truncate(0)
-    cache.sequence_length = length
-    for chunk in ids[:, cache.length : -1].split(PREFILL, dim=1):
-        if chunk.size(1):
-            model(chunk, kv_cache=cache, sequence_length=length)
-    return ids[:, -1:]
+    check_sampling(temperature, top_k, top_p)
+    require_option(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be greater than zero")
+    limit = model.config.block_size
+    for length in map(len, prompts):
+        if length == 0:
+            raise UserError("--prompt: is empty; provide at least one token")
+        if length >= limit:
+            hint = f"the model's context of {limit} leaves no room for new ones"
+            raise UserError(f"--prompt: has {length} tokens; {hint}")
+    assert cache is None or (len(prompts) == 1 and cache.length < len(prompts[0]))
+    assert len(prompts) == 1 or model.is_row_independent
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "vocab_size": model.config.vocab_size}
+    counts = [min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
+    seeds = [None] * len(prompts) if seeds is None else seeds
+    return _ended_rows(model, prompts, counts, max_new_tokens, settings, set(eos_ids), seeds, cache, notice)
 
 
-# not inference_mode: cached tensors of the model may later be used in training, which rejects inference tensors
-@torch.no_grad()
-def _generate(model, prompt_ids, count, max_new_tokens, settings, eos_ids, seed, cache, notice) -> Iterator[int]:
-    weight = model.get_parameter("transformer.wte.weight")  # the head's weight may be quantized
-    device = weight.device
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    ids = prompt_ids.to(device).view(1, -1)
-    max_length = ids.numel() + count
-    if cache is None:
-        cache = KVCache(model.config, 1, max_length, device, weight.dtype)
-    cache.reserve(max_length)
-    cache.prompt, cache.seed = ids, seed or 0
-    for _ in range(count):
-        with without_cudnn_attention():  # the length of the cache changes with every token
-            logits = model(prefill(model, ids, cache), kv_cache=cache)[:, -1]
-        token = ranks.broadcast_from_rank0(int(sample(logits, **settings, generator=generator)))
-        if token in eos_ids:
-            return
-        yield token
-        ids = torch.cat([ids, torch.tensor([[token]], device=device)], dim=1)
-    if count < max_new_tokens:
-        notice(f"stopped after {count} new tokens: the model's context of {model.config.block_size} tokens is full")
+def _first_row(rows: Generator[list[int | None], None, None]) -> Iterator[int]:
+    with closing(rows):
+        for (token,) in rows:
+            if token is None:
+                return
+            yield token
+
+
+def _ended_rows(
+    model: GPT,
+    prompts: Sequence[Tensor],
+    counts: list[int],
+    max_new_tokens: int,
+    settings: dict[str, Any],
+    eos_ids: set[int],
+    seeds: Sequence[int | None],
+    cache: KVCache | None,
+    notice: Callable[[str], None],
+) -> Generator[list[int | None], None, None]:
+    """Yield the tokens of rows that have not ended, see :func:`generate_batch`."""
+    with closing(decode(model, prompts, max(counts), settings, seeds, cache, notice)) as steps:
+        has_ended = [False] * len(prompts)
+        for step, tokens in enumerate(steps, 1):
+            has_ended = [ended or token in eos_ids for ended, token in zip(has_ended, tokens, strict=True)]
+            if all(has_ended):
+                return
+            yield [None if ended else token for ended, token in zip(has_ended, tokens, strict=True)]
+            for row, count in enumerate(counts):
+                if step == count < max_new_tokens and not has_ended[row]:
+                    name = f"prompt {row + 1}: " if len(prompts) > 1 else ""
+                    context = f"the model's context of {model.config.block_size} tokens is full"
+                    notice(f"{name}stopped after {count} new tokens: {context}")
+                has_ended[row] |= step == count
+            if all(has_ended):
+                return

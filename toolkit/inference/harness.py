@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +18,9 @@ from tqdm import tqdm
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
-from toolkit.inference.generate import PREFILL, prefill
+from toolkit.inference.decode import PREFILL
+from toolkit.inference.generate import generate_batch
 from toolkit.inference.kv_cache import KVCache
-from toolkit.inference.sampling import sample
 from toolkit.inference.text import require_embedded, stop_tokens
 from toolkit.models.gpt import GPT
 
@@ -35,8 +36,8 @@ class HarnessLM(TemplateLM):
     Args:
         model: In evaluation mode; may be wrapped by Fabric.
         tokenizer: The model's tokenizer.
-        batch_size: Sequences per forward pass; 1 with longrope, because padding would change the RoPE factors of
-            shorter sequences.
+        batch_size: Sequences per forward pass; for likelihoods 1 with longrope, because padding would change the RoPE
+            factors of shorter sequences.
         template: Chat template for tasks in chat format.
         notice: Called with one line for the user.
 
@@ -60,6 +61,7 @@ class HarnessLM(TemplateLM):
         self._model, self._tokens = model, tokenizer
         self._end, self._prefix = end, end if bos is None else bos
         self._batch_size = batch_size if model.config.original_max_position is None else 1
+        self._rows_together = batch_size if model.is_row_independent else 1
         self._template, self._notice, self._has_warned = template, notice, False
         weight = model.get_parameter("transformer.wte.weight")
         self._device, self._dtype = weight.device, weight.dtype
@@ -207,7 +209,7 @@ class HarnessLM(TemplateLM):
                     "leaves no room for a prompt"
                 )
             prompts = {i: self.tok_encode(requests[i].args[0])[limit - self.max_length :] for i in members}
-            for batch in _batches(sorted(members, key=lambda i: -len(prompts[i])), self._batch_size):
+            for batch in _batches(sorted(members, key=lambda i: -len(prompts[i])), self._rows_together):
                 answers = self._continue([prompts[i] for i in batch], stops, limit, sampling)
                 for i, answer in zip(batch, answers, strict=True):
                     results[i] = answer
@@ -215,34 +217,26 @@ class HarnessLM(TemplateLM):
         progress.close()
         return results
 
-    @torch.no_grad()
     def _continue(self, prompts: list[list[int]], stops: list[str], limit: int, sampling: dict[str, Any]) -> list[str]:
-        """Generate from prompts of unequal length.
-
-        Each row consumes its prompt tokens before its sampled ones, so no row is left-padded.
-        """
-        rows = [list(prompt or [self.prefix_token_id]) for prompt in prompts]
-        starts, is_done = [len(row) for row in rows], [False] * len(rows)
-        config = self._model.config
-        cache = KVCache(config, len(rows), max(starts) + limit, self._device, self._dtype)
+        """Generate from prompts of any lengths."""
+        rows = [torch.tensor(prompt or [self.prefix_token_id]) for prompt in prompts]
+        answers: list[list[int]] = [[] for _ in rows]
+        is_done = [False] * len(rows)
         tail = 4 * max(map(len, stops), default=0) + 8  # number of last tokens that must contain a stop string
-        ids = torch.tensor([row[: min(starts)] for row in rows], device=self._device)
-        while not all(is_done):
-            logits = self._model(prefill(self._model, ids, cache), kv_cache=cache)[:, -1]
-            sampled = sample(logits, vocab_size=config.vocab_size, **sampling).tolist()
-            for i, row in enumerate(rows):
-                if is_done[i] or len(row) > cache.length:
-                    continue
-                if sampled[i] not in self._eos_ids:
-                    row.append(sampled[i])
-                text = self._tokens.decode(row[starts[i] :][-tail:])
-                is_full = len(row) - starts[i] >= limit
-                is_done[i] = sampled[i] in self._eos_ids or is_full or any(stop in text for stop in stops)
-            next_ids = [row[cache.length] if cache.length < len(row) else 0 for row in rows]
-            ids = torch.cat([ids, torch.tensor(next_ids, device=self._device)[:, None]], dim=1)
-        return [
-            _truncate_at_stop(self._tokens.decode(row[start:]), stops) for row, start in zip(rows, starts, strict=True)
-        ]
+        steps = generate_batch(
+            self._model, rows, max_new_tokens=limit, eos_ids=self._eos_ids, notice=self._notice, **sampling
+        )
+        with closing(steps):
+            for tokens in steps:
+                for i, token in enumerate(tokens):
+                    if not is_done[i] and token is not None:
+                        answers[i].append(token)
+                        text = self._tokens.decode(answers[i][-tail:])
+                        is_done[i] = any(stop in text for stop in stops)
+                    is_done[i] |= token is None
+                if all(is_done):
+                    break
+        return [_truncate_at_stop(self._tokens.decode(answer), stops) for answer in answers]
 
 
 def _batches(items: list[T], size: int) -> Iterator[list[T]]:

@@ -13,6 +13,9 @@ from toolkit.models.config import ModelConfig
 class LayerCache:
     """Keys and values of one layer, (batch, groups, max_length, width), filled up to ``length`` positions.
 
+    With ``position``, (1,) int64, shapes are fixed: one new position per update is written there, and all
+    ``max_length`` positions are returned, of which the caller masks the later ones. ``length`` is then the caller's.
+
     Args:
         shape: (batch, groups, max_length).
         widths: Widths of keys and values; with latent attention, those of latent and shared rotary key.
@@ -25,6 +28,7 @@ class LayerCache:
     ) -> None:
         self.keys, self.values = (torch.zeros(*shape, width, device=device, dtype=dtype) for width in widths)
         self.length = 0
+        self.position: Tensor | None = None
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys and values of T new positions.
@@ -40,6 +44,8 @@ class LayerCache:
         Raises:
             ValueError: The cache is full.
         """
+        if self.position is not None:
+            return self.keys.index_copy_(2, self.position, k), self.values.index_copy_(2, self.position, v)
         end = self.length + k.size(2)
         if end > self.keys.size(2):
             raise ValueError(f"{end} positions do not fit into a KV cache of {self.keys.size(2)}")
@@ -70,6 +76,7 @@ class KVCache:
         prompt: (B, T) int64: the complete prompt, of which a forward pass may see only a part; None if unknown.
         seed: The sampling seed, the same on all ranks; 0 without one.
         state: For a model to keep what belongs to the cached sequence.
+        starts: See :class:`toolkit.models.attention.KVCache`.
     """
 
     def __init__(
@@ -85,10 +92,11 @@ class KVCache:
         if (latent := config.latent_attention) is not None:
             groups, widths = 1, (latent["kv_lora_rank"], latent["qk_rope_head_dim"])
         shape = (batch_size, groups, max_length)
-        self.sequence_length = 0  # length of the sequence the cache was computed for, see generate.prefill
+        self.long_rows: list[bool] | None = None  # see decode.prefill
         self.prompt: Tensor | None = None
         self.seed = 0
         self.state: dict[str, Any] = {}
+        self.starts: Tensor | None = None
         self.layers = [LayerCache(shape, widths, device, dtype) for _ in range(config.n_layer)]
 
     def __getitem__(self, layer: int) -> LayerCache:
@@ -98,9 +106,29 @@ class KVCache:
         return len(self.layers)
 
     @property
+    def capacity(self) -> int:
+        """Number of positions allocated."""
+        return self.layers[0].keys.size(2)
+
+    @property
+    def position(self) -> Tensor | None:
+        """(1,) int64: where the next position goes, if shapes are fixed. Set it between two forward passes."""
+        return self.layers[0].position
+
+    @position.setter
+    def position(self, position: Tensor | None) -> None:
+        for layer in self.layers:
+            layer.position = position
+
+    @property
     def length(self) -> int:
         """Number of positions cached in all layers; an interrupted forward pass fills only some layers."""
         return min(layer.length for layer in self.layers)
+
+    def advance(self, count: int) -> None:
+        """Count new positions that a pass with fixed shapes has written."""
+        for layer in self.layers:
+            layer.length += count
 
     def truncate(self, length: int) -> None:
         """Drop the positions from ``length`` on.

@@ -1,6 +1,8 @@
-"""Sampling of the next token."""
+"""Sampling of the next token, on the device of the logits and without waiting for it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +10,8 @@ from torch import Tensor
 from toolkit.errors import GuardError, require_option
 
 MIN_TEMPERATURE = 1e-6  # below it sampling is greedy, and fp32 would overflow
+NONFINITE = -1
+"""Instead of a token: the logits of the row contain NaN or Inf."""
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
@@ -18,6 +22,20 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
     require_option(0 < top_p <= 1, "top_p", top_p, "must be greater than 0 and at most 1; 1 disables it")
 
 
+def draw_uniforms(seeds: Sequence[int | None], count: int) -> Tensor:
+    """Return uniform numbers in [0, 1), (B, count) fp64 on the CPU: row b depends only on seed b, on every device.
+
+    Args:
+        seeds: One per row; None: drawn from torch's default generator.
+        count: Numbers per row, one for each token.
+    """
+    rows = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+        rows.append(torch.rand(count, dtype=torch.float64, generator=generator))
+    return torch.stack(rows)
+
+
 def sample(
     logits: Tensor,
     *,
@@ -25,7 +43,7 @@ def sample(
     top_k: int | None = None,
     top_p: float = 1.0,
     vocab_size: int | None = None,
-    generator: torch.Generator | None = None,
+    uniform: Tensor | None = None,
 ) -> Tensor:
     """Sample one token per row.
 
@@ -36,27 +54,46 @@ def sample(
         top_p: Sample from the smallest set of most likely tokens whose probabilities, after temperature and top_k, sum
             to at least this (nucleus sampling, arXiv:1904.09751); 1: all.
         vocab_size: Ids from this on are vocabulary padding and never sampled.
-        generator: Generator on the device of the logits.
+        uniform: (B,), uniform in [0, 1): selects the token by its place in the cumulative distribution. Needed unless
+            greedy.
 
     Returns:
-        Ids, (B,) int64.
+        Ids, (B,) int64; :data:`NONFINITE` where the logits of a row contain NaN or Inf.
 
     Raises:
         UserError: A setting is out of range.
-        GuardError: The logits contain NaN or Inf.
     """
     check_sampling(temperature, top_k, top_p)
     logits = logits[:, :vocab_size].float()
-    if not torch.isfinite(logits).all():
-        raise GuardError("the model's logits are not finite: its weights are damaged, or the precision is too low")
     if temperature == 0:
-        return logits.argmax(-1)
-    # most likely first; ids[b, j] is the token of column j
-    count = min(top_k, logits.size(-1)) if top_k else logits.size(-1)
-    logits, ids = logits.topk(count) if top_k else logits.sort(descending=True, stable=True)
-    probabilities = torch.softmax(logits / max(temperature, MIN_TEMPERATURE), dim=-1)
-    before = probabilities.cumsum(-1) - probabilities  # the sum over all more likely tokens
+        ids = logits.argmax(-1)
+    else:
+        assert uniform is not None
+        ids = _sample(logits / max(temperature, MIN_TEMPERATURE), top_k, top_p, uniform)
+    return torch.where(logits.sum(-1).isfinite(), ids, NONFINITE)  # one Inf or NaN makes the sum Inf or NaN
+
+
+def _sample(logits: Tensor, top_k: int | None, top_p: float, uniform: Tensor) -> Tensor:
+    """The token where the cumulative probability exceeds ``uniform`` times the total; (B, V), (B,) -> (B,)."""
+    ids: Tensor | None = None  # ids[b, j] is the token of column j, most likely first; None: column j is token j
+    if top_k:
+        logits, ids = logits.topk(min(top_k, logits.size(-1)))
+    elif top_p < 1:
+        logits, ids = logits.sort(descending=True, stable=True)
+    probabilities = torch.softmax(logits, dim=-1)
     if top_p < 1:
+        before = probabilities.cumsum(-1) - probabilities  # the sum over all more likely tokens
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)  # always keeps the first
-    sampled = torch.multinomial(probabilities, 1, generator=generator)
-    return ids.gather(-1, sampled).squeeze(-1)
+    # the last of many small probabilities would be lost in a sum in fp32; MPS has no fp64
+    dtype = torch.float32 if logits.device.type == "mps" else torch.float64
+    cumulative = probabilities.cumsum(-1, dtype=dtype)
+    below_one = uniform.to(dtype).clamp(max=1 - torch.finfo(dtype).eps / 2)  # fp64 may be rounded to 1 in fp32
+    threshold = below_one[:, None] * cumulative[:, -1:]
+    column = torch.searchsorted(cumulative, threshold, right=True).clamp(max=logits.size(-1) - 1)
+    return (column if ids is None else ids.gather(-1, column)).squeeze(-1)
+
+
+def require_finite(tokens: Sequence[int]) -> None:
+    """Raise GuardError for :data:`NONFINITE` among sampled tokens."""
+    if NONFINITE in tokens:
+        raise GuardError("the model's logits are not finite: its weights are damaged, or the precision is too low")

@@ -24,6 +24,24 @@ class LayerCache(Protocol):
         """Append k and v, (B, n_query_groups, T, head_size) each, and return all cached ones, (..., length, ...)."""
 
 
+class KVCache(Protocol):
+    """One :class:`LayerCache` per block.
+
+    Attributes:
+        starts: (B,), int64, the first token of each left-padded row; None without padding.
+        position: (1,), int64, where the one new token of each row goes, if shapes are fixed: then layers return
+            all ``capacity`` positions, of which a mask hides the later ones. None if the cache grows.
+    """
+
+    starts: torch.Tensor | None
+    position: torch.Tensor | None
+
+    @property
+    def capacity(self) -> int: ...
+
+    def __getitem__(self, layer: int) -> LayerCache: ...
+
+
 class CausalSelfAttention(nn.Module):
     """proj(attention(q, k, v)). ``qkv`` projects to all queries, then all keys, then all values."""
 
@@ -134,12 +152,15 @@ def fused_attention(
     Args:
         q: (B, n_head, T, width).
         k: (B, n_query_groups, keys, width); v the same.
-        mask, is_causal, scale: As in torch's function.
+        mask, is_causal, scale: As in torch's function; the mask is the same for all heads.
 
     Returns:
         (B, n_head, T, width), in the dtype of q.
     """
     repeats, enable_gqa = q.size(1) // k.size(1), False
+    if repeats > 1 and q.size(2) == 1 and not is_causal:  # the heads of a group as queries: every kernel supports it
+        y = F.scaled_dot_product_attention(q.view(k.size(0), k.size(1), repeats, -1), k, v, attn_mask=mask, scale=scale)
+        return y.view_as(q)
     if repeats > 1:  # not "enable_gqa = repeats > 1": a compiled block's sizes can be symbolic, and so would it be
         if sdpa_supports_gqa(q, mask):
             enable_gqa = True

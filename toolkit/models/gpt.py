@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
 from toolkit.errors import require_option
-from toolkit.models.attention import CausalSelfAttention, LayerCache
+from toolkit.models.attention import CausalSelfAttention, KVCache, LayerCache
 from toolkit.models.attention_choice import choose_kernel
 from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
@@ -18,7 +17,7 @@ from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.lora_layers import LoRALinear
 from toolkit.models.loss import head_loss
-from toolkit.models.masks import AttentionMask, AttentionMaskBuilder
+from toolkit.models.masks import AttentionMask, AttentionMaskBuilder, FixedShapeMaskBuilder
 from toolkit.models.mlp import make_mlp
 from toolkit.models.moe import LLaMAMoE, mask_until_last_label
 from toolkit.models.norm import make_norm
@@ -91,9 +90,9 @@ class Transformer(nn.ModuleDict):
 class BlockInputs(NamedTuple):
     """What the blocks of one forward pass share beside the residual stream."""
 
-    masks: AttentionMaskBuilder
+    masks: AttentionMaskBuilder | FixedShapeMaskBuilder
     ropes: dict[int, RotaryEmbedding]
-    kv_cache: Sequence[LayerCache] | None
+    kv_cache: KVCache | None
     token_mask: torch.Tensor | None
 
 
@@ -112,6 +111,8 @@ class GPT(nn.Module):
             supervised tokens of each part that it has computed; the same ones on all ranks.
         seed: Seed of the random numbers that a subclass draws in training: the run's.
         note: What a reader of the metrics must know, shown when a run starts.
+        is_row_independent: Whether the logits of a row depend only on its tokens and their positions, so that prompts
+            are continued together; False: one after the other.
         uniform_length: Build masks and rotary embeddings as for rows of this many tokens, so that compiled blocks
             share one graph for all lengths. 0: the fastest form for the length of each batch.
         uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` where they are better than masks.
@@ -123,6 +124,7 @@ class GPT(nn.Module):
 
     loss_parts: tuple[str, ...] = ()
     note = ""
+    is_row_independent = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -164,8 +166,9 @@ class GPT(nn.Module):
         positions: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
         document_bounds: DocumentBounds | None = None,
-        kv_cache: Sequence[LayerCache] | None = None,
-        sequence_length: int | None = None,
+        kv_cache: KVCache | None = None,
+        sequence_length: int | torch.Tensor | None = None,
+        logits_to_keep: int = 0,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute logits, or the loss.
 
@@ -178,13 +181,14 @@ class GPT(nn.Module):
                 ``positions`` should start at 0 in each. Not supported with a KV cache.
             document_bounds: Of these documents. Without them, packed rows need attention masks.
             kv_cache: One cache per block; the new keys and values are appended to it.
-            sequence_length: Length of the complete sequence, if this pass and the cache cover only its beginning;
-                longrope depends on it.
+            sequence_length: Length of the complete sequence, if this pass and the cache cover only its beginning, or
+                (B, 1), int64, of each row; longrope depends on it.
+            logits_to_keep: Compute the logits of only so many last positions; 0: of all.
 
         Returns:
-            Logits (B, T, padded_vocab_size); with labels ``(loss_sum, n_tokens)``: the sum of the negative
-            log-likelihoods in nats, an fp32 scalar, and the number of supervised tokens, an int64 scalar tensor. In
-            training mode, ``loss_sum`` of a model with experts includes the load-balancing loss: per row,
+            Logits (B, T or ``logits_to_keep``, padded_vocab_size); with labels ``(loss_sum, n_tokens)``: the sum of the
+            negative log-likelihoods in nats, an fp32 scalar, and the number of supervised tokens, an int64 scalar
+            tensor. In training mode, ``loss_sum`` of a model with experts includes the load-balancing loss: per row,
             ``router_aux_loss_coef`` times the mean over layers of :func:`toolkit.models.moe.load_balancing_loss`,
             weighted by the row's supervised tokens. So the loss does not depend on the split of a global batch into
             micro-batches (N2).
@@ -206,7 +210,7 @@ class GPT(nn.Module):
         )
         x, balancing_losses = self.run_blocks(x, range(self.config.n_layer), inputs)
         if labels is None:
-            return self.logits(x)
+            return self.logits(x[:, -logits_to_keep:])
         loss_sum = self.cross_entropy(x, labels)
         supervised = (labels != IGNORE_INDEX).sum(1)
         if balancing_losses:
@@ -220,8 +224,8 @@ class GPT(nn.Module):
         labels: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
-        kv_cache: Sequence[LayerCache] | None = None,
-        sequence_length: int | None = None,
+        kv_cache: KVCache | None = None,
+        sequence_length: int | torch.Tensor | None = None,
         token_mask: torch.Tensor | None = None,
         document_bounds: DocumentBounds | None = None,
     ) -> tuple[torch.Tensor, BlockInputs]:
@@ -232,25 +236,41 @@ class GPT(nn.Module):
         Raises:
             ValueError: The sequence is longer than ``config.block_size``.
         """
-        T, device = input_ids.size(1), input_ids.device
-        n_cached = 0 if kv_cache is None else kv_cache[0].length
-        if n_cached + T > self.config.block_size:
-            raise ValueError(f"sequence length {n_cached + T} exceeds the model's block_size {self.config.block_size}")
-        if positions is None:
-            positions = torch.arange(n_cached, n_cached + T, device=device)
+        T = input_ids.size(1)
         uniform_length = self.uniform_length if kv_cache is None else 0
-        lengths: torch.Tensor | int = n_cached + T if sequence_length is None else sequence_length
+        places, length = self._place(T, input_ids.device, kv_cache)
+        positions = places if positions is None else positions
+        lengths = length if sequence_length is None else sequence_length
         original_max = self.config.original_max_position
-        if original_max is not None and max(T, uniform_length) > original_max:
+        if original_max is not None and kv_cache is None and max(T, uniform_length) > original_max:
             lengths = document_lengths(input_ids, documents, labels)
         x = self._embed_tokens(input_ids, positions)
-        kernel = None
+        kernel, starts = None, None if kv_cache is None else kv_cache.starts
         if self.uses_kernels and kv_cache is None:
             kernel = choose_kernel(self.config, x, documents is not None, document_bounds is not None)
-        masks = AttentionMaskBuilder(
-            n_cached, T, device, documents, uniform_length, input_ids.size(0), kernel, document_bounds
-        )
+        masks: AttentionMaskBuilder | FixedShapeMaskBuilder
+        if kv_cache is not None and kv_cache.position is not None:
+            masks = FixedShapeMaskBuilder(kv_cache.position, length, starts)
+        else:
+            masks = AttentionMaskBuilder(
+                length - T, T, x.device, documents, uniform_length, input_ids.size(0), kernel, document_bounds, starts
+            )
         return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache, token_mask)
+
+    def _place(self, T: int, device: torch.device, kv_cache: KVCache | None) -> tuple[torch.Tensor, int]:
+        """Return default positions, (T,) or (B, T), and the number of keys: cached ones and T new ones."""
+        block_size = self.config.block_size
+        if kv_cache is not None and kv_cache.position is not None:
+            positions, length = kv_cache.position, kv_cache.capacity
+        else:
+            n_cached = 0 if kv_cache is None else kv_cache[0].length
+            positions, length = torch.arange(n_cached, n_cached + T, device=device), n_cached + T
+        if kv_cache is not None and kv_cache.starts is not None:
+            # clamped for rows that have ended, which go on with the others
+            return (positions - kv_cache.starts[:, None]).clamp(0, block_size - 1), length
+        if length > block_size and (kv_cache is None or kv_cache.position is None):
+            raise ValueError(f"sequence length {length} exceeds the model's block_size {block_size}")
+        return positions, length
 
     def run_blocks(
         self, x: torch.Tensor, layers: range, inputs: BlockInputs, kv_source: torch.Tensor | None = None

@@ -56,6 +56,7 @@ class AttentionMaskBuilder:
         batch_size: B.
         kernel: A kernel that needs no masks. Not supported with a KV cache.
         bounds: Of the documents, on ``device``; "flash" needs them for packed rows.
+        starts: (B,), int64, the first token of each left-padded row; None without padding. Not with documents.
     """
 
     def __init__(
@@ -68,11 +69,13 @@ class AttentionMaskBuilder:
         batch_size: int = 1,
         kernel: KernelChoice | None = None,
         bounds: DocumentBounds | None = None,
+        starts: torch.Tensor | None = None,
     ) -> None:
         assert documents is None or n_cached == 0, "packed documents are for training, a KV cache is for generation"
+        assert documents is None or starts is None, "rows of packed documents are not padded on the left"
         self._batch_size, self._kernel, self._bounds = batch_size, kernel, bounds
         self._n_cached, self._n_new, self._device, self._documents = n_cached, n_new, device, documents
-        self._uniform_length = uniform_length
+        self._uniform_length, self._starts = uniform_length, starts
         self._masks: dict[int | None, AttentionMask] = {}
 
     def for_window(self, window: int | None) -> AttentionMask:
@@ -87,7 +90,7 @@ class AttentionMaskBuilder:
         total = self._n_cached + self._n_new
         if (kernel_mask := self._kernel_mask(window)) is not None:
             return AttentionMask(total, kernel_mask=kernel_mask)
-        if self._documents is None:
+        if self._documents is None and self._starts is None:
             if self._n_new == 1:  # the newest token attends to all keys in its window
                 return AttentionMask(total if window is None else window)
             if window is None and self._n_cached == 0:
@@ -100,6 +103,8 @@ class AttentionMaskBuilder:
             mask &= keys > queries - window
         if self._documents is not None:
             mask = (mask & (self._documents[:, :, None] == self._documents[:, None, -n_keys:]))[:, None]
+        if self._starts is not None:  # padding attends to itself, because a row of a softmax without keys is NaN
+            mask = (mask & (keys >= self._starts[:, None, None, None])) | (keys == queries)
         return AttentionMask(n_keys, mask)
 
     def _kernel_mask(self, window: int | None) -> FlashMask | FlexMask | None:
@@ -109,3 +114,31 @@ class AttentionMaskBuilder:
         if self._kernel.name == "flash":
             return make_flash_mask(window, self._bounds)
         return make_flex_mask((self._batch_size, self._n_new), window, self._documents, self._device)
+
+
+class FixedShapeMaskBuilder:
+    """Attention masks of one new token per row over a KV cache of fixed shape, the same shape at each position.
+
+    Args:
+        position: (1,), int64, position of the new tokens in the cache.
+        n_keys: Capacity of the cache.
+        starts: See :class:`AttentionMaskBuilder`.
+    """
+
+    def __init__(self, position: torch.Tensor, n_keys: int, starts: torch.Tensor | None = None) -> None:
+        self._position, self._n_keys, self._starts = position, n_keys, starts
+        self._masks: dict[int | None, AttentionMask] = {}
+
+    def for_window(self, window: int | None) -> AttentionMask:
+        """See :meth:`AttentionMaskBuilder.for_window`."""
+        if window is not None and window >= self._n_keys:
+            window = None
+        if window not in self._masks:
+            keys = torch.arange(self._n_keys, device=self._position.device)
+            mask = (keys <= self._position)[None]
+            if window is not None:
+                mask = mask & (keys > self._position - window)
+            if self._starts is not None:
+                mask = (mask & (keys >= self._starts[:, None, None, None])) | (keys == self._position)
+            self._masks[window] = AttentionMask(self._n_keys, mask)
+        return self._masks[window]

@@ -65,6 +65,7 @@ class FreeTransformer(GPT):
     """
 
     loss_parts = ("ce", "kl", "elbo", "prior_ce")
+    is_row_independent = False  # latents depend on the complete prompt
     note = (
         "ce is given the encoder's latents, and the encoder has seen the tokens to predict: only elbo (ce + kl) and "
         "val_loss are comparable with a model without latents"
@@ -88,7 +89,8 @@ class FreeTransformer(GPT):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         kv_cache: KVCache | None = None,
-        sequence_length: int | None = None,
+        sequence_length: int | Tensor | None = None,
+        logits_to_keep: int = 0,
         sample_keys: Tensor | None = None,
         mode: Literal["training", "inference"] = "inference",
         codes: Tensor | None = None,
@@ -96,7 +98,7 @@ class FreeTransformer(GPT):
         """Compute logits, or the loss.
 
         Args:
-            input_ids, labels, positions, documents, kv_cache, sequence_length: See :class:`GPT`.
+            input_ids, labels, positions, documents, kv_cache, sequence_length, logits_to_keep: See :class:`GPT`.
             sample_keys: (B,) int64: numbers of the rows, of which the latents are drawn; default: 0, 1, 2, ..., but 0
                 for "inference", so that a sequence does not depend on its batch.
             mode: Without labels. "training": latents from the encoder. "inference": latents from the prior; with a
@@ -133,7 +135,7 @@ class FreeTransformer(GPT):
         x, inputs = self._lower(
             input_ids, positions=positions, documents=documents, kv_cache=kv_cache, sequence_length=sequence_length
         )
-        return self.logits(self._upper(x, inputs, codes))
+        return self.logits(self._upper(x, inputs, codes)[:, -logits_to_keep:])
 
     # ---- training
 

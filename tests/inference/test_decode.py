@@ -1,0 +1,184 @@
+"""Batches of prompts, KV caches of fixed shape, and what a step costs."""
+
+import pytest
+import torch
+from helpers.cases import slow_except
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.inference.conftest import STYLES, greedy_without_cache, make_model
+from toolkit.inference import cuda_graph, decode
+from toolkit.inference.decode import Decoder
+from toolkit.inference.generate import generate, generate_batch
+from toolkit.inference.kv_cache import KVCache
+from toolkit.models.config import ModelConfig
+from toolkit.models.gpt import GPT
+
+PROMPTS = [torch.arange(3, 3 + n) * 7 % 101 for n in (5, 1, 14, 9)]
+GREEDY = {"temperature": 0, "top_k": None, "top_p": 1.0, "vocab_size": 101}
+
+
+def replay_eagerly(step, undo, expected, notice):
+    """In place of a CUDA graph: the step of fixed shape, after the check that a graph gets."""
+    assert cuda_graph.is_close(step(), expected)
+    undo()
+    return step
+
+
+@pytest.fixture(params=["growing", "fixed"])
+def shapes(request, monkeypatch):
+    """The KV cache of a CPU, and that of a CUDA device."""
+    if request.param == "fixed":
+        monkeypatch.setattr(decode, "has_fixed_shapes", lambda model, device: True)
+        monkeypatch.setattr(decode, "capture", replay_eagerly)
+        monkeypatch.setattr(decode, "_MIN_REPLAYS", 2)
+        monkeypatch.setattr(decode, "tokens_per_read", lambda device: 3)
+
+
+def columns(steps) -> list[list[int]]:
+    """The tokens of each row; a row that has ended stays so."""
+    rows = [list(row) for row in zip(*steps, strict=True)]
+    ends = [row.index(None) if None in row else len(row) for row in rows]
+    assert all(token is None for row, end in zip(rows, ends, strict=True) for token in row[end:])
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+
+def continue_all(model, prompts, **settings):
+    return columns(generate_batch(model, prompts, **({"max_new_tokens": 20, "temperature": 0} | settings)))
+
+
+@pytest.mark.parametrize("style", slow_except(["llama", "gemma2", "phi3"], STYLES))
+def test_rows_are_what_each_prompt_gives_alone(style, shapes, monkeypatch):
+    """phi3's rows grow beyond longrope's original context of 16 one after the other, and prompts come in chunks."""
+    model = make_model(style).eval()
+    monkeypatch.setattr(decode, "PREFILL", 6)
+    alone = [greedy_without_cache(model, prompt, 20) for prompt in PROMPTS]
+    assert continue_all(model, PROMPTS) == alone
+    assert continue_all(model, PROMPTS[2:3]) == alone[2:3]
+    assert len({token for row in alone for token in row}) > 12  # repetitive text would not be a test
+
+
+def test_rows_end_at_their_own_stop_tokens_and_context():
+    model, notes = make_model("llama").eval(), []
+    full = continue_all(model, PROMPTS, max_new_tokens=60, notice=notes.append)
+    assert [len(row) for row in full] == [43, 47, 34, 39]  # up to the context of 48
+    assert notes[0] == "prompt 3: stopped after 34 new tokens: the model's context of 48 tokens is full"
+    assert len(notes) == 4
+    eos = full[0][4]
+    found = continue_all(model, PROMPTS, max_new_tokens=60, eos_ids=[eos], notice=notes.append)
+    assert found == [row[: row.index(eos)] if eos in row else row for row in full] and len(found[0]) < 5
+
+
+def test_the_samples_of_a_seed_do_not_depend_on_the_batch(shapes):
+    model, settings = make_model("llama").eval(), {"temperature": 1.5, "top_k": 30, "max_new_tokens": 20}
+    together = continue_all(model, [*PROMPTS, PROMPTS[0]], seeds=[1, 2, 3, 4, 5], **settings)
+    for prompt, seed, found in zip([*PROMPTS, PROMPTS[0]], [1, 2, 3, 4, 5], together, strict=True):
+        assert list(generate(model, prompt, seed=seed, **settings)) == found
+    assert together[0] != together[4]
+
+
+def make_decoder(model, count=64, **settings) -> Decoder:
+    cache = KVCache(model.config, 1, 6 + count)
+    decoder = Decoder(model, cache, PROMPTS[:1], count + 1, GREEDY | settings, [0])
+    decoder.prefill(0)
+    cache.position = decoder.position
+    return decoder
+
+
+class Recorder(TorchDispatchMode):
+    """Records operators, and those that wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators, self.waits = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.waits += func is torch.ops.aten._local_scalar_dense.default
+        self.operators.append((func, *(x.shape for x in args if isinstance(x, torch.Tensor))))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_operators_and_shapes_are_the_same_at_every_token_and_none_waits():
+    for style, settings in (("llama", {}), ("gemma3", {"temperature": 1.0})):
+        decoder = make_decoder(make_model(style).eval(), count=12, **settings)
+        recorded = []
+        for _ in range(11):
+            with Recorder() as recorder:
+                decoder.step()
+            recorded.append(recorder)
+        assert not any(recorder.waits for recorder in recorded), style
+        assert all(recorder.operators == recorded[0].operators for recorder in recorded), style
+
+
+@torch.no_grad()
+def test_one_graph_serves_64_tokens():
+    model, graphs = make_model("llama", block_size=80).eval(), []
+    expected = list(generate(model, PROMPTS[0], max_new_tokens=65, temperature=0))
+    decoder = make_decoder(model)
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    step = torch.compile(decoder.step, backend=count, fullgraph=True)
+    for _ in range(64):
+        step()
+    assert len(graphs) == 1
+    assert decoder.ids[0, 5:70].tolist() == expected
+
+
+def test_operators_per_token_on_a_cpu():
+    """Of a llama with grouped queries, for each further token."""
+    found = []
+    for layers in (1, 2):
+        config = ModelConfig(
+            block_size=48, vocab_size=101, n_layer=layers, n_head=4, n_query_groups=2, n_embd=64, intermediate_size=96
+        )
+        steps = generate(GPT(config).eval(), PROMPTS[0], max_new_tokens=9, temperature=0)
+        next(steps), next(steps)
+        with Recorder() as recorder:
+            next(steps)
+        steps.close()
+        assert recorder.waits == 0
+        found.append(len(recorder.operators))
+    assert found[1] - found[0] <= 60, "operators per layer"
+    assert 2 * found[0] - found[1] <= 43, "embedding, head and sampling"
+
+
+def test_a_device_is_read_once_per_group_of_tokens(monkeypatch):
+    model, reads = make_model("llama").eval(), []
+    expected = list(generate(model, PROMPTS[0], max_new_tokens=30, temperature=0))
+    read = Decoder.read
+    monkeypatch.setattr(Decoder, "read", lambda self, done, n: reads.append(n) or read(self, done, n))
+    monkeypatch.setattr(decode, "tokens_per_read", lambda device: 8)
+    cache = KVCache(model.config, 1, 0)
+    assert list(generate(model, PROMPTS[0], max_new_tokens=30, temperature=0)) == expected
+    assert reads == [1, 8, 8, 8, 5]
+    eos = expected[11]  # the cache forgets what was computed after it
+    found = list(generate(model, PROMPTS[0], max_new_tokens=30, temperature=0, eos_ids=[eos], cache=cache))
+    assert found == expected[: expected.index(eos)] and cache.length == 5 + len(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("style", ["llama", "gemma2", "gpt_oss", "mixtral", "deepseek_v3", "phi3"])
+def test_a_cuda_graph_gives_the_text_of_the_growing_cache(style, monkeypatch):
+    model, notes = make_model(style).eval().to("cuda"), []
+    found = continue_all(model, PROMPTS, max_new_tokens=30, notice=notes.append)
+    assert not notes  # no fallback
+    monkeypatch.setattr(decode, "has_fixed_shapes", lambda model, device: False)
+    assert continue_all(model, PROMPTS, max_new_tokens=30) == found
+
+
+def test_without_cuda_a_graph_is_refused_in_one_line(monkeypatch):
+    """As on a device whose graph fails: the text is that of the growing cache."""
+    model, notes = make_model("llama").eval(), []
+    expected = list(generate(model, PROMPTS[0], max_new_tokens=30, temperature=0))
+    monkeypatch.setattr(decode, "has_fixed_shapes", lambda model, device: True)
+
+    def fail():
+        raise RuntimeError("no graph\nmore")
+
+    monkeypatch.setattr(torch.cuda, "Stream", fail)
+    assert list(generate(model, PROMPTS[0], max_new_tokens=30, temperature=0, notice=notes.append)) == expected
+    assert notes == ["generating without a CUDA graph, which is slower: no graph"]

@@ -1,0 +1,49 @@
+"""CUDA graphs: a step of many small kernels as one launch. Not tried on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_TOLERANCE = {torch.float32: 1e-4}  # of the largest logit
+_TOLERANCE_16_BITS = 2e-2
+
+
+def capture(
+    step: Callable[[], Tensor], undo: Callable[[], None], expected: Tensor, notice: Callable[[str], None]
+) -> Callable[[], object] | None:
+    """Return a function that replays ``step`` as a CUDA graph; None if that does not give the expected result.
+
+    Args:
+        step: Works on tensors at fixed addresses, with fixed shapes; returns a tensor, which is compared.
+        undo: Undoes a step, or a part of one. On return, all steps are undone.
+        expected: The result of the step in the usual way.
+        notice: Called with one line if the graph is not used.
+    """
+    try:
+        warm_up, stream = torch.cuda.Stream(), torch.cuda.current_stream()
+        warm_up.wait_stream(stream)
+        with torch.cuda.stream(warm_up):  # libraries allocate their workspaces in their first call
+            step()
+        stream.wait_stream(warm_up)
+        undo()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        graph.replay()
+        reason = None if is_close(found, expected) else "its logits differ from those of the usual step"
+    except RuntimeError as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+    undo()
+    if reason is None:
+        return graph.replay
+    notice(f"generating without a CUDA graph, which is slower: {reason}")
+    return None
+
+
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors agree up to the rounding of their dtype; waits for the device."""
+    tolerance = _TOLERANCE.get(expected.dtype, _TOLERANCE_16_BITS)
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())

@@ -1,0 +1,204 @@
+"""The decoding loop: one forward pass for the prompts, then one per token for all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from toolkit.distributed import ranks
+from toolkit.distributed.device import without_cudnn_attention
+from toolkit.inference.cuda_graph import capture
+from toolkit.inference.kv_cache import KVCache
+from toolkit.inference.sampling import draw_uniforms, require_finite, sample
+
+if TYPE_CHECKING:
+    from toolkit.models.gpt import GPT
+
+PREFILL = 512  # prompt tokens per forward pass, to bound the memory of the activations
+READ_EVERY = 8  # tokens per wait for a CUDA device
+_MIN_REPLAYS = 16  # fewer steps are not worth a CUDA graph
+
+
+class Decoder:
+    """Prompts and new tokens of a batch, on the device. A step reads and writes nothing on the host.
+
+    Args:
+        model: See :func:`toolkit.inference.generate.generate`.
+        cache: Empty, or of a prefix of the one prompt.
+        prompts: (T,) int64 each, T >= 1.
+        count: Maximum number of new tokens.
+        settings: Of :func:`toolkit.inference.sampling.sample`.
+        seeds: Sampling seed of each row.
+
+    Attributes:
+        ids: (B, width + count) int64: the prompts, padded on the left to ``width``, then the new tokens.
+        position: (1,) int64: the column of the last token.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        cache: KVCache,
+        prompts: Sequence[Tensor],
+        count: int,
+        settings: dict[str, Any],
+        seeds: Sequence[int | None],
+    ) -> None:
+        self.model, self.cache, self.lengths = model, cache, [len(prompt) for prompt in prompts]
+        self.width, device = max(self.lengths), cache[0].keys.device
+        ids = torch.zeros(len(prompts), self.width + count, dtype=torch.long)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[self.width - len(prompt) : self.width] = prompt
+        self.ids, self.position = ids.to(device), torch.tensor([self.width - 1], device=device)
+        starts = [self.width - length for length in self.lengths]
+        cache.starts = torch.tensor(starts, device=device) if any(starts) else None
+        cache.prompt, cache.seed = self.ids[:, : self.width], seeds[0] or 0
+        self._settings, self._uniforms = settings, None
+        self._sequence_length: Tensor | int | None = None
+        if settings["temperature"] != 0:
+            uniforms = F.pad(draw_uniforms(seeds, count), (self.width, 0))  # a number for each column of ids
+            self._uniforms = uniforms.to(torch.float32 if device.type == "mps" else torch.float64).to(device)
+
+    def prefill(self, done: int) -> None:
+        """Sample the token after the prompts and ``done`` new tokens, after computing what the KV cache lacks of them.
+
+        Cached tokens are recomputed if they were computed with other longrope factors than these lengths need.
+        """
+        original_max, cache = self.model.config.original_max_position, self.cache
+        lengths = [length + done for length in self.lengths]
+        if original_max is not None:
+            long_rows = [length > original_max for length in lengths]
+            if long_rows != (cache.long_rows or [cache.length > original_max] * len(lengths)):
+                cache.truncate(0)
+            cache.long_rows = long_rows
+            self._sequence_length = lengths[0]
+            if len(lengths) > 1:
+                self._sequence_length = torch.tensor(lengths, device=self.ids.device)[:, None]
+        for chunk in self.ids[:, cache.length : self.width + done].split(PREFILL, dim=1):
+            logits = self._logits(chunk)
+        self._append(logits)
+
+    def step(self) -> Tensor:
+        """Sample the token after the last one; return the logits, (B, padded_vocab_size)."""
+        # a nonfinite row is reported when its token is read
+        logits = self._logits(self.ids.index_select(1, self.position).clamp(min=0))
+        self._append(logits)
+        return logits
+
+    def rewind(self, done: int) -> None:
+        """Return to ``done`` new tokens, and drop what was cached after them."""
+        end = self.width + done - 1
+        self.position.fill_(end)
+        self.cache.truncate(min(self.cache.length, end))
+        for layer in self.cache.layers:
+            layer.keys[:, :, end:], layer.values[:, :, end:] = 0, 0
+
+    def steps_with_fixed_factors(self, done: int) -> int:
+        """Number of steps until a row grows beyond longrope's original context; 0: prefill is needed."""
+        original_max = self.model.config.original_max_position
+        if original_max is None:
+            return self.ids.size(1)
+        until = [original_max + 1 - length - done for length in self.lengths]
+        return min((n for n in until if n >= 0), default=self.ids.size(1))
+
+    def read(self, done: int, count: int) -> list[list[int]]:
+        """Wait for new tokens; return them by column. With several ranks, all get the tokens of rank 0.
+
+        Raises:
+            GuardError: The logits contain NaN or Inf.
+        """
+        columns = self.ids[:, self.width + done : self.width + done + count]
+        tokens = columns.t().tolist()
+        if ranks.world_size() > 1:
+            tokens = ranks.broadcast_from_rank0(tokens)
+            columns.copy_(torch.tensor(tokens).t())
+        for column in tokens:
+            require_finite(column)
+        return tokens
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        length = self._sequence_length
+        return self.model(ids, kv_cache=self.cache, sequence_length=length, logits_to_keep=1)[:, -1]
+
+    def _append(self, logits: Tensor) -> None:
+        self.position += 1
+        uniform = None if self._uniforms is None else self._uniforms.index_select(1, self.position)[:, 0]
+        self.ids.index_copy_(1, self.position, sample(logits, **self._settings, uniform=uniform)[:, None])
+
+
+def has_fixed_shapes(model: GPT, device: torch.device) -> bool:
+    """Whether to decode with a KV cache of fixed shape, for a CUDA graph. A growing cache is faster on a CPU."""
+    return device.type == "cuda" and model.is_row_independent and ranks.world_size() == 1
+
+
+def tokens_per_read(device: torch.device) -> int:
+    """Tokens to generate before the host waits for them; those after a stop token are dropped."""
+    return READ_EVERY if device.type == "cuda" and ranks.world_size() == 1 else 1
+
+
+def fix_shapes(decoder: Decoder, done: int, notice: Callable[[str], None]) -> Callable[[], object]:
+    """Return a step with a KV cache of fixed shape as a CUDA graph, if it agrees with the step with a growing cache."""
+    expected = decoder.step()
+    decoder.rewind(done)
+    decoder.cache.position = decoder.position
+    replay = capture(decoder.step, partial(decoder.rewind, done), expected, notice)
+    if replay is None:
+        decoder.cache.position = None
+    return replay or decoder.step
+
+
+# not inference_mode: cached tensors of the model may later be used in training, which rejects inference tensors
+@torch.no_grad()
+def decode(
+    model: GPT,
+    prompts: Sequence[Tensor],
+    count: int,
+    settings: dict[str, Any],
+    seeds: Sequence[int | None],
+    cache: KVCache | None,
+    notice: Callable[[str], None],
+) -> Generator[list[int], None, None]:
+    """Yield ``count`` times the next token of each row, whatever it is.
+
+    The arguments are those of :class:`Decoder` and :func:`toolkit.inference.generate.generate`. When the caller stops,
+    the KV cache is left with the tokens that were yielded, except the last.
+
+    Raises:
+        GuardError: The logits contain NaN or Inf.
+    """
+    weight = model.get_parameter("transformer.wte.weight")  # the head's weight may be quantized
+    device, capacity = weight.device, max(map(len, prompts)) + count
+    if cache is None:
+        cache = KVCache(model.config, len(prompts), capacity, device, weight.dtype)
+    cache.reserve(capacity)
+    decoder = Decoder(model, cache, prompts, count, settings, seeds)
+    step: Callable[[], object] = decoder.step
+    done = n_yielded = 0
+    try:
+        while done < count:
+            with without_cudnn_attention():  # the length of the cache changes
+                until = decoder.steps_with_fixed_factors(done)
+                if done == 0 or until == 0:
+                    cache.position, n = None, 1
+                    decoder.prefill(done)
+                    step, until = decoder.step, min(count - done - 1, decoder.steps_with_fixed_factors(done + 1))
+                    if until >= _MIN_REPLAYS and has_fixed_shapes(model, device):
+                        step = fix_shapes(decoder, done + 1, notice)
+                else:
+                    n = min(tokens_per_read(device), count - done, until)
+                    for _ in range(n):
+                        step()
+                    if cache.position is not None:  # a graph's replay runs no Python code
+                        cache.advance(n)
+            for tokens in decoder.read(done, n):
+                n_yielded += 1
+                yield tokens
+            done += n
+    finally:
+        cache.position = None
+        cache.truncate(min(cache.length, decoder.width + n_yielded - 1))
