@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,8 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import DTYPES
 from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import PeerShutdownError, UserError, did_you_mean
-from toolkit.inference.generate import generate as generate_tokens
+from toolkit.inference.batch import continue_texts
 from toolkit.inference.load import load_checkpoint
-from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
@@ -97,20 +96,21 @@ def load(
 
 
 def generate(
-    model: str | Path | GPT, prompt: str, *, tokenizer_dir: str | Path | None = None, **options: Any
+    model: str | Path | GPT, prompt: str | Sequence[str], *, tokenizer_dir: str | Path | None = None, **options: Any
 ) -> list[str]:
-    """Continue a prompt, with the options of ``toolkit generate``.
+    """Continue a prompt, or several together, with the options of ``toolkit generate``.
 
     Args:
         model: A checkpoint folder, or a model, such as that of :func:`load`, on its device.
-        prompt: The text to continue.
+        prompt: The text to continue, or a list of texts.
         tokenizer_dir: A folder with a tokenizer.json. Required for a model, which has none; of a checkpoint folder its
             own when not given.
         options: The options of ``toolkit generate`` by name: max_new_tokens, temperature, top_k, top_p, num_samples,
-            seed; for a checkpoint folder also base_checkpoint_dir, accelerator, precision, verify_checkpoint.
+            seed, for several prompts batch_size; for a checkpoint folder also base_checkpoint_dir, accelerator,
+            precision, quantize, verify_checkpoint.
 
     Returns:
-        The new text of each sample, without the prompt.
+        The new text of each sample, without the prompt; of several prompts first all samples of the first.
 
     Raises:
         UserError: an option is out of range, or the folder has no model or tokenizer.
@@ -118,7 +118,13 @@ def generate(
     """
     given = {"checkpoint_dir": "" if isinstance(model, GPT) else model}
     values = parse_object(generate_command.setup, options | given)
-    loading = {name: values[name] for name in ("base_checkpoint_dir", "accelerator", "precision", "verify_checkpoint")}
+    names = ("base_checkpoint_dir", "accelerator", "precision", "quantize", "verify_checkpoint")
+    loading = {name: values[name] for name in names}
+    if values["prompts_file"] is not None:
+        raise UserError(f"prompts_file {values['prompts_file']}: give the prompts themselves, as a list")
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    if len(prompts) < 2 and values["batch_size"] is not None:
+        raise UserError(f"batch_size {values['batch_size']}: has no effect on one prompt; leave it out")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir, "tokenizer_dir")
     if isinstance(model, GPT):
         for name in options.keys() & loading.keys():
@@ -129,13 +135,21 @@ def generate(
         loaded = load_checkpoint(values["checkpoint_dir"], **loading)
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
     sampling = {name: values[name] for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
-    ids, eos_ids = encode_prompt(tokenizer, prompt, model.config), stop_tokens(tokenizer)
+    seeds = range(values["seed"], values["seed"] + values["num_samples"])
     was_training = model.training
     model.eval()
     try:
-        seeds = range(values["seed"], values["seed"] + values["num_samples"])
-        samples = [generate_tokens(model, torch.tensor(ids), eos_ids=eos_ids, seed=s, **sampling) for s in seeds]
-        return ["".join(TextStream(tokenizer, ids).read(tokens)) for tokens in samples]
+        size = values["batch_size"] or 8
+        samples = continue_texts(
+            model,
+            tokenizer,
+            prompts,
+            batch_size=size,
+            seeds=seeds,
+            notice=lambda line: print(line, file=sys.stderr),
+            **sampling,
+        )
+        return [sample.text for sample in samples]
     finally:
         model.train(was_training)
 

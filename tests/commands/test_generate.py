@@ -1,5 +1,6 @@
 """`toolkit generate` on a real folder: text on stdout, statistics on stderr."""
 
+import copy
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ import torch
 from helpers.initialize import add_lora
 from helpers.sealing import seal
 
+from toolkit import api
 from toolkit.checkpoints.adapters import AdapterInfo, base_fingerprint, write_adapter_files
 from toolkit.checkpoints.folder import load_model, write_model_files
 from toolkit.cli import main
@@ -19,6 +21,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.quantize import quantize_linears
 
 CYCLE = "é🎉abc"  # what the model of this test says after each of its characters, byte by byte
 
@@ -80,6 +83,61 @@ def test_stops_at_the_ids_of_generation_config(folder, tmp_path, capsys):
 def test_an_empty_prompt_begins_a_document(folder, capsys):
     _, err = run(capsys, folder, "--prompt", "", "--max_new_tokens", 3)
     assert "tokens in" in err
+
+
+def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsys):
+    prompts = ["abc", "é🎉a", "c"]
+    settings = ["--max_new_tokens", 9, "--temperature", 2, "--top_k", 5, "--num_samples", 2, "--seed", 7]
+    expected = [api.generate(folder, prompt, max_new_tokens=9, temperature=2, top_k=5, num_samples=2, seed=7)
+                for prompt in prompts]  # fmt: skip
+    (tmp_path / "lines.txt").write_text("\n\n".join(prompts))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": prompt, "n": 1}) for prompt in prompts))
+    for name, size in (("lines.txt", 4), ("rows.jsonl", 2)):
+        out, err = run(capsys, folder, "--prompts_file", tmp_path / name, "--batch_size", size, *settings)
+        found = [json.loads(line) for line in out.splitlines()]
+        assert [row["text"] for row in found] == sum(expected, []), name
+        assert [(row["prompt"], row["seed"]) for row in found] == [(p, s) for p in prompts for s in (7, 8)]
+        assert re.fullmatch(r"3 prompts: \d+ tokens in [\d.]+ s, [\d.]+ tokens/s; cpu\n", err)
+    given = {"max_new_tokens": 9, "temperature": 2, "top_k": 5, "num_samples": 2, "seed": 7}
+    assert api.generate(folder, prompts, batch_size=3, **given) == sum(expected, [])
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": 3}\n')
+    (tmp_path / "long.txt").write_text(f"a\n{'b' * 64}\n")
+    for argv, message in (
+        (["--prompts_file", tmp_path / "rows.jsonl"], 'line 2: must be {"prompt": "text"}'),
+        (["--prompts_file", tmp_path / "none.txt"], "none.txt: cannot be read"),
+        (["--prompts_file", tmp_path / "long.txt"], "prompt 2: has 64 tokens; the model's context of 64"),
+        (["--prompts_file", tmp_path / "lines.txt", "--prompt", "x"], "--prompt x: has no effect with --prompts_file"),
+        (["--batch_size", 3], "--batch_size 3: has no effect without --prompts_file"),
+    ):
+        assert main(["generate", str(folder), *map(str, argv)]) == 2
+        out, err = capsys.readouterr()
+        assert message in err and err.count("\n") == 1 and out == ""
+
+
+@pytest.mark.slow
+def test_weights_in_4_bits(tmp_path, capsys):
+    """The text is that of the model that has the dequantized weights."""
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    config = ModelConfig(name="wide", block_size=64, vocab_size=257, n_layer=1, n_head=2, n_embd=64)
+    tokenizer, model = train_bpe(["abc"], vocab_size=257), GPT(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    states = {"plain": model.state_dict()}
+    for kind in ("bnb.nf4", "bnb.nf4-dq"):
+        quantized = copy.deepcopy(model)
+        quantize_linears(quantized, kind)
+        layers = {name: part for name, part in quantized.named_modules() if hasattr(part, "base_weight")}
+        states[kind] = states["plain"] | {f"{name}.weight": part.base_weight() for name, part in layers.items()}
+    settings, found = ["--prompt", "abc", "--max_new_tokens", 20, "--temperature", 0], {}
+    for name, state in states.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        write_model_files(folder, state_dict=state, config=config, hyperparameters=None, tokenizer=tokenizer)
+        found[name], _ = run(capsys, seal(folder), *settings)
+        if name != "plain":
+            assert run(capsys, tmp_path / "plain", *settings, "--quantize", name)[0] == found[name] != found["plain"]
 
 
 def test_bfloat16(folder, capsys):

@@ -28,6 +28,7 @@ def setup(
     base_checkpoint_dir: str | None = None,
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     precision: Literal["32-true", "bf16-true"] | None = None,
+    quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None,
     verify_checkpoint: bool = True,
 ) -> None:
     """Chat with a model. Answers are streamed to stdout, everything else goes to stderr.
@@ -47,7 +48,8 @@ def setup(
         seed: Random seed; answer i uses seed + i - 1.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.
-        precision: Dtype of weights and computation. Default: that of the checkpoint.
+        precision: Dtype of weights and computation. Default: bf16-true on CUDA, else that of the checkpoint.
+        quantize: Linear layers of the blocks in 4 bits (bitsandbytes): bnb.nf4, or bnb.nf4-dq with quantized scales.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     from toolkit.inference.chat import Conversation, find_template
@@ -60,6 +62,7 @@ def setup(
         base_checkpoint_dir=base_checkpoint_dir,
         accelerator=accelerator,
         precision=precision,
+        quantize=quantize,
         verify_checkpoint=verify_checkpoint,
     )
     template = find_template(loaded.tokenizer, prompt_style)

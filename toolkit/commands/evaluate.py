@@ -52,6 +52,7 @@ def setup(
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     precision: Precision | Auto = AUTO,
     format: Literal["table", "json"] = "table",
+    quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None,
     verify_checkpoint: bool = True,
 ) -> None:
     """Print loss (nats per token), perplexity and bits per byte of a checkpoint on text, or its results on lm-eval
@@ -74,7 +75,8 @@ def setup(
         tokenizer_dir: A folder with a tokenizer.json. Default: the checkpoint.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.
-        precision: auto: 32-true on CPU, bf16-mixed on CUDA.
+        precision: auto: 32-true on CPU, bf16-true on CUDA.
+        quantize: Linear layers of the blocks in 4 bits (bitsandbytes): bnb.nf4, or bnb.nf4-dq with quantized scales.
         format: Output format.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
@@ -103,6 +105,7 @@ def setup(
         tokenizer_dir=tokenizer_dir,
         accelerator=accelerator,
         precision=precision,
+        quantize=quantize,
         verify=verify_checkpoint,
     )
     if tasks is not None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from typing import Literal
 
 from jsonargparse.typing import PositiveInt
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
+
+DEFAULT_PROMPT = "def main("
 
 
 def setup(
     checkpoint_dir: str,
-    prompt: str = "def main(",
+    prompt: str = DEFAULT_PROMPT,
+    prompts_file: str | None = None,
+    batch_size: PositiveInt | None = None,
     max_new_tokens: PositiveInt = 50,
     temperature: float = 0.8,
     top_k: int | None = 50,
@@ -23,13 +28,17 @@ def setup(
     base_checkpoint_dir: str | None = None,
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     precision: Literal["32-true", "bf16-true"] | None = None,
+    quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None,
     verify_checkpoint: bool = True,
 ) -> None:
-    """Generate text from a prompt: text on stdout, statistics on stderr.
+    """Generate text from a prompt, or from each prompt of a file: text on stdout, statistics on stderr.
 
     Args:
         checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are loaded unmerged.
         prompt: The text to continue; "-" reads it from stdin.
+        prompts_file: Continue each line of a text file, or the "prompt" of each line of a .jsonl file, instead. Prints
+            a line of JSON for each sample: prompt, text and seed.
+        batch_size: With prompts_file, sequences per forward pass (default 8). The text does not depend on it.
         max_new_tokens: Maximum number of tokens to generate.
         temperature: Sampling temperature; 0 is greedy.
         top_k: Sample from the k most likely tokens; 0 disables.
@@ -38,15 +47,22 @@ def setup(
         seed: Random seed.
         base_checkpoint_dir: Base model of the adapters. Default: the path recorded in training.
         accelerator: Device type.
-        precision: Dtype of weights and computation. Default: that of the checkpoint.
+        precision: Dtype of weights and computation. Default: bf16-true on CUDA, else that of the checkpoint.
+        quantize: Linear layers of the blocks in 4 bits (bitsandbytes): bnb.nf4, or bnb.nf4-dq with quantized scales.
         verify_checkpoint: Verify checksums before loading; false accepts edited files.
     """
     import torch
 
+    from toolkit.inference.batch import continue_texts, read_prompts
     from toolkit.inference.generate import generate
     from toolkit.inference.load import load_checkpoint
     from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 
+    if prompts_file is None:
+        require_option(batch_size is None, "batch_size", batch_size, "has no effect without --prompts_file")
+    else:
+        require_option(prompt == DEFAULT_PROMPT, "prompt", prompt, "has no effect with --prompts_file; leave it out")
+    prompts = [] if prompts_file is None else read_prompts(prompts_file)
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()
@@ -57,10 +73,26 @@ def setup(
         base_checkpoint_dir=base_checkpoint_dir,
         accelerator=accelerator,
         precision=precision,
+        quantize=quantize,
         verify_checkpoint=verify_checkpoint,
     )
     notes: list[str] = []
     tokenizer = loaded.tokenizer
+    if prompts:
+        started, count = time.perf_counter(), 0
+        samples = continue_texts(
+            loaded.model, tokenizer, prompts, batch_size=batch_size or 8, seeds=range(seed, seed + num_samples),
+            notice=lambda line: print(line, file=sys.stderr), max_new_tokens=max_new_tokens, temperature=temperature,
+            top_k=top_k, top_p=top_p,
+        )  # fmt: skip
+        for sample in samples:
+            count += sample.tokens
+            line = {"prompt": sample.prompt, "text": sample.text, "seed": sample.seed}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+        seconds = time.perf_counter() - started
+        speed = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
+        print(f"{len(prompts)} prompts: {speed}; {loaded.device}", file=sys.stderr)
+        return
     ids, eos_ids = encode_prompt(tokenizer, text, loaded.model.config), stop_tokens(tokenizer)
     for i in range(num_samples):
         tokens = generate(

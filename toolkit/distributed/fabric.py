@@ -39,14 +39,16 @@ class _True16Bits(HalfPrecision):
 
 
 def single_device_fabric(accelerator: Accelerator, precision: Precision | Auto) -> Fabric:
-    """Build a launched Fabric on one device. A model keeps its dtypes.
+    """Build a launched Fabric on one device, for evaluation. A model keeps its dtypes.
+
+    The default on CUDA is bf16-true: mixed precision casts all weights in every forward pass.
 
     Raises:
         UserError: the machine has no such device, or the device does not support the precision.
     """
     device = pick_accelerator(accelerator)
     keep_freed_memory(device)
-    given, plugins = _precision_options(pick_precision(precision, device))
+    given, plugins = _precision_options(pick_precision(precision, device, on_cuda="bf16-true"))
     return Fabric(accelerator=device, devices=1, precision=given, plugins=plugins)
 
 

@@ -12,8 +12,10 @@ from toolkit.config import Accelerator
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import pick_accelerator
 from toolkit.models.gpt import GPT
+from toolkit.models.lora import is_adapter
+from toolkit.models.quantize import Quantize, quantize_linears
 
-_DTYPES = {None: None, "32-true": torch.float32, "bf16-true": torch.bfloat16}
+_DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
 
 
 class Loaded(NamedTuple):
@@ -30,6 +32,7 @@ def load_checkpoint(
     base_checkpoint_dir: str | None,
     accelerator: Accelerator,
     precision: Literal["32-true", "bf16-true"] | None,
+    quantize: Quantize | None = None,
     verify_checkpoint: bool = True,
 ) -> Loaded:
     """Load a checkpoint with its tokenizer.
@@ -38,7 +41,9 @@ def load_checkpoint(
         checkpoint_dir: A folder, or a name below ``checkpoints/``.
         base_checkpoint_dir: Path of the adapters' base model, if it has moved.
         accelerator: The accelerator to use.
-        precision: Dtype of the weights; default: that of the checkpoint.
+        precision: Dtype of the weights; default: bf16-true on a CUDA device that supports it, else that of the
+            checkpoint.
+        quantize: See :func:`load_quantized`.
         verify_checkpoint: Whether to verify checksums of the files.
 
     Raises:
@@ -47,5 +52,40 @@ def load_checkpoint(
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     device = pick_accelerator(accelerator)
     tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
-    model = load_model(folder, device, _DTYPES[precision], base_checkpoint_dir)
+    dtype = None if precision is None else _DTYPES[precision]
+    if dtype is None and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        dtype = torch.bfloat16
+    if quantize is None:
+        model = load_model(folder, device, dtype, base_checkpoint_dir)
+    else:
+        model = load_quantized(folder, quantize, device, dtype, base_checkpoint_dir)
     return Loaded(folder, model.eval(), tokenizer, device)
+
+
+def load_quantized(
+    folder: Path,
+    kind: Quantize,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    base_checkpoint_dir: str | Path | None = None,
+) -> GPT:
+    """Load a model whose linear layers in the blocks have 4-bit weights, as in QLoRA training.
+
+    The weights are quantized one by one from the dtype of the file, so that nothing is rounded twice and the device
+    never holds the complete model.
+
+    Args:
+        kind: See :func:`toolkit.models.quantize.quantize_linears`.
+        device: Device of the model.
+        dtype: Dtype of the other weights; by default that of the file. Adapters stay fp32.
+        folder, base_checkpoint_dir: See :func:`toolkit.checkpoints.folder.load_model`.
+
+    Raises:
+        UserError: As for those functions.
+    """
+    model = load_model(folder, base_checkpoint_dir=base_checkpoint_dir)
+    quantize_linears(model, kind, device=device)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(device, None if is_adapter(name) else dtype)
+    return model

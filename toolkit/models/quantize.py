@@ -97,7 +97,7 @@ def _replaced_linears(model: GPT, kind: Quantize) -> Iterator[tuple[str, nn.Line
             continue
         # bitsandbytes (0.50) quantizes blocks across row boundaries, but its CPU kernels restart blocks in each row
         hint = f"{name} has {layer.in_features} input features, not a multiple of {BLOCK}, which bitsandbytes "
-        hint += "computes incorrectly on some devices; train without --quantize"
+        hint += "computes incorrectly on some devices; run without --quantize"
         require_option(layer.in_features % BLOCK == 0, "quantize", kind, hint)
         new_class = LoRALinear4bit if isinstance(layer, LoRALinear) else Linear4bit
         new: Linear4bit = new_class(layer.in_features, layer.out_features, bias=False, device="meta")

@@ -22,12 +22,14 @@ from toolkit.data.loader import Batch, choose_padding
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.fabric import single_device_fabric
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 from toolkit.extension import is_known, missing_message, split_names
 from toolkit.inference.chat import find_template
+from toolkit.inference.load import load_quantized
 from toolkit.inference.text import require_embedded
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
+from toolkit.models.quantize import Quantize
 from toolkit.paths import is_path_option
 from toolkit.planning.run_args import data_modules
 from toolkit.training.validate import batches_by_source, validate
@@ -57,6 +59,7 @@ def open_checkpoint(
     tokenizer_dir: str | None,
     accelerator: Accelerator,
     precision: Precision | Auto,
+    quantize: Quantize | None = None,
     verify: bool = True,
 ) -> Evaluated:
     """Load what is to be evaluated.
@@ -74,7 +77,11 @@ def open_checkpoint(
         tokenizer = Tokenizer.load(tokenizer_dir)
     elif (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(folder, flag="checkpoint_dir")
-    model = load_model(folder, dtype=dtype, base_checkpoint_dir=base_checkpoint_dir)
+    if quantize is None:
+        model = load_model(folder, dtype=dtype, base_checkpoint_dir=base_checkpoint_dir)
+    else:
+        require_option(precision != "16-mixed", "precision", precision, f"is not proven with --quantize {quantize}")
+        model = load_quantized(folder, quantize, fabric.device, dtype, base_checkpoint_dir)
     return Evaluated(folder, fabric, model, tokenizer)
 
 
