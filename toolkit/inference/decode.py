@@ -162,6 +162,7 @@ def decode(
     seeds: Sequence[int | None],
     cache: KVCache | None,
     notice: Callable[[str], None],
+    cuda_graph: bool,
 ) -> Generator[list[int], None, None]:
     """Yield ``count`` times the next token of each row, whatever it is.
 
@@ -187,7 +188,7 @@ def decode(
                     cache.position, n = None, 1
                     decoder.prefill(done)
                     step, until = decoder.step, min(count - done - 1, decoder.steps_with_fixed_factors(done + 1))
-                    if until >= _MIN_REPLAYS and has_fixed_shapes(model, device):
+                    if cuda_graph and until >= _MIN_REPLAYS and has_fixed_shapes(model, device):
                         step = fix_shapes(decoder, done + 1, notice)
                 else:
                     n = min(tokens_per_read(device), count - done, until)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -33,6 +33,7 @@ def generate(
     eos_ids: Collection[int] = (),
     seed: int | None = None,
     cache: KVCache | None = None,
+    cuda_graph: bool = True,
     notice: Callable[[str], None] = _print,
 ) -> Iterator[int]:
     """Yield the tokens that follow a prompt.
@@ -51,6 +52,7 @@ def generate(
         seed: Sampling seed; None for torch's default generator.
         cache: KV cache of a proper prefix of the prompt. The remaining prompt tokens and the new tokens, except the
             last, are added to it.
+        cuda_graph: Decode with a CUDA graph where that is possible; it has memory of its own.
         notice: Called with one line for the user.
 
     Raises:
@@ -59,7 +61,7 @@ def generate(
     """
     rows = generate_batch(
         model, [prompt_ids], max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        eos_ids=eos_ids, seeds=[seed], cache=cache, notice=notice,
+        eos_ids=eos_ids, seeds=[seed], cache=cache, cuda_graph=cuda_graph, notice=notice,
     )  # fmt: skip
     return _first_row(rows)
 
@@ -75,6 +77,7 @@ def generate_batch(
     eos_ids: Collection[int] = (),
     seeds: Sequence[int | None] | None = None,
     cache: KVCache | None = None,
+    cuda_graph: bool = True,
     notice: Callable[[str], None] = _print,
 ) -> Generator[list[int | None], None, None]:
     """Continue several prompts together; yield the next token of each row, None for rows that have ended.
@@ -104,7 +107,8 @@ def generate_batch(
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "vocab_size": model.config.vocab_size}
     counts = [min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
     seeds = [None] * len(prompts) if seeds is None else seeds
-    return _ended_rows(model, prompts, counts, max_new_tokens, settings, set(eos_ids), seeds, cache, notice)
+    steps = decode(model, prompts, max(counts), settings, seeds, cache, notice, cuda_graph)
+    return _ended_rows(model, steps, counts, max_new_tokens, set(eos_ids), notice)
 
 
 def _first_row(rows: Generator[list[int | None], None, None]) -> Iterator[int]:
@@ -117,18 +121,15 @@ def _first_row(rows: Generator[list[int | None], None, None]) -> Iterator[int]:
 
 def _ended_rows(
     model: GPT,
-    prompts: Sequence[Tensor],
+    steps: Generator[list[int], None, None],
     counts: list[int],
     max_new_tokens: int,
-    settings: dict[str, Any],
     eos_ids: set[int],
-    seeds: Sequence[int | None],
-    cache: KVCache | None,
     notice: Callable[[str], None],
 ) -> Generator[list[int | None], None, None]:
     """Yield the tokens of rows that have not ended, see :func:`generate_batch`."""
-    with closing(decode(model, prompts, max(counts), settings, seeds, cache, notice)) as steps:
-        has_ended = [False] * len(prompts)
+    with closing(steps):
+        has_ended = [False] * len(counts)
         for step, tokens in enumerate(steps, 1):
             has_ended = [ended or token in eos_ids for ended, token in zip(has_ended, tokens, strict=True)]
             if all(has_ended):
@@ -136,7 +137,7 @@ def _ended_rows(
             yield [None if ended else token for ended, token in zip(has_ended, tokens, strict=True)]
             for row, count in enumerate(counts):
                 if step == count < max_new_tokens and not has_ended[row]:
-                    name = f"prompt {row + 1}: " if len(prompts) > 1 else ""
+                    name = f"prompt {row + 1}: " if len(counts) > 1 else ""
                     context = f"the model's context of {model.config.block_size} tokens is full"
                     notice(f"{name}stopped after {count} new tokens: {context}")
                 has_ended[row] |= step == count

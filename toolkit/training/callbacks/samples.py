@@ -65,6 +65,7 @@ class Sampler(Callback):
                     torch.tensor(self.prompt),
                     max_new_tokens=self.max_new_tokens,
                     temperature=0,
+                    cuda_graph=False,  # training needs the memory
                     eos_ids=() if self.tokenizer is None else stop_tokens(self.tokenizer),
                     notice=lambda line: None,
                 )
