@@ -159,8 +159,8 @@ def fused_attention(
     """
     repeats, enable_gqa = q.size(1) // k.size(1), False
     if repeats > 1 and q.size(2) == 1 and not is_causal:  # the heads of a group as queries: every kernel supports it
-        y = F.scaled_dot_product_attention(q.view(k.size(0), k.size(1), repeats, -1), k, v, attn_mask=mask, scale=scale)
-        return y.view_as(q)
+        grouped = q.reshape(k.size(0), k.size(1), repeats, -1)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
     if repeats > 1:  # not "enable_gqa = repeats > 1": a compiled block's sizes can be symbolic, and so would it be
         if sdpa_supports_gqa(q, mask):
             enable_gqa = True
