@@ -120,8 +120,8 @@ def generate(
     values = parse_object(generate_command.setup, options | given)
     names = ("base_checkpoint_dir", "accelerator", "precision", "quantize", "verify_checkpoint")
     loading = {name: values[name] for name in names}
-    if values["prompts_file"] is not None:
-        raise UserError(f"prompts_file {values['prompts_file']}: give the prompts themselves, as a list")
+    if values["prompts_path"] is not None:
+        raise UserError(f"prompts_path {values['prompts_path']}: give the prompts themselves, as a list")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if len(prompts) < 2 and values["batch_size"] is not None:
         raise UserError(f"batch_size {values['batch_size']}: has no effect on one prompt; leave it out")

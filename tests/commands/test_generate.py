@@ -93,7 +93,7 @@ def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsy
     (tmp_path / "lines.txt").write_text("\n\n".join(prompts))
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": prompt, "n": 1}) for prompt in prompts))
     for name, size in (("lines.txt", 4), ("rows.jsonl", 2)):
-        out, err = run(capsys, folder, "--prompts_file", tmp_path / name, "--batch_size", size, *settings)
+        out, err = run(capsys, folder, "--prompts_path", tmp_path / name, "--batch_size", size, *settings)
         found = [json.loads(line) for line in out.splitlines()]
         assert [row["text"] for row in found] == sum(expected, []), name
         assert [(row["prompt"], row["seed"]) for row in found] == [(p, s) for p in prompts for s in (7, 8)]
@@ -103,11 +103,11 @@ def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsy
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": 3}\n')
     (tmp_path / "long.txt").write_text(f"a\n{'b' * 64}\n")
     for argv, message in (
-        (["--prompts_file", tmp_path / "rows.jsonl"], 'line 2: must be {"prompt": "text"}'),
-        (["--prompts_file", tmp_path / "none.txt"], "none.txt: cannot be read"),
-        (["--prompts_file", tmp_path / "long.txt"], "prompt 2: has 64 tokens; the model's context of 64"),
-        (["--prompts_file", tmp_path / "lines.txt", "--prompt", "x"], "--prompt x: has no effect with --prompts_file"),
-        (["--batch_size", 3], "--batch_size 3: has no effect without --prompts_file"),
+        (["--prompts_path", tmp_path / "rows.jsonl"], 'line 2: must be {"prompt": "text"}'),
+        (["--prompts_path", tmp_path / "none.txt"], "none.txt: cannot be read"),
+        (["--prompts_path", tmp_path / "long.txt"], "prompt 2: has 64 tokens; the model's context of 64"),
+        (["--prompts_path", tmp_path / "lines.txt", "--prompt", "x"], "--prompt x: has no effect with --prompts_path"),
+        (["--batch_size", 3], "--batch_size 3: has no effect without --prompts_path"),
     ):
         assert main(["generate", str(folder), *map(str, argv)]) == 2
         out, err = capsys.readouterr()

@@ -17,7 +17,7 @@ DEFAULT_PROMPT = "def main("
 def setup(
     checkpoint_dir: str,
     prompt: str = DEFAULT_PROMPT,
-    prompts_file: str | None = None,
+    prompts_path: str | None = None,
     batch_size: PositiveInt | None = None,
     max_new_tokens: PositiveInt = 50,
     temperature: float = 0.8,
@@ -36,9 +36,9 @@ def setup(
     Args:
         checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are loaded unmerged.
         prompt: The text to continue; "-" reads it from stdin.
-        prompts_file: Continue each line of a text file, or the "prompt" of each line of a .jsonl file, instead. Prints
+        prompts_path: Continue each line of a text file, or the "prompt" of each line of a .jsonl file, instead. Prints
             a line of JSON for each sample: prompt, text and seed.
-        batch_size: With prompts_file, sequences per forward pass (default 8). The text does not depend on it.
+        batch_size: With prompts_path, sequences per forward pass (default 8). The text does not depend on it.
         max_new_tokens: Maximum number of tokens to generate.
         temperature: Sampling temperature; 0 is greedy.
         top_k: Sample from the k most likely tokens; 0 disables.
@@ -58,11 +58,11 @@ def setup(
     from toolkit.inference.load import load_checkpoint
     from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 
-    if prompts_file is None:
-        require_option(batch_size is None, "batch_size", batch_size, "has no effect without --prompts_file")
+    if prompts_path is None:
+        require_option(batch_size is None, "batch_size", batch_size, "has no effect without --prompts_path")
     else:
-        require_option(prompt == DEFAULT_PROMPT, "prompt", prompt, "has no effect with --prompts_file; leave it out")
-    prompts = [] if prompts_file is None else read_prompts(prompts_file)
+        require_option(prompt == DEFAULT_PROMPT, "prompt", prompt, "has no effect with --prompts_path; leave it out")
+    prompts = [] if prompts_path is None else read_prompts(prompts_path)
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()

@@ -78,10 +78,10 @@ def read_prompts(path: str) -> list[str]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--prompts_file {path}: cannot be read as UTF-8 text: {error}") from error
+        raise UserError(f"--prompts_path {path}: cannot be read as UTF-8 text: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise UserError(f"--prompts_file {path}: has no prompts; write one per line")
+        raise UserError(f"--prompts_path {path}: has no prompts; write one per line")
     if not path.endswith(".jsonl"):
         return [line for _, line in numbered]
     return [_read_prompt(path, number, line) for number, line in numbered]
@@ -93,5 +93,5 @@ def _read_prompt(path: str, number: int, line: str) -> str:
         prompt.encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         hint = 'must be {"prompt": "text"}'
-        raise UserError(f"--prompts_file {path}: line {number}: {hint}") from error
+        raise UserError(f"--prompts_path {path}: line {number}: {hint}") from error
     return prompt
