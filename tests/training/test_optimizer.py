@@ -4,8 +4,8 @@ from torch import nn
 
 from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.errors import UserError
-from toolkit.planning.optimizer import resolve_optimizer
-from toolkit.training.optimizer import build_optimizer, no_decay_params, parameter_groups
+from toolkit.planning.optimizer import no_decay_params, resolve_optimizer
+from toolkit.training.optimizer import build_optimizer, parameter_groups
 
 
 class Small(nn.Module):

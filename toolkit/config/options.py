@@ -17,7 +17,7 @@ from toolkit.extension import registered
 
 T = TypeVar("T")
 Accelerator = Literal["auto", "cpu", "cuda", "mps"]
-Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-mixed"]
+Precision = Literal["32-true", "bf16-true", "bf16-master", "bf16-mixed", "16-mixed"]
 TrainingCommand = Literal["pretrain", "finetune_full", "finetune_lora"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
@@ -204,13 +204,16 @@ class OptimizerArgs:
     """Optimizer.
 
     Args:
-        name: Name of a torch.optim class.
+        name: Name of a torch.optim class. Muon: for the matrices of the blocks, AdamW for the rest; AdamW8bit:
+            bitsandbytes' 8-bit moments; both on one device or with ddp.
         weight_decay: Weight decay of matrices; biases, norms and embeddings do not decay. auto: 0.1 for pretraining and
             0 for finetuning, if the optimizer has it.
         betas: Decay rates of the moments. auto: 0.9 and 0.95 for pretraining, 0.9 and 0.999 for finetuning, if the
             optimizer has them.
         eps: Added to the denominator, for optimizers that have it. auto: the optimizer's default.
         options: Further keyword arguments of the class, for example '{"momentum": 0.9}'.
+        state_dtype: Dtype of the moments. auto: that of the weights (fp32 under mixed precision and bf16-master); bf16:
+            half the memory, updated in fp32 and rounded stochastically; on one device or with ddp.
         in_backward: Update each weight during the backward pass and free its gradient: for all weights on one device,
             without clipping (max_norm 0) and accumulation.
     """
@@ -220,6 +223,7 @@ class OptimizerArgs:
     betas: tuple[float, float] | Auto = AUTO
     eps: float | Auto = AUTO
     options: dict[str, Any] = field(default_factory=dict)
+    state_dtype: Literal["auto", "bf16"] = AUTO
     in_backward: bool = False
 
     def __post_init__(self) -> None:

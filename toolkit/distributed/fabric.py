@@ -13,6 +13,7 @@ from lightning.fabric.strategies import DDPStrategy, ParallelStrategy, SingleDev
 from torch import nn
 
 from toolkit.config import Accelerator, Auto, DDPArgs, FSDPArgs, Precision
+from toolkit.distributed.ddp_bf16 import BF16DDPStrategy
 from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import ShardedStrategy
 from toolkit.distributed.memory import keep_freed_memory
@@ -25,6 +26,10 @@ from toolkit.extension import load_registered
 
 class _DDP(LauncherMixin, DDPStrategy):
     """Fabric's DDP with toolkit's launcher."""
+
+
+class _BF16DDP(LauncherMixin, BF16DDPStrategy):
+    """DDP of bf16 weights with fp32 masters, with toolkit's launcher."""
 
 
 class _Sharded(LauncherMixin, ShardedStrategy):
@@ -54,7 +59,8 @@ def single_device_fabric(accelerator: Accelerator, precision: Precision | Auto) 
 
 def _precision_options(precision: Precision) -> tuple[Precision | None, list[Any]]:
     """Return Fabric's arguments ``precision`` and ``plugins``."""
-    return (None, [_True16Bits("bf16-true")]) if precision == "bf16-true" else (precision, [])
+    is_bf16 = precision in ("bf16-true", "bf16-master")
+    return (None, [_True16Bits("bf16-true")]) if is_bf16 else (precision, [])
 
 
 def materialize_with(fabric: Fabric, module: nn.Module, materialize: Callable[..., None]) -> None:
@@ -114,7 +120,7 @@ def build_fabric(
         cls, options = extension.build(plan, groups or {}, precision=precision, block_classes=block_classes)
         strategy = type(cls.__name__, (LauncherMixin, cls), {})(**options)
     elif plan.kind == "ddp":
-        strategy = _DDP(
+        strategy = (_BF16DDP if precision == "bf16-master" else _DDP)(
             bucket_cap_mb=ddp.bucket_cap_mb,
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,
             find_unused_parameters=ddp.find_unused_parameters,

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.wrappers import _FabricModule as FabricModule
 from torch import nn
@@ -19,7 +19,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.private_torch import restore_gradient_dtypes
 from toolkit.distributed.shutdown import PARENT, children, wait_for_children
 
-__all__ = ["AccumulateInFP32", "FabricModule", "LauncherMixin", "ReduceEachMicroBatch"]
+__all__ = ["AccumulateInFP32", "BackwardSyncControl", "FabricModule", "LauncherMixin", "ReduceEachMicroBatch"]
 
 
 class LauncherMixin(ParallelStrategy):
@@ -61,14 +61,14 @@ class _Launcher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
 
-class ReduceEachMicroBatch(_BackwardSyncControl):
+class ReduceEachMicroBatch(BackwardSyncControl):
     """FSDP reduces the gradients of every micro-batch; each rank adds its shards, in the dtype of the parameters."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
         return nullcontext()
 
 
-class AccumulateInFP32(_BackwardSyncControl):
+class AccumulateInFP32(BackwardSyncControl):
     """Defers FSDP's gradient reduction to the last micro-batch and accumulates in fp32."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:

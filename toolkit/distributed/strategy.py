@@ -137,6 +137,7 @@ def _check_dtypes(fsdp: FSDPArgs, precision: Precision) -> None:
     fits = {
         "32-true": ("fp32",),
         "bf16-true": ("bf16",),
+        "bf16-master": ("bf16",),
         "bf16-mixed": ("bf16", "fp32"),
         "16-mixed": ("fp16", "fp32"),
     }

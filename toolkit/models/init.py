@@ -83,7 +83,8 @@ class Materializer:
     def _fill(self, tensor: torch.Tensor) -> torch.Tensor:
         value = self._value_of(self._names[id(tensor)], tensor.shape)
         if tensor.is_meta:
-            filled = torch.empty_like(tensor, device=self._device).copy_(value)
+            # moved before it is cast: a GPU casts faster, and a 16-bit file is half the bytes
+            filled = torch.empty_like(tensor, device=self._device).copy_(value.to(self._device))
             is_parameter = isinstance(tensor, nn.Parameter)
             return nn.Parameter(filled, requires_grad=tensor.requires_grad) if is_parameter else filled
         tensor.copy_(value)

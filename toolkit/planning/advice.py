@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from toolkit.config import ActivationCheckpointing, DDPArgs
+from toolkit.config import AUTO, ActivationCheckpointing, DDPArgs
 from toolkit.distributed.device import device_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
@@ -122,9 +122,36 @@ def _checkpointing(plan: RunPlan) -> Iterator[Change]:
         yield f"--train.activation_checkpointing {mode}", *_train(plan, activation_checkpointing=mode)
 
 
+def _bf16_masters(plan: RunPlan) -> Iterator[Change]:
+    """Refused with shards and with adapters."""
+    if plan.config.precision != "bf16-master":
+        yield "--precision bf16-master", replace(plan.config.args, precision="bf16-master"), plan.config.devices
+
+
+def _smaller_moments(plan: RunPlan) -> Iterator[Change]:
+    """Refused with shards, and for other optimizers than those with two moments."""
+    args = plan.config.args
+    if args.lora is None and args.optimizer.state_dtype == AUTO and plan.config.precision != "bf16-true":
+        optimizer = replace(args.optimizer, state_dtype="bf16")
+        yield "--optimizer.state_dtype bf16", replace(args, optimizer=optimizer), plan.config.devices
+
+
 def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
-    if plan.config.precision != "bf16-true":
+    """Of the frozen base of adapters."""
+    if plan.config.precision != "bf16-true" and plan.config.args.lora is not None:
         yield "--precision bf16-true", replace(plan.config.args, precision="bf16-true"), plan.config.devices
+
+
+def _rounded_weights(plan: RunPlan) -> Iterator[Change]:
+    """All weights in bf16, only where nothing better fits: see :func:`toolkit.training.describe.describe_rounding`."""
+    args = plan.config.args
+    if args.lora is None and plan.config.precision not in ("bf16-true", "bf16-master"):
+        optimizer = replace(args.optimizer, state_dtype=AUTO)
+        yield (
+            "--precision bf16-true (small steps round away)",
+            replace(args, precision="bf16-true", optimizer=optimizer),
+            plan.config.devices,
+        )
 
 
 def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
@@ -185,8 +212,9 @@ def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
 
 
 _STEPS: list[Step] = [
-    _smaller_micro_batch, _step_in_backward, _sharded_gradients, _full_shard, _checkpointing, _true_16_bits,
-    _no_accumulation, _adapters, _quantized, _cpu_offload, _shorter, _more_devices, _fewer_layers,
+    _smaller_micro_batch, _step_in_backward, _sharded_gradients, _full_shard, _checkpointing, _bf16_masters,
+    _smaller_moments, _true_16_bits, _no_accumulation, _adapters, _quantized, _cpu_offload, _shorter, _more_devices,
+    _rounded_weights, _fewer_layers,
 ]  # fmt: skip
 
 

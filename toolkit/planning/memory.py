@@ -2,7 +2,7 @@
 
 Nothing is allocated and no device is queried. Parameters are those of the model on the meta device. Sizes are in bytes.
 N is the number of tokens of one micro-batch on one device, c the bytes per element in matrix products (2 under bf16 and
-16-bit autocast, otherwise 4), r those of the residual stream (4, but 2 under bf16-true).
+16-bit autocast, otherwise 4), r those of the residual stream (4, but 2 with bf16 weights).
 
 The peak is after the forward pass, when everything that the backward pass needs is in memory. Gradients of earlier
 micro-batches add to it; without accumulation, gradients replace activations during the backward pass, and the larger of
@@ -16,7 +16,6 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from toolkit.distributed.units import unit_precision
@@ -26,7 +25,7 @@ from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.moe import StackedLinear
 from toolkit.models.quantize import refuse_experts
 from toolkit.planning.activations import FP32, logits_bytes
-from toolkit.planning.optimizer import optimizer_class
+from toolkit.planning.optimizer_memory import optimizer_bytes, state_bytes, update_bytes
 from toolkit.planning.recompute import kept_bytes, recomputed_bytes
 from toolkit.planning.setup import TrainingSetup
 from toolkit.planning.speed.flops import matmul_parameters
@@ -47,8 +46,11 @@ class Memory:
         weights: Unquantized parameters of the base model on this device.
         quantized_base: 4-bit weights with their scales, and the largest of them dequantized for its matrix product.
         adapters: LoRA's parameters.
-        gradients: Gradients of trainable parameters, in the dtype of the parameters.
-        optimizer: Optimizer state.
+        gradients: Gradients of trainable parameters, in the dtype of the parameters; those of bf16-master accumulate in
+            fp32.
+        optimizer: Optimizer state, with the fp32 masters of bf16-master.
+        update: What an optimizer step holds in fp32 of gradients and moments that are stored in bf16, and the matrices
+            of Muon's iteration.
         cast_weights: Autocast's 16-bit copies of the blocks' weights.
         unsharded_unit: FSDP's all-gathered root unit and two blocks, with the gradients of root and one block.
         activations: Tensors saved for the backward pass.
@@ -69,6 +71,7 @@ class Memory:
     adapters: float
     gradients: float
     optimizer: float
+    update: float
     cast_weights: float
     unsharded_unit: float
     activations: float
@@ -87,8 +90,8 @@ class Memory:
         persistent = self.weights + self.quantized_base + self.adapters + self.optimizer + self.unsharded_unit
         persistent += self.checkpoint_copy
         if self.has_gradients_in_forward:
-            return persistent + self.context + step + self.gradients
-        return persistent + self.context + max(step, self.gradients + self.recomputed_block)
+            return persistent + self.context + max(step, self.update) + self.gradients
+        return persistent + self.context + max(step, self.gradients + max(self.recomputed_block, self.update))
 
     @property
     def training_state(self) -> float:
@@ -138,18 +141,21 @@ def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
         elements: float = max(p.numel() for p in trained)  # one at a time
     else:
         elements = _count(trained) if setup.accumulates_unsharded else _local_elements(setup, trained)
-    gradients = setup.weight_bytes * elements + adapter_bytes
+    gradients = copies * (setup.weight_bytes * elements + adapter_bytes)
+    if setup.sums_in_fp32:  # beside ddp's bf16 buckets
+        gradients = FP32 * elements + (gradients if setup.strategy.kind == "ddp" else 0)
     is_checkpointed, recomputed = setup.activation_checkpointing != "none", recomputed_bytes(setup)
     if is_checkpointed:
         recomputed += max(_cast_bytes(setup, block, quantized) for block in model.blocks)
-    checkpoint_copy = _copied_bytes(setup, list(base.values()), trained, adapters) if setup.async_save else 0.0
+    checkpoint_copy = _copied_bytes(setup, model, list(base.values())) if setup.async_save else 0.0
     is_on_host = setup.device == "cpu"
     parts = {
         "weights": weights,
         "quantized_base": _quantized_bytes(setup, quantized),
         "adapters": adapter_bytes,
-        "gradients": copies * gradients,
-        "optimizer": _optimizer_bytes(setup, trained, adapters),
+        "gradients": gradients,
+        "optimizer": _optimizer_bytes(setup, model),
+        "update": update_bytes(setup, model),
         "cast_weights": _cast_bytes(setup, model, quantized, cached_only=is_checkpointed),
         "unsharded_unit": _unsharded_bytes(setup, model, quantized),
         "activations": kept_bytes(setup),
@@ -201,19 +207,26 @@ def _host_bytes(setup: TrainingSetup, base: list[nn.Parameter], trained: list[nn
     return 2 * setup.weight_bytes * _sharded_elements(setup, base) + moments
 
 
-def _copied_bytes(
-    setup: TrainingSetup, base: list[nn.Parameter], trained: list[nn.Parameter], adapters: list[nn.Parameter]
-) -> float:
+def _copied_bytes(setup: TrainingSetup, model: GPT, base: list[nn.Parameter]) -> float:
     """Return the bytes of weights and optimizer state that a process copies to write a checkpoint.
 
-    Rank 0 copies all of them, of adapters without their base; of a sharded checkpoint each process what it will write,
-    and each shard is written once.
+    Rank 0 copies all of them, of adapters without their base, of masters without their bf16 weights; of a sharded
+    checkpoint each process what it will write, and each shard is written once.
     """
-    weights = FP32 * _count(adapters) if adapters else setup.weight_bytes * _count(base)
-    whole = weights + _optimizer_bytes(
-        replace(setup, strategy=replace(setup.strategy, kind="single")), trained, adapters
-    )
+    adapters = [p for name, p in model.named_parameters() if is_adapter(name)]
+    saved = [p for p in base if not (p.requires_grad and setup.has_masters)]
+    weights = FP32 * _count(adapters) if adapters else setup.weight_bytes * _count(saved)
+    whole = weights + _optimizer_bytes(replace(setup, strategy=replace(setup.strategy, kind="single")), model)
     return whole / math.prod(setup.strategy.mesh) if setup.fsdp.state_dict_type == "sharded" else whole
+
+
+def _optimizer_bytes(setup: TrainingSetup, model: GPT) -> float:
+    """Return the bytes of the optimizer state, in the dtype and sharding of each parameter."""
+    if setup.strategy.kind != "fsdp":
+        return optimizer_bytes(setup, model)
+    shards = _local_elements(setup, [p for n, p in model.named_parameters() if p.requires_grad and not is_adapter(n)])
+    moments = state_bytes(setup.optimizer, setup.dtype, (round(shards),), setup.optimizer_class)
+    return moments + optimizer_bytes(setup, model, adapters_only=True)
 
 
 def _is_replicated(setup: TrainingSetup, parameter: nn.Parameter) -> bool:
@@ -296,71 +309,3 @@ def _unsharded_bytes(setup: TrainingSetup, model: GPT, quantized: dict[str, nn.P
     # gradients that accumulate unsharded include the root's
     root_gradient = 0 if setup.accumulates_unsharded else setup.weight_bytes * sharded(rest, trained=True)
     return gathered + size(root, "param_dtype") * sharded(rest) + gradient + root_gradient
-
-
-# ---- optimizer
-
-
-def _optimizer_bytes(setup: TrainingSetup, trained: list[nn.Parameter], adapters: list[nn.Parameter]) -> float:
-    """Return the bytes of the optimizer state, in the dtype and sharding of each parameter."""
-    dtype, unsharded = setup.dtype, adapters
-    total = 0.0
-    if setup.strategy.kind == "fsdp":
-        total += state_bytes(setup.optimizer, dtype, (round(_local_elements(setup, trained)),), setup.optimizer_class)
-    else:
-        unsharded = trained + adapters
-    shapes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
-    adapter_ids = {id(p) for p in adapters}
-    for parameter in unsharded:
-        key = (tuple(parameter.shape), torch.float32 if id(parameter) in adapter_ids else dtype)
-        shapes[key] = shapes.get(key, 0) + 1
-    return total + sum(
-        n * state_bytes(setup.optimizer, d, shape, setup.optimizer_class) for (shape, d), n in shapes.items()
-    )
-
-
-def state_bytes(
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    given_class: type[torch.optim.Optimizer] | None = None,
-) -> float:
-    """Return the bytes of an optimizer's state for one parameter.
-
-    This runs one step of the optimizer on tiny parameters. State sizes (elements, rows, columns, a counter) are linear
-    in each axis, so four small matrices, or two vectors, determine all of them.
-    """
-    if 0 in shape:
-        return 0.0
-    probe = _Probe(options, dtype, given_class)
-    if len(shape) == 1:
-        low, high = probe.bytes((8,)), probe.bytes((16,))
-        return low + (high - low) / 8 * (shape[0] - 8)
-    if len(shape) == 3:  # stacked experts: one matrix each, and one counter for all
-        once = 2 * probe.bytes((1, 8, 8)) - probe.bytes((2, 8, 8))
-        return once + shape[0] * (state_bytes(options, dtype, shape[1:], given_class) - once)
-    rows, columns = shape
-    corner, right, down, both = (probe.bytes(s) for s in ((8, 8), (8, 16), (16, 8), (16, 16)))
-    x, y = (rows - 8) / 8, (columns - 8) / 8
-    return corner + (down - corner) * x + (right - corner) * y + (both - down - right + corner) * x * y
-
-
-class _Probe:
-    """Creates an optimizer's state for a parameter of a given shape; cached by shape."""
-
-    _cache: dict[str, int] = {}
-
-    def __init__(self, options: dict[str, Any], dtype: torch.dtype, given_class: type | None) -> None:
-        self.options = {k: v for k, v in options.items() if k not in ("name", "fused", "foreach")}
-        self.cls, self.dtype = given_class or optimizer_class(options["name"]), dtype
-
-    def bytes(self, shape: tuple[int, ...]) -> int:
-        key = f"{self.cls} {self.options} {self.dtype} {shape}"
-        if key not in self._cache:
-            parameter = nn.Parameter(torch.zeros(shape, dtype=self.dtype))
-            parameter.grad = torch.zeros_like(parameter)
-            optimizer = self.cls([parameter], lr=1e-3, **self.options)
-            optimizer.step()
-            state = optimizer.state[parameter].values()
-            self._cache[key] = sum(v.numel() * v.element_size() for v in state if isinstance(v, torch.Tensor))
-        return self._cache[key]

@@ -6,27 +6,31 @@ import inspect
 from typing import Any
 
 import torch
+from torch import nn
 
+from toolkit.checkpoints.weights import canonical_name
 from toolkit.config import AUTO, CommandDefaults, OptimizerArgs
+from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import load_registered, registered
+from toolkit.planning.combined import AdamW8bit, CombinedOptimizer, Muon
 
+COMBINED: dict[str, type[CombinedOptimizer]] = {"Muon": Muon, "AdamW8bit": AdamW8bit}
 UNSUPPORTED = {
     "Optimizer": "is the base class",
     "LBFGS": "evaluates the loss several times per step",
-    "Muon": "takes matrices only; embeddings, norms and biases need another optimizer",
     "SparseAdam": "needs sparse gradients",
 }
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return a class of ``torch.optim`` by case-insensitive name, or one of an extension.
+    """Return a class by case-insensitive name: of ``torch.optim``, of :data:`COMBINED`, or of an extension.
 
     Raises:
         UserError: no such class, or the training loop does not support it.
     """
     base = torch.optim.Optimizer
-    known = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base)}
+    known = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base)} | COMBINED
     match = next((n for n in known if n.lower() == name.lower()), None)
     if match is None and name in (added := registered("optimizers", known)):
         return load_registered("optimizers", name)
@@ -74,4 +78,89 @@ def resolve_optimizer(
         raise UserError(
             "--optimizer.options fused: not supported with --precision 16-mixed, whose gradients are scaled"
         )
+    if args.state_dtype != AUTO:
+        given["state_dtype"] = args.state_dtype
     return {"name": args.name if given_class else cls.__name__, **given}
+
+
+def no_decay_params(model: nn.Module) -> frozenset[str]:
+    """Return the canonical names of the parameters without weight decay (N5): biases, norms and embeddings.
+
+    Tied heads are embeddings; experts' biases are matrices. Call this before a strategy wraps the model, because shards
+    are all one-dimensional.
+    """
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+
+    return frozenset(
+        canonical_name(name)
+        for name, p in model.named_parameters()
+        if p.ndim < 2 or name.endswith(".bias") or id(p) in embeddings
+    )
+
+
+def block_params(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> frozenset[str]:
+    """Return the canonical names of the parameters inside blocks. Call this before a strategy wraps the model."""
+    inside = {id(p) for m in model.modules() if isinstance(m, blocks) for p in m.parameters()}
+    return frozenset(canonical_name(name) for name, p in model.named_parameters() if id(p) in inside)
+
+
+def check_low_memory(
+    options: dict[str, Any],
+    precision: str,
+    strategy: StrategyPlan,
+    *,
+    has_adapters: bool,
+    has_blocks: bool,
+    is_own: bool,
+) -> None:
+    """Check that strategy, weights and class go with bf16-master, bf16 moments, or a combined optimizer.
+
+    Args:
+        options: See :func:`resolve_optimizer`.
+        is_own: Whether the class is one of torch.optim or of :data:`COMBINED`.
+
+    Raises:
+        UserError: they do not.
+    """
+    name, state_dtype = options["name"], options.get("state_dtype")
+    chosen = {
+        "--precision bf16-master": precision == "bf16-master",
+        f"--optimizer.state_dtype {state_dtype}": state_dtype is not None,
+        f"--optimizer.name {name}": name in COMBINED,
+    }
+    for option, is_chosen in chosen.items():
+        if not is_chosen:
+            continue
+        if strategy.kind == "fsdp" or strategy.extension is not None:
+            instead = "bf16-mixed, whose weights fsdp gathers in bf16" if "master" in option else "AdamW in fp32"
+            raise UserError(
+                f"{option}: is for one device or --strategy ddp, and this run uses {strategy.kind}; with shards use "
+                f"{instead}"
+            )
+        if not is_own:
+            raise UserError(f"{option}: is for torch's optimizers, which update each weight by itself; leave it out")
+    if has_adapters and precision == "bf16-master":
+        raise UserError("--precision bf16-master: adapters are fp32 beside a bf16 base already; use bf16-true")
+    if name == "Muon" and not has_blocks:
+        raise UserError("--optimizer.name Muon: is for the matrices of blocks, and none were found: block_classes")
+    if state_dtype is None:
+        return
+    reasons = {
+        "those of --precision bf16-true are bf16 already": precision == "bf16-true" and not has_adapters,
+        "is not proven with --precision 16-mixed, use bf16-mixed": precision == "16-mixed",
+        "AdamW8bit has them in 8 bits": name == "AdamW8bit",
+        f"{name} has none here": not _has_moments(options),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UserError(f"--optimizer.state_dtype {state_dtype}: is for moments; {reason}; leave it out")
+
+
+def _has_moments(options: dict[str, Any]) -> bool:
+    """Whether the optimizer has state of the shape of the weights."""
+    cls = optimizer_class(options["name"])
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = cls([parameter], **{k: v for k, v in options.items() if k not in ("name", "state_dtype", "fused")})
+    optimizer.step()
+    return any(getattr(value, "shape", None) == parameter.shape for value in optimizer.state[parameter].values())

@@ -15,14 +15,14 @@ from toolkit.data.base import choose_seq_length
 from toolkit.distributed.device import device_memory, pick_precision
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.errors import UserError, require_option
-from toolkit.extension import run_checks
+from toolkit.extension import registered, run_checks
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
 from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.in_backward import check_in_backward
 from toolkit.planning.memory import plan_memory
-from toolkit.planning.optimizer import resolve_optimizer
+from toolkit.planning.optimizer import check_low_memory, resolve_optimizer
 from toolkit.planning.presets import apply_preset
 from toolkit.planning.run_args import RunArgs, hyperparameters
 from toolkit.planning.setup import TrainingSetup
@@ -147,6 +147,14 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
             "--optimizer.name Adafactor: looks at whole matrices, and fsdp gives it parts; use --strategy ddp or AdamW"
         )
     optimizer = resolve_optimizer(args.optimizer, precision, args.defaults, args.optimizer_class)
+    check_low_memory(
+        optimizer,
+        precision,
+        strategy,
+        has_adapters=args.lora is not None,
+        has_blocks=args.module is None or bool(args.block_classes),
+        is_own=args.optimizer_class is None and optimizer["name"] not in registered("optimizers"),
+    )
     config = ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer)
     return replace(config, accumulate=choose_accumulate(config), preset=preset)
 

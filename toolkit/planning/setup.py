@@ -69,7 +69,7 @@ class TrainingSetup:
 
     @property
     def weight_bytes(self) -> int:
-        return 2 if self.precision == "bf16-true" else FP32
+        return 2 if self.precision in ("bf16-true", "bf16-master") else FP32
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,6 +85,16 @@ class TrainingSetup:
     def accumulates_unsharded(self) -> bool:
         """Whether each device keeps all gradients between micro-batches: see distributed/fsdp.py."""
         return self.accumulation > 1 and self.fsdp.accumulate != "sharded"
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer state has an fp32 copy of the weights."""
+        return self.precision == "bf16-master"
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether gradients of bf16 weights accumulate in fp32."""
+        return self.has_masters and self.accumulation > 1
 
     @property
     def tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+import torch
 from lightning.fabric import Fabric
 
 from toolkit.checkpoints.lock import exclusive_lock
@@ -72,6 +73,9 @@ def build_model(config: ResolvedConfig, state: RunState, fabric: Fabric, report:
         source=source if state.base is not None else state.resume_from or source,
         adapters=adapters.initial_adapters(args, state.model, state.resume_from, report),
     )
+    if config.precision == "bf16-master" and config.strategy.kind == "single" and config.batch.accumulation > 1:
+        for parameter in unwrapped(model).parameters():
+            parameter.grad_dtype = torch.float32  # bf16 sums lose what micro-batches add
     seed_generators(args.seed, ranks.global_rank())  # else dropout would draw the same on all ranks
     return model
 
@@ -80,8 +84,16 @@ def build_checkpointer(
     config: ResolvedConfig, state: RunState, fabric: Fabric, model: FabricModule, tokenizer: Tokenizer | None
 ) -> Checkpointer:
     """Build the optimizer, and the checkpointer that saves it with the model."""
-    module, peak, no_decay = unwrapped(model), state.schedule.peak, state.model.no_decay_params
-    optimizer = build_optimizer(module, config.optimizer, peak, config.precision, no_decay, config.args.optimizer_class)
+    module, spec = unwrapped(model), state.model
+    optimizer = build_optimizer(
+        module,
+        config.optimizer,
+        state.schedule.peak,
+        config.precision,
+        spec.no_decay_params,
+        config.args.optimizer_class,
+        spec.block_params,
+    )
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     return Checkpointer(config, state, tokenizer, module, optimizer, scaler, fabric.device)
 

@@ -147,7 +147,9 @@ class Checkpointer:
                 raise UserError(f"{file}: {name}: is missing or no {kind.__name__}; resume from another checkpoint")
         may_be_empty = step == 0 or self.scaler is not None  # which may have skipped all steps
         shards = folder / TRAINER / OPTIMIZER
-        load_optimizer(self.module, self.optimizer, state["optimizer"], file, shards, may_be_empty)
+        load_optimizer(
+            self.module, self.optimizer, state["optimizer"], file, shards, may_be_empty, weights=folder / WEIGHTS
+        )
         if self.scaler is not None:
             _load_scaler(self.scaler, state.get("scaler"), file)
         if len(state["rng"]) == ranks.world_size():

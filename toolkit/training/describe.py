@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import nn
+
+from toolkit.distributed.private_torch import local_shard
 from toolkit.distributed.wrap import describe_units, plan_units
 from toolkit.models.families import export_error
 from toolkit.planning.resolve import ResolvedConfig
@@ -11,6 +14,8 @@ from toolkit.planning.schedule import describe_scaling
 from toolkit.training.model import describe_model
 from toolkit.training.reading import TrainReader
 from toolkit.training.run_state import RunState
+
+_SAMPLED = 1 << 14  # elements of a weight
 
 
 def describe_run(config: ResolvedConfig, state: RunState, reader: TrainReader) -> Iterator[str]:
@@ -44,3 +49,30 @@ def describe_run(config: ResolvedConfig, state: RunState, reader: TrainReader) -
     for note in (getattr(part, "note", "") for part in (state.model.module, reader.order)):
         if note:
             yield f"note: {note}"
+
+
+def describe_rounding(config: ResolvedConfig, state: RunState, module: nn.Module) -> str | None:
+    """Return how many weights are too large for a step to change them, if all are trained in bf16; else None.
+
+    A step of Adam changes a weight by about the learning rate. bf16 has 8 significant bits.
+    """
+    if config.precision != "bf16-true" or state.model.lora is not None:
+        return None
+    peak, end = state.schedule.peak, state.schedule.minimum
+    instead = "bf16-mixed" if config.strategy.kind == "fsdp" else "bf16-master"
+    return (
+        f"note: --precision bf16-true: steps of the learning rate's size, {peak:.3g}, round away in "
+        f"{_rounded_away(module, peak):.0%} of the weights, and in {_rounded_away(module, end):.0%} at its end, "
+        f"{end:.3g}; --precision {instead} keeps the weights in fp32"
+    )
+
+
+def _rounded_away(module: nn.Module, step: float) -> float:
+    """Return the share of bf16 weights that ``step`` does not change, from some elements of each."""
+    shares = []
+    for weight in (local_shard(p).detach().flatten() for p in module.parameters() if p.requires_grad):
+        sample = weight[:: 1 + len(weight) // _SAMPLED]
+        if len(sample):
+            shares.append((len(weight), ((sample.float() - step).to(weight.dtype) == sample).float().mean()))
+    total = sum(n for n, _ in shares)
+    return float(sum(n * share for n, share in shares)) / total if total else 0.0

@@ -33,8 +33,8 @@ from toolkit.models.init import Materializer, init_weight
 from toolkit.models.lora import adapted_on_meta, adapter_values, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize, quantize_linears, reserve_quantized
+from toolkit.planning.optimizer import block_params, no_decay_params
 from toolkit.planning.speed.flops import flops_per_token
-from toolkit.training.optimizer import no_decay_params
 
 
 @dataclass
@@ -48,7 +48,8 @@ class ModelSpec:
         blocks: The classes of its blocks.
         sizes: Elements of each parameter, by name.
         tied: See :func:`toolkit.checkpoints.run.states.tied_names`.
-        no_decay_params: See :func:`toolkit.training.optimizer.no_decay_params`.
+        no_decay_params: See :func:`toolkit.planning.optimizer.no_decay_params`.
+        block_params: See :func:`toolkit.planning.optimizer.block_params`.
         fingerprint: What may not change on resume.
         lora: The adapters; then the weights are frozen.
         quantize: Quantization of the blocks' weights as they are read.
@@ -61,6 +62,7 @@ class ModelSpec:
     sizes: dict[str, int]
     tied: dict[str, str]
     no_decay_params: frozenset[str]
+    block_params: frozenset[str]
     fingerprint: dict[str, Any]
     lora: LoRAConfig | None = None
     quantize: Quantize | None = None
@@ -80,13 +82,13 @@ def specify_model(
         module = meta_model = adapted_on_meta(config, lora)
         blocks = (Block,)
     sizes = {name: p.numel() for name, p in module.named_parameters()}
-    tied, no_decay = tied_names(module), no_decay_params(module)
+    tied, no_decay, in_blocks = tied_names(module), no_decay_params(module), block_params(module, blocks)
     if config is not None:
         fingerprint = config.to_dict()
     else:
         shapes = [f"{canonical_name(name)} {tuple(p.shape)}" for name, p in module.named_parameters()]
         fingerprint = {"shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()}
-    return ModelSpec(module, meta_model, config, blocks, sizes, tied, no_decay, fingerprint, lora, quantize)
+    return ModelSpec(module, meta_model, config, blocks, sizes, tied, no_decay, in_blocks, fingerprint, lora, quantize)
 
 
 def set_up_model(
@@ -117,7 +119,7 @@ def set_up_model(
         UserError: the weights do not fit.
     """
     module = spec.module
-    if precision == "bf16-true":
+    if precision in ("bf16-true", "bf16-master"):
         module.to(torch.bfloat16)
         for name, parameter in module.named_parameters():
             if is_adapter(name):  # their updates are too small for bf16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,33 +11,36 @@ from torch import nn
 
 from toolkit.checkpoints.weights import canonical_name
 from toolkit.errors import UserError
+from toolkit.planning.combined import CombinedOptimizer
 from toolkit.planning.optimizer import optimizer_class
+from toolkit.training.bf16_optimizer import BF16Optimizer
 
 
-def no_decay_params(model: nn.Module) -> frozenset[str]:
-    """Return the canonical names of the parameters without weight decay (N5): biases, norms and embeddings.
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    no_decay: frozenset[str],
+    combined: type[CombinedOptimizer] | None = None,
+    in_blocks: Collection[str] = (),
+) -> list[dict[str, Any]]:
+    """Split the trainable parameters, sharded or not, into groups with and without weight decay.
 
-    Tied heads are embeddings; experts' biases are matrices. Call this before a strategy wraps the model, because shards
-    are all one-dimensional.
+    Args:
+        combined: Each group is split into the parameters that its main optimizer takes, ``main`` true, and the rest.
+        in_blocks: See :func:`~toolkit.planning.optimizer.block_params`.
     """
-    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-
-    return frozenset(
-        canonical_name(name)
-        for name, p in model.named_parameters()
-        if p.ndim < 2 or name.endswith(".bias") or id(p) in embeddings
-    )
-
-
-def parameter_groups(model: nn.Module, weight_decay: float, no_decay: frozenset[str]) -> list[dict[str, Any]]:
-    """Split the trainable parameters, sharded or not, into groups with and without weight decay."""
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
+    parts: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (undecayed if canonical_name(name) in no_decay else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+            name = canonical_name(name)
+            decays = name not in no_decay
+            is_main = combined is not None and combined.is_main(parameter, name in in_blocks, decays)
+            parts.setdefault((decays, is_main), []).append(parameter)
+    return [
+        {"params": parts[key], "weight_decay": weight_decay if key[0] else 0.0}
+        | ({} if combined is None else {"main": key[1]})
+        for key in sorted(parts, reverse=True)
+    ]
 
 
 def build_optimizer(
@@ -46,25 +50,31 @@ def build_optimizer(
     precision: str,
     no_decay: frozenset[str],
     given_class: type[torch.optim.Optimizer] | None = None,
+    in_blocks: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """Build the optimizer from :func:`resolve_optimizer`'s options, fused where class and device support it.
 
-    It is not fused under 16-mixed: a fused optimizer unscales the gradients itself, after clipping. ``no_decay`` is the
-    result of :func:`no_decay_params`.
+    It is not fused under 16-mixed: a fused optimizer unscales the gradients itself, after clipping. ``no_decay`` and
+    ``in_blocks`` are the results of ``no_decay_params`` and ``block_params`` in :mod:`toolkit.planning.optimizer`.
 
     Raises:
         UserError: the class rejects a value.
     """
     given = dict(options)
-    name = given.pop("name")
+    name, state_dtype = given.pop("name"), given.pop("state_dtype", "auto")
     cls: type = given_class or optimizer_class(name)  # its arguments are not those of the base class
     takes = inspect.signature(cls).parameters
-    groups = parameter_groups(model, given.pop("weight_decay", 0.0), no_decay)
+    combined = cls if issubclass(cls, CombinedOptimizer) else None
+    groups = parameter_groups(model, given.pop("weight_decay", 0.0), no_decay, combined, in_blocks)
     if "weight_decay" not in takes:
         groups = [{"params": [p for group in groups for p in group["params"]]}]
     if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & given.keys():
         given["fused"] = all(p.device.type in ("cuda", "cpu", "mps") for p in model.parameters())
     try:
-        return cls(groups, lr=learning_rate, **given)
+        optimizer = cls(groups, lr=learning_rate, **given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"--optimizer.name {cls.__name__}: {str(error).splitlines()[0]}") from error
+    has_masters, has_bf16_moments = precision == "bf16-master", state_dtype == "bf16"
+    if has_masters or has_bf16_moments:
+        return BF16Optimizer(optimizer, has_masters=has_masters, has_bf16_moments=has_bf16_moments)
+    return optimizer

@@ -40,7 +40,7 @@ from toolkit.training.callbacks import Callback, Sampler, notify, overrides
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.upload import finish_uploads
 from toolkit.training.data import prepare_data
-from toolkit.training.describe import describe_run
+from toolkit.training.describe import describe_rounding, describe_run
 from toolkit.training.garbage import GarbageCollection
 from toolkit.training.reading import TrainReader
 from toolkit.training.run_state import prepare_run_state
@@ -143,6 +143,8 @@ class Trainer:
             if (gpt := self.state.model.meta_model) is not None and args.optimizer_class is None:
                 require_memory(config, gpt.config, gpt)
             self.model = build_model(config, self.state, self.fabric, self.display.message)
+            if (note := describe_rounding(config, self.state, self.model)) is not None:
+                self.display.message(note)
             self.checkpointer = build_checkpointer(config, self.state, self.fabric, self.model, self.data.tokenizer)
             if resume_from is not None:
                 self.restore(resume_from)

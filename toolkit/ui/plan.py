@@ -11,6 +11,7 @@ _DESCRIPTIONS = {
     "adapters": "replicated on every device",
     "gradients": "",
     "optimizer": "state",
+    "update": "gradients and moments in fp32 during an optimizer step",
     "cast_weights": "autocast's 16-bit copies",
     "unsharded_unit": "FSDP all-gathers: current block, next block and root",
     "activations": "saved for the backward pass",

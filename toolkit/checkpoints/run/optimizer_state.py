@@ -18,15 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from toolkit.checkpoints.run.sharded import ShardReader
+from toolkit.checkpoints.run.sharded import ShardReader, is_sharded
 from toolkit.checkpoints.scratch import SMALL
-from toolkit.checkpoints.weights import canonical_name
+from toolkit.checkpoints.weights import canonical_name, load_weights
 from toolkit.distributed import ranks
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.private_torch import local_parts, local_shard
 from toolkit.errors import UserError
 
 SEPARATOR = "|"  # in names of sharded tensors: parameter|key
+MASTER = "master"
+"""Key of the fp32 copy of a bf16 weight in the optimizer state. Checkpoints save it as the weight, and only there."""
 # The schedule sets lr; the others depend on the device.
 _NEVER_RESTORED = {"params", "lr", "fused", "foreach", "capturable"}
 
@@ -81,7 +83,13 @@ def group_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def load_optimizer(
-    module: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, file: Path, folder: Path, may_be_empty: bool
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saved: Any,
+    file: Path,
+    folder: Path,
+    may_be_empty: bool,
+    weights: Path | None = None,
 ) -> None:
     """Restore the saved state of an optimizer; every rank loads its part.
 
@@ -95,6 +103,7 @@ def load_optimizer(
         file: The state file, for messages.
         folder: The optimizer's shards, used if ``saved`` contains no tensors.
         may_be_empty: Whether the checkpoint may predate the first optimizer step.
+        weights: The weights' file or shards, for an optimizer with masters.
 
     Raises:
         UserError: an entry is missing, unknown, of a different shape or dtype, or a shard is damaged.
@@ -105,7 +114,8 @@ def load_optimizer(
     entries = {canonical_name(name): entry for name, entry in entries.items()}
     if unknown := sorted(entries.keys() - by_name.keys()):
         raise UserError(f"{where}: optimizer state of {unknown[0]!r:.100}: the optimizer has no such parameter")
-    is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim")
+    is_torch_optimizer = type(optimizer).__module__.startswith(("torch.optim", "toolkit."))
+    masters: dict[str, _LazyTensor] | None = None
     _load_groups(optimizer, saved, by_name, file, is_torch_optimizer)
     without, missing = set(_list_of_names(saved.get("without_state", []), file)), []
     for part in parts:
@@ -115,6 +125,11 @@ def load_optimizer(
             if state:
                 missing.append(part)
             continue
+        if MASTER in state:
+            assert weights is not None
+            masters = _saved_weights(weights) if masters is None else masters
+            found = [masters[name] for name in part.names if name in masters]
+            entry = {**entry, **({MASTER: found[0]} if found else {})}
         try:
             _fill(state, entry, part, is_torch_optimizer)
         except _MismatchError as error:
@@ -165,6 +180,14 @@ def _shard_entries(values: Any, file: Path, folder: Path) -> dict[str, dict[str,
         parameter, _, key = name.rpartition(SEPARATOR)
         entries.setdefault(canonical_name(parameter), {})[key] = value
     return entries
+
+
+def _saved_weights(path: Path) -> dict[str, _LazyTensor]:
+    if is_sharded(path):
+        reader = ShardReader(path)
+        shards = reader.tensors.items()
+        return {canonical_name(name): _LazyTensor(*kind, partial(reader.read, name)) for name, kind in shards}
+    return {name: _lazy(tensor) for name, tensor in load_weights(path.parent).items()}
 
 
 def _lazy(value: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from toolkit.checkpoints.run.optimizer_state import SEPARATOR, group_values
+from toolkit.checkpoints.run.optimizer_state import MASTER, SEPARATOR, group_values
 from toolkit.checkpoints.run.sharded import load_sharded
 from toolkit.checkpoints.weights import canonical_name
 from toolkit.models.lora import is_adapter
@@ -32,15 +32,16 @@ def full_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the weights by canonical name, and the optimizer state by parameter name.
 
-    Tied weights are listed under all their names, as one tensor. On CUDA with ``offload`` only rank 0 gets them, in CPU
-    memory.
+    The weights are the optimizer's fp32 masters where it has some, and the state is without them. Tied weights are
+    listed under all their names, as one tensor. On CUDA with ``offload`` only rank 0 gets them, in CPU memory.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=offload and _on_cuda(module))
     weights = _without_warnings(get_model_state_dict, module, options=options)
-    weights |= {second: weights[first] for second, first in tied.items() if first in weights}
-    state = {}
+    state: dict[str, Any] = {}
     if not _has_no_state(optimizer):
         state = _without_warnings(get_optimizer_state_dict, module, optimizer, options=options)["state"]
+    weights, state = _with_masters(weights, state, tied)
+    weights |= {second: weights[first] for second, first in tied.items() if first in weights}
     return weights, {"state": state, **_group_state(module, optimizer, state)}
 
 
@@ -56,6 +57,8 @@ def sharded_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
     """Return this rank's shards of the weights, by name, and of the optimizer, by ``parameter|key``; and the rest.
 
+    Of masters see :func:`full_state`.
+
     The rest is ``{"values": {"parameter|key": number}, "param_groups": [...], ...}``; ``values`` is None before the
     first step. With ``offload`` the shards are in CPU memory.
     """
@@ -64,6 +67,7 @@ def sharded_state(
     if _has_no_state(optimizer):
         return weights, {}, {"values": None, **_group_state(module, optimizer, {})}
     state = _without_warnings(get_optimizer_state_dict, module, optimizer, options=options)["state"]
+    weights, state = _with_masters(weights, state, tied)
     tensors, values = _flatten(state)
     return weights, tensors, {"values": values, **_group_state(module, optimizer, state)}
 
@@ -101,6 +105,15 @@ def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dic
     names = [name for group in groups["param_groups"] for name in group["params"]]
     with_state = {canonical_name(name) for name, values in state.items() if values}
     return {**groups, "without_state": [name for name in names if name not in with_state]}
+
+
+def _with_masters(
+    weights: dict[str, torch.Tensor], state: dict[str, dict[str, Any]], tied: dict[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """Return the weights with the masters of the optimizer state instead of their bf16 copies, and the rest of it."""
+    masters = {tied.get(name, name): values[MASTER] for name, values in state.items() if MASTER in values}
+    rest = {name: {k: v for k, v in values.items() if k != MASTER} for name, values in state.items()}
+    return weights | masters, rest
 
 
 def _on_cpu(values: dict[str, Any]) -> dict[str, Any]:

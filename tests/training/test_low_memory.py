@@ -1,0 +1,349 @@
+"""bf16 weights with fp32 masters, bf16 and 8-bit moments, Muon: the updates, what is saved, what is refused."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.cases import check_each, slow_except
+from helpers.groups import free_port, start_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.training.test_run import arguments, assert_same_weights, losses
+from toolkit.checkpoints.finite import nonfinite_state
+from toolkit.checkpoints.run.optimizer_state import load_optimizer
+from toolkit.checkpoints.run.sharded import save_sharded
+from toolkit.checkpoints.run.states import full_state, sharded_state, tied_names
+from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
+from toolkit.config import AUTO, PRETRAIN, OptimizerArgs
+from toolkit.distributed.ddp_bf16 import SumInFP32
+from toolkit.errors import UserError
+from toolkit.models.families import get_config
+from toolkit.models.gpt import GPT
+from toolkit.models.lora_config import LoRAConfig
+from toolkit.planning import optimizer_memory
+from toolkit.planning.optimizer import no_decay_params, resolve_optimizer
+from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.training.bf16_optimizer import round_stochastically
+from toolkit.training.callbacks import Callback
+from toolkit.training.optimizer import build_optimizer
+from toolkit.training.run import run_training
+
+NAMES = ("AdamW", "SGD", "NAdam", "Adafactor", "Muon", "AdamW8bit")
+
+
+class Tied(nn.Module):
+    """An embedding that is also the head, and a matrix of 8-bit size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(16, 64)
+        self.block = nn.Linear(64, 64)
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 16, bias=False)
+        self.head.weight = self.wte.weight
+
+
+def build(precision="32-true", name="AdamW", **options):
+    torch.manual_seed(0)
+    model = Tied()
+    if precision == "bf16-master":
+        model.bfloat16()
+    extra = {"options": {"momentum": 0.9}} if name == "SGD" else {}
+    resolved = resolve_optimizer(OptimizerArgs(name=name, **extra, **options), precision, PRETRAIN)
+    inside = ("block.weight", "block.bias")
+    return model, build_optimizer(model, resolved, 1e-2, precision, no_decay_params(model), in_blocks=inside)
+
+
+def train(model, optimizer, steps) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16().to(parameter.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_master_is_the_fp32_weight_of_the_same_gradients(monkeypatch):
+    """Also where a step goes through the weights one by one, and with the fused kernel's scale of the gradients."""
+
+    def check(name, chunk, scale):
+        monkeypatch.setattr(optimizer_memory, "UPDATE_CHUNK", chunk)
+        model, optimizer = build("bf16-master", name)
+        reference, plain = build("32-true", name)
+        with torch.no_grad():
+            for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
+                other.copy_(ours)
+        for each in (optimizer, plain) if scale else ():
+            assert each._step_supports_amp_scaling
+            each.grad_scale, each.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+        for pair in ((model, optimizer), (reference, plain)):
+            train(*pair, range(4))
+        for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(optimizer.state[ours]["master"], other)
+            assert torch.equal(ours, other.bfloat16()) and ours.dtype == torch.bfloat16
+
+    check_each(check, [(name, 1 << 27, False) for name in NAMES] + [("AdamW", 1, False), ("AdamW", 1 << 27, True)])
+
+
+def test_an_infinite_gradient_that_the_kernel_skips_moves_no_master():
+    model, optimizer = build("bf16-master")
+    train(model, optimizer, range(2))
+    before = copy.deepcopy([state["master"] for state in optimizer.state.values()])
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(1.0)
+    train(model, optimizer, range(2, 3))
+    assert all(map(torch.equal, before, [state["master"] for state in optimizer.state.values()]))
+
+
+def test_stochastic_rounding_has_the_mean_of_the_value():
+    generator = torch.Generator().manual_seed(0)
+    value = torch.full((100_000,), 1 + 2**-7 * 0.3)  # 0.3 of the way to the next bf16 value
+    rounded = round_stochastically(value, generator)
+    assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
+    assert rounded.double().mean().item() == pytest.approx(value[0].item(), abs=5 * 2**-7 * math.sqrt(0.21 / 1e5))
+    negative = round_stochastically(-value, generator).double().mean().item()
+    assert negative == pytest.approx(-value[0].item(), abs=5 * 2**-7 * math.sqrt(0.21 / 1e5))
+    exact = torch.tensor([0.0, -0.0, 1.5, -3e38, math.inf, -math.inf])
+    assert torch.equal(round_stochastically(exact.bfloat16().float(), generator), exact.bfloat16())
+    nan = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000], dtype=torch.int32).view(torch.float32)  # CUDA's is the first
+    assert round_stochastically(nan, generator).isnan().all()
+
+
+def test_bf16_moments_decay_as_fp32_ones_do():
+    """A decay of 0.1 % per step is below bf16's half step: rounded to the nearest, the moment would stay as it is."""
+    found = {}
+    for options in ({}, {"state_dtype": "bf16"}):
+        model, optimizer = build(betas=(0.9, 0.999), **options)
+        train(model, optimizer, range(1))
+        for _ in range(150):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        moment = optimizer.state[model.block.weight]["exp_avg_sq"]
+        found[moment.dtype] = moment.double().mean().item()
+    assert found[torch.bfloat16] == pytest.approx(found[torch.float32], rel=0.02)
+
+
+def test_s2_states_resume_bit_for_bit(tmp_path):
+    def check(precision, name, options, kind):
+        folder = tmp_path / f"{precision}-{name}-{len(options)}-{kind}"
+        (folder / "trainer").mkdir(parents=True)
+        model, optimizer = build(precision, name, **options)
+        tied = tied_names(model)
+        train(model, optimizer, range(3))
+        if kind == "full":
+            weights, saved = full_state(model, optimizer, tied)
+            save_weights(weights, folder / "lit_model.pth")
+        else:
+            weights, tensors, saved = sharded_state(model, optimizer, tied)
+            save_sharded(weights, folder / "lit_model.pth")
+            save_sharded(tensors, folder / "trainer" / "optimizer")
+        save_state({"optimizer": saved}, folder / "state.pth")
+        other, resumed = build(precision, name, **options)
+        stored = load_weights(folder)
+        assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+        with torch.no_grad():
+            for parameter_name, parameter in other.named_parameters():
+                parameter.copy_(stored.get(parameter_name, stored.get("head.weight")))
+        load_optimizer(
+            other, resumed, load_state(folder / "state.pth")["optimizer"], folder / "state.pth",
+            folder / "trainer" / "optimizer", may_be_empty=False, weights=folder / "lit_model.pth",
+        )  # fmt: skip
+        for pair in ((model, optimizer), (other, resumed)):
+            train(*pair, range(3, 6))
+        for ours, its in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(ours, its)
+            for key, value in optimizer.state[ours].items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(resumed.state[its][key])), key
+
+    cases = [("bf16-master", name, {}) for name in NAMES] + [("32-true", name, {}) for name in ("Muon", "AdamW8bit")]
+    moments = {"state_dtype": "bf16"}
+    cases += [("32-true", "AdamW", moments), ("bf16-master", "AdamW", moments), ("bf16-master", "Muon", moments)]
+    check_each(check, [(*case, kind) for case in cases for kind in ("full", "sharded")])
+
+
+def test_n7_a_master_that_is_not_finite_is_found():
+    model, optimizer = build("bf16-master")
+    train(model, optimizer, range(1))
+    assert nonfinite_state(model, optimizer) == []
+    optimizer.state[model.block.weight]["master"][0, 0] = torch.nan
+    assert nonfinite_state(model, optimizer) == ["block.weight|master"]
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
+    model, optimizer = build(name="Muon")
+    keys = {name: set(optimizer.state_dict()["param_groups"][0]) for name in ("main",)}
+    assert keys["main"] >= {"momentum", "ns_steps", "adjust_lr_fn"}
+    train(model, optimizer, range(1))
+    kinds = {name: set(optimizer.state[p]) for name, p in model.named_parameters()}
+    assert {name for name, kind in kinds.items() if kind == {"momentum_buffer"}} == {"block.weight"}
+    assert all(kind == {"step", "exp_avg", "exp_avg_sq"} for name, kind in kinds.items() if name != "block.weight")
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {name for name, p in model.named_parameters() if decays[id(p)]} == {"block.weight"}  # N5
+
+
+def test_muon_is_torch_muon_beside_torch_adamw():
+    (model, optimizer), (reference, _) = build(name="Muon"), build()
+    rest = [p for name, p in reference.named_parameters() if name != "block.weight"]
+    torchs = torch.optim.Muon([reference.block.weight], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    for step in range(3):
+        train(model, optimizer, [step])
+        generator = torch.Generator().manual_seed(step)
+        for parameter in reference.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16().float()
+        torchs.step()
+        adamw.step()
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))
+
+
+def rank_main(rank, port, folder) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)).bfloat16()
+    found = {}
+    for n in (1, 3):
+        wrapped, sync = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True), SumInFP32()
+        sync.attach(wrapped)
+        for repeat in range(2):
+            for i in range(n):
+                with sync.no_backward_sync(wrapped, enabled=i < n - 1):
+                    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * rank + i)).bfloat16()
+                    wrapped(x).float().square().sum().backward()
+            found[n, repeat] = [p.grad.clone() for p in wrapped.parameters()]
+            wrapped.zero_grad()
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_n2_gradients_of_bf16_weights_are_summed_in_fp32_over_micro_batches_and_ranks(tmp_path):
+    start_ranks(rank_main, (free_port(), tmp_path), 2)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)).bfloat16()
+    for n, dtype in ((1, torch.bfloat16), (3, torch.float32)):
+        sums = [torch.zeros(p.shape) for p in model.parameters()]
+        for rank in range(2):
+            for i in range(n):
+                x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * rank + i)).bfloat16()
+                model(x).float().square().sum().backward()
+                for total, parameter in zip(sums, model.parameters(), strict=True):
+                    total += parameter.grad.float() / 2
+                model.zero_grad()
+        for repeat in range(2):
+            for ours, other, expected in zip(found[0][n, repeat], found[1][n, repeat], sums, strict=True):
+                assert ours.dtype == dtype and torch.equal(ours, other)
+                assert torch.allclose(ours.float(), expected.to(dtype).float(), rtol=1e-6, atol=0)
+
+
+# ---- runs
+
+
+class Gradients(Callback):
+    """Records the dtypes of weights and gradients."""
+
+    def __init__(self) -> None:
+        self.dtypes = set()
+
+    def on_before_optimizer_step(self, trainer) -> None:
+        self.dtypes |= {(p.dtype, p.grad.dtype) for p in trainer.model.parameters()}
+
+
+RUNS = {
+    "accumulating": ("bf16-master", OptimizerArgs(), 4),
+    "one micro-batch": ("bf16-master", OptimizerArgs(), 8),
+    "in backward": ("bf16-master", OptimizerArgs(name="AdamW8bit", in_backward=True), 8),
+    "bf16 moments": ("bf16-mixed", OptimizerArgs(state_dtype="bf16"), 4),
+    "Muon": ("32-true", OptimizerArgs(name="Muon"), 4),
+    "8 bits": ("32-true", OptimizerArgs(name="AdamW8bit"), 4),
+}
+
+
+@pytest.mark.parametrize("run", slow_except(["accumulating"], RUNS))
+def test_s2_a_run_resumes_bit_for_bit(corpus, tmp_path, run):
+    precision, optimizer, micro = RUNS[run]
+    train = {"max_steps": 6, "save_interval": 3, "tie_embeddings": True, "micro_batch_size": micro}
+    train |= {"max_norm": 0.0} if optimizer.in_backward else {}
+    gradients = Gradients()
+    for out, resume in (("whole", False), ("resumed", str(tmp_path / "whole" / "step-00000003"))):
+        options = {"train": train, "precision": precision, "optimizer": optimizer, "resume": resume}
+        run_training(arguments(corpus, tmp_path / out, **options), callbacks=[gradients])
+    assert_same_weights(tmp_path / "whole" / "final", tmp_path / "resumed" / "final")
+    assert losses(tmp_path / "whole")[3:] == losses(tmp_path / "resumed")
+    first, second = (
+        load_state(tmp_path / out / "final" / "trainer" / "state.pth")["optimizer"]["state"]
+        for out in ("whole", "resumed")
+    )
+    for name, values in first.items():
+        assert "master" not in values
+        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(second[name][k])) for k, v in values.items()), name
+    assert {weight.dtype for weight in load_weights(tmp_path / "whole" / "final").values()} == {torch.float32}
+    if precision == "bf16-master" and not optimizer.in_backward:
+        expected = torch.float32 if micro == 4 else torch.bfloat16
+        assert gradients.dtypes == {(torch.bfloat16, expected)}
+
+
+def test_bf16_true_says_how_many_updates_round_away(corpus, tmp_path, capsys):
+    def lines(**options):
+        train = {"max_steps": 1, "learning_rate": 2e-5}
+        run_training(arguments(corpus, tmp_path / options["precision"], train=train, **options))
+        return [line for line in capsys.readouterr().out.splitlines() if "round away" in line]
+
+    (line,) = lines(precision="bf16-true")
+    assert "--precision bf16-master" in line and "2e-05" in line
+    assert not lines(precision="bf16-master")
+
+
+def test_errors_name_the_option_and_the_fix():
+    def check(message, devices, **options):
+        with pytest.raises(UserError, match=message) as error:
+            resolve(arguments("corpus", "out", **options), DeviceSpec("cpu", devices, 1))
+        assert "\n" not in str(error.value)
+
+    moments = OptimizerArgs(state_dtype="bf16")
+    cases = {
+        "--precision bf16-master.*fsdp.*use bf16-mixed": (2, {"precision": "bf16-master"}),
+        "--precision bf16-master.*use bf16-true": (1, {"precision": "bf16-master", "lora": LoRAConfig()}),
+        "--optimizer.state_dtype bf16.*one device": (2, {"optimizer": moments}),
+        "--optimizer.name Muon.*one device": (2, {"optimizer": OptimizerArgs(name="Muon")}),
+        "--optimizer.name AdamW8bit.*one device": (2, {"optimizer": OptimizerArgs(name="AdamW8bit")}),
+        "state_dtype bf16.*SGD has none": (1, {"optimizer": OptimizerArgs(name="SGD", state_dtype="bf16")}),
+        "state_dtype bf16.*in 8 bits": (1, {"optimizer": OptimizerArgs(name="AdamW8bit", state_dtype="bf16")}),
+        "state_dtype bf16.*are bf16 already": (1, {"optimizer": moments, "precision": "bf16-true"}),
+    }
+    for message, (devices, options) in cases.items():
+        check(message, devices, **options)
+    for strategy, devices in (("ddp", 2), ("single", 1)):
+        config = resolve(
+            arguments("corpus", "out", precision="bf16-master", optimizer=moments, strategy=strategy),
+            DeviceSpec("cpu", devices, 1),
+        )
+        assert config.optimizer["state_dtype"] == "bf16"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", NAMES)
+def test_gpu_masters_learn_as_fp32_weights_do(name):
+    """On CUDA with the fused kernels, and with bf16 moments where the optimizer has them."""
+    ids = torch.randint(0, 128, (4, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    found = []
+    for precision in ("32-true", "bf16-master"):
+        torch.manual_seed(0)
+        model = GPT(get_config("pico-llama").with_vocab_size(128)).cuda()
+        if precision == "bf16-master":
+            model.bfloat16()
+        dtype = "bf16" if precision == "bf16-master" and name not in ("SGD", "AdamW8bit", "Adafactor") else AUTO
+        options = resolve_optimizer(OptimizerArgs(name=name, state_dtype=dtype), precision, PRETRAIN)
+        inside = [n for n, _ in model.named_parameters() if n.startswith("transformer.h.")]
+        optimizer = build_optimizer(model, options, 1e-3, precision, no_decay_params(model), in_blocks=inside)
+        for _ in range(20):
+            loss, n = model(ids, ids)
+            (loss / ids.numel()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(loss.item() / ids.numel())
+    assert found[1] == pytest.approx(found[0], rel=0.02)

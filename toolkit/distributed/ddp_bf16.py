@@ -1,0 +1,99 @@
+"""DDP with bf16 weights: their gradients are summed over micro-batches and ranks in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from toolkit.distributed.private_lightning import BackwardSyncControl
+
+
+class BF16DDPStrategy(DDPStrategy):
+    """Fabric's DDP, whose buckets are reduced in fp32. (Not tried on CUDA.)"""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._backward_sync_control = SumInFP32()
+
+    def setup_module(self, module: nn.Module) -> Any:
+        wrapped = super().setup_module(module)
+        self._backward_sync_control.attach(wrapped)
+        return wrapped
+
+
+class SumInFP32(BackwardSyncControl):
+    """Accumulates gradients of bf16 weights in fp32.
+
+    Without accumulation a gradient is the fp32 mean over the ranks, rounded to bf16. With it, each micro-batch's
+    gradient is added to an fp32 sum and freed at once; the last backward pass reduces those sums, bucket by bucket
+    while it computes, and they become the gradients.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._accumulates = False
+
+    def attach(self, wrapped: Any) -> None:
+        """Prepare a DDP module."""
+        wrapped.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = None  # its gradient may be fp32
+                parameter.register_post_accumulate_grad_hook(self._add)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        return self._accumulate(module) if enabled else self._finish(module)
+
+    @contextmanager
+    def _accumulate(self, module: Any) -> Iterator[None]:
+        self._accumulates = True
+        try:
+            with module.no_sync():
+                yield
+        finally:
+            self._accumulates = False
+
+    @contextmanager
+    def _finish(self, module: nn.Module) -> Iterator[None]:
+        yield
+        for parameter in module.parameters():
+            if parameter.grad is not None and parameter in self._sums:
+                parameter.grad = self._sums[parameter]
+        self._sums = {}
+
+    @torch.no_grad()
+    def _add(self, parameter: Any) -> None:
+        if self._accumulates:
+            if parameter in self._sums:
+                self._sums[parameter] += parameter.grad
+            else:
+                self._sums[parameter] = parameter.grad.float()
+            parameter.grad = None
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        total, parameters = bucket.buffer().float(), bucket.parameters()
+        parts = total.split([p.numel() for p in parameters])
+        is_accumulated = bool(self._sums)
+        if is_accumulated:
+            for parameter, part in zip(parameters, parts, strict=True):
+                if parameter in self._sums:
+                    part += self._sums[parameter].flatten()
+        total /= dist.get_world_size()
+        reduced = dist.all_reduce(total, async_op=True).get_future()
+
+        def store(future: torch.futures.Future) -> Tensor:
+            if is_accumulated:
+                for parameter, part in zip(parameters, parts, strict=True):
+                    # also where only other ranks have one: gradients are the same on all
+                    self._sums.setdefault(parameter, torch.empty_like(parameter, dtype=torch.float32)).copy_(
+                        part.view_as(parameter)
+                    )
+            return bucket.buffer().copy_(total)
+
+        return reduced.then(store)

@@ -1,0 +1,156 @@
+"""Memory of the optimizer: its state, and what a step needs beside it. Sizes are in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from toolkit.models.gpt import GPT, Block
+from toolkit.models.lora import is_adapter
+from toolkit.planning.combined import AdamW8bit, Muon, state_bytes_8bit
+from toolkit.planning.optimizer import COMBINED, block_params, no_decay_params, optimizer_class
+from toolkit.planning.setup import FP32, TrainingSetup
+
+UPDATE_CHUNK = 2**27
+"""Elements that an optimizer step holds in fp32 at once, of what is stored in bf16; or one parameter, if larger."""
+BF16 = 2
+TABLES_8BIT = 2 * 256 * FP32
+"""bitsandbytes' two tables of the values of 8 bits, which all parameters share."""
+
+
+class Sized(Protocol):
+    def numel(self) -> int:
+        """Return the number of elements."""
+
+
+T = TypeVar("T", bound=Sized)
+
+
+def optimizer_bytes(setup: TrainingSetup, model: GPT, adapters_only: bool = False) -> float:
+    """Return the bytes of the optimizer state of unsharded parameters, masters of bf16-master included."""
+    main, kinds = _main_params(setup, model), dict[tuple[tuple[int, ...], torch.dtype, bool], int]()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (is_adapter(name) or not adapters_only):
+            dtype = torch.float32 if is_adapter(name) or setup.has_masters else setup.dtype
+            kind = (tuple(parameter.shape), dtype, name in main)
+            kinds[kind] = kinds.get(kind, 0) + 1
+    total = sum(
+        n * state_bytes(setup.optimizer, dtype, shape, setup.optimizer_class, is_main)
+        for (shape, dtype, is_main), n in kinds.items()
+    )
+    if setup.has_masters:
+        total += FP32 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return total + (TABLES_8BIT if main and setup.optimizer["name"] == AdamW8bit.__name__ else 0)
+
+
+def update_bytes(setup: TrainingSetup, model: GPT) -> float:
+    """Return what a step holds beside gradients and state: see :class:`toolkit.training.bf16_optimizer.BF16Optimizer`.
+
+    Those are the fp32 gradients and moments of some parameters, and for one of them the random numbers, the rounded
+    values in fp32 and bf16, and where the values are finite; for Muon the update of one matrix in fp32 and bf16, its
+    product in bf16, and two products with its transpose (``torch.optim._muon``).
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    largest = max(p.numel() for p in trained.values())
+    has_bf16_moments, main = "state_dtype" in setup.optimizer, _main_params(setup, model)
+    needs = 0.0
+    if has_bf16_moments or (setup.has_masters and not setup.sums_in_fp32):
+        no_decay, groups = no_decay_params(model), dict[tuple[bool, bool], list[nn.Parameter]]()
+        for name, parameter in trained.items():
+            groups.setdefault((name in no_decay, name in main), []).append(parameter)
+        parts = [part for group in groups.values() for part in chunks(group)]
+        elements = largest if setup.in_backward else max(sum(p.numel() for p in part) for part in parts)
+        if has_bf16_moments:
+            size = state_bytes(setup.optimizer, torch.float32, (256, 256), setup.optimizer_class, is_main=bool(main))
+            needs += FP32 * (size // (BF16 * 256 * 256)) * elements + (FP32 + 1 + FP32 + BF16) * largest
+        if setup.has_masters and not setup.sums_in_fp32:
+            needs += FP32 * elements
+    if setup.optimizer["name"] == Muon.__name__:
+        rows = [trained[name].shape for name in main]
+        needs += max((2 * FP32 * r * c + 2 * BF16 * min(r, c) ** 2 for r, c in rows), default=0)
+    return needs
+
+
+def chunks(parameters: Iterable[T]) -> Iterator[list[T]]:
+    """Yield the parameters in parts of at most :data:`UPDATE_CHUNK` elements, or of one parameter."""
+    part: list[T] = []
+    for parameter in parameters:
+        if part and sum(p.numel() for p in part) + parameter.numel() > UPDATE_CHUNK:
+            yield part
+            part = []
+        part.append(parameter)
+    if part:
+        yield part
+
+
+def _main_params(setup: TrainingSetup, model: GPT) -> set[str]:
+    """Return the names of the parameters that a combined optimizer's main one takes."""
+    combined = None if setup.optimizer_class else COMBINED.get(setup.optimizer["name"])
+    if combined is None:
+        return set()
+    no_decay, inside = no_decay_params(model), block_params(model, (Block,))
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return {name for name, p in trained if combined.is_main(p, name in inside, name not in no_decay)}
+
+
+def state_bytes(
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    given_class: type[torch.optim.Optimizer] | None = None,
+    is_main: bool = False,
+) -> float:
+    """Return the bytes of an optimizer's state for one parameter, without a master.
+
+    This runs one step of the optimizer on tiny parameters. State sizes (elements, rows, columns, a counter) are linear
+    in each axis, so four small matrices, or two vectors, determine all of them.
+
+    Args:
+        is_main: Whether the parameter is one of those of a combined optimizer's main one.
+    """
+    if 0 in shape:
+        return 0.0
+    if is_main and options["name"] == AdamW8bit.__name__:
+        return state_bytes_8bit(torch.Size(shape).numel())
+    probe = _Probe(options, dtype, given_class, is_main)
+    if len(shape) == 1:
+        low, high = probe.bytes((8,)), probe.bytes((16,))
+        return low + (high - low) / 8 * (shape[0] - 8)
+    if len(shape) == 3:  # stacked experts: one matrix each, and one counter for all
+        once = 2 * probe.bytes((1, 8, 8)) - probe.bytes((2, 8, 8))
+        return once + shape[0] * (state_bytes(options, dtype, shape[1:], given_class, is_main) - once)
+    rows, columns = shape
+    corner, right, down, both = (probe.bytes(s) for s in ((8, 8), (8, 16), (16, 8), (16, 16)))
+    x, y = (rows - 8) / 8, (columns - 8) / 8
+    return corner + (down - corner) * x + (right - corner) * y + (both - down - right + corner) * x * y
+
+
+class _Probe:
+    """Creates an optimizer's state for a parameter of a given shape; cached by shape."""
+
+    _cache: dict[str, int] = {}
+
+    def __init__(self, options: dict[str, Any], dtype: torch.dtype, given_class: type | None, is_main: bool) -> None:
+        self.options = {k: v for k, v in options.items() if k not in ("name", "fused", "foreach", "state_dtype")}
+        self.name, self.has_bf16_moments = options["name"], "state_dtype" in options
+        # AdamW8bit is not built: its package may not be installed here
+        is_adamw = given_class is None and self.name == AdamW8bit.__name__
+        self.cls = torch.optim.AdamW if is_adamw else given_class or optimizer_class(self.name)
+        self.dtype, self.groups = dtype, {"main": is_main} if self.name == Muon.__name__ else {}
+
+    def bytes(self, shape: tuple[int, ...]) -> int:
+        key = f"{self.cls} {self.options} {self.groups} {self.dtype} {self.has_bf16_moments} {shape}"
+        if key not in self._cache:
+            parameter = nn.Parameter(torch.zeros(shape, dtype=self.dtype))
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer = self.cls([{"params": [parameter], **self.groups}], lr=1e-3, **self.options)
+            optimizer.step()
+            state = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor)]
+            self._cache[key] = sum(v.numel() * self._itemsize(v, parameter) for v in state)
+        return self._cache[key]
+
+    def _itemsize(self, value: torch.Tensor, parameter: torch.Tensor) -> int:
+        return BF16 if self.has_bf16_moments and value.shape == parameter.shape else value.element_size()

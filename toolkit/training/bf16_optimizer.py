@@ -1,0 +1,112 @@
+"""Updates in fp32 of what is stored in bf16: weights, beside an fp32 master copy in the state, and moments."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.checkpoints.run.optimizer_state import MASTER
+from toolkit.planning.optimizer_memory import chunks
+
+ROUNDING = "rounding"
+"""Seed of the next stochastic rounding of a parameter's moments; in the state, so that a resume is bit-equal."""
+
+
+class BF16Optimizer(torch.optim.Optimizer):
+    """Gives an optimizer that updates each weight by itself fp32 tensors instead of those stored in bf16.
+
+    With ``has_masters`` the optimizer updates an fp32 copy of each weight, ``state[weight]["master"]``, as it would
+    update fp32 weights with the same gradients, and the weight is that copy, rounded. Gradients in bf16 are cast for
+    some weights at a time, so that no second copy of all of them exists.
+
+    With ``has_bf16_moments`` the parts of the state that have the weight's shape are stored in bf16, rounded
+    stochastically: rounding to the nearest would discard updates below 1/256 of the value, which are most of those of
+    a moment with a decay rate of 0.999. Random numbers depend on weight and step only: all ranks draw the same.
+
+    Args:
+        inner: One of torch's optimizers, or of :mod:`toolkit.planning.combined`, over the weights.
+        has_masters: Whether the weights are bf16.
+        has_bf16_moments: Whether to store the moments in bf16.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, *, has_masters: bool, has_bf16_moments: bool) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self._inner, self._has_masters, self._has_bf16_moments = inner, has_masters, has_bf16_moments
+        self._n_seeds = 0
+        # As in torch's fused optimizers: step() reads ``grad_scale`` and ``found_inf`` of this object
+        self._step_supports_amp_scaling = getattr(inner, "_step_supports_amp_scaling", False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all weights that have a gradient. ``closure`` is not supported."""
+        assert closure is None
+        for name in ("grad_scale", "found_inf"):
+            setattr(self._inner, name, getattr(self, name, None))
+        for group in self.param_groups:
+            for parameters in chunks([p for p in group["params"] if p.grad is not None]):
+                self._update(group, parameters)
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        targets = [self._master(p) for p in parameters] if self._has_masters else parameters
+        states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for parameter, target in zip(parameters, targets, strict=True):
+            if self._has_masters:
+                assert parameter.grad is not None
+                target.grad = parameter.grad.float()
+            stored = self.state[parameter]
+            if any(key not in (MASTER, ROUNDING) for key in stored):  # otherwise this is the first step
+                states[target] = {k: self._widened(v) for k, v in stored.items() if k not in (MASTER, ROUNDING)}
+        self._inner.param_groups, self._inner.state = [{**group, "params": targets}], states
+        self._inner.step()
+        generator = self._generator(parameters) if self._has_bf16_moments else None
+        for parameter, target in zip(parameters, targets, strict=True):
+            self._store(parameter, states.get(target, {}), generator)
+        if self._has_masters:
+            for target in targets:
+                target.grad = None
+            torch._foreach_copy_(parameters, targets)
+
+    def _master(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if MASTER not in state:
+            state[MASTER] = parameter.detach().float()
+        return state[MASTER]
+
+    def _widened(self, value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+
+    def _store(self, parameter: Tensor, values: dict[str, Any], generator: torch.Generator | None) -> None:
+        """Put the inner optimizer's state of a weight into this one's."""
+        stored = self.state[parameter]
+        for key, value in values.items():
+            is_moment = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == torch.float32
+            if generator is None or not is_moment:
+                stored[key] = value
+            elif key in stored:
+                stored[key].copy_(round_stochastically(value, generator))
+            else:
+                stored[key] = round_stochastically(value, generator)
+
+    def _generator(self, parameters: list[Tensor]) -> torch.Generator:
+        """Return a generator of random numbers that differ from step to step and from weight to weight."""
+        for parameter in parameters:
+            state = self.state[parameter]
+            if ROUNDING not in state:
+                state[ROUNDING] = self._n_seeds << 32
+                self._n_seeds += 1
+            state[ROUNDING] += 1
+        return torch.Generator(device=parameters[0].device).manual_seed(self.state[parameters[0]][ROUNDING])
+
+
+def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Round fp32 values to one of the two nearest bf16 values, with probabilities whose mean is the value itself.
+
+    bf16 is the upper half of fp32: a random number below 2^16 carries into it with the probability that the lower half
+    is of 2^16. NaN and Inf stay.
+    """
+    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).bfloat16()
