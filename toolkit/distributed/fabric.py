@@ -57,7 +57,7 @@ def single_device_fabric(accelerator: Accelerator, precision: Precision | Auto) 
     return Fabric(accelerator=device, devices=1, precision=given, plugins=plugins)
 
 
-def _precision_options(precision: Precision) -> tuple[Precision | None, list[Any]]:
+def _precision_options(precision: Precision) -> tuple[Any, list[Any]]:
     """Return Fabric's arguments ``precision`` and ``plugins``."""
     is_bf16 = precision in ("bf16-true", "bf16-master")
     return (None, [_True16Bits("bf16-true")]) if is_bf16 else (precision, [])

@@ -226,6 +226,7 @@ class ShardedPrecision(FSDPPrecision):
     """
 
     def __init__(self, precision: Precision, device_type: str) -> None:
+        assert precision != "bf16-master"  # refused with shards
         super().__init__(precision)
         self._device_type = device_type
 
