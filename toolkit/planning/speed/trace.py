@@ -20,7 +20,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta, is_adapter
-from toolkit.planning.optimizer import optimizer_class
+from toolkit.planning.optimizer import COMBINED, optimizer_class
 from toolkit.planning.setup import TrainingSetup
 from toolkit.planning.speed.cuda_on_meta import cuda_on_meta
 from toolkit.planning.speed.operators import Op, Recorder
@@ -165,7 +165,13 @@ def _follow_blocks(model: GPT, recorder: Recorder) -> None:
 
 
 def trace_update(setup: TrainingSetup, shape: torch.Size, dtype: torch.dtype) -> list[Op]:
-    """Return the operators of the optimizer's step for a parameter, fused where the class supports it, as in a run."""
+    """Return the operators of the optimizer's step for a parameter, fused where the class supports it, as in a run.
+
+    Raises:
+        NotImplementedError: it is one of those of :mod:`toolkit.planning.combined`, or updates copies in fp32.
+    """
+    if setup.has_masters or "state_dtype" in setup.optimizer or setup.optimizer["name"] in COMBINED:
+        raise NotImplementedError(setup.optimizer["name"])
     options = {k: v for k, v in setup.optimizer.items() if k not in ("name", "weight_decay")}
     cls: Any = setup.optimizer_class or optimizer_class(setup.optimizer["name"])
     if "fused" in signature(cls).parameters and setup.precision != "16-mixed" and "foreach" not in options:
