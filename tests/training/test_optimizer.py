@@ -72,7 +72,6 @@ def test_any_class_by_name(name):
         ({"name": "LBFGS"}, "--optimizer.name LBFGS"),
         ({"name": "SGD", "betas": (0.9, 0.99)}, "--optimizer.betas"),
         ({"options": {"momentun": 0.9}}, "--optimizer.options momentun"),
-        ({"name": "Muon"}, "--optimizer.name Muon"),  # takes matrices only
     ],
 )
 def test_errors_name_the_flag(options, message):
