@@ -6,6 +6,7 @@
 Every figure comes from a process of the real product: `toolkit pretrain`, `litgpt pretrain`, Trainer.train. All read
 the same random tokens, with the same number of threads, optimizer, and glibc settings (keep freed memory). Runs are
 interleaved (A B C A B C ...), so that machine slowdowns affect all products; ratios are computed within each round.
+`--matrix` runs all benchmarks of this folder, see benchmark_matrix.py.
 benchmark_products.py runs the products; tutorials/performance.md describes how to create the peer environments.
 """
 
@@ -328,6 +329,10 @@ def find_pythons(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, di
 
 def main(argv: list[str] | None = None) -> int:
     try:
+        if "--matrix" in (words := sys.argv[1:] if argv is None else argv):
+            from benchmark_matrix import main as run_matrix  # which imports this module
+
+            return run_matrix(words)
         args = parse(argv)
         config = choose_config(args)
         pythons, environments = find_pythons(args)

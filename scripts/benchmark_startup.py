@@ -1,0 +1,87 @@
+"""Measure the seconds of `--help`, and of a run of two steps from the command to its end, for toolkit and LitGPT.
+
+    python scripts/benchmark_startup.py --litgpt_python ../env-litgpt/bin/python
+
+Each is a process of its own, and the products take turns. The model is tiny, so that imports and preparation are most
+of the run; both save it at the end, and LitGPT's compilation is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmark import VOCAB_SIZE, in_own_process, machine, report, spread, summarize, write_tokens
+from benchmark_products import PRODUCTS, Work
+
+from toolkit.models.families import get_config
+
+WORK = Work("pythia-14m", 32, 1, "32-true", "none", steps=2, warmup_steps=1, threads=1)
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def measure(litgpt_python: str | None, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each command in each round; the first round, which reads the files, is left out."""
+    pythons = {"toolkit": sys.executable} | ({"litgpt": litgpt_python} if litgpt_python else {})
+    config = get_config(WORK.model).with_vocab_size(VOCAB_SIZE)
+    found: dict[str, list[float]] = {}
+    for number in range(rounds + 1):
+        for words in (["--help"], ["pretrain", "--help"]):
+            for product, python in pythons.items():
+                command = [python, "-m", product, *words]
+                taken = seconds(lambda c=command: subprocess.run(c, stdout=subprocess.DEVNULL, check=True))
+                found.setdefault(f"{product} {' '.join(words)}", []).append(taken)
+        for product, python in pythons.items():
+            with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+                in_own_process(write_tokens, Path(name), WORK, VOCAB_SIZE)
+                taken = seconds(lambda p=product, e=python, n=name: PRODUCTS[p](WORK, config, Path(n), e))
+            found.setdefault(f"{product} pretrain, two steps", []).append(taken)
+            report(f"round {number}: {product}: two steps in {taken:.1f} s")
+    return {name: values[1:] for name, values in found.items()}
+
+
+def format_table(result: dict[str, Any]) -> str:
+    lines = ["| command | seconds | toolkit / it |", "|---|---:|---:|"]
+    for name, values in result["seconds"].items():
+        ratio = spread(result["ratio"][name], ".2f") if name in result["ratio"] else ""
+        lines.append(f"| {name} | {spread(values, '.2f')} | {ratio} |")
+    return "\n".join([*lines, "", "Medians (lowest to highest round).", str(result["machine"])])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--litgpt_python", metavar="PATH", help="Python of an environment with LitGPT")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    host = machine()
+    found = measure(options.litgpt_python and os.path.abspath(options.litgpt_python), options.rounds)
+    peers = {name: name.replace("litgpt", "toolkit") for name in found if name.startswith("litgpt")}
+    result = {
+        "machine": host,
+        "seconds": {name: summarize(values) for name, values in found.items()},
+        "ratio": {
+            peer: summarize([a / b for a, b in zip(found[own], found[peer], strict=True)])
+            for peer, own in peers.items()
+        },
+    }
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(format_table(result))
+
+
+if __name__ == "__main__":
+    main()

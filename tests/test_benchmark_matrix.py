@@ -1,0 +1,84 @@
+"""scripts/benchmark.py --matrix: which parts run, what is listed as not run, and the report."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import benchmark  # noqa: E402
+import benchmark_matrix as matrix  # noqa: E402
+
+from toolkit.errors import UserError  # noqa: E402
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    """Scripts that print a table and write JSON, and one that fails."""
+    (tmp_path / "good.py").write_text(
+        "import sys, pathlib\nprint('| a |')\npathlib.Path(sys.argv[-1]).write_text('{\"a\": 1}')\n"
+    )
+    (tmp_path / "bad.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.setattr(matrix, "SCRIPTS", tmp_path)
+
+    def reading(args):
+        """Two that run and one that does not."""
+        yield matrix.Run("good", ["good.py", "--x", "a b"])
+        yield matrix.Run("bad", ["bad.py"])
+        yield matrix.Run("peer", [], reason="no environment")
+
+    monkeypatch.setitem(matrix.PARTS, "reading", reading)
+    return tmp_path
+
+
+def test_report_has_every_result_or_its_reason(fakes, tmp_path):
+    out = tmp_path / "out"
+    assert benchmark.main(["--matrix", "--only", "reading", "--out_dir", str(out)]) == 0
+    good, bad, peer = json.loads((out / "benchmark.json").read_text())["parts"]["reading"]
+    assert (good["values"], good["command"], good["not_run"]) == ({"a": 1}, "good.py --x 'a b'", None)
+    assert "exit code 3" in bad["not_run"] and peer["not_run"] == "no environment"
+    page = (out / "benchmark.md").read_text()
+    for text in (
+        "## Reading\n\nTwo that run",
+        "### good\n\n| a |",
+        "### bad\n\nnot run: bad.py ended",
+        "not run: no env",
+    ):
+        assert text in page, text
+
+
+def test_unknown_parts_are_refused(capsys):
+    assert benchmark.main(["--matrix", "--only", "trainig"]) == 2
+    assert "did you mean 'training'?" in capsys.readouterr().err
+
+
+def test_parts_use_options_that_their_scripts_have(tmp_path, monkeypatch):
+    """Every part names its scripts, and a missing peer or device is listed with the reason."""
+
+    def refuse(args):
+        raise UserError(f"--litgpt_python {args.litgpt_python}: is not a working Python")
+
+    monkeypatch.setattr(matrix, "find_pythons", refuse)
+    args = matrix.parse(["--matrix", "--quick", "--litgpt_python", "/nowhere/python", "--out_dir", str(tmp_path)])
+    runs = {name: list(part(args)) for name, part in matrix.PARTS.items()}
+    reasons = {run.title: run.reason for part in runs.values() for run in part if run.reason}
+    assert "--litgpt_python /nowhere/python" in reasons["commands: litgpt"]
+    assert any(title.endswith(": litgpt-shipped") for title in reasons)
+    for run in (run for part in runs.values() for run in part if not run.reason):
+        source = (SCRIPTS / run.words[0]).read_text()
+        flags = [word for word in [*run.words[1:], run.json_flag or "--format"] if word.startswith("--")]
+        assert [flag for flag in flags if f'"{flag}"' not in source] == [], run.words
+
+
+@pytest.mark.slow
+def test_quick_matrix_runs(tmp_path):
+    only = "training,preparation,checkpoints,startup,reading"
+    assert benchmark.main(["--matrix", "--quick", "--only", only, "--threads", "1", "--out_dir", str(tmp_path)]) == 0
+    parts = json.loads((tmp_path / "benchmark.json").read_text())["parts"]
+    for name in only.split(","):
+        assert any(result["not_run"] is None and result["markdown"] for result in parts[name]), name
+        failed = [result["not_run"] for result in parts[name] if "exit code" in (result["not_run"] or "")]
+        assert not failed, name
