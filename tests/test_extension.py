@@ -220,7 +220,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         "--extensions letters --letters.loud": "--letters.loud true: has no effect without --strategy replicas",
         "--extensions letters --letters.load 1": "--letters.load 1: no such option; did you mean --letters.loud",
         "--extensions letters --compiler printng": "printing; did you mean 'printing'",
-        "--compiler printing": "--compiler printing: must be one of none, torch",
+        "--compiler printing": "--compiler printing: must be one of auto, none, torch",
         "--strategy replicas": "--strategy replicas: must be one of auto, single, ddp, fsdp",
         "--extensions letters --strategy replicas --ddp.bucket_cap_mb 3": "would have no effect",
     }

@@ -343,7 +343,7 @@ def _read_module(
     if isinstance(module, GPT):
         return {"module": module, "block_classes": (Block,)}
     blocks = find_blocks(module, block_classes)
-    if (compiler := arguments["compiler"]) != "none" and not blocks:
+    if (compiler := arguments["compiler"]) not in (AUTO, "none") and not blocks:
         raise UserError(
             f"compiler {compiler}: compiles the blocks, and none were found; name their classes: block_classes"
         )

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from toolkit.api import TrainResult, train
 from toolkit.commands import pretrain
-from toolkit.config import AUTO, FSDPArgs, TrainArgs
+from toolkit.config import AUTO, PRETRAIN, FSDPArgs, TrainArgs, none_if_auto
 from toolkit.config.command import CommandOptions, as_mapping
 from toolkit.distributed import script
 from toolkit.distributed.world import count_processes
@@ -155,7 +155,10 @@ def _translate_accumulation(options: dict[str, Any], steps: int, dataset: Any) -
     group = dict(as_mapping("train", options.get("train", {})))
     if "micro_batch_size" not in group and isinstance(dataset, DataLoader) and dataset.batch_size is not None:
         _put(options, "train.micro_batch_size", dataset.batch_size, "dataset")
-    micro = options.get("train", {}).get("micro_batch_size", TrainArgs.micro_batch_size)
+    micro = none_if_auto(options.get("train", {}).get("micro_batch_size", AUTO))
+    if micro is None:  # it defines the number of steps
+        micro = PRETRAIN.micro_batch_size
+        options["train"] = {**as_mapping("train", options.get("train", {})), "micro_batch_size": micro}
     devices, nodes = (options.get(name, AUTO) for name in ("devices", "num_nodes"))
     world_size = count_processes(devices, nodes, options.get("accelerator", AUTO))
     _put(options, "train.global_batch_size", micro * world_size * steps, "grad_accum_steps")

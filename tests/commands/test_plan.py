@@ -73,7 +73,7 @@ def test_flags_and_yaml_are_those_of_the_run(capsys, tmp_path):
 
 def test_errors_match_those_of_the_run(capsys):
     assert "--train.micro_batch_siz" in mistake(capsys, "pretrain", "--train.micro_batch_siz", "4")
-    assert "not a multiple of 24" in mistake(capsys, "pretrain", "pythia-160m", "--devices", "6")
+    assert "not a multiple of 6 " in mistake(capsys, "pretrain", "pythia-160m", "--devices", "6")
     assert "'pretrain'" in mistake(capsys, "pretain")
     assert "must come first" in mistake(capsys, "--devices", "8", "pretrain")
     assert "must be given" in mistake(capsys)
@@ -230,7 +230,13 @@ def test_insufficient_advice_is_reported_as_such(capsys):
 
 
 def test_the_table_has_a_line_for_each_part(capsys):
-    assert main(["plan", "pretrain", "pythia-160m", "--devices", "8", "--device_memory_gb", "80"]) == 0
+    run = ["pretrain", "pythia-160m", "--devices", "8", "--device_memory_gb", "80"]
+    assert main(["plan", *run]) == 0
+    shown = capsys.readouterr().out
+    assert "Strategy   ddp, 8 replicas (auto: a copy takes 5.6 GB, at most 75% of 80.0 GB)\n" in shown
+    assert "\n           micro batch auto: all that a device has" in shown
+    assert "\nCompiler   torch (auto: rows of one length)\n" in shown
+    assert main(["plan", *run, "--strategy", "fsdp"]) == 0
     shown = capsys.readouterr().out
     assert all(
         f"\n  {part} " in shown for part in ("weights", "gradients", "optimizer", "unsharded_unit", "activations")

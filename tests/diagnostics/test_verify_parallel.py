@@ -17,8 +17,9 @@ PARAMETER = "transformer.h.1.mlp.fc_1.weight"
 @pytest.fixture(scope="module")
 def flags(corpus) -> list[str]:
     return [
-        "pico-llama", "--steps", "3", "--accelerator", "cpu", "--data", "TextFiles", "--data.train_data_path",
-        str(corpus), "--data.vocab_size", "300", "--train.global_batch_size", "8", "--train.micro_batch_size", "2",
+        "pico-llama", "--steps", "3", "--accelerator", "cpu", "--strategy", "fsdp", "--data", "TextFiles",
+        "--data.train_data_path", str(corpus), "--data.vocab_size", "300", "--train.global_batch_size", "8",
+        "--train.micro_batch_size", "2",
         "--train.max_seq_length", "32", "--train.max_tokens", "1e9", "--train.learning_rate", "1e-3",
     ]  # fmt: skip
 
@@ -111,7 +112,7 @@ def test_one_process_that_is_killed_is_reported(flags, capsys):
     [
         (["--devices", "1"], "--devices 1: one process has nothing to be compared with"),
         (["--devices", "2", "--steps", "0"], "--steps 0: must be greater than zero"),
-        (["--devices", "3"], "--train.global_batch_size 64: not a multiple of 12"),
+        (["--devices", "3"], "--train.global_batch_size 64: not a multiple of 3 "),
     ],
 )
 def test_user_errors(words, message, capsys):

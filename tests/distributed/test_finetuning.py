@@ -33,9 +33,9 @@ def cases(size: int) -> list[Case]:
     if size == 2:
         checkpointed = ["--train.activation_checkpointing", "full"]
         found.append(Case("lora-32-true-full", [*ADAPTED, *FSDP, *checkpointed], **LORA))
-        found.append(Case("qlora-sharded", ["--quantize", "bnb.nf4", *checkpointed], **LORA))  # strategy auto
+        found.append(Case("qlora-sharded", [*FSDP, "--quantize", "bnb.nf4", *checkpointed], **LORA))
         for precision in ("bf16-true", "bf16-mixed"):
-            flags = ["--quantize", "bnb.nf4-dq", "--precision", precision]
+            flags = [*FSDP, "--quantize", "bnb.nf4-dq", "--precision", precision]
             found.append(Case(f"qlora-{precision}-2", flags, **LORA))
         mixed = [*FSDP, "--precision", "bf16-mixed", "--train.micro_batch_size", "2", "--eval.interval", "0"]
         compiled = Case("ragged-compiled", [*mixed, "--compiler", "torch"], command="finetune_full")
@@ -188,7 +188,7 @@ def test_s2_adapters_resume_on_one_rank_and_on_two(runs):
 
 @pytest.mark.slow
 def test_s2_lora_run_after_two_sigkills_is_bit_equal(tmp_path, shared):
-    words = ["finetune_lora", *shared, "--lora_dropout", "0.1", "--devices", "2"]
+    words = ["finetune_lora", *shared, "--lora_dropout", "0.1", "--devices", "2", *FSDP]
     words += ["--train.activation_checkpointing", "selective"]
     run_uninterrupted_and_killed_twice(words, tmp_path)
     assert losses(tmp_path / "killed") == losses(tmp_path / "uninterrupted")

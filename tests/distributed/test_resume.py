@@ -69,6 +69,28 @@ def test_s2_resume(resumed, source, target, kind):
         assert (weights[name] - reference[name]).norm() <= 2e-4 * reference[name].norm(), name
 
 
+@pytest.mark.slow
+def test_s2_resume_under_the_other_strategy(tmp_path, shared_flags):
+    """--strategy auto may choose ddp on one machine, and fsdp on the next."""
+    under = {"fsdp": ["--strategy", "fsdp"], "ddp": ["--strategy", "ddp"]}
+    names = [(source, kind) for source in under for kind in FORMATS]
+    run_group(tmp_path, 2, [Case(f"{s}-{kind}", [*flags(kind), *under[s]]) for s, kind in names], shared_flags)
+    again = []
+    for (source, kind), target in zip(names, ["ddp", "ddp", "fsdp", "fsdp"], strict=True):
+        out = f"{source}-{kind}-on-{target}"
+        shutil.copytree(tmp_path / f"{source}-{kind}", tmp_path / out)
+        for later in ("step-00000014", "final"):
+            shutil.rmtree(tmp_path / out / later)
+        again.append(Case(out, [*flags(kind), *under[target], "--resume", "auto"]))
+    run_group(tmp_path, 2, again, shared_flags)
+    for (source, kind), case in zip(names, again, strict=True):
+        first, continued = tmp_path / f"{source}-{kind}", tmp_path / case.name
+        assert losses(continued) == pytest.approx(losses(first), rel=1e-5)
+        weights, reference = load_weights(continued / "final"), load_weights(first / "final")
+        for name in reference:
+            assert (weights[name] - reference[name]).norm() <= 2e-4 * reference[name].norm(), name
+
+
 LESS_MEMORY = ["--train.activation_checkpointing", "selective", "--fsdp.accumulate", "sharded"]
 
 

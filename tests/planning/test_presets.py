@@ -3,8 +3,7 @@
 import math
 
 from toolkit.cli import main
-from toolkit.commands import finetune_full, finetune_lora, pretrain
-from toolkit.config import FINETUNE, PRETRAIN
+from toolkit.commands import pretrain
 from toolkit.config.command import parse_object
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.planning.run_args import run_args
@@ -22,7 +21,7 @@ def config_of(preset: str, devices: DeviceSpec = EIGHT, **options):
 def test_each_preset_does_what_it_says():
     plans = {preset: config_of(preset) for preset in ("balanced", "memory", "speed")}
     balanced, memory, speed = plans.values()
-    assert (balanced.strategy.kind, balanced.batch.micro_batch_size, balanced.preset) == ("fsdp", 4, "")
+    assert (balanced.strategy.kind, balanced.batch.micro_batch_size, balanced.preset) == ("ddp", 8, "")
     assert (memory.strategy.kind, memory.batch.micro_batch_size) == ("fsdp", 1)
     assert memory.args.train.activation_checkpointing == "full"
     assert (speed.strategy.kind, speed.batch.micro_batch_size) == ("ddp", 8)
@@ -37,11 +36,16 @@ def test_each_preset_does_what_it_says():
 
 def test_speed_takes_what_fits():
     large = {"model_name": "Llama-3-8B", "model_config": {}}
-    none = config_of("speed", **large)
-    assert none.preset.startswith("speed: nothing to change") and none.strategy.kind == "fsdp"
+    least = config_of("speed", **large)
+    assert least.strategy.sharding == "FULL_SHARD" and least.batch.micro_batch_size == 1
     gathered = config_of("speed", DeviceSpec("cuda", 8, 1, memory=140e9), train={"max_seq_length": 1024}, **large)
     assert gathered.strategy.sharding == "SHARD_GRAD_OP" and gathered.batch.micro_batch_size >= 4
-    assert config_of("speed", DeviceSpec("cuda", 8, 1, memory=math.inf)).preset.startswith("speed: nothing to change")
+    unknown = config_of("speed", DeviceSpec("cuda", 8, 1, memory=math.inf))
+    assert "--strategy fsdp, --train.micro_batch_size 4" in unknown.preset
+    given = config_of("speed", strategy="ddp", train={"micro_batch_size": 2})
+    assert given.preset == "speed: nothing to change"
+    cpu = config_of("speed", DeviceSpec("cpu", 1, 1, memory=40e9))
+    assert cpu.batch.micro_batch_size > 4
 
 
 def test_given_values_stay():
@@ -53,14 +57,6 @@ def test_given_values_stay():
 
 def test_a_batch_that_only_the_preset_divides():
     assert config_of("memory", DeviceSpec("cpu", 2, 1), train={"global_batch_size": 6}).batch.micro_batch_size == 1
-
-
-def test_defaults_are_those_of_the_commands():
-    """A preset compares with them."""
-    for command, module in (("pretrain", pretrain), ("finetune_full", finetune_full), ("finetune_lora", finetune_lora)):
-        defaults = FINETUNE if command != "pretrain" else PRETRAIN
-        given = {} if command == "pretrain" else {"checkpoint_dir": "x"}
-        assert parse_object(module.setup, given)["train"].micro_batch_size == defaults.micro_batch_size
 
 
 def test_plan_shows_the_preset(capsys):

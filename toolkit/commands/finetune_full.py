@@ -12,9 +12,7 @@ from toolkit.extension import take_option_groups
 def setup(
     checkpoint_dir: str,
     data: DataModule = JSON(json_path=""),
-    train: TrainArgs = TrainArgs(
-        global_batch_size=FINETUNE.global_batch_size, micro_batch_size=1, learning_rate=2e-5, keep_last=2
-    ),
+    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=2e-5, keep_last=2),
     eval: EvalArgs = EvalArgs(max_new_tokens=AUTO),
     optimizer: OptimizerArgs = OptimizerArgs(),
     out_dir: str = "out/finetune/full",

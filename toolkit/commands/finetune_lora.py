@@ -25,9 +25,7 @@ def setup(
     from_peft: str | None = None,
     quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None,
     data: DataModule = JSON(json_path=""),
-    train: TrainArgs = TrainArgs(
-        global_batch_size=FINETUNE.global_batch_size, micro_batch_size=1, learning_rate=2e-4, keep_last=2
-    ),
+    train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=2e-4, keep_last=2),
     eval: EvalArgs = EvalArgs(max_new_tokens=AUTO),
     optimizer: OptimizerArgs = OptimizerArgs(),
     out_dir: str = "out/finetune/lora",

@@ -32,7 +32,8 @@ def setup(
     Args:
         command: The command to plan: pretrain, finetune_full or finetune_lora.
         device_memory_gb: Memory of one device in GB (1e9 bytes), to check whether the run fits and suggest changes.
-            Default: that of the GPU of --speed.
+            Strategy and micro-batch that are auto are chosen from it. Default: that of the GPU of --speed, else of this
+            machine's devices.
         speed: Also predict the time of a step, tokens/s and MFU on a GPU, such as H200, H100, A100 or 4090, and what
             would be faster. A prediction: nothing is measured.
         format: Text table, or JSON.

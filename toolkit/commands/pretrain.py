@@ -16,7 +16,7 @@ def setup(
     model_name: str | None = None,
     model_config: ModelOverrides = ModelOverrides(),
     data: DataModule = PythonStdlib(),
-    train: TrainArgs = TrainArgs(global_batch_size=64, micro_batch_size=4, learning_rate=4e-4, keep_last=3),
+    train: TrainArgs = TrainArgs(global_batch_size=64, learning_rate=4e-4, keep_last=3),
     eval: EvalArgs = EvalArgs(),
     optimizer: OptimizerArgs = OptimizerArgs(),
     out_dir: str = "out/pretrain",

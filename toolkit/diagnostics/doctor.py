@@ -236,7 +236,8 @@ def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) ->
             command="pretrain", model_name=_MODEL, data=SyntheticTokens(vocab_size=512), eval=EvalArgs(),
             train=TrainArgs(global_batch_size=4 * world.world_size, micro_batch_size=2, max_seq_length=64),
             optimizer=OptimizerArgs(), out_dir=folder, precision="32-true", accelerator=options.accelerator,
-            devices=world.devices, num_nodes=world.num_nodes, strategy=options.strategy, timeout=options.minutes,
+            devices=world.devices, num_nodes=world.num_nodes, timeout=options.minutes,
+            strategy="fsdp" if options.strategy == AUTO else options.strategy,  # a copy of so small a model would fit
         )  # fmt: skip
         args = trial_args(args, 1, folder)
         config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))

@@ -49,7 +49,7 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
         config = resolve(trial, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
         callbacks, check = load_callbacks(args.callbacks), LayoutCheck()
         if world.global_rank == 0:
-            require_memory_of_one_process(trial, device)
+            require_memory_of_one_process(config.args, device)
             _announce(args, config)
             check.run_references(args, steps, config)
             print(f"On {world.world_size} ranks:", flush=True)
@@ -78,7 +78,7 @@ class LayoutCheck(GradientRecorder):
             CommandError: see :func:`run_alone`.
         """
         print("One process:", flush=True)
-        self.reference = run_alone(args, steps, config.device, quiet=quiet)
+        self.reference = run_alone(args, steps, config.device, config.batch.micro_batch_size, quiet)
         splits = []
         if config.precision != "32-true":
             for size in choose_splits(config.batch.global_batch_size, config.batch.micro_batch_size):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol
 
-from toolkit.config import STRATEGIES, DDPArgs, FSDPArgs, Precision
+from toolkit.config import AUTO, STRATEGIES, DDPArgs, FSDPArgs, Precision
 from toolkit.errors import UserError, require_option
 from toolkit.extension import load_registered
 
@@ -98,7 +98,12 @@ def plan_strategy(
             groups or {}, devices=devices, num_nodes=num_nodes, accelerator=accelerator, precision=precision
         )
         return replace(planned, extension=strategy)
-    plan = _plan(strategy, fsdp.sharding_strategy, devices, num_nodes)
+    given = strategy
+    if strategy == AUTO and ranks > 1:
+        strategy = implied_strategy(fsdp, ddp) or AUTO
+    plan = _plan(strategy, sharding_of(fsdp), devices, num_nodes)
+    if (given, strategy) == (AUTO, "ddp"):
+        plan = replace(plan, reason="options of --ddp are given")
     offloads = fsdp.cpu_offload and accelerator in OFFLOADING
     if offloads and ranks == 1 and strategy in ("auto", "fsdp"):
         plan = StrategyPlan("fsdp", "FULL_SHARD", (1,), "--fsdp.cpu_offload on one device")
@@ -113,7 +118,7 @@ def plan_strategy(
     if plan.kind != "fsdp":
         allowed = ("sharding_strategy", "state_dict_type", *(["cpu_offload"] if accelerator == "cpu" else []))
         _check_unused("fsdp", fsdp, allowed, f"nothing is sharded: {plan}")
-        if strategy == "ddp" and fsdp.sharding_strategy not in ("HYBRID_SHARD", "NO_SHARD"):
+        if strategy == "ddp" and sharding_of(fsdp) not in ("HYBRID_SHARD", "NO_SHARD"):
             raise UserError(
                 f"--fsdp.sharding_strategy {fsdp.sharding_strategy}: contradicts --strategy ddp; leave one out"
             )
@@ -123,6 +128,18 @@ def plan_strategy(
     if fsdp.cpu_offload and precision == "16-mixed":
         raise UserError("--fsdp.cpu_offload true: is not proven with --precision 16-mixed; use bf16-mixed")
     return plan
+
+
+def implied_strategy(fsdp: FSDPArgs, ddp: DDPArgs) -> Literal["ddp", "fsdp"] | None:
+    """Return the strategy whose options are given; fsdp if those of both are, None if none are."""
+    if fsdp != FSDPArgs():
+        return "fsdp"
+    return "ddp" if ddp != DDPArgs() else None
+
+
+def sharding_of(fsdp: FSDPArgs) -> str:
+    """Return the sharding strategy of FSDP."""
+    return "HYBRID_SHARD" if fsdp.sharding_strategy == AUTO else fsdp.sharding_strategy
 
 
 def _check_unused(group: str, args: FSDPArgs | DDPArgs, allowed: tuple[str, ...], reason: str) -> None:

@@ -15,8 +15,9 @@ from toolkit.distributed.device import device_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.planning.auto import SIZE
 from toolkit.planning.plan import RunPlan, format_needs, plan_run
-from toolkit.planning.resolve import DeviceSpec
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 
 MAX_ADVISED_DEVICES = 8  # per node
@@ -91,7 +92,7 @@ def _take(step: Step, plan: RunPlan, limit: float) -> tuple[str, RunPlan] | None
 
 
 def _train(plan: RunPlan, **changes: Any) -> tuple[RunArgs, DeviceSpec]:
-    return replace(plan.config.args, train=replace(plan.config.args.train, **changes)), plan.config.devices
+    return replace(plan.args, train=replace(plan.args.train, **changes)), plan.config.devices
 
 
 def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
@@ -103,12 +104,12 @@ def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
 
 def _sharded_gradients(plan: RunPlan) -> Iterator[Change]:
     if plan.config.strategy.kind == "fsdp" and plan.config.batch.accumulation > 1:
-        fsdp = replace(plan.config.args.fsdp, accumulate="sharded")
-        yield "--fsdp.accumulate sharded", replace(plan.config.args, fsdp=fsdp), plan.config.devices
+        fsdp = replace(plan.args.fsdp, accumulate="sharded")
+        yield "--fsdp.accumulate sharded", replace(plan.args, fsdp=fsdp), plan.config.devices
 
 
 def _full_shard(plan: RunPlan) -> Iterator[Change]:
-    args, strategy = plan.config.args, plan.config.strategy
+    args, strategy = plan.args, plan.config.strategy
     if strategy.shards < plan.config.batch.world_size or strategy.sharding == "SHARD_GRAD_OP":
         named = args.strategy not in ("auto", "fsdp")
         fsdp = replace(args.fsdp, sharding_strategy="FULL_SHARD")
@@ -118,19 +119,19 @@ def _full_shard(plan: RunPlan) -> Iterator[Change]:
 
 def _checkpointing(plan: RunPlan) -> Iterator[Change]:
     modes = get_args(ActivationCheckpointing)
-    for mode in modes[modes.index(plan.config.args.train.activation_checkpointing) + 1 :]:
+    for mode in modes[modes.index(plan.args.train.activation_checkpointing) + 1 :]:
         yield f"--train.activation_checkpointing {mode}", *_train(plan, activation_checkpointing=mode)
 
 
 def _bf16_masters(plan: RunPlan) -> Iterator[Change]:
     """Refused with shards and with adapters."""
     if plan.config.precision != "bf16-master":
-        yield "--precision bf16-master", replace(plan.config.args, precision="bf16-master"), plan.config.devices
+        yield "--precision bf16-master", replace(plan.args, precision="bf16-master"), plan.config.devices
 
 
 def _smaller_moments(plan: RunPlan) -> Iterator[Change]:
     """Refused with shards, and for other optimizers than those with two moments."""
-    args = plan.config.args
+    args = plan.args
     if args.lora is None and args.optimizer.state_dtype == AUTO and plan.config.precision != "bf16-true":
         optimizer = replace(args.optimizer, state_dtype="bf16")
         yield "--optimizer.state_dtype bf16", replace(args, optimizer=optimizer), plan.config.devices
@@ -138,13 +139,13 @@ def _smaller_moments(plan: RunPlan) -> Iterator[Change]:
 
 def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
     """Of the frozen base of adapters."""
-    if plan.config.precision != "bf16-true" and plan.config.args.lora is not None:
-        yield "--precision bf16-true", replace(plan.config.args, precision="bf16-true"), plan.config.devices
+    if plan.config.precision != "bf16-true" and plan.args.lora is not None:
+        yield "--precision bf16-true", replace(plan.args, precision="bf16-true"), plan.config.devices
 
 
 def _rounded_weights(plan: RunPlan) -> Iterator[Change]:
     """All weights in bf16, only where nothing better fits: see :func:`toolkit.training.describe.describe_rounding`."""
-    args = plan.config.args
+    args = plan.args
     if args.lora is None and plan.config.precision not in ("bf16-true", "bf16-master"):
         optimizer = replace(args.optimizer, state_dtype=AUTO)
         yield (
@@ -164,27 +165,27 @@ def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
 
 def _step_in_backward(plan: RunPlan) -> Iterator[Change]:
     """Possible only without clipping and accumulation."""
-    optimizer = replace(plan.config.args.optimizer, in_backward=True)
-    yield "--optimizer.in_backward true", replace(plan.config.args, optimizer=optimizer), plan.config.devices
+    optimizer = replace(plan.args.optimizer, in_backward=True)
+    yield "--optimizer.in_backward true", replace(plan.args, optimizer=optimizer), plan.config.devices
 
 
 def _adapters(plan: RunPlan) -> Iterator[Change]:
-    args = plan.config.args
+    args = plan.args
     if args.command == "finetune_full":
         changed = replace(args, command="finetune_lora", lora=LoRAConfig())
         yield "toolkit finetune_lora", changed, plan.config.devices
 
 
 def _quantized(plan: RunPlan) -> Iterator[Change]:
-    args = plan.config.args
+    args = plan.args
     if args.lora is not None and args.quantize is None:
         yield "--quantize bnb.nf4", replace(args, quantize="bnb.nf4"), plan.config.devices
 
 
 def _cpu_offload(plan: RunPlan) -> Iterator[Change]:
     if plan.config.strategy.kind == "fsdp" or plan.config.batch.world_size == 1:
-        fsdp = replace(plan.config.args.fsdp, cpu_offload=True)
-        yield "--fsdp.cpu_offload true", replace(plan.config.args, fsdp=fsdp), plan.config.devices
+        fsdp = replace(plan.args.fsdp, cpu_offload=True)
+        yield "--fsdp.cpu_offload true", replace(plan.args, fsdp=fsdp), plan.config.devices
 
 
 def _shorter(plan: RunPlan) -> Iterator[Change]:
@@ -195,7 +196,7 @@ def _shorter(plan: RunPlan) -> Iterator[Change]:
 
 
 def _more_devices(plan: RunPlan) -> Iterator[Change]:
-    args, spec = plan.config.args, plan.config.devices
+    args, spec = plan.args, plan.config.devices
     changed = replace(args, strategy="auto" if args.strategy == "single" else args.strategy)
     devices = spec.devices * 2
     while spec.device == "cuda" and devices <= MAX_ADVISED_DEVICES:
@@ -204,7 +205,7 @@ def _more_devices(plan: RunPlan) -> Iterator[Change]:
 
 
 def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
-    args, layers = plan.config.args, plan.model.n_layer // 2
+    args, layers = plan.args, plan.model.n_layer // 2
     while args.initial_checkpoint_dir is None and args.lora is None and layers:
         config = ModelOverrides(**{**vars(args.model_config), "n_layer": layers})
         yield f"--model_config.n_layer {layers}", replace(args, model_config=config), plan.config.devices
@@ -218,12 +219,18 @@ _STEPS: list[Step] = [
 ]  # fmt: skip
 
 
-def out_of_memory(args: RunArgs, spec: DeviceSpec) -> UserError:
-    """Return the error for a run that is out of memory: its memory by part, and the changes to make."""
+def out_of_memory(args: RunArgs, spec: DeviceSpec, is_auto: bool = False) -> UserError:
+    """Return the error for a run that is out of memory: its memory by part, and the changes to make.
+
+    Args:
+        args: As resolved: the micro-batch is the one that did not fit.
+        spec: Its devices.
+        is_auto: That micro-batch was "auto", which would become larger again with less memory.
+    """
     size = args.train.micro_batch_size
     start = f"--train.micro_batch_size {size}: out of memory on {spec.device}"
     if args.module is not None:
-        hint = "a smaller one" if size is None or size > 1 else "shorter sequences or more devices"
+        hint = "a smaller one" if size != 1 else "shorter sequences or more devices"
         if args.block_classes and args.train.activation_checkpointing != "full":
             hint = f"--train.activation_checkpointing full, or {hint}"
         return UserError(f"{start}; use {hint}")
@@ -231,12 +238,14 @@ def out_of_memory(args: RunArgs, spec: DeviceSpec) -> UserError:
     # it did not fit, whatever the formula says: other processes may use a part of the device
     limit = min(device_memory(spec.device), 0.9 * plan.memory.total) / 1e9
     changes = ", then ".join(f"{a.change} ({a.memory_gb:.1f} GB)" for a in advice_for(plan, limit))
+    if is_auto and changes and SIZE not in changes:
+        changes += f", with --{SIZE} {size}"
     hint = f"use {changes}" if changes else "use a smaller model"
     return UserError(f"{start}: this run needs about {format_needs(plan.memory)}; {hint}")
 
 
 @contextmanager
-def oom_advice(args: RunArgs, place: DeviceSpec) -> Iterator[None]:
+def oom_advice(config: ResolvedConfig) -> Iterator[None]:
     """Turn running out of memory into a UserError with what the run needs and how it would fit."""
     try:
         yield
@@ -244,4 +253,4 @@ def oom_advice(args: RunArgs, place: DeviceSpec) -> Iterator[None]:
         is_full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
         if not is_full:
             raise
-        raise out_of_memory(args, place) from error
+        raise out_of_memory(config.args, config.devices, SIZE in config.reasons) from error

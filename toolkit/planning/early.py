@@ -12,6 +12,7 @@ from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.remote.run import check_out_dir
 from toolkit.checkpoints.remote.storage import Storage
 from toolkit.checkpoints.run.resume import resolve_resume
+from toolkit.config import AUTO
 from toolkit.config.command import classes_of
 from toolkit.data import DataModule
 from toolkit.errors import UserError
@@ -60,14 +61,15 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
 
 def _check_batch(arguments: Mapping[str, Any], has_adapters: bool) -> None:
     train, devices, num_nodes = arguments["train"], arguments["devices"], arguments["num_nodes"]
-    sizes = (train.global_batch_size, train.micro_batch_size, devices, 1 if num_nodes in (None, "auto") else num_nodes)
+    micro, nodes = (1 if value in (None, AUTO) else value for value in (train.micro_batch_size, num_nodes))
+    sizes = (train.global_batch_size, micro, devices, nodes)
     are_known = all(isinstance(size, int) and size > 0 for size in sizes) and arguments["preset"] == "balanced"
     batch = plan_batch(*sizes) if are_known else None
     if arguments["optimizer"].in_backward:
         check_in_backward(
             has_adapters=has_adapters,
             world_size=1 if batch is None else batch.world_size,
-            accumulation=1 if batch is None else batch.accumulation,
+            accumulation=1 if batch is None or train.micro_batch_size == AUTO else batch.accumulation,
             max_norm=train.max_norm,
             precision=arguments["precision"],
             is_torch_optimizer=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta
+from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_steps
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, has_length, resolve, setup_of
 from toolkit.planning.run_args import RunArgs, run_args
@@ -31,18 +31,22 @@ class RunPlan:
     """The settings and needs of a run.
 
     Args:
+        args: As given.
         config: As the run resolves it; its model may lack the vocabulary size.
         model: The architecture, with the vocabulary size.
         parameters: Their numbers.
         memory: Of one device.
         units: FSDP's wrap plan in words; None for other strategies.
+        compiler: The compiler, with the reason where it is "auto".
     """
 
+    args: RunArgs
     config: ResolvedConfig
     model: ModelConfig
     parameters: Parameters
     memory: Memory
     units: str | None = None
+    compiler: tuple[str, str] = ("none", "")
 
     @property
     def seq_length(self) -> int:
@@ -60,8 +64,9 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     Raises:
         UserError: an error in the arguments, with the run's message.
     """
-    if not has_length(args.train):
-        args = replace(args, train=replace(args.train, max_steps=1))  # the length does not matter here
+    given = args.train
+    if not has_length(given):
+        args = replace(args, train=replace(given, max_steps=1))  # the length does not matter for the memory
     config = resolve(args, devices)
     model = with_known_vocabulary(config.model, args)
     setup = setup_of(config, model)
@@ -69,7 +74,9 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     units = None
     if config.strategy.kind == "fsdp":
         units = describe_units(plan_units(built, config.fsdp, (Block,)), config.fsdp)
-    return RunPlan(config, model, count_parameters(built), plan_memory(setup, built), units)
+    steps = planned_steps(given, config.max_seq_length or model.block_size)
+    compiler = choose_compiler(config, is_ragged=has_ragged_rows(args.data), steps=steps)
+    return RunPlan(args, config, model, count_parameters(built), plan_memory(setup, built), units, compiler)
 
 
 def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> None:
@@ -108,7 +115,7 @@ def device_spec_of(args: RunArgs, device_memory_gb: float | None = None) -> Devi
 
     Args:
         args: The arguments of the run.
-        device_memory_gb: Memory of one device in GB (1e9 bytes), if known.
+        device_memory_gb: Memory of one device in GB (1e9 bytes); None: of one of this machine, if there is one.
 
     Raises:
         UserError: an invalid number of devices or nodes.
@@ -117,8 +124,8 @@ def device_spec_of(args: RunArgs, device_memory_gb: float | None = None) -> Devi
     available = count_devices(device) if args.devices == "auto" else None
     environ = {"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # ignore any launcher
     world = detect_world(args.devices, args.num_nodes, available or None, environ)
-    memory = math.inf if device_memory_gb is None else device_memory_gb * 1e9
-    return DeviceSpec(device, world.devices, world.num_nodes, memory)
+    spec = DeviceSpec.of_this_machine(device, world.devices, world.num_nodes)  # unknown without such a device
+    return spec if device_memory_gb is None else replace(spec, memory=device_memory_gb * 1e9)
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -19,13 +21,14 @@ from toolkit.extension import registered, run_checks
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
+from toolkit.models.lora import adapted_on_meta
+from toolkit.planning.auto import choose_options
 from toolkit.planning.batch import BatchPlan, plan_batch
 from toolkit.planning.in_backward import check_in_backward
 from toolkit.planning.memory import plan_memory
 from toolkit.planning.optimizer import check_low_memory, resolve_optimizer
-from toolkit.planning.presets import apply_preset
 from toolkit.planning.run_args import RunArgs, hyperparameters
-from toolkit.planning.setup import TrainingSetup
+from toolkit.planning.setup import TrainingSetup, with_known_vocabulary
 
 DEFAULT_MODEL_TOKENS = 700_000
 """Length of pretraining the default model without a limit."""
@@ -63,6 +66,7 @@ class ResolvedConfig:
         max_seq_length: Tokens of the longest row; None where the rows of a user-provided module decide.
         optimizer: See :func:`toolkit.planning.optimizer.resolve_optimizer`.
         accumulate: How FSDP keeps gradients between micro-batches.
+        reasons: Why options that were "auto" have their values, for display.
         preset: What ``--preset`` has set, for display.
     """
 
@@ -75,6 +79,7 @@ class ResolvedConfig:
     max_seq_length: int | None
     optimizer: dict[str, Any]
     accumulate: Literal["unsharded", "sharded"] = "unsharded"
+    reasons: Mapping[str, str] = field(default_factory=dict)
     preset: str = ""
 
     @property
@@ -83,7 +88,7 @@ class ResolvedConfig:
 
     @property
     def fsdp(self) -> FSDPArgs:
-        """The FSDP options, with nothing left open."""
+        """The FSDP options, with the accumulation resolved."""
         return replace(self.args.fsdp, accumulate=self.accumulate)
 
     def hyperparameters(self) -> dict[str, Any]:
@@ -100,11 +105,13 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         UserError: options that do not go together, or would have no effect.
     """
     _check_options(args)
-    args, preset = with_length(args), ""
+    args = with_length(args)
     given = choose_seq_length(args.data, none_if_auto(args.train.max_seq_length), "train.max_seq_length")
     args = replace(args, train=replace(args.train, max_seq_length=given or AUTO))
-    if args.preset != "balanced":
-        args, preset = apply_preset(args, devices, resolve, setup_of)
+    model = choose_model(args)
+    length = choose_length(args.train, model)
+    chosen = choose_options(args, devices, length, _needs_of(model, args, devices))
+    args = chosen.args
     precision = choose_precision(args, devices.device)
     sizes = {"devices": devices.devices, "num_nodes": devices.num_nodes}
     strategy = plan_strategy(
@@ -116,11 +123,16 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         precision=precision,
         groups=args.groups,
     )
+    if (reason := chosen.reasons.get("strategy")) is not None:
+        reason = reason if strategy.kind == "ddp" else f"{reason}; {strategy.reason}"
+        strategy = replace(strategy, reason=reason)
     if args.timeout != AUTO and devices.devices * devices.num_nodes == 1:
         raise UserError(f"--timeout {args.timeout}: would have no effect, one process waits for no other")
     if args.lora is not None:
         _require_fit_for_adapters(args, precision)
-    batch = plan_batch(args.train.global_batch_size, args.train.micro_batch_size, **sizes)
+    micro_batch_size = args.train.micro_batch_size
+    assert isinstance(micro_batch_size, int), "chosen above"
+    batch = plan_batch(args.train.global_batch_size, micro_batch_size, **sizes)
     if args.ddp.static_graph and batch.accumulation > 1:
         raise UserError(
             f"--ddp.static_graph true: torch does not support it with accumulation ({batch}); use "
@@ -137,8 +149,6 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
             precision=precision,
             is_torch_optimizer=args.optimizer_class is None,
         )
-    model = choose_model(args)
-    length = choose_length(args.train, model)
     if args.module is not None and not args.block_classes:
         _refuse_without_blocks(args, strategy.kind)
     _check_units(args, strategy)
@@ -156,7 +166,34 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
         is_own=args.optimizer_class is None and optimizer["name"] not in registered("optimizers"),
     )
     config = ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer)
-    return replace(config, accumulate=choose_accumulate(config), preset=preset)
+    return replace(config, accumulate=choose_accumulate(config), reasons=chosen.reasons, preset=chosen.preset)
+
+
+def _needs_of(model: ModelConfig | None, args: RunArgs, devices: DeviceSpec) -> Callable[[RunArgs], float]:
+    """Return the function from a variant of ``args`` to the bytes on a device, see :data:`toolkit.planning.auto.Needs`.
+
+    Unknown are user-provided modules and optimizers, and a vocabulary that the data defines.
+    """
+
+    @functools.cache
+    def known() -> tuple[ModelConfig, GPT]:
+        config = with_known_vocabulary(model, args)
+        return config, adapted_on_meta(config, args.lora)
+
+    def needs(changed: RunArgs) -> float:
+        try:
+            config = resolve(changed, devices)
+        except UserError:
+            return math.inf
+        if model is None or args.module is not None or args.optimizer_class is not None:
+            return math.nan
+        try:
+            full_config, built = known()
+        except UserError:
+            return math.nan
+        return plan_memory(setup_of(config, full_config), built).total
+
+    return needs
 
 
 def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]:
@@ -226,7 +263,7 @@ def _refuse_without_blocks(args: RunArgs, strategy: str) -> None:
 def _check_units(args: RunArgs, strategy: StrategyPlan) -> None:
     """Refuse what needs complete blocks as units of FSDP, and what is not proven with offloading."""
     fsdp, mode = args.fsdp, args.train.activation_checkpointing
-    needs_blocks = {f"--compiler {args.compiler}": args.compiler != "none"}
+    needs_blocks = {f"--compiler {args.compiler}": args.compiler not in (AUTO, "none")}
     needs_blocks |= {f"--train.activation_checkpointing {mode}": mode != "none"}
     needs_blocks |= {f"--quantize {args.quantize}": args.quantize is not None}
     for option, is_given in needs_blocks.items():
@@ -285,7 +322,7 @@ def _require_fit_for_adapters(args: RunArgs, precision: Precision) -> None:
     if args.quantize is not None:
         if precision == "16-mixed":
             raise UserError(f"--precision 16-mixed: is not proven with --quantize {args.quantize}; use bf16-true")
-        if args.compiler != "none":
+        if args.compiler not in (AUTO, "none"):
             raise UserError(f"--compiler {args.compiler}: does not go with --quantize {args.quantize}; leave one out")
     if args.fsdp.state_dict_type == "sharded":
         raise UserError(

@@ -32,6 +32,8 @@ def describe_run(config: ResolvedConfig, state: RunState, reader: TrainReader) -
     if (scaled := describe_scaling(args.train, state.schedule, args.defaults)) is not None:
         yield scaled
     yield from reader.describe()
+    if (reason := config.reasons.get("train.micro_batch_size")) is not None:
+        yield f"Micro-batch: {config.batch.micro_batch_size} ({reason})"
     if config.preset:
         yield f"Preset {config.preset}"
     yield f"Strategy: {config.strategy}"
@@ -40,6 +42,8 @@ def describe_run(config: ResolvedConfig, state: RunState, reader: TrainReader) -
         yield f"FSDP units: {describe_units(units, config.fsdp)}"
     if config.fsdp.cpu_offload and config.device == "cpu":
         yield "note: --fsdp.cpu_offload true changes nothing on a CPU: the weights are in its memory"
+    if (reason := config.reasons.get("compiler")) is not None:
+        yield f"Compiler: {args.compiler} ({reason})"
     if (mode := args.train.activation_checkpointing) != "none":
         yield f"Activation checkpointing: {mode}"
     if config.accumulate == "sharded":

@@ -39,6 +39,7 @@ from toolkit.training.build import build_callbacks, build_checkpointer, build_mo
 from toolkit.training.callbacks import Callback, Sampler, notify, overrides
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.upload import finish_uploads
+from toolkit.training.compiler import resolve_compiler
 from toolkit.training.data import prepare_data
 from toolkit.training.describe import describe_rounding, describe_run
 from toolkit.training.garbage import GarbageCollection
@@ -109,7 +110,7 @@ class Trainer:
         with ExitStack() as stack:
             group = stack.enter_context(launch_processes(self.fabric, world, self.timeouts))
             group.shutdown.resume_hint = self._resume_hint
-            stack.enter_context(oom_advice(args, config.devices))
+            stack.enter_context(oom_advice(config))
             stack.enter_context(deterministic_algorithms(args.deterministic))
             stack.enter_context(fp32_reductions())
             self.display = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0))
@@ -131,6 +132,8 @@ class Trainer:
                 if self.remote is not None:
                     upload_missing(self.remote, self, stack)
                 return
+            self.config = config = resolve_compiler(config, self.state, self.fabric.device)
+            self.args = args = config.args
             context = None if self.state.model.config is None else config.max_seq_length
             self.padding = choose_padding(self.fabric.device.type, self.state.longest_ragged > 0, context)
             self.reader = TrainReader(config, self.state, self.data.train, self.padding, self.fabric.device)

@@ -55,6 +55,8 @@ def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -
         "optimizer": config.optimizer["name"],
         "global_batch_size": config.batch.global_batch_size,
         "micro_batch_size": config.batch.micro_batch_size,
+        "compiler": plan.compiler[0],
+        "reasons": {**config.reasons, **({"compiler": plan.compiler[1]} if plan.compiler[1] else {})},
         "gradient_accumulation_steps": config.batch.accumulation,
         "activation_checkpointing": config.args.train.activation_checkpointing,
         "accumulate": config.accumulate,
@@ -110,6 +112,8 @@ def format_plan(summary: dict[str, Any]) -> str:
         *([f"FSDP units {summary['units']}"] if summary["units"] else []),
         f"Batch      {summary['global_batch_size']} = micro batch {summary['micro_batch_size']} x "
         f"{world} device{'s' if world > 1 else ''} x {summary['gradient_accumulation_steps']} accumulated{sharded}",
+        *([f"           micro batch {reason}"] if (reason := summary["reasons"].get("train.micro_batch_size")) else []),
+        f"Compiler   {summary['compiler']}{f' ({why})' if (why := summary['reasons'].get('compiler')) else ''}",
         f"Recompute  {_RECOMPUTED[summary['activation_checkpointing']]}",
         f"Tokens     {summary['tokens_per_step']:,} per step, sequences of {summary['max_seq_length']:,}",
         "",

@@ -1,0 +1,170 @@
+"""What "auto" chooses: the strategy and the micro-batch, from the memory that the run needs."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+from helpers.cases import check_each
+from torch import nn
+
+from toolkit.commands import finetune_lora, pretrain
+from toolkit.config import TrainArgs
+from toolkit.config.command import parse_object
+from toolkit.data.sft.datasets import Alpaca
+from toolkit.errors import UserError
+from toolkit.models.config import ModelOverrides
+from toolkit.planning.auto import _changed, choose_size, choose_strategy
+from toolkit.planning.compiler import choose_compiler, planned_steps
+from toolkit.planning.plan import plan_run, run_args_of
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
+from toolkit.planning.run_args import run_args
+
+DDP, FSDP = {"strategy": "ddp"}, {"strategy": "fsdp"}
+
+
+@pytest.fixture(scope="module")
+def config_of() -> Callable[..., ResolvedConfig]:
+    """Resolves a run with options by dotted names, on 8 GPUs of 80 GB."""
+    given = {"model_name": "pythia-14m", "train": {"max_steps": 1}, "model_config": {"vocab_size": 50304}}
+    base = run_args("pretrain", parse_object(pretrain.setup, given))
+
+    def resolved(options: dict, gb=80.0, devices=8, nodes=1, device="cuda") -> ResolvedConfig:
+        return resolve(_changed(base, options), DeviceSpec(device, devices, nodes, gb * 1e9))
+
+    return resolved
+
+
+def test_ddp_is_chosen_where_a_copy_fits_with_room():
+    def check(needed: float, memory: float, strategy: dict, reason: str) -> None:
+        chosen, why = choose_strategy([DDP, FSDP], [needed], memory)
+        assert chosen == strategy and reason in why, why
+
+    check_each(
+        check,
+        [
+            (60e9, 80e9, DDP, "a copy takes 60.0 GB, at most 75% of 80.0 GB"),
+            (60.1e9, 80e9, FSDP, "a copy takes 60.1 GB, more than 75% of 80.0 GB"),
+            (1e9, math.inf, FSDP, "the memory of a device is not known"),
+            (math.nan, 80e9, FSDP, "the memory of a copy is not known before the run"),
+            (math.inf, 80e9, FSDP, "ddp does not go with the other options"),
+        ],
+    )
+
+
+def test_the_largest_micro_batch_that_fits_with_room_is_chosen():
+    def check(needed: dict, length: int, chosen: tuple[int, str]) -> None:
+        size, why = choose_size(needed, 4, length, 100e9)
+        assert (size, why) == chosen
+
+    grows = {size: size * 10e9 for size in (1, 2, 4, 8, 16)}
+    check_each(
+        check,
+        [
+            (grows, 1024, (8, "takes 80.0 GB; 16 would take more than 85% of 100.0 GB")),
+            (grows, 8192, (4, "32,768 tokens; takes 40.0 GB of 100.0 GB")),
+            (grows, 65536, (1, "65,536 tokens; takes 10.0 GB of 100.0 GB")),
+            ({1: 1e9, 2: 2e9}, 1024, (2, "all that a device has; takes 2.0 GB of 100.0 GB")),
+            ({1: 90e9, 2: 95e9}, 1024, (1, "takes 90.0 GB, and none less than 85% of 100.0 GB")),
+            # only without accumulation: --optimizer.in_backward
+            ({1: math.inf, 2: math.inf, 64: 30e9}, 1024, (64, "all that a device has; takes 30.0 GB of 100.0 GB")),
+            ({1: math.nan, 4: math.nan}, 1024, (4, "up to 4 where the memory is not known before the run")),
+        ],
+    )
+
+
+def test_strategies_of_runs(config_of):
+    def check(options: dict, place: dict, strategy: str) -> None:
+        found = str(config_of(options, **place).strategy)
+        assert found.startswith(strategy), found
+
+    large = {"model_config": ModelOverrides(vocab_size=50304, n_embd=4096, n_head=32, n_layer=32)}
+    check_each(
+        check,
+        [
+            ({}, {}, "ddp, 8 replicas (auto: a copy takes"),
+            ({}, {"nodes": 2}, "ddp, 16 replicas"),
+            ({}, {"devices": 1}, "one device (only one available)"),
+            ({}, {"gb": 1}, "fsdp FULL_SHARD, one unit per block, 8 shards (auto: a copy takes"),
+            ({}, {"gb": math.inf}, "fsdp FULL_SHARD, one unit per block, 8 shards (auto: the memory of a device is"),
+            (large, {}, "fsdp FULL_SHARD"),
+            (large, {"nodes": 2}, "fsdp HYBRID_SHARD, one unit per block, 8 shards, 2 replicas"),
+            ({}, {"device": "cpu", "devices": 2}, "ddp, 2 replicas"),
+            # what is given implies its strategy, also as the value that auto would take
+            ({"strategy": "fsdp"}, {}, "fsdp FULL_SHARD"),
+            ({"fsdp.sharding_strategy": "HYBRID_SHARD"}, {}, "fsdp FULL_SHARD"),
+            ({"fsdp.forward_prefetch": True}, {}, "fsdp FULL_SHARD"),
+            ({"fsdp.state_dict_type": "sharded"}, {}, "fsdp FULL_SHARD"),
+            ({"fsdp.sharding_strategy": "NO_SHARD"}, {}, "ddp, 8 replicas (--fsdp.sharding_strategy NO_SHARD"),
+            ({"ddp.bucket_cap_mb": 5.0}, {"gb": 1}, "ddp, 8 replicas (options of --ddp"),
+            ({"optimizer.name": "Adafactor"}, {}, "ddp, 8 replicas"),  # which FSDP does not have
+        ],
+    )  # fmt: skip
+    with pytest.raises(UserError, match="--ddp.bucket_cap_mb 5.0: would have no effect, the strategy is fsdp"):
+        config_of({"fsdp.forward_prefetch": True, "ddp.bucket_cap_mb": 5.0})
+
+
+def test_micro_batches_of_runs(config_of):
+    def check(options: dict, place: dict, size: int) -> None:
+        found = config_of({"train.max_seq_length": 512} | options, **{"devices": 1} | place)
+        assert found.batch.micro_batch_size == size, found.reasons
+        assert ("train.micro_batch_size" in found.reasons) == ("train.micro_batch_size" not in options)
+
+    check_each(
+        check,
+        [
+            ({}, {}, 64),
+            ({"train.max_seq_length": 2048}, {}, 16),
+            ({}, {"gb": 2}, 16),
+            ({}, {"devices": 8}, 8),
+            ({"train.micro_batch_size": 2}, {}, 2),
+            ({"train.global_batch_size": 48}, {}, 48),
+            ({}, {"gb": math.inf}, 4),
+            ({}, {"device": "cpu"}, 4),
+            ({"train.global_batch_size": 6}, {"device": "cpu"}, 3),
+            ({"optimizer.in_backward": True, "train.max_norm": 0.0}, {}, 64),
+        ],
+    )
+
+
+def test_compilers_of_runs(config_of):
+    def check(options: dict, place: dict, is_ragged: bool, steps: int | None, chosen: tuple[str, str]) -> None:
+        config = config_of({"train.max_seq_length": 512} | options, **{"devices": 1} | place)
+        assert choose_compiler(config, is_ragged=is_ragged, steps=steps) == chosen
+
+    wrapped = {"strategy": "fsdp", "fsdp.auto_wrap": "size"}
+    check_each(
+        check,
+        [
+            ({}, {}, False, 2000, ("torch", "auto: rows of one length, 2,000 steps")),
+            ({}, {"devices": 8}, False, None, ("torch", "auto: rows of one length")),
+            ({}, {}, False, 100, ("none", "auto: 100 steps do not repay it")),
+            ({}, {}, True, 2000, ("none", "auto: rows differ in length")),
+            ({"train.max_time": 5.0}, {}, False, None, ("none", "auto: --train.max_time 5.0 does not repay it")),
+            ({"module": nn.Linear(1, 1), "strategy": "ddp"}, {}, False, None, ("none", "auto: a user-provided model")),
+            (wrapped, {"devices": 2}, False, None, ("none", "auto: --fsdp.auto_wrap size")),
+            ({}, {"device": "cpu"}, False, 10**6, ("none", "auto: on cpu")),
+            ({"compiler": "torch"}, {"device": "cpu"}, True, 1, ("torch", "")),
+            ({"compiler": "none"}, {}, False, 2000, ("none", "")),
+        ],
+    )  # fmt: skip
+
+
+def test_the_length_of_a_run_is_planned_before_its_data_is_read():
+    def check(limits: dict, steps: int | None) -> None:
+        assert planned_steps(TrainArgs(global_batch_size=8, **limits), seq_length=100) == steps
+
+    cases = [{"max_tokens": 8001}, {"max_tokens": 8001, "max_steps": 5}, {"epochs": 3.0}, {"max_time": 60.0}]
+    check_each(check, zip(cases, [11, 5, None, None], strict=True))
+
+
+def test_what_was_chosen_is_saved(config_of):
+    saved = config_of({}).hyperparameters()
+    assert (saved["strategy"], saved["train"]["micro_batch_size"]) == ("ddp", 8)
+    assert config_of({}, devices=1).hyperparameters()["strategy"] == "auto"
+
+
+def test_adapters_of_a_large_model_are_trained_under_ddp():
+    given = {"checkpoint_dir": "Llama-3-8B", "train": {"max_seq_length": 512}, "data": Alpaca()}
+    with run_args_of("finetune_lora", parse_object(finetune_lora.setup, given)) as args:
+        plan = plan_run(args, DeviceSpec("cuda", 8, 1, 80e9))
+    assert plan.config.strategy.kind == "ddp" and plan.config.batch.micro_batch_size == 2

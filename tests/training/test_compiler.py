@@ -1,0 +1,56 @@
+"""`--compiler auto`: compiles only if torch.compile works on the device."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from toolkit.commands import pretrain
+from toolkit.config.command import parse_object
+from toolkit.planning.resolve import DeviceSpec, resolve
+from toolkit.planning.run_args import run_args
+from toolkit.training.compiler import compile_error, resolve_compiler
+
+CPU = torch.device("cpu")
+
+
+def missing(function: Callable) -> Callable:
+    raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+
+def wrong(function: Callable) -> Callable:
+    return lambda x: function(x) * 1.01
+
+
+def test_a_missing_or_wrong_compiler_never_breaks_an_auto_run(monkeypatch):
+    given = {"model_name": "pythia-14m", "train": {"max_steps": 1000}, "model_config": {"vocab_size": 256}}
+    config = resolve(run_args("pretrain", parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 80e9))
+    state = SimpleNamespace(longest_ragged=0, limits=SimpleNamespace(total_steps=1000))
+
+    def chosen(compiler: Callable) -> tuple[str, str]:
+        monkeypatch.setattr(torch, "compile", compiler)
+        found = resolve_compiler(config, state, CPU)
+        assert found.hyperparameters()["compiler"] == found.args.compiler
+        return found.args.compiler, found.reasons["compiler"]
+
+    assert chosen(lambda function: function) == ("torch", "auto: rows of one length, 1,000 steps")
+    name, reason = chosen(missing)
+    assert name == "none" and reason.endswith(
+        "does not work here: RuntimeError: Failed to find C compiler. Please specify via CC"
+    )
+    assert chosen(wrong) == ("none", "auto: torch.compile does not work here: its results are wrong")
+
+
+@pytest.mark.slow
+def test_the_compiler_of_this_machine(monkeypatch):
+    assert compile_error(CPU) == ""
+    torch.compiler.reset()
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/missing",))
+    with torch._inductor.utils.fresh_cache():
+        assert "InvalidCxxCompiler" in compile_error(CPU)
+
+
+@pytest.mark.gpu
+def test_the_compiler_of_a_gpu():
+    assert compile_error(torch.device("cuda")) == ""

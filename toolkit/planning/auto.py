@@ -1,0 +1,208 @@
+"""What "auto" and ``--preset`` choose from the memory of the run: strategy and micro-batch, with the reasons.
+
+Pure functions of the options, the devices, and the memory that variants of the run need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config import AUTO, none_if_auto
+from toolkit.distributed.strategy import implied_strategy
+
+if TYPE_CHECKING:
+    from toolkit.planning.run_args import RunArgs
+
+COPY_ROOM, BATCH_ROOM = 0.75, 0.85
+"""Shares of a device's memory that a copy under ddp, and a larger micro-batch, may take: the formulas are estimates."""
+BUSY_TOKENS, MAX_TOKENS = 4_096, 32_768
+"""Tokens of a micro-batch that keep a GPU busy, and beyond which it computes no faster."""
+SIZE = "train.micro_batch_size"
+UNKNOWN = "where the memory is not known before the run"
+
+Changes = dict[str, Any]
+"""Values by option, such as ``{"train.micro_batch_size": 8}``."""
+Needs = Callable[["RunArgs"], float]
+"""Returns the bytes that a run takes on a device; NaN if unknown before the run, infinity if it would be refused."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The options of a run with values for those that were "auto".
+
+    Args:
+        args: The options.
+        reasons: Why, by option, for display.
+        preset: What ``--preset`` has set, for display.
+    """
+
+    args: RunArgs
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    preset: str = ""
+
+
+def choose_options(args: RunArgs, devices: Any, length: int | None, needs: Needs) -> Chosen:
+    """Choose the strategy and the micro-batch where they are "auto", and what ``--preset`` sets.
+
+    The strategy: ddp where a copy fits with room; SHARD_GRAD_OP with the preset "speed"; else fsdp. Then the largest
+    micro-batch that fits with room: on CUDA, and with the preset "speed". "memory" takes the combination that needs the
+    least. Only options that are as the command has them by default are set.
+
+    Args:
+        args: Of the run.
+        devices: Of the run, a :class:`toolkit.planning.resolve.DeviceSpec`.
+        length: Tokens of the longest row; None if unknown.
+        needs: Of variants of ``args``.
+    """
+    name, args = args.preset, replace(args, preset="balanced")
+    world_size, is_speed = devices.devices * devices.num_nodes, name == "speed"
+    given, strategies = none_if_auto(args.train.micro_batch_size), _strategies(args, world_size, is_speed)
+    if name == "memory":
+        return _take_least(args, world_size, devices.num_nodes, needs)
+    if given is not None and strategies == [{}]:
+        return Chosen(args, preset="speed: nothing to change" if is_speed else "")
+    sizes = _sizes(args, world_size) if given is None else [given]
+    default = max((size for size in sizes if size <= args.defaults.micro_batch_size), default=sizes[0])
+    has_choice = given is None and length is not None and (devices.device == "cuda" or is_speed)
+    busy = next((size for size in sizes if size * (length or 1) >= BUSY_TOKENS), sizes[-1])
+
+    def need(strategy: Changes, size: int) -> float:
+        return needs(_changed(args, strategy | {SIZE: size}))
+
+    reasons, strategy, size = {}, strategies[0], default
+    if len(strategies) > 1:
+        needed = [need(each, busy if has_choice else default) for each in strategies[:-1]]
+        strategy, reasons["strategy"] = choose_strategy(strategies, needed, devices.memory)
+    if has_choice and devices.memory < math.inf:
+        by_size = {size: need(strategy, size) for size in sizes}
+        size, reasons[SIZE] = choose_size(by_size, default, length or 1, devices.memory)
+    elif given is None:
+        where = UNKNOWN if devices.device == "cuda" else f"on {devices.device}"
+        reasons[SIZE] = f"up to {args.defaults.micro_batch_size} {where}"
+    changes = strategy | ({SIZE: size} if given is None else {})
+    if name == "balanced":
+        return Chosen(_changed(args, changes), {option: f"auto: {reason}" for option, reason in reasons.items()})
+    return Chosen(_changed(args, changes), preset=_describe(name, changes, need(strategy, size), needs(args)))
+
+
+def choose_strategy(strategies: list[Changes], needed: list[float], memory: float) -> tuple[Changes, str]:
+    """Return the first strategy that fits with room, otherwise the last, and the reason.
+
+    Args:
+        strategies: In order of preference; the first one is ddp.
+        needed: Bytes per device of all but the last, see :data:`Needs`.
+        memory: Of a device; infinity if unknown.
+    """
+    copy, of_memory = needed[0], f"{COPY_ROOM:.0%} of {_gb(memory)}"
+    for changes, size in zip(strategies, needed, strict=False):
+        if memory < math.inf and size <= COPY_ROOM * memory:
+            what = "a copy" if changes is strategies[0] else "it"
+            return changes, f"{what} takes {_gb(size)}, at most {of_memory}"
+    if copy == math.inf:
+        return strategies[-1], "ddp does not go with the other options"
+    if memory == math.inf:
+        return strategies[-1], "the memory of a device is not known"
+    if math.isnan(copy):
+        return strategies[-1], "the memory of a copy is not known before the run"
+    return strategies[-1], f"a copy takes {_gb(copy)}, more than {of_memory}"
+
+
+def choose_size(needed: Mapping[int, float], default: int, length: int, memory: float) -> tuple[int, str]:
+    """Return the largest micro-batch that fits with room, up to :data:`MAX_TOKENS`, and the reason.
+
+    The smallest one where none does, ``default`` where that is not known.
+
+    Args:
+        needed: Bytes by size in increasing order, see :data:`Needs`.
+        default: Of the command.
+        length: Tokens per sequence.
+        memory: Of a device.
+    """
+    possible = {size: total for size, total in needed.items() if total < math.inf}
+    if not possible:
+        return default, f"up to {default} {UNKNOWN}"  # or the run is refused
+    room = BATCH_ROOM * memory
+    short = [size for size in possible if size * length <= MAX_TOKENS] or [min(possible)]
+    size = max((size for size in short if possible[size] <= room), default=min(possible))
+    larger = next((other for other in possible if other > size), None)
+    takes = f"takes {_gb(possible[size])}"
+    if possible[size] > room:
+        return size, f"{takes}, and none less than {BATCH_ROOM:.0%} of {_gb(memory)}"
+    if larger is None:
+        return size, f"all that a device has; {takes} of {_gb(memory)}"
+    if larger not in short:
+        return size, f"{size * length:,} tokens; {takes} of {_gb(memory)}"
+    return size, f"{takes}; {larger} would take more than {BATCH_ROOM:.0%} of {_gb(memory)}"
+
+
+def _strategies(args: RunArgs, world_size: int, is_speed: bool) -> list[Changes]:
+    """Return the strategies to try; no change if the strategy is given, or there is only one."""
+    given = implied_strategy(args.fsdp, args.ddp) if args.strategy == AUTO else args.strategy
+    gathers = is_speed and world_size > 1 and args.fsdp.sharding_strategy == AUTO
+    if given is not None or world_size == 1:
+        return [{"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, {}] if gathers and given == "fsdp" else [{}]
+    gathered = [{"strategy": "fsdp", "fsdp.sharding_strategy": "SHARD_GRAD_OP"}] if gathers else []
+    return [{"strategy": "ddp"}, *gathered, {"strategy": "fsdp"}]
+
+
+def _sizes(args: RunArgs, world_size: int) -> list[int]:
+    """Return the micro-batches that divide the global batch."""
+    per_device, rest = divmod(args.train.global_batch_size, world_size)
+    return [1] if rest else [size for size in range(1, per_device + 1) if per_device % size == 0]
+
+
+# ---- the least memory
+
+
+def _take_least(args: RunArgs, world_size: int, num_nodes: int, needs: Needs) -> Chosen:
+    """Return the combination that needs the least memory; where that is unknown, every change."""
+    sizes, default = _sizes(args, world_size), args.defaults.micro_batch_size
+    choices: dict[str, list[Any]] = {
+        SIZE: [size for size in sizes if size <= default],
+        "train.activation_checkpointing": ["none", "full"],
+        "strategy": ["fsdp"] if len(_strategies(args, world_size, False)) > 1 else [],
+        "fsdp.sharding_strategy": [AUTO, "FULL_SHARD"] if num_nodes > 1 else [],
+        "fsdp.accumulate": [AUTO, "sharded"],
+    }
+    usual = {SIZE: AUTO, "train.activation_checkpointing": "none"}
+    free = {option: values for option, values in choices.items() if _get(args, option) == usual.get(option, AUTO)}
+    free = {option: values for option, values in free.items() if values}
+    found: list[tuple[float, int, Changes]] = []
+    for values in product(*free.values()):
+        changes = {o: v for o, v in zip(free, values, strict=True) if v != _get(args, o)}
+        total = needs(_changed(args, changes))
+        if total < math.inf:
+            found.append((total, len(changes), changes))
+        elif math.isnan(total):  # of those that would run, with the most changes
+            found.append((math.inf, -len(changes), changes))
+    if not found:
+        return Chosen(args)  # resolving says why
+    total, _, changes = min(found, key=lambda each: (each[0], each[1], each[2].get(SIZE, 0)))
+    return Chosen(_changed(args, changes), preset=_describe("memory", changes, total, needs(args)))
+
+
+def _get(args: RunArgs, option: str) -> Any:
+    group, _, name = option.rpartition(".")
+    return getattr(getattr(args, group) if group else args, name)
+
+
+def _changed(args: RunArgs, changes: Changes) -> RunArgs:
+    for option, value in changes.items():
+        group, _, name = option.rpartition(".")
+        args = replace(args, **({group: replace(getattr(args, group), **{name: value})} if group else {name: value}))
+    return args
+
+
+def _describe(name: str, changes: Changes, total: float, default: float) -> str:
+    chosen = ", ".join(f"--{option} {value}" for option, value in changes.items()) or "nothing to change"
+    if not total < math.inf:
+        return f"{name}: {chosen} (the memory of this model is not known)"
+    return f"{name}: {chosen} (about {_gb(total)} per device, {_gb(default)} by default)"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e9:.2g} GB"

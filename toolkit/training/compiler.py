@@ -1,0 +1,52 @@
+"""``--compiler auto``, when the rows and the length of the run are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.nn import functional
+
+from toolkit.config import AUTO
+from toolkit.distributed import ranks
+from toolkit.planning.compiler import choose_compiler
+from toolkit.planning.resolve import ResolvedConfig
+from toolkit.training.run_state import RunState
+
+
+def resolve_compiler(config: ResolvedConfig, state: RunState, device: torch.device) -> ResolvedConfig:
+    """Return the configuration with a compiler and the reason for it; every rank calls this.
+
+    "auto" compiles only if torch.compile works on the devices of all ranks.
+    """
+    if config.args.compiler != AUTO:
+        return config
+    name, reason = choose_compiler(config, is_ragged=state.longest_ragged > 0, steps=state.limits.total_steps)
+    if name != "none" and (errors := [e for e in ranks.all_gather_object(compile_error(device)) if e]):
+        name, reason = "none", f"auto: torch.compile does not work here: {errors[0]}"
+    return replace(config, args=replace(config.args, compiler=name), reasons={**config.reasons, "compiler": reason})
+
+
+def compile_error(device: torch.device) -> str:
+    """Return why torch.compile does not work on a device; empty if it does, with the right values and gradients.
+
+    It needs Triton and a C compiler on CUDA, a C++ compiler on a CPU.
+    """
+    x = torch.linspace(-2, 2, 4096, device=device).view(64, 64)
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return functional.silu(x) * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1)
+
+    def evaluate(function: object) -> list[torch.Tensor]:
+        assert callable(function)
+        leaf = x.clone().requires_grad_()
+        out = function(leaf)
+        (grad,) = torch.autograd.grad(out.square().sum(), leaf)
+        return [out.detach(), grad]
+
+    try:
+        found = evaluate(torch.compile(scaled))
+    except Exception as error:  # compilers raise anything
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    right = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, evaluate(scaled), strict=True))
+    return "" if right else "its results are wrong"
