@@ -52,5 +52,6 @@ def test_the_compiler_of_this_machine(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_compiler_of_a_gpu():
     assert compile_error(torch.device("cuda")) == ""
