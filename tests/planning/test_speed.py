@@ -184,7 +184,8 @@ def plan(capsys, *argv: str) -> dict:
 
 def test_plan_predicts_a_step(capsys):
     """The parts add up to the step; MFU is N8's; packed rows, 4-bit weights and several nodes are predicted, too."""
-    argv = ["pretrain", "pythia-14m", "--train.max_seq_length", "128", "--speed", "h200"]
+    argv = ["pretrain", "pythia-14m", "--train.max_seq_length", "128", "--speed", "h200", "--compiler", "none"]
+    argv += ["--train.micro_batch_size", "4"]
     planned = plan(capsys, *argv)
     speed, config = planned["speed"], get_config("pythia-14m")
     assert sum(speed["parts_ms"].values()) == pytest.approx(speed["step_ms"], abs=0.05)
