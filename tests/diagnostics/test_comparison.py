@@ -83,4 +83,4 @@ def test_a_model_that_fits_is_accepted():
     arguments = parse("pretrain", pretrain.setup, ("model_name",), ["pico-llama", "--devices", "2"])
     with run_args_of("pretrain", arguments) as args:
         require_memory_of_one_process(args, "cpu")
-        assert args.train == TrainArgs(64, 4)
+        assert args.train == TrainArgs(64)
