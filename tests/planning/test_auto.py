@@ -114,7 +114,6 @@ def test_micro_batches_of_runs(config_of):
         [
             ({}, {}, 64),
             ({"train.max_seq_length": 2048}, {}, 16),
-            ({}, {"gb": 2}, 16),
             ({}, {"devices": 8}, 8),
             ({"train.micro_batch_size": 2}, {}, 2),
             ({"train.global_batch_size": 48}, {}, 48),
