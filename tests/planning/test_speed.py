@@ -12,14 +12,16 @@ from toolkit.cli import main
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.models.families import get_config
 from toolkit.models.gpt import model_on_meta
+from toolkit.models.loss import chunk_rows
 from toolkit.planning.setup import TrainingSetup
 from toolkit.planning.speed import trace as tracing
 from toolkit.planning.speed.cards import CARDS, card_for
+from toolkit.planning.speed.cuda_on_meta import CUDA
 from toolkit.planning.speed.flops import flops_per_token, matmul_parameters
 from toolkit.planning.speed.fusion import fuse
 from toolkit.planning.speed.links import communication
 from toolkit.planning.speed.operators import Access, Op
-from toolkit.planning.speed.trace import trace_micro_step, trace_update
+from toolkit.planning.speed.trace import LOSS, trace_micro_step, trace_update
 
 B, T = 2, 128
 SINGLE = StrategyPlan("single", None, (1, 1), "")
@@ -48,7 +50,7 @@ def test_equal_blocks_are_traced_once_and_count_exactly(kind, monkeypatch):
     short = trace_micro_step(setup, has_gradients=True)
     with monkeypatch.context() as patch:
         patch.setattr(tracing, "one_layer_of_each_kind", lambda config: (config, [1] * config.n_layer))
-        complete = tracing._trace(setup, has_gradients=True)
+        complete = tracing._trace(setup, has_gradients=True, is_compiled=False)
     assert len(short.ops) < len(complete.ops)
     for of in (lambda op: op.bytes, lambda op: op.flops, lambda op: op.launches):
         # the balancing losses of the layers are stacked: a few bytes more
@@ -68,7 +70,7 @@ def test_n8_flops_of_the_operators_are_those_of_the_formula():
         assert attention == pytest.approx(causal * 3.5 / 3)
 
 
-def test_weights_are_cast_once_per_micro_batch_and_gradients_added():
+def test_weights_are_cast_in_mixed_precision_and_gradients_added():
     setup = setup_of()
     model = model_on_meta(setup.config)
     trace = trace_micro_step(setup, has_gradients=True)
@@ -76,7 +78,8 @@ def test_weights_are_cast_once_per_micro_batch_and_gradients_added():
     assert added == 3 * 4 * sum(p.numel() for p in model.parameters())  # two reads and a write of fp32
     weights = {p.shape.numel() * 6 for p in model.blocks[0].mlp.parameters()}  # read 4 bytes, write 2
     casts = [op for op in trace.ops if op.name == "_to_copy" and op.layer == 1 and not op.is_backward]
-    assert sum(op.bytes in weights for op in casts) == len(list(model.blocks[0].mlp.parameters()))
+    casts_of_weights = [op for op in casts if op.bytes in weights]
+    assert len(casts_of_weights) == len(list(model.blocks[0].mlp.parameters()))
     in_16_bits = trace_micro_step(setup_of(precision="bf16-true"), has_gradients=False)
     assert not [op for op in in_16_bits.ops if op.name == "_to_copy" and op.bytes in weights]
 
@@ -96,9 +99,12 @@ def test_checkpointing_recomputes_the_products_of_the_blocks():
 
 
 def test_a_compiler_reads_and_writes_only_what_crosses_products():
-    """silu(gate) * up: two reads and a write; what the backward pass needs again, it recomputes."""
+    """silu(gate) * up: two reads and a write; what the backward pass needs again, it recomputes.
+
+    A sum that two kernels of one pass need is written.
+    """
     gate, up, hidden, out = (Access((i, 0), 0, 100) for i in range(4))
-    silu, again = Access((5, 0), 0, 100), Access((6, 0), 0, 100)
+    silu, again, total, last, other = (Access((i, 0), 0, 100) for i in range(5, 10))
 
     def op(name, kind, reads, writes, is_backward=False):
         return Op(name, kind, 0, is_backward, tuple(reads), tuple(writes))
@@ -108,13 +114,18 @@ def test_a_compiler_reads_and_writes_only_what_crosses_products():
         op("silu", "fusable", [gate], [silu]),
         op("mm", "product", [], [up]),
         op("mul", "fusable", [silu, up], [hidden]),
-        op("mm", "product", [hidden], [out]),
+        op("add", "fusable", [hidden, up], [total]),
+        op("mul", "fusable", [total, silu], [last]),
+        op("mm", "product", [hidden, last], [out]),
+        op("add", "fusable", [total, out], [other]),
+        op("mm", "product", [other], []),
         op("mul", "fusable", [silu], [again], is_backward=True),
         op("mm", "product", [again], [], is_backward=True),
     ]
     fused = [o for o in fuse(ops, lambda o: True) if o.kind == "fusable"]
     assert [(sorted(a.key for a in o.reads), [a.key for a in o.writes]) for o in fused] == [
-        ([gate.key, up.key], [hidden.key]),
+        ([gate.key, up.key], [hidden.key, total.key, last.key]),
+        ([out.key, total.key], [other.key]),
         ([gate.key], [again.key]),
     ]
     assert fuse(ops, lambda o: False) == ops
@@ -136,6 +147,17 @@ def test_kernels_without_masks_are_counted():
         assert not [op for op in trace.ops if op.layer is not None and op.name in ("_softmax", "bmm")]
         flops[kind] = total(trace, lambda op: op.flops, "attention")
     assert flops["packed"] == flops["soft caps"] > 2 * flops["windows"] > 0
+
+
+def test_a_chunk_of_the_head_loss_takes_few_kernels():
+    """At most 8: three products, the compiled kernel, and an addition that CUDA does in a product."""
+    kernels = []
+    for rows in (1, 2):
+        setup = replace(setup_of(), micro_batch_size=rows * chunk_rows(512, CUDA) // T)
+        trace = trace_micro_step(setup, has_gradients=False, is_compiled=True)
+        ops = fuse(trace.ops, lambda op: op.layer is not None)
+        kernels.append(sum(op.launches for op in ops if op.layer in (None, LOSS)))
+    assert 4 <= kernels[1] - kernels[0] <= 8
 
 
 def test_products_and_attention_stay_under_a_compiler():

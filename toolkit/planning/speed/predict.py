@@ -117,7 +117,8 @@ def _predict(plan: RunPlan, card: Card) -> Prediction:
         card = card._replace(kernels=kernels)
     model = adapted_on_meta(plan.model, setup.lora)
     is_compiled = compiler_of(plan) == "torch"
-    trace = trace_micro_step(setup, has_gradients=batch.accumulation > 1 and setup.strategy.kind != "fsdp")
+    has_gradients = batch.accumulation > 1 and setup.strategy.kind != "fsdp"
+    trace = trace_micro_step(setup, has_gradients, is_compiled)
     if is_compiled:
         trace = trace._replace(ops=fuse(trace.ops, lambda op: op.layer is not None))
     times = _gpu_times(trace, trace.ops, card)

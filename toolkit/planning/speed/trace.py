@@ -8,15 +8,18 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from toolkit.config import ActivationCheckpointing
 from toolkit.distributed.strategy import StrategyPlan
+from toolkit.models import loss
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
+from toolkit.models.cross_entropy import _pointwise as pointwise_cross_entropy
 from toolkit.models.families import family_of
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta, is_adapter
@@ -29,6 +32,10 @@ _PER_LAYER = ("sliding_window_indices", "rope_indices", "moe_indices")
 """Lists of the config with an entry per layer; otherwise layers are equal."""
 
 
+LOSS = -1
+"""Layer of the operators of the cross-entropy where they are compiled."""
+
+
 class Trace(NamedTuple):
     """Operators of a model in which each kind of block occurs once, and how often each of its blocks counts."""
 
@@ -36,26 +43,29 @@ class Trace(NamedTuple):
     counts: list[int]
 
     def times(self, op: Op) -> int:
-        return 1 if op.layer is None else self.counts[op.layer]
+        return 1 if op.layer in (None, LOSS) else self.counts[op.layer]
 
 
 _known: dict[str, Trace] = {}
 
 
-def trace_micro_step(setup: TrainingSetup, has_gradients: bool) -> Trace:
+def trace_micro_step(setup: TrainingSetup, has_gradients: bool, is_compiled: bool = False) -> Trace:
     """Return the operators of the forward and backward pass of one micro-batch; the same list for the same setup.
 
-    ``has_gradients``: it adds to the gradients of earlier micro-batches.
+    Args:
+        setup: The run.
+        has_gradients: It adds to the gradients of earlier micro-batches.
+        is_compiled: The kernel of the loss is the compiled one. The blocks' operators are the same, see ``fusion.py``.
     """
     others = StrategyPlan("fsdp" if setup.strategy.kind == "fsdp" else "single", None, (1, 1), "")
     same = replace(setup, strategy=others, accumulation=1, optimizer={}, optimizer_class=None, async_save=False)
-    key = f"{same} {has_gradients}"
+    key = f"{same} {has_gradients} {is_compiled}"
     if key not in _known:
-        _known[key] = _trace(setup, has_gradients)
+        _known[key] = _trace(setup, has_gradients, is_compiled)
     return _known[key]
 
 
-def _trace(setup: TrainingSetup, has_gradients: bool) -> Trace:
+def _trace(setup: TrainingSetup, has_gradients: bool, is_compiled: bool) -> Trace:
     config, counts = one_layer_of_each_kind(setup.config)
     model = adapted_on_meta(config, setup.lora).train()
     _set_dtypes(model, setup)
@@ -68,13 +78,22 @@ def _trace(setup: TrainingSetup, has_gradients: bool) -> Trace:
     inputs = _inputs(setup)
     recorder = Recorder((p.grad for p in trained if p.grad is not None), quantized)
     _follow_blocks(model, recorder)
-    with recorder:
+    model.compiled_loss = is_compiled
+    with recorder, patch.object(loss, "choose_cross_entropy", lambda *args: partial(_compiled_loss, recorder)):
         with cuda_on_meta(autocast):
             loss_sum, _ = model(**inputs)
         recorder.is_backward = True
         with cuda_on_meta(None):
             torch.autograd.backward(loss_sum * 1.0)
     return Trace(recorder.ops, counts)
+
+
+def _compiled_loss(recorder: Recorder, *args: Any) -> Any:
+    """The function that the run compiles: here is nothing to compile for, and no device to check it on."""
+    layer, recorder.layer = recorder.layer, LOSS
+    result = pointwise_cross_entropy(*args)
+    recorder.layer = layer
+    return result
 
 
 def one_layer_of_each_kind(config: ModelConfig) -> tuple[ModelConfig, list[int]]:
