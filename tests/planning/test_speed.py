@@ -84,6 +84,7 @@ def test_weights_are_cast_in_mixed_precision_and_gradients_added():
     assert not [op for op in in_16_bits.ops if op.name == "_to_copy" and op.bytes in weights]
 
 
+@pytest.mark.slow
 def test_checkpointing_recomputes_the_products_of_the_blocks():
     flops = {}
     for mode in ("none", "selective", "full"):
@@ -131,6 +132,7 @@ def test_a_compiler_reads_and_writes_only_what_crosses_products():
     assert fuse(ops, lambda o: False) == ops
 
 
+@pytest.mark.slow
 def test_kernels_without_masks_are_counted():
     """Of packed rows, windows and soft caps, as on CUDA: no scores, no masks, and a window's share of the FLOPs."""
     windows = {"sliding_window_size": 32, "sliding_window_indices": [1] * get_config("pico-llama").n_layer}

@@ -116,7 +116,7 @@ def _predict(plan: RunPlan, card: Card) -> Prediction:
         kernels = card.kernels._replace(forward=forward * flash, backward=backward * flash, flash=1.0)
         card = card._replace(kernels=kernels)
     model = adapted_on_meta(plan.model, setup.lora)
-    is_compiled = compiler_of(plan) == "torch"
+    is_compiled = plan.compiler[0] == "torch"
     has_gradients = batch.accumulation > 1 and setup.strategy.kind != "fsdp"
     trace = trace_micro_step(setup, has_gradients, is_compiled)
     if is_compiled:
@@ -146,12 +146,6 @@ def _predict(plan: RunPlan, card: Card) -> Prediction:
         return result
     flops = flops_per_token(model, plan.model, plan.seq_length)
     return replace(result, mfu=flops * result.tokens_per_sec / (card.peak * batch.world_size))
-
-
-def compiler_of(plan: RunPlan) -> str:
-    """Return the compiler of the run: the one that a plan has chosen, with its reason, or the option."""
-    compiler, _ = getattr(plan, "compiler", (plan.config.args.compiler, ""))
-    return compiler
 
 
 def seconds(op: Op, card: Card) -> float:
@@ -232,6 +226,6 @@ def _notes(plan: RunPlan) -> tuple[str, ...]:
         and not setup.packed,
         "--fsdp.cpu_offload: copies between CPU and GPU are not predicted": plan.config.strategy.offloads,
         "the load of experts counts as equal": bool(plan.model.n_moe_layer),
-        f"--compiler {compiler_of(plan)}: predicted as without a compiler": compiler_of(plan) not in ("none", "torch"),
+        f"--compiler {plan.compiler[0]}: predicted as without a compiler": plan.compiler[0] not in ("none", "torch"),
     }
     return tuple(text for text, applies in left_out.items() if applies)

@@ -11,7 +11,7 @@ from toolkit.errors import UserError
 from toolkit.planning.plan import RunPlan, plan_run
 from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.cards import Card
-from toolkit.planning.speed.predict import Prediction, compiler_of, predict
+from toolkit.planning.speed.predict import Prediction, predict
 
 LEAST_GAIN = 0.02
 """Predicted gains below this are noise."""
@@ -73,7 +73,7 @@ def _gain(new: Prediction, old: Prediction) -> float:
 
 
 def _compiler(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
-    if compiler_of(plan) == "none":
+    if plan.compiler[0] == "none":
         yield "--compiler torch", replace(plan.config.args, compiler="torch")
 
 
