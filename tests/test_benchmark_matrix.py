@@ -51,7 +51,7 @@ def test_report_has_every_result_or_its_reason(fakes, tmp_path):
 
 
 def test_unknown_parts_are_refused(capsys):
-    assert benchmark.main(["--matrix", "--only", "trainig"]) == 2
+    assert benchmark.main(["--matrix", "--only", "trainingg"]) == 2
     assert "did you mean 'training'?" in capsys.readouterr().err
 
 
