@@ -343,3 +343,15 @@ def test_loss_and_gradients_match_cross_entropy_on_cuda(autocast, monkeypatch):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=0)
     for chunked, torch_value in zip(gradients(actual, tensors), gradients(expected, tensors), strict=True):
         assert (chunked - torch_value).norm() <= tolerance * torch_value.norm()
+
+
+def test_losses_are_fp32_whatever_the_default_dtype():
+    """Under bf16-true, Fabric makes bf16 the default dtype during the forward pass."""
+    x, weight, bias, labels = inputs(torch.bfloat16)
+    expected = head_loss(x, weight, bias, labels)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        loss = head_loss(x, weight, bias, labels)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert loss.dtype == torch.float32 and torch.equal(loss, expected)

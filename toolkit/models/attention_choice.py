@@ -113,7 +113,7 @@ def _largest_error(case: KernelCase) -> float:
     n_head, n_groups = 2 * n_head // n_groups, 2
     generator = torch.Generator().manual_seed(0)  # on the CPU: no random state of the run changes
     shapes = [(2, n_head, T, width), *[(2, n_groups, T, width)] * 2, (2, n_head, T, width), (n_head,)]
-    q, k, v, direction, sinks = (torch.randn(shape, generator=generator) for shape in shapes)
+    q, k, v, direction, sinks = (torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)
     scores = (case.softcap or 5.0) / 5  # their standard deviation: large enough to be capped
     drawn = [q * scores / (case.scale * width**0.5), k, v]
     if case.kernel.name == "flash" and case.kernel.for_causal:

@@ -123,8 +123,8 @@ def _checked_kernel(
     kernel = torch.compile(_pointwise)  # the check has few rows: for other numbers of rows torch compiles once more
     generator = torch.Generator().manual_seed(0)
     rows = 8
-    logits = (4 * torch.randn(rows, vocab_size, generator=generator)).to(device)
-    bias = torch.randn(vocab_size, generator=generator).to(device) if has_bias else None
+    logits = (4 * torch.randn(rows, vocab_size, generator=generator, dtype=torch.float32)).to(device)
+    bias = torch.randn(vocab_size, generator=generator, dtype=torch.float32).to(device) if has_bias else None
     targets = torch.randint(0, vocab_size, (rows,), generator=generator).to(device)
     ignored = torch.arange(rows, device=device) == 1
     try:

@@ -122,11 +122,12 @@ def _loss_and_grads(
     ]
     bias = None if bias is None else bias.detach()
     grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and bias_needs_grad else None
-    all_losses = [torch.zeros(0, device=device)]
+    all_losses = [torch.zeros(0, dtype=torch.float32, device=device)]  # the default dtype may be bf16
     grad_dtype = dtype if any(needs_grad) else None
     chunks = _chunks(targets.numel(), chunk_rows(vocab_size, device))
     # one buffer for all chunks: a new allocation for each would cost a page fault per 4 KiB
-    buffer = torch.empty(max((c.stop - c.start for c in chunks), default=0), vocab_size, device=device)
+    rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    buffer = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
     cross_entropy: CrossEntropy = cross_entropy_
     if compiled and grad_dtype is not None:
         cross_entropy = choose_cross_entropy(buffer, bias, softcap, grad_dtype)
@@ -164,7 +165,7 @@ def _replace_inexact(
     inexact = (losses > LARGEST_EXACT_LOSS).nonzero().squeeze(1)
     if inexact.numel():
         rows = inexact + chunk.start
-        logits = _logits(products, rows, torch.empty(rows.numel(), products[0].matrix.size(0)))
+        logits = _logits(products, rows, torch.empty(rows.numel(), products[0].matrix.size(0), dtype=torch.float32))
         logits = logits if bias is None else logits + bias
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         losses[inexact] = F.cross_entropy(logits, targets[rows], reduction="none")

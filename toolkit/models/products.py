@@ -48,7 +48,7 @@ def _check_fp32_results(device: torch.device, dtype: torch.dtype) -> bool:
     Waits for the device, once per process. Not tried on CUDA.
     """
     generator = torch.Generator().manual_seed(0)
-    a, b, start = (torch.randn(64, 64, generator=generator).to(device) for _ in range(3))
+    a, b, start = (torch.randn(64, 64, generator=generator, dtype=torch.float32).to(device) for _ in range(3))
     a, b = a.to(dtype), b.to(dtype)
     out, total = torch.empty_like(start), start.clone()
     try:
