@@ -199,11 +199,22 @@ def test_muon_is_torch_muon_beside_torch_adamw():
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
 
 
+class Scale(nn.Module):
+    """As a norm: the gradient of its weight comes in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return (x.float() * self.weight).to(x.dtype)
+
+
 def rank_main(rank, port, folder) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)).bfloat16()
+    model = nn.Sequential(nn.Linear(8, 6), Scale(), nn.Linear(6, 4)).bfloat16()
     found = {}
     for n in (1, 3):
         wrapped, sync = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True), SumInFP32()
@@ -223,7 +234,7 @@ def test_n2_gradients_of_bf16_weights_are_summed_in_fp32_over_micro_batches_and_
     start_ranks(rank_main, (free_port(), tmp_path), 2)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)).bfloat16()
+    model = nn.Sequential(nn.Linear(8, 6), Scale(), nn.Linear(6, 4)).bfloat16()
     for n, dtype in ((1, torch.bfloat16), (3, torch.float32)):
         sums = [torch.zeros(p.shape) for p in model.parameters()]
         for rank in range(2):

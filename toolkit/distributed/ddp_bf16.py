@@ -44,7 +44,6 @@ class SumInFP32(BackwardSyncControl):
         wrapped.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
-                parameter.grad_dtype = None  # its gradient may be fp32
                 parameter.register_post_accumulate_grad_hook(self._add)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
@@ -52,6 +51,7 @@ class SumInFP32(BackwardSyncControl):
 
     @contextmanager
     def _accumulate(self, module: Any) -> Iterator[None]:
+        _restore_gradient_dtypes(module)
         self._accumulates = True
         try:
             with module.no_sync():
@@ -61,9 +61,11 @@ class SumInFP32(BackwardSyncControl):
 
     @contextmanager
     def _finish(self, module: nn.Module) -> Iterator[None]:
+        _restore_gradient_dtypes(module)
         yield
         for parameter in module.parameters():
             if parameter.grad is not None and parameter in self._sums:
+                parameter.grad, parameter.grad_dtype = None, torch.float32
                 parameter.grad = self._sums[parameter]
         self._sums = {}
 
@@ -97,3 +99,10 @@ class SumInFP32(BackwardSyncControl):
             return bucket.buffer().copy_(total)
 
         return reduced.then(store)
+
+
+def _restore_gradient_dtypes(module: nn.Module) -> None:
+    """Have the backward pass make bf16 gradients again, which DDP's buckets need: those of norms would be fp32."""
+    for parameter in module.parameters():
+        if parameter.grad is None:
+            parameter.grad_dtype = parameter.dtype
