@@ -230,6 +230,7 @@ def rank_main(rank, port, folder) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_n2_gradients_of_bf16_weights_are_summed_in_fp32_over_micro_batches_and_ranks(tmp_path):
     start_ranks(rank_main, (free_port(), tmp_path), 2)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
