@@ -67,34 +67,22 @@ def train(model, optimizer, steps) -> None:
 
 
 def test_a_master_is_the_fp32_weight_of_the_same_gradients(monkeypatch):
-    """Also where a step goes through the weights one by one, and with the fused kernel's scale of the gradients."""
+    """Also where a step goes through the weights one by one."""
 
-    def check(name, chunk, scale):
+    def check(name, chunk):
         monkeypatch.setattr(optimizer_memory, "UPDATE_CHUNK", chunk)
         model, optimizer = build("bf16-master", name)
         reference, plain = build("32-true", name)
         with torch.no_grad():
             for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
                 other.copy_(ours)
-        for each in (optimizer, plain) if scale else ():
-            assert each._step_supports_amp_scaling
-            each.grad_scale, each.found_inf = torch.tensor(2.0), torch.tensor(0.0)
         for pair in ((model, optimizer), (reference, plain)):
             train(*pair, range(4))
         for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(optimizer.state[ours]["master"], other)
             assert torch.equal(ours, other.bfloat16()) and ours.dtype == torch.bfloat16
 
-    check_each(check, [(name, 1 << 27, False) for name in NAMES] + [("AdamW", 1, False), ("AdamW", 1 << 27, True)])
-
-
-def test_an_infinite_gradient_that_the_kernel_skips_moves_no_master():
-    model, optimizer = build("bf16-master")
-    train(model, optimizer, range(2))
-    before = copy.deepcopy([state["master"] for state in optimizer.state.values()])
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(1.0)
-    train(model, optimizer, range(2, 3))
-    assert all(map(torch.equal, before, [state["master"] for state in optimizer.state.values()]))
+    check_each(check, [(name, 1 << 27) for name in NAMES] + [("AdamW", 1)])
 
 
 def test_stochastic_rounding_has_the_mean_of_the_value():

@@ -36,15 +36,11 @@ class BF16Optimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self._inner, self._has_masters, self._has_bf16_moments = inner, has_masters, has_bf16_moments
         self._n_seeds = 0
-        # As in torch's fused optimizers: step() reads ``grad_scale`` and ``found_inf`` of this object
-        self._step_supports_amp_scaling = getattr(inner, "_step_supports_amp_scaling", False)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all weights that have a gradient. ``closure`` is not supported."""
         assert closure is None
-        for name in ("grad_scale", "found_inf"):
-            setattr(self._inner, name, getattr(self, name, None))
         for group in self.param_groups:
             for parameters in chunks([p for p in group["params"] if p.grad is not None]):
                 self._update(group, parameters)
