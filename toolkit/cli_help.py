@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any, Literal, get_origin
 
 from toolkit.commands import EXAMPLES
-from toolkit.config.command import CommandOptions, Option, describe, is_restricted, limits, parts
+from toolkit.config.command import CommandOptions, Option
+from toolkit.config.types import describe, is_restricted, limits, parts
 from toolkit.errors import UserError, did_you_mean
 from toolkit.paths import is_path_option
 

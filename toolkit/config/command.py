@@ -11,18 +11,18 @@ import inspect
 import json
 import os
 import re
-import types
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
 from toolkit.config.entries import with_entry
+from toolkit.config.types import describe, expand_integer, is_restricted, limits, parts
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import add_extensions, import_object, load_registered, registered
 from toolkit.paths import require_folder, require_local
@@ -258,7 +258,8 @@ class CommandOptions:
             if any(given.source is None for given in self.given.values()):
                 return self._parser.parse_object(Namespace({key: given.value for key, given in self.given.items()}))
             else:
-                texts = {key: _expand_integer(given.text, known.get(key)) for key, given in self.given.items()}
+                kinds = {key: known[key].kind if key in known else None for key in self.given}
+                texts = {key: expand_integer(given.text, kinds[key]) for key, given in self.given.items()}
                 return self._parser.parse_args([f"--{key}={text}" for key, text in texts.items()])
         except ArgumentError as error:
             raise UserError(self._explain(error, known)) from error
@@ -348,7 +349,7 @@ class CommandOptions:
         given, kinds = self.given[key], parts(known[key].kind)
         for kind in filter(is_restricted, kinds):
             try:
-                number = kind._type(_expand_integer(given.text, known[key]))
+                number = kind._type(expand_integer(given.text, known[key].kind))
             except ValueError:
                 continue
             must = "not be negative" if kind._expression == "v>=0" else f"be {limits(kind)}"
@@ -366,51 +367,3 @@ def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
         kind = type(value).__name__
         raise UserError(f"{name} {kind}: must be a group of options, as a dictionary such as {{'name': value}}")
     return value
-
-
-# ---- types
-
-
-def parts(kind: Any) -> tuple[Any, ...]:
-    """Return the types of a union without None, or the type itself."""
-    union = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    return tuple(part for part in union if part is not type(None))
-
-
-def is_restricted(kind: Any) -> bool:
-    """Whether it is a number with limits, such as jsonargparse's PositiveInt."""
-    return hasattr(kind, "_restrictions")
-
-
-def limits(kind: Any) -> str:
-    """Return the limits of a restricted number: ``greater than zero``."""
-    text = kind._expression
-    for sign, words in {"v>=": "at least ", "v<=": "at most ", "v>": "greater than ", "v<": "less than "}.items():
-        text = text.replace(sign, words)
-    return re.sub(r"\b0$", "zero", text)
-
-
-def describe(kind: Any) -> str:
-    """Describe the values of a type: ``an integer or auto``."""
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-    names |= {dict: """a mapping such as '{"name": 1}'"""}
-    found = []
-    for part in parts(kind):
-        base, values = getattr(part, "_type", get_origin(part) or part), get_args(part)
-        if base is Literal:
-            found.append(("one of " if len(values) > 1 else "") + ", ".join(map(str, values)))
-        elif base is tuple:
-            found.append(f"a list of {len(values)} such as [0.9, 0.95]")
-        else:
-            found.append(names.get(base, f"a value of type {getattr(base, '__name__', base)}"))
-    return " or ".join(found)
-
-
-def _expand_integer(text: str, option: Option | None) -> str:
-    """Return ``1000000`` for ``1e6`` if the option is an integer."""
-    kinds = {getattr(kind, "_type", kind) for kind in parts(option.kind)} if option else set()
-    if int in kinds and float not in kinds and re.fullmatch(r"[+-]?\d[\d_]*(\.\d*)?([eE][+-]?\d+)?", text):
-        number = float(text)
-        if number.is_integer() and abs(number) < 2**53:
-            return str(int(number))
-    return text

@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast, get_args
 
-from toolkit.errors import UserError, did_you_mean, require_option
-from toolkit.extension import registered
+from toolkit.config.checks import require_not_negative, require_one_of, require_positive
+from toolkit.errors import require_option
 
 T = TypeVar("T")
 Accelerator = Literal["auto", "cpu", "cuda", "mps"]
@@ -57,25 +57,6 @@ FINETUNE = CommandDefaults(16, 1, 3.0, warmup=0.03, max_warmup_steps=math.inf, w
 def none_if_auto(value: T | Auto) -> T | None:
     """Return None for "auto", otherwise the value."""
     return None if value == AUTO else cast("T", value)
-
-
-def _positive(group: str, args: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(args, name)
-        require_option(value in (None, AUTO) or value > 0, f"{group}.{name}", value, "must be greater than zero")
-
-
-def _not_negative(group: str, args: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(args, name)
-        require_option(value in (None, AUTO) or value >= 0, f"{group}.{name}", value, "must not be negative")
-
-
-def _one_of(name: str, value: str, own: tuple[str, ...], kind: str) -> None:
-    """Check that ``value`` is one of ``own``, or of what extensions register as ``kind``."""
-    known = [*own, *registered(kind, own)]
-    if value not in known:
-        raise UserError(f"--{name} {value}: must be one of {', '.join(known)}{did_you_mean(value, known)}")
 
 
 @dataclass(frozen=True)
@@ -143,11 +124,11 @@ class TrainArgs:
     tie_embeddings: bool | None = None
 
     def __post_init__(self) -> None:
-        _positive(
+        require_positive(
             "train", self, "global_batch_size", "micro_batch_size", "max_steps", "max_tokens", "epochs", "max_time",
             "max_seq_length", "learning_rate", "lr_base_batch", "save_every_minutes", "log_interval", "patience",
         )  # fmt: skip
-        _not_negative("train", self, "lr_warmup_steps", "min_lr", "max_norm", "save_interval", "keep_last")
+        require_not_negative("train", self, "lr_warmup_steps", "min_lr", "max_norm", "save_interval", "keep_last")
         name, fraction = "train.lr_warmup_fraction", self.lr_warmup_fraction
         both = fraction is not None and self.lr_warmup_steps != AUTO
         require_option(fraction is None or 0 <= fraction < 1, name, fraction, "must be at least 0 and less than 1")
@@ -181,8 +162,8 @@ class EvalArgs:
     max_new_tokens: int | Auto = 0
 
     def __post_init__(self) -> None:
-        _not_negative("eval", self, "interval", "max_new_tokens")
-        _positive("eval", self, "max_iters")
+        require_not_negative("eval", self, "interval", "max_new_tokens")
+        require_positive("eval", self, "max_iters")
 
 
 @dataclass(frozen=True)
@@ -228,8 +209,8 @@ class OptimizerArgs:
     in_backward: bool = False
 
     def __post_init__(self) -> None:
-        _not_negative("optimizer", self, "weight_decay")
-        _positive("optimizer", self, "eps")
+        require_not_negative("optimizer", self, "weight_decay")
+        require_positive("optimizer", self, "eps")
         is_valid = self.betas == AUTO or all(0 <= beta < 1 for beta in self.betas)
         hint = "must be two numbers from 0 (inclusive) to 1 (exclusive)"
         require_option(is_valid, "optimizer.betas", self.betas, hint)
@@ -279,7 +260,7 @@ class FSDPArgs:
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
-        _positive("fsdp", self, "min_num_params")
+        require_positive("fsdp", self, "min_num_params")
         for name, choice in (("min_num_params", "size"), ("wrap_classes", "class")):
             value = getattr(self, name)
             require_option(
@@ -310,7 +291,7 @@ class DDPArgs:
     static_graph: bool = False
 
     def __post_init__(self) -> None:
-        _positive("ddp", self, "bucket_cap_mb")
+        require_positive("ddp", self, "bucket_cap_mb")
 
 
 @dataclass(frozen=True)
@@ -332,8 +313,8 @@ class ProfilerArgs:
     with_stack: bool = False
 
     def __post_init__(self) -> None:
-        _not_negative("profiler", self, "wait", "warmup")
-        _positive("profiler", self, "active")
+        require_not_negative("profiler", self, "wait", "warmup")
+        require_positive("profiler", self, "active")
 
 
 @dataclass(frozen=True)
@@ -396,8 +377,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         require_option(0 <= self.seed < 2**32, "seed", self.seed, f"must be from 0 to {2**32 - 1}")
         require_option(self.timeout == AUTO or self.timeout > 0, "timeout", self.timeout, "must be greater than zero")
-        _one_of("strategy", self.strategy, STRATEGIES, "strategies")
-        _one_of("compiler", self.compiler, COMPILERS, "compilers")
+        require_one_of("strategy", self.strategy, STRATEGIES, "strategies")
+        require_one_of("compiler", self.compiler, COMPILERS, "compilers")
         for name, value in vars(self.profiler).items():
             is_used = self.profile or value == getattr(ProfilerArgs, name)
             require_option(is_used, f"profiler.{name}", value, "has no effect without --profile")

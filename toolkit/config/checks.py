@@ -1,0 +1,30 @@
+"""Checks of the values of options. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.errors import UserError, did_you_mean, require_option
+from toolkit.extension import registered
+
+_OPEN = (None, "auto")
+"""Values that are not checked."""
+
+
+def require_positive(group: str, args: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        require_option(value in _OPEN or value > 0, f"{group}.{name}", value, "must be greater than zero")
+
+
+def require_not_negative(group: str, args: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        require_option(value in _OPEN or value >= 0, f"{group}.{name}", value, "must not be negative")
+
+
+def require_one_of(name: str, value: str, own: tuple[str, ...], kind: str) -> None:
+    """Check that ``value`` is one of ``own``, or of what extensions register as ``kind``."""
+    known = [*own, *registered(kind, own)]
+    if value not in known:
+        raise UserError(f"--{name} {value}: must be one of {', '.join(known)}{did_you_mean(value, known)}")

@@ -1,0 +1,52 @@
+"""Types of options: what their values may be, in words and as numbers."""
+
+from __future__ import annotations
+
+import re
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+
+def parts(kind: Any) -> tuple[Any, ...]:
+    """Return the types of a union without None, or the type itself."""
+    union = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return tuple(part for part in union if part is not type(None))
+
+
+def is_restricted(kind: Any) -> bool:
+    """Whether it is a number with limits, such as jsonargparse's PositiveInt."""
+    return hasattr(kind, "_restrictions")
+
+
+def limits(kind: Any) -> str:
+    """Return the limits of a restricted number: ``greater than zero``."""
+    text = kind._expression
+    for sign, words in {"v>=": "at least ", "v<=": "at most ", "v>": "greater than ", "v<": "less than "}.items():
+        text = text.replace(sign, words)
+    return re.sub(r"\b0$", "zero", text)
+
+
+def describe(kind: Any) -> str:
+    """Describe the values of a type: ``an integer or auto``."""
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    names |= {dict: """a mapping such as '{"name": 1}'"""}
+    found = []
+    for part in parts(kind):
+        base, values = getattr(part, "_type", get_origin(part) or part), get_args(part)
+        if base is Literal:
+            found.append(("one of " if len(values) > 1 else "") + ", ".join(map(str, values)))
+        elif base is tuple:
+            found.append(f"a list of {len(values)} such as [0.9, 0.95]")
+        else:
+            found.append(names.get(base, f"a value of type {getattr(base, '__name__', base)}"))
+    return " or ".join(found)
+
+
+def expand_integer(text: str, kind: Any) -> str:
+    """Return ``1000000`` for ``1e6`` if the type is an integer."""
+    kinds = {getattr(part, "_type", part) for part in parts(kind)}
+    if int in kinds and float not in kinds and re.fullmatch(r"[+-]?\d[\d_]*(\.\d*)?([eE][+-]?\d+)?", text):
+        number = float(text)
+        if number.is_integer() and abs(number) < 2**53:
+            return str(int(number))
+    return text
