@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.api import TrainResult, finetune, generate, load, memory_stats, train
+    from toolkit.api import TrainResult, finetune, generate, load, train
     from toolkit.api_trainer import Trainer
     from toolkit.distributed.ranks import barrier, rank_print
     from toolkit.distributed.script import (
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from toolkit.models.config import ModelConfig
     from toolkit.models.gpt import GPT
     from toolkit.training.callbacks import Callback
+    from toolkit.training.memory_stats import memory_stats
 
     __version__: str
 
@@ -53,6 +54,7 @@ _HOMES = {
     "ModelConfig": "toolkit.models.config",
     "Trainer": "toolkit.api_trainer",
     "barrier": "toolkit.distributed.ranks",
+    "memory_stats": "toolkit.training.memory_stats",
     "rank_print": "toolkit.distributed.ranks",
 } | dict.fromkeys(
     (

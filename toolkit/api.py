@@ -1,4 +1,4 @@
-"""What ``import toolkit`` offers: load, train, finetune, generate and memory_stats, with the options of the commands.
+"""What ``import toolkit`` offers: load, train, finetune and generate, with the options of the commands.
 
 Models, datasets and optimizers may be Python objects; this module turns them into the arguments of the commands' runs.
 """
@@ -6,7 +6,6 @@ Models, datasets and optimizers may be Python objects; this module turns them in
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ from toolkit.planning.run_args import RunArgs, run_args
 from toolkit.training.callbacks import Callback
 from toolkit.training.run import detect_devices, run_training
 from toolkit.training.state import read_meta
-from toolkit.training.throughput import peak_memory_gb
 from toolkit.ui.loggers import read_metrics
 
 _DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -262,30 +260,6 @@ def _run(command: TrainingCommand, arguments: dict[str, Any], callbacks: Iterabl
         return ranks.broadcast_from_rank0(ranks.run_on_rank0(lambda: _result(args.run_dir)))
     except PeerShutdownError as error:
         raise SystemExit(error.exit_code) from None  # rank 0 says why; here a traceback would only hide that
-
-
-def memory_stats() -> list[dict[str, Any]]:
-    """Return what each rank holds in memory, by rank; in GB (1e9 bytes). Every rank must call it.
-
-    Keys: rank, device, rss_gb and peak_rss_gb (of the process, on the CPU); where CUDA is in use also allocated_gb,
-    reserved_gb and peak_gb, the most that was allocated.
-    """
-    stats: dict[str, Any] = {"rank": ranks.global_rank(), "device": "cpu"}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        stats["device"] = f"cuda:{torch.cuda.current_device()}"
-        stats["allocated_gb"] = torch.cuda.memory_allocated() / 1e9
-        stats["reserved_gb"] = torch.cuda.memory_reserved() / 1e9
-        stats["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    stats |= {"rss_gb": _resident_gb(), "peak_rss_gb": peak_memory_gb(torch.device("cpu"))}
-    return ranks.all_gather_object(stats)
-
-
-def _resident_gb() -> float:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # Linux only
-        return float("nan")
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
 def _result(out_dir: Path) -> TrainResult:

@@ -171,3 +171,7 @@ def _interval(given: int | Auto, per_run: int, limits: Limits) -> int | None:
     if given != AUTO:
         return given or None
     return None if limits.total_steps is None else max(MIN_INTERVAL, math.ceil(limits.total_steps / per_run))
+
+
+def is_due(interval: int | None, step: int) -> bool:
+    return bool(interval and step % interval == 0)

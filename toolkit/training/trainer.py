@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -31,12 +30,12 @@ from toolkit.errors import GuardError, StoppedBySignalError
 from toolkit.models.gpt import Block
 from toolkit.paths import is_url
 from toolkit.planning.advice import oom_advice
-from toolkit.planning.limits import build_intervals
+from toolkit.planning.limits import build_intervals, is_due
 from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training.agreement import require_shared_disk
 from toolkit.training.build import build_callbacks, build_checkpointer, build_model, upload_missing
-from toolkit.training.callbacks import Callback, Sampler, notify, overrides
+from toolkit.training.callbacks import Callback, Sampler, notify, notify_exception, overrides
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.upload import finish_uploads
 from toolkit.training.compiler import resolve_compiler
@@ -174,7 +173,7 @@ class Trainer:
         except BaseException as error:
             ranks.set_timeout(self.timeouts.first)  # a logger may have much to send
             self.saver.finish_after(error)
-            self._report_exception(error)
+            notify_exception(self.callbacks, self, error)
             raise
         ranks.set_timeout(self.timeouts.first)
         notify(self.callbacks, "on_train_end", self)
@@ -399,15 +398,3 @@ class Trainer:
             folder = self.save(f"step-{self.progress.step:08d}")
             saved = f"stopped after step {self.progress.step}; {folder} is saved; resume with --resume auto"
         self.reader.raise_error(saved)
-
-    def _report_exception(self, error: BaseException) -> None:
-        for callback in self.callbacks:
-            try:
-                callback.on_exception(self, error)
-            except Exception as second:  # the first error is what ends the run
-                name = type(callback).__qualname__
-                warnings.warn(f"callback {name} failed in on_exception: {second}", stacklevel=2)
-
-
-def is_due(interval: int | None, step: int) -> bool:
-    return bool(interval and step % interval == 0)

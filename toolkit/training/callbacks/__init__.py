@@ -1,6 +1,6 @@
 """What a run does beside training: metrics, console, samples, best checkpoint, checks; and the user's own callbacks."""
 
-from toolkit.training.callbacks.base import Callback, notify, overrides
+from toolkit.training.callbacks.base import Callback, notify, notify_exception, overrides
 from toolkit.training.callbacks.best import EarlyStopping, KeepBest
 from toolkit.training.callbacks.console import Console
 from toolkit.training.callbacks.metrics import ExternalLoggers, MetricsFile, ThroughputMonitor
@@ -12,5 +12,6 @@ from toolkit.training.callbacks.upload import Upload
 
 __all__ = [
     "Callback", "Console", "EarlyStopping", "ExternalLoggers", "KeepBest", "MetricsFile", "MixtureShares", "Profile",
-    "ReplicaCheck", "Sampler", "ThroughputMonitor", "Upload", "notify", "overrides",
+    "ReplicaCheck", "Sampler", "ThroughputMonitor", "Upload", "notify", "notify_exception",
+    "overrides",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,3 +120,13 @@ def notify(callbacks: Iterable[Callback], moment: str, *args: Any) -> None:
         except Exception as error:
             name = type(callback).__qualname__
             raise CallbackError(f"callback {name} failed in {moment}: {type(error).__name__}: {error}") from error
+
+
+def notify_exception(callbacks: Iterable[Callback], trainer: TrainerView, error: BaseException) -> None:
+    """Call ``on_exception`` of each callback; one that fails is a warning, because ``error`` is what ends the run."""
+    for callback in callbacks:
+        try:
+            callback.on_exception(trainer, error)
+        except Exception as second:
+            name = type(callback).__qualname__
+            warnings.warn(f"callback {name} failed in on_exception: {second}", stacklevel=2)
