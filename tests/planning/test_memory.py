@@ -360,6 +360,26 @@ def test_low_memory_optimizers_are_counted_exactly(family):
     check_each(check, LOW_MEMORY.values())
 
 
+def test_intermediate_values_of_optimizers_that_are_not_fused():
+    """On CUDA all weights of a group are updated at once, with or without decay; here the same on the CPU."""
+
+    def check(name, precision):
+        setup = replace(setup_of("llama", precision, optimizer={"name": name}), device="cuda")
+        model, memory = build(setup), plan_memory(setup)
+        options = {"name": name, "foreach": True}
+        built = build_optimizer(model, options, 1e-3, precision, no_decay_params(model))
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            known = [v for s in built.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+            with LiveBytes([*model.parameters(), *(p.grad for p in model.parameters()), *known]) as live:
+                built.step()
+        assert memory.update == pytest.approx(live.peak, rel=0.05)
+
+    check_each(check, [("AdamW", "16-mixed"), ("RMSprop", "32-true"), ("NAdam", "32-true")])
+    assert plan_memory(replace(setup_of("llama", "bf16-mixed"), device="cuda")).update == 0
+
+
 @pytest.mark.parametrize(("family", "lora"), [("llama", "full"), ("gemma2", "full"), ("llama", "lora all")])
 def test_copy_for_async_save_is_exact(family, lora):
     setup = setup_of(family, "bf16-mixed", LORAS[lora], async_save=True)

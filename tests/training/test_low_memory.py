@@ -2,6 +2,8 @@
 
 import copy
 import math
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,14 +23,15 @@ from toolkit.config import AUTO, PRETRAIN, OptimizerArgs
 from toolkit.distributed.ddp_bf16 import SumInFP32
 from toolkit.errors import UserError
 from toolkit.models.families import get_config
-from toolkit.models.gpt import GPT
+from toolkit.models.gpt import GPT, Block, model_on_meta
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.planning import optimizer_memory
-from toolkit.planning.optimizer import no_decay_params, resolve_optimizer
+from toolkit.planning.combined import Muon
+from toolkit.planning.optimizer import block_params, no_decay_params, resolve_optimizer
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.training.bf16_optimizer import round_stochastically
 from toolkit.training.callbacks import Callback
-from toolkit.training.optimizer import build_optimizer
+from toolkit.training.optimizer import build_optimizer, parameter_groups
 from toolkit.training.run import run_training
 
 NAMES = ("AdamW", "SGD", "NAdam", "Adafactor", "Muon", "AdamW8bit")
@@ -298,10 +301,31 @@ def test_bf16_true_says_how_many_updates_round_away(corpus, tmp_path, capsys):
     assert not lines(precision="bf16-master")
 
 
+def test_a_missing_package_is_one_message(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(UserError, match="^--optimizer.name AdamW8bit: needs bitsandbytes; run: pip install"):
+        build(name="AdamW8bit")
+
+
+def test_muon_takes_the_matrices_of_blocks_but_no_biases():
+    """The biases of experts are matrices, too: one row per expert."""
+    experts = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 64}
+    config = replace(get_config("pico-llama").with_vocab_size(128), bias=True, **experts)
+    model = model_on_meta(config)
+    biases = {n for n, p in model.named_parameters() if n.endswith(".bias") and p.ndim == 2}
+    inside, no_decay = block_params(model, (Block,)), no_decay_params(model)
+    groups = parameter_groups(model, 0.1, no_decay, Muon, inside)
+    main = {id(p) for group in groups if group["main"] for p in group["params"]}
+    names = {n for n, p in model.named_parameters() if id(p) in main}
+    assert biases and not names & biases and all(".h." in name for name in names)
+    assert {n.rpartition(".")[2] for n in names} == {"weight"} and len(names) > 4
+
+
 def test_errors_name_the_option_and_the_fix():
     def check(message, devices, **options):
+        strategy = "fsdp" if devices > 1 else "auto"
         with pytest.raises(UserError, match=message) as error:
-            resolve(arguments("corpus", "out", **options), DeviceSpec("cpu", devices, 1))
+            resolve(arguments("corpus", "out", strategy=strategy, **options), DeviceSpec("cpu", devices, 1))
         assert "\n" not in str(error.value)
 
     moments = OptimizerArgs(state_dtype="bf16")

@@ -15,6 +15,8 @@ from torch import nn
 from toolkit.errors import UserError
 
 Betas = tuple[float, float]
+NS_STEPS = 5
+"""Newton-Schulz iterations of Muon."""
 MIN_8BIT_SIZE = 4096
 """bitsandbytes keeps the state of smaller tensors in fp32."""
 QUANTIZED_BLOCK = 256
@@ -90,7 +92,7 @@ class Muon(CombinedOptimizer):
         eps: float = 1e-8,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_steps: int = 5,
+        ns_steps: int = NS_STEPS,
         adjust_lr_fn: str = "match_rms_adamw",
     ) -> None:
         def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -108,7 +110,8 @@ class Muon(CombinedOptimizer):
 
     @staticmethod
     def is_main(parameter: nn.Parameter, is_in_block: bool, decays: bool) -> bool:
-        return is_in_block and parameter.ndim == 2  # stacked experts have three dimensions
+        # stacked experts have three dimensions, their biases two
+        return is_in_block and decays and parameter.ndim == 2
 
 
 class AdamW8bit(CombinedOptimizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from inspect import signature
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
-from toolkit.planning.combined import AdamW8bit, Muon, state_bytes_8bit
+from toolkit.planning.combined import NS_STEPS, AdamW8bit, Muon, state_bytes_8bit
 from toolkit.planning.optimizer import COMBINED, block_params, no_decay_params, optimizer_class
 from toolkit.planning.setup import FP32, TrainingSetup
 
@@ -31,7 +32,7 @@ T = TypeVar("T", bound=Sized)
 
 def optimizer_bytes(setup: TrainingSetup, model: GPT, adapters_only: bool = False) -> float:
     """Return the bytes of the optimizer state of unsharded parameters, masters of bf16-master included."""
-    main, kinds = _main_params(setup, model), dict[tuple[tuple[int, ...], torch.dtype, bool], int]()
+    main, kinds = main_params(setup, model), dict[tuple[tuple[int, ...], torch.dtype, bool], int]()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (is_adapter(name) or not adapters_only):
             dtype = torch.float32 if is_adapter(name) or setup.has_masters else setup.dtype
@@ -51,16 +52,16 @@ def update_bytes(setup: TrainingSetup, model: GPT) -> float:
 
     Those are the fp32 gradients and moments of some parameters, and for one of them the random numbers, the rounded
     values in fp32 and bf16, and where the values are finite; for Muon the update of one matrix in fp32 and bf16, its
-    product in bf16, and two products with its transpose (``torch.optim._muon``).
+    product in bf16, and two products with its transpose (``torch.optim._muon``). An optimizer that is not fused has
+    intermediate values of all weights of a group on CUDA.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     largest = max(p.numel() for p in trained.values())
-    has_bf16_moments, main = "state_dtype" in setup.optimizer, _main_params(setup, model)
-    needs = 0.0
+    has_bf16_moments, main = "state_dtype" in setup.optimizer, main_params(setup, model)
+    needs, no_decay, groups = 0.0, no_decay_params(model), dict[tuple[bool, bool], list[nn.Parameter]]()
+    for name, parameter in trained.items():
+        groups.setdefault((name in no_decay, name in main), []).append(parameter)
     if has_bf16_moments or (setup.has_masters and not setup.sums_in_fp32):
-        no_decay, groups = no_decay_params(model), dict[tuple[bool, bool], list[nn.Parameter]]()
-        for name, parameter in trained.items():
-            groups.setdefault((name in no_decay, name in main), []).append(parameter)
         parts = [part for group in groups.values() for part in chunks(group)]
         elements = largest if setup.in_backward else max(sum(p.numel() for p in part) for part in parts)
         if has_bf16_moments:
@@ -68,10 +69,40 @@ def update_bytes(setup: TrainingSetup, model: GPT) -> float:
             needs += FP32 * (size // (BF16 * 256 * 256)) * elements + (FP32 + 1 + FP32 + BF16) * largest
         if setup.has_masters and not setup.sums_in_fp32:
             needs += FP32 * elements
+    elif _is_foreach(setup) and not setup.has_masters:
+        elements = largest if setup.in_backward else max(sum(p.numel() for p in group) for group in groups.values())
+        shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
+        needs += (FP32 if setup.lora is not None else setup.weight_bytes) * elements / shards
     if setup.optimizer["name"] == Muon.__name__:
         rows = [trained[name].shape for name in main]
         needs += max((2 * FP32 * r * c + 2 * BF16 * min(r, c) ** 2 for r, c in rows), default=0)
     return needs
+
+
+def _is_foreach(setup: TrainingSetup) -> bool:
+    """Whether the optimizer takes a group of weights at once on CUDA: with intermediate values of their size.
+
+    See :func:`toolkit.training.optimizer.build_optimizer` for which ones are fused.
+    """
+    options = setup.optimizer
+    takes = signature(setup.optimizer_class or optimizer_class(options["name"])).parameters
+    is_on_gpu = setup.device == "cuda" and not setup.strategy.offloads
+    if not is_on_gpu or "foreach" not in takes or options.get("foreach") is False:
+        return False
+    is_fused = "fused" in takes and setup.precision != "16-mixed" and "foreach" not in options
+    return not options.get("fused", is_fused)
+
+
+def orthogonalization_flops(setup: TrainingSetup, model: GPT) -> float:
+    """Return the FLOPs of Muon's iterations in a step; 0 for other optimizers.
+
+    An iteration multiplies a matrix of r <= c by its transpose, the result by itself, and that by the matrix.
+    """
+    if setup.optimizer["name"] != Muon.__name__:
+        return 0.0
+    iterations, matrices = setup.optimizer.get("ns_steps", NS_STEPS), main_params(setup, model)
+    sizes = [sorted(model.get_parameter(name).shape) for name in matrices]
+    return float(iterations * sum(4 * r * r * c + 2 * r**3 for r, c in sizes))
 
 
 def chunks(parameters: Iterable[T]) -> Iterator[list[T]]:
@@ -86,7 +117,7 @@ def chunks(parameters: Iterable[T]) -> Iterator[list[T]]:
         yield part
 
 
-def _main_params(setup: TrainingSetup, model: GPT) -> set[str]:
+def main_params(setup: TrainingSetup, model: GPT) -> set[str]:
     """Return the names of the parameters that a combined optimizer's main one takes."""
     combined = None if setup.optimizer_class else COMBINED.get(setup.optimizer["name"])
     if combined is None:

@@ -72,6 +72,8 @@ def build_optimizer(
         given["fused"] = all(p.device.type in ("cuda", "cpu", "mps") for p in model.parameters())
     try:
         optimizer = cls(groups, lr=learning_rate, **given)
+    except UserError:
+        raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"--optimizer.name {cls.__name__}: {str(error).splitlines()[0]}") from error
     has_masters, has_bf16_moments = precision == "bf16-master", state_dtype == "bf16"
