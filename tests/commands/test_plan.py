@@ -234,7 +234,7 @@ def test_the_table_has_a_line_for_each_part(capsys):
     assert main(["plan", *run]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"\nStrategy   ddp, 8 replicas \(auto: a copy takes \d\.\d GB, at most 75% of 80.0 GB\)\n", shown)
-    assert "\n           micro batch auto: all that a device has" in shown
+    assert "\n           micro batch auto: a device's share" in shown
     assert "\nCompiler   torch (auto: rows of one length)\n" in shown
     assert main(["plan", *run, "--strategy", "fsdp"]) == 0
     shown = capsys.readouterr().out

@@ -63,10 +63,14 @@ def test_the_largest_micro_batch_that_fits_with_room_is_chosen():
             (grows, 1024, (8, "takes 80.0 GB; 16 would take more than 85% of 100.0 GB")),
             (grows, 8192, (4, "32,768 tokens; takes 40.0 GB of 100.0 GB")),
             (grows, 65536, (1, "65,536 tokens; takes 10.0 GB of 100.0 GB")),
-            ({1: 1e9, 2: 2e9}, 1024, (2, "all that a device has; takes 2.0 GB of 100.0 GB")),
-            ({1: 90e9, 2: 95e9}, 1024, (1, "takes 90.0 GB, and none less than 85% of 100.0 GB")),
+            ({1: 1e9, 2: 2e9}, 1024, (2, "a device's share of the global batch; takes 2.0 GB of 100.0 GB")),
+            ({1: 90e9, 2: 95e9}, 1024, (1, "takes 90.0 GB; no size takes at most 85% of 100.0 GB")),
             # only without accumulation: --optimizer.in_backward
-            ({1: math.inf, 2: math.inf, 64: 30e9}, 1024, (64, "all that a device has; takes 30.0 GB of 100.0 GB")),
+            (
+                {1: math.inf, 2: math.inf, 64: 30e9},
+                1024,
+                (64, "a device's share of the global batch; takes 30.0 GB of 100.0 GB"),
+            ),
             ({1: math.nan, 4: math.nan}, 1024, (4, "up to 4 where the memory is not known before the run")),
         ],
     )
@@ -96,7 +100,10 @@ def test_strategies_of_runs(config_of):
             ({"fsdp.state_dict_type": "sharded"}, {}, "fsdp FULL_SHARD"),
             ({"fsdp.sharding_strategy": "NO_SHARD"}, {}, "ddp, 8 replicas (--fsdp.sharding_strategy NO_SHARD"),
             ({"ddp.bucket_cap_mb": 5.0}, {"gb": 1}, "ddp, 8 replicas (options of --ddp"),
-            ({"optimizer.name": "Adafactor"}, {}, "ddp, 8 replicas"),  # which FSDP does not have
+            # which FSDP does not have
+            ({"optimizer.name": "Adafactor"}, {}, "ddp, 8 replicas"),
+            ({"optimizer.name": "Muon"}, {"gb": math.inf}, "ddp, 8 replicas (auto: fsdp does not go with"),
+            ({"precision": "bf16-master"}, {"gb": 3}, "ddp, 8 replicas (auto: fsdp does not go with"),
         ],
     )  # fmt: skip
     with pytest.raises(UserError, match="--ddp.bucket_cap_mb 5.0: would have no effect, the strategy is fsdp"):
@@ -136,9 +143,10 @@ def test_compilers_of_runs(config_of):
         [
             ({}, {}, False, 2000, ("torch", "auto: rows of one length, 2,000 steps")),
             ({}, {"devices": 8}, False, None, ("torch", "auto: rows of one length")),
-            ({}, {}, False, 100, ("none", "auto: 100 steps do not repay it")),
+            ({}, {}, False, 100, ("none", "auto: 100 steps are too few to repay compilation")),
             ({}, {}, True, 2000, ("none", "auto: rows differ in length")),
-            ({"train.max_time": 5.0}, {}, False, None, ("none", "auto: --train.max_time 5.0 does not repay it")),
+            ({"train.max_time": 5.0}, {}, False, None,
+             ("none", "auto: --train.max_time 5.0 is too short to repay compilation")),
             ({"module": nn.Linear(1, 1), "strategy": "ddp"}, {}, False, None, ("none", "auto: a user-provided model")),
             (wrapped, {"devices": 2}, False, None, ("none", "auto: --fsdp.auto_wrap size")),
             ({}, {"device": "cpu"}, False, 10**6, ("none", "auto: on cpu")),

@@ -75,8 +75,11 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, needs: Needs
 
     reasons, strategy, size = {}, strategies[0], default
     if len(strategies) > 1:
-        needed = [need(each, busy if has_choice else default) for each in strategies[:-1]]
+        tried = busy if has_choice else default
+        needed = [need(each, tried) for each in strategies[:-1]]
         strategy, reasons["strategy"] = choose_strategy(strategies, needed, devices.memory)
+        if strategy == strategies[-1] and needed[0] != math.inf == need(strategy, tried):
+            strategy, reasons["strategy"] = strategies[0], "fsdp does not go with the other options"
     if has_choice and devices.memory < math.inf:
         by_size = {size: need(strategy, size) for size in sizes}
         size, reasons[SIZE] = choose_size(by_size, default, length or 1, devices.memory)
@@ -131,9 +134,9 @@ def choose_size(needed: Mapping[int, float], default: int, length: int, memory: 
     larger = next((other for other in possible if other > size), None)
     takes = f"takes {_gb(possible[size])}"
     if possible[size] > room:
-        return size, f"{takes}, and none less than {BATCH_ROOM:.0%} of {_gb(memory)}"
+        return size, f"{takes}; no size takes at most {BATCH_ROOM:.0%} of {_gb(memory)}"
     if larger is None:
-        return size, f"all that a device has; {takes} of {_gb(memory)}"
+        return size, f"a device's share of the global batch; {takes} of {_gb(memory)}"
     if larger not in short:
         return size, f"{size * length:,} tokens; {takes} of {_gb(memory)}"
     return size, f"{takes}; {larger} would take more than {BATCH_ROOM:.0%} of {_gb(memory)}"

@@ -30,8 +30,8 @@ def choose_compiler(config: ResolvedConfig, *, is_ragged: bool, steps: int | Non
         f"on {config.device}": config.device != "cuda",
         **_unproven(config),
         "rows differ in length": is_ragged,
-        f"{steps} steps do not repay it": steps is not None and steps <= MIN_STEPS,
-        f"--train.max_time {minutes} does not repay it": minutes is not None and minutes < MIN_MINUTES,
+        f"{steps} steps are too few to repay compilation": steps is not None and steps <= MIN_STEPS,
+        f"--train.max_time {minutes} is too short to repay compilation": minutes is not None and minutes < MIN_MINUTES,
     }
     against = next((reason for reason, holds in reasons.items() if holds), None)
     if against is not None:

@@ -21,7 +21,7 @@ from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta
 from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_steps
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
-from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, has_length, resolve, setup_of
+from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve, setup_of, with_length
 from toolkit.planning.run_args import RunArgs, run_args
 from toolkit.planning.setup import with_known_vocabulary
 
@@ -65,7 +65,10 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
         UserError: an error in the arguments, with the run's message.
     """
     given = args.train
-    if not has_length(given):
+    try:
+        args = with_length(args)
+        given = args.train
+    except UserError:
         args = replace(args, train=replace(given, max_steps=1))  # the length does not matter for the memory
     config = resolve(args, devices)
     model = with_known_vocabulary(config.model, args)

@@ -18,6 +18,9 @@ from toolkit.errors import UserError
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.state import RunFingerprint, by_flag
 
+BY_MEMORY = ("--train.micro_batch_size", "--strategy", "--fsdp.accumulate")
+"""Options that "auto" chooses from the memory of a device."""
+
 
 def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
     """Check that all ranks run the same options on the same data.
@@ -35,10 +38,10 @@ def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
     for rank, there in enumerate(everywhere):
         for flag in first | there:
             if there.get(flag) != first.get(flag):
-                raise UserError(
-                    f"{flag} {there.get(flag)}: on rank {rank}, and {first.get(flag)} on rank 0; start every process "
-                    "with the same options, and let all nodes read the same files"
-                )
+                hint = "start every process with the same options, and let all nodes read the same files"
+                if flag in BY_MEMORY:
+                    hint = f"auto depends on the memory of a node's devices: set {flag}"
+                raise UserError(f"{flag} {there.get(flag)}: on rank {rank}, and {first.get(flag)} on rank 0; {hint}")
 
 
 def require_own_samples(rows: TokenDataset) -> None:
