@@ -34,7 +34,9 @@ def tokenize(batches: Iterable[list[Piece]], tokenizer: Tokenizer) -> Iterator[B
     if not is_parallel():
         yield from map(encode, batches)
         return
-    threads, running = os.cpu_count() or 1, deque[Future[Batch]]()
+    # as many as the library would start: a job may have some of the cores only
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    running = deque[Future[Batch]]()
     with one_thread_per_call(), ThreadPoolExecutor(threads) as pool:
         for batch in batches:
             running.append(pool.submit(encode, batch))
