@@ -52,6 +52,8 @@ def test_n8_tied_head_counts_once_and_embedding_lookup_does_not():
     [
         ("NVIDIA H200", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("Radeon", None),
         ("NVIDIA H200 MIG 1g.18gb", 989e12 / 7),

@@ -9,19 +9,31 @@ import pytest
 import torch
 
 from toolkit.cli import main
+from toolkit.commands import pretrain
+from toolkit.config import FSDPArgs
+from toolkit.config.command import parse_object
 from toolkit.distributed.strategy import StrategyPlan
+from toolkit.errors import UserError
 from toolkit.models.families import get_config
 from toolkit.models.gpt import model_on_meta
+from toolkit.models.lora import adapted_on_meta
+from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.loss import chunk_rows
+from toolkit.planning.combined import NS_STEPS
+from toolkit.planning.optimizer_memory import main_params, orthogonalization_flops
+from toolkit.planning.plan import plan_run
+from toolkit.planning.resolve import DeviceSpec
+from toolkit.planning.run_args import run_args
 from toolkit.planning.setup import TrainingSetup
 from toolkit.planning.speed import trace as tracing
-from toolkit.planning.speed.cards import CARDS, card_for
+from toolkit.planning.speed.cards import CARDS, card_for, precision_on
 from toolkit.planning.speed.cuda_on_meta import CUDA
 from toolkit.planning.speed.flops import flops_per_token, matmul_parameters
 from toolkit.planning.speed.fusion import fuse
 from toolkit.planning.speed.links import communication
-from toolkit.planning.speed.operators import Access, Op
+from toolkit.planning.speed.operators import Access, Op, Recorder
 from toolkit.planning.speed.trace import LOSS, trace_micro_step, trace_update
+from toolkit.planning.speed.variants import _micro_batch, _strategy
 
 B, T = 2, 128
 SINGLE = StrategyPlan("single", None, (1, 1), "")
@@ -30,8 +42,8 @@ SINGLE = StrategyPlan("single", None, (1, 1), "")
 def setup_of(name: str = "pico-llama", **changes) -> TrainingSetup:
     overrides = changes.pop("model", {})
     config = replace(get_config(name).with_vocab_size(512), **overrides)
-    given = {"optimizer": {"name": "AdamW"}, "precision": "bf16-mixed", **changes}
-    return TrainingSetup(config, strategy=SINGLE, micro_batch_size=B, accumulation=1, seq_length=T, **given)
+    given = {"optimizer": {"name": "AdamW"}, "precision": "bf16-mixed", "accumulation": 1, **changes}
+    return TrainingSetup(config, strategy=SINGLE, micro_batch_size=B, seq_length=T, **given)
 
 
 def total(trace, of, *kinds: str) -> float:
@@ -169,6 +181,28 @@ def test_products_and_attention_stay_under_a_compiler():
     assert total(fused, lambda op: op.bytes) < 0.7 * total(trace, lambda op: op.bytes)
 
 
+def test_gradients_of_masters_are_added_in_fp32():
+    trace = trace_micro_step(setup_of(precision="bf16-master"), has_gradients=True)
+    parameters = sum(p.numel() for p in model_on_meta(setup_of().config).parameters())
+    assert total(trace, lambda op: op.bytes, "accumulate") == 3 * 4 * parameters
+
+
+def test_attention_of_grouped_queries_is_counted_without_torchs_formulas(monkeypatch):
+    """Which refuse groups in torch 2.10 and 2.11."""
+
+    def refuse(*shapes):
+        raise AssertionError("query/key/value shapes are incompatible")
+
+    for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
+        monkeypatch.setattr(f"torch.utils.flop_counter.{name}", refuse)
+    setup = setup_of(model={"n_head": 4, "n_query_groups": 2, "head_size": 16})
+    attention = [
+        op for op in tracing._trace(setup, has_gradients=False, is_compiled=False).ops if op.kind == "attention"
+    ]
+    forward = 4 * B * 4 * 16 * T * T / 2
+    assert {op.is_backward: op.flops for op in attention} == {False: forward, True: 2.5 * forward}
+
+
 def test_fused_adamw_reads_four_tensors_and_writes_three():
     ops = trace_update(setup_of(), torch.Size((64, 32)), torch.float32)
     assert [op.name for op in ops if op.bytes > 1000] == ["_fused_adamw_"]
@@ -198,6 +232,50 @@ def test_links_of_strategies():
     assert sent("ddp", None, (16, 1), 8, 2) > sent("ddp", None, (8, 1), 8, 1)
 
 
+def test_links_of_4_bits_masters_and_accumulation():
+    """4-bit weights are sent as such, masters' gradients in fp32; only the last backward pass hides reductions."""
+    card, model = CARDS["H100"], model_on_meta(setup_of().config)
+
+    def links(kind, sharding, busy=0.0, model=model, **changes):
+        mesh = (8,) if kind == "fsdp" else (8, 1)
+        planned = replace(setup_of(**changes), strategy=StrategyPlan(kind, sharding, mesh, ""))
+        return communication(planned, model, card, 8, 1, busy, busy)
+
+    ddp = [links("ddp", None, precision=precision).sent for precision in ("bf16-mixed", "bf16-true", "bf16-master")]
+    assert ddp[0] == ddp[2] > ddp[1]
+    lora = {"lora": LoRAConfig(), "precision": "bf16-true"}
+    adapted = adapted_on_meta(setup_of(**lora).config, LoRAConfig())
+    whole, packed = (links("fsdp", "FULL_SHARD", model=adapted, **lora, quantize=q).sent for q in (None, "bnb.nf4"))
+    modules = [m for block in model.blocks for m in block.modules()]
+    linear = sum(m.weight.numel() for m in modules if isinstance(m, torch.nn.Linear))
+    assert whole - packed == pytest.approx(2 * 1.5 * linear * 7 / 8 / (0.8 * card.link), rel=1e-3)
+    blocks = 4 * sum(p.numel() for n, p in model.named_parameters() if ".h." in n)
+    gathers = 7 / 8 * blocks / (0.8 * card.link) + 30e-6 * len(model.blocks)
+    hidden, tight = (
+        links("fsdp", "FULL_SHARD", busy, accumulation=4, precision="32-true").exposed for busy in (1.0, 1.25 * gathers)
+    )
+    assert tight == pytest.approx(hidden + 0.75 * gathers)
+    kept, sharded = (
+        links("fsdp", "SHARD_GRAD_OP", accumulation=4, fsdp=FSDPArgs(accumulate=how)).sent
+        for how in ("unsharded", "sharded")
+    )
+    assert 3 * kept < sharded  # weights stay gathered until the gradients are reduced
+    early, late = (links("fsdp", "FULL_SHARD", 1.0, fsdp=FSDPArgs(backward_prefetch=how)) for how in ("pre", "none"))
+    assert early.exposed < late.exposed and early.sent == late.sent
+
+
+def test_orthogonalization_of_muon_takes_time():
+    setup = setup_of(optimizer={"name": "Muon"})
+    model = model_on_meta(setup.config)
+    trace = Recorder()
+    with trace:
+        for name in main_params(setup, model):
+            torch.optim._muon._zeropower_via_newtonschulz(
+                torch.empty_like(model.get_parameter(name)), (1.0, 1.0, 1.0), NS_STEPS, 1e-7
+            )
+    assert orthogonalization_flops(setup, model) == sum(op.flops for op in trace.ops) > 0
+
+
 # ---- the command
 
 
@@ -221,6 +299,40 @@ def test_plan_predicts_a_step(capsys):
     assert gains == sorted(gains, reverse=True) and "--compiler torch" in speed["variants"][-1]["change"]
     assert main(["plan", *argv]) == 0
     assert "(prediction; not measured on a GPU)" in capsys.readouterr().out
+
+
+def test_variants_are_runs_that_start():
+    """Without options that the change makes refused; and no larger than what "auto" would take."""
+
+    def texts(change, options, gb=85.0):
+        given = {"model_name": "pythia-14m", "train": {"max_steps": 1, "micro_batch_size": 4, "max_seq_length": 64}}
+        args = run_args("pretrain", parse_object(pretrain.setup, given | options))
+        planned = plan_run(args, DeviceSpec("cuda", 2, 1, gb * 1e9))
+        return [text for text, changed in change(planned) if can_start(changed, planned)], planned
+
+    def can_start(args, planned):
+        try:
+            return bool(plan_run(args, planned.config.devices))
+        except UserError:
+            return False
+
+    found, _ = texts(_micro_batch, {"strategy": "fsdp", "fsdp": {"accumulate": "sharded"}})
+    assert found == ["--train.micro_batch_size 8", "--train.micro_batch_size 16"]  # 32 accumulate nothing
+    assert texts(_strategy, {"strategy": "fsdp", "fsdp": {"accumulate": "sharded"}})[0] == [
+        "--fsdp.sharding_strategy SHARD_GRAD_OP"
+    ]
+    assert texts(_strategy, {"strategy": "fsdp"})[0][0] == "--strategy ddp"
+    assert not texts(_strategy, {"ddp": {"bucket_cap_mb": 5.0}})[0]
+    gb = texts(_micro_batch, {"strategy": "ddp"})[1].memory.total / 1e9
+    assert not texts(_micro_batch, {"strategy": "ddp"}, 1.05 * gb)[0]
+
+
+def test_gpus_without_bf16_train_in_fp16(capsys):
+    v100 = CARDS["V100"]
+    assert precision_on("V100", v100, "auto") == "16-mixed" and precision_on("V100", v100, "32-true") == "32-true"
+    assert precision_on("H100", CARDS["H100"], "auto") == "auto"
+    assert main(["plan", "pretrain", "pico-llama", "--speed", "V100", "--precision", "bf16-mixed"]) == 2
+    assert "--precision bf16-mixed: V100 has no bfloat16; use 16-mixed" in capsys.readouterr().err
 
 
 def test_unknown_gpus_and_devices_without_prediction_are_refused(capsys):

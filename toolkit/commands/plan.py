@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from jsonargparse.typing import PositiveFloat
@@ -45,11 +46,12 @@ def setup(
     predicted = None
     with run_args_of(command, run) as args:
         if speed is not None:
-            from toolkit.planning.speed.cards import card_for
+            from toolkit.planning.speed.cards import card_for, precision_on
             from toolkit.planning.speed.predict import predict
             from toolkit.planning.speed.variants import variants
 
             name, card = card_for(speed, args.accelerator)
+            args = replace(args, precision=precision_on(name, card, args.precision))
             device_memory_gb = device_memory_gb or card.memory / 1e9
         plan = plan_run(args, device_spec_of(args, device_memory_gb))
         advice = [] if device_memory_gb is None else advice_for(plan, device_memory_gb)

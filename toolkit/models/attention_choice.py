@@ -49,6 +49,17 @@ def kernel_of(config: ModelConfig, has_documents: bool) -> KernelChoice | None:
     return None
 
 
+def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
+    """Whether attention over rows of ``length`` tokens needs masks; a user-provided module may.
+
+    Packed rows need them, too: they are ragged.
+    """
+    return config is None or any(
+        window is not None and (length is None or window < length)
+        for window in map(config.window, range(config.n_layer))
+    )
+
+
 def choose_kernel(
     config: ModelConfig, x: torch.Tensor, has_documents: bool = False, has_bounds: bool = False
 ) -> KernelChoice | None:

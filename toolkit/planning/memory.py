@@ -129,7 +129,7 @@ def count_parameters(model: nn.Module) -> Parameters:
 def plan_memory(setup: TrainingSetup, model: GPT | None = None) -> Memory:
     """Return the memory of one device for ``setup``; ``model`` may be its :func:`adapted_on_meta`."""
     model = adapted_on_meta(setup.config, setup.lora) if model is None else model
-    quantized = _quantized(setup, model)
+    quantized = quantized_weights(setup, model)
     base = {n: p for n, p in model.named_parameters() if not is_adapter(n) and n not in quantized}
     adapters = [p for n, p in model.named_parameters() if is_adapter(n)]
     adapter_bytes = FP32 * sum(p.numel() for p in adapters)
@@ -233,7 +233,7 @@ def _is_replicated(setup: TrainingSetup, parameter: nn.Parameter) -> bool:
     return unit_precision(setup.fsdp, setup.precision)[0] is not None and parameter.ndim < 2
 
 
-def _quantized(setup: TrainingSetup, model: GPT) -> dict[str, nn.Parameter]:
+def quantized_weights(setup: TrainingSetup, model: GPT) -> dict[str, nn.Parameter]:
     """Return the 4-bit weights: those of the blocks' linear layers."""
     if setup.quantize is None:
         return {}

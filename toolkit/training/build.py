@@ -19,6 +19,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
+from toolkit.models.attention_choice import needs_masks
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.speed.cards import peak_flops
 from toolkit.training import adapters
@@ -41,7 +42,7 @@ from toolkit.training.checkpointer import Checkpointer, seed_generators
 from toolkit.training.loss_parts import loss_parts
 from toolkit.training.model import set_up_model, unwrapped
 from toolkit.training.optimizer import build_optimizer
-from toolkit.training.run_state import RunState, needs_masks
+from toolkit.training.run_state import RunState
 from toolkit.training.throughput import Throughput
 from toolkit.training.verify import require_intact_together
 from toolkit.ui.loggers import MetricsCSV, make_loggers

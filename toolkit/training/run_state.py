@@ -13,7 +13,6 @@ from toolkit.config import EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, is_ragged, mean_length, row_count, row_lengths
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
-from toolkit.models.config import ModelConfig
 from toolkit.planning.limits import Limits, Progress, build_limits, require_ahead, require_profiled_steps
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
@@ -114,17 +113,6 @@ def longest_ragged(data: PreparedData, limit: int | None) -> int:
     """Return the tokens of the longest row, ``limit`` if lengths are unknown; 0 if all rows have the same length."""
     known = [row_lengths(rows) for rows in (data.train, data.val) if is_ragged(rows)]
     return max((limit or 1 if lengths is None else int(lengths.max()) for lengths in known), default=0)
-
-
-def needs_masks(config: ModelConfig | None, length: int | None) -> bool:
-    """Whether attention over rows of ``length`` tokens needs masks; a user-provided module may.
-
-    Packed rows need them, too: they are ragged.
-    """
-    return config is None or any(
-        window is not None and (length is None or window < length)
-        for window in map(config.window, range(config.n_layer))
-    )
 
 
 def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedData) -> None:

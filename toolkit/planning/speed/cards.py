@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from toolkit.config import AUTO, Auto, Precision
 from toolkit.errors import UserError, did_you_mean
 
 
@@ -41,6 +42,7 @@ class Card(NamedTuple):
         network: Bytes/s of a GPU's share of the network between nodes, of the vendor's reference node.
         network_name: For display.
         kernels: What kernels reach of the peak.
+        has_bf16: Otherwise the peak is that of float16.
     """
 
     peak: float
@@ -52,6 +54,7 @@ class Card(NamedTuple):
     network: float
     network_name: str
     kernels: KernelRates
+    has_bf16: bool = True
 
 
 # Products: an H200 was measured at 769 to 798 TFLOP/s (8192 x 8192 x 8192, torch 2.11), an H100 at 798; under the power
@@ -66,6 +69,7 @@ _PCIE4, _PCIE5 = (32e9, "PCIe 4.0"), (64e9, "PCIe 5.0")
 
 CARDS = {
     # The first name found in torch.cuda.get_device_name() applies, so longer names come first.
+    "H200 NVL": Card(835e12, 60e12, 4.8e12, 150.1e9, *_PCIE5, *_HDR, _HOPPER),
     "H200": Card(989e12, 67e12, 4.8e12, 150.1e9, 450e9, "NVLink", *_NDR, _HOPPER),
     "H100 PCIe": Card(756e12, 51e12, 2.0e12, 85.0e9, *_PCIE5, *_HDR, _HOPPER),
     "H100 NVL": Card(835e12, 60e12, 3.9e12, 100.0e9, *_PCIE5, *_HDR, _HOPPER),
@@ -82,8 +86,8 @@ CARDS = {
     "RTX 4090": Card(165e12, 82.6e12, 1.008e12, 25.4e9, *_PCIE4, *_ETHERNET, _OTHERS),
     "RTX 3090": Card(71e12, 35.6e12, 0.936e12, 25.4e9, *_PCIE4, *_ETHERNET, _OTHERS),
     "RTX A6000": Card(155e12, 38.7e12, 0.768e12, 51.0e9, *_PCIE4, *_ETHERNET, _OTHERS),
-    "V100": Card(125e12, 15.7e12, 0.9e12, 34.1e9, 150e9, "NVLink", *_ETHERNET, _OTHERS),
-    "T4": Card(65e12, 8.1e12, 0.3e12, 15.6e9, 16e9, "PCIe 3.0", *_ETHERNET, _OTHERS),
+    "V100": Card(125e12, 15.7e12, 0.9e12, 34.1e9, 150e9, "NVLink", *_ETHERNET, _OTHERS, has_bf16=False),
+    "T4": Card(65e12, 8.1e12, 0.3e12, 15.6e9, 16e9, "PCIe 3.0", *_ETHERNET, _OTHERS, has_bf16=False),
 }
 
 
@@ -101,12 +105,26 @@ def card_for(name: str, accelerator: str = "cuda") -> tuple[str, Card]:
     raise UserError(f"--speed {name}: unknown GPU{did_you_mean(name, CARDS)}; known: {', '.join(CARDS)}")
 
 
+def precision_on(name: str, card: Card, precision: Precision | Auto) -> Precision | Auto:
+    """Return the precision of a run on a card, as :func:`toolkit.distributed.device.pick_precision` on its machine.
+
+    Raises:
+        UserError: the card does not support it.
+    """
+    if card.has_bf16:
+        return precision
+    if precision.startswith("bf16"):
+        raise UserError(f"--precision {precision}: {name} has no bfloat16; use 16-mixed or 32-true")
+    return "16-mixed" if precision == AUTO else precision
+
+
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Return the device's dense peak for the precision, in FLOP/s; None if unknown (a CPU, an unlisted GPU)."""
     if device.type != "cuda" or precision == "32-true":  # 32-true may or may not use TF32
         return None
     name = torch.cuda.get_device_name(device)
-    cards = (card for known, card in CARDS.items() if re.search(rf"\b{known}\b", name, re.I))
+    # laptops have other GPUs of the same names
+    cards = (card for known, card in CARDS.items() if re.search(rf"\b{known}\b(?! Laptop)", name, re.I))
     return next((card.peak * mig_fraction(name) for card in cards), None)
 
 

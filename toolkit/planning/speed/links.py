@@ -8,6 +8,7 @@ from toolkit.distributed.units import unit_precision
 from toolkit.distributed.wrap import Unit, plan_units
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
+from toolkit.planning.memory import BYTES_4BIT, quantized_weights
 from toolkit.planning.setup import FP32, TrainingSetup
 from toolkit.planning.speed.cards import Card
 
@@ -39,7 +40,7 @@ def communication(
 
     ddp: the all-reduce of a bucket overlaps with the rest of the last backward pass; the last bucket does not. fsdp:
     all-gathers of blocks overlap with the block before, their reductions with the next block's backward pass; those of
-    the root unit, and of the first block, overlap with nothing.
+    the root unit, of the first block and of replicated parameters overlap with nothing.
 
     Args:
         setup: The run.
@@ -58,9 +59,10 @@ def communication(
     topology = _Topology(card, devices, num_nodes)
     if setup.strategy.kind == "ddp":
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        size = sum(p.numel() * (FP32 if is_adapter(n) else setup.weight_bytes) for n, p in trained)
-        sent = topology.all_reduce(size, devices, num_nodes)
-        last = topology.all_reduce(min(size, setup.ddp.bucket_cap_mb * 2**20), devices, num_nodes)
+        itemsize = FP32 if setup.has_masters else setup.weight_bytes  # see distributed/ddp_bf16.py
+        size = sum(p.numel() * (FP32 if is_adapter(n) else itemsize) for n, p in trained)
+        bucket = setup.ddp.bucket_cap_mb * 2**20 * itemsize / setup.weight_bytes
+        sent, last = topology.all_reduce(size), topology.all_reduce(min(size, bucket))
         return Communication(sent, max(last, sent - backward), links)
     sent, exposed = _fsdp(setup, model, topology, forward, backward)
     return Communication(sent, exposed, links)
@@ -82,12 +84,12 @@ class _Topology:
             rate = min(rate, self.card.network * min(ranks, self.devices))
         return LATENCY + moved / (rate * NCCL_SHARE)
 
-    def all_reduce(self, size: float, devices: int, num_nodes: int) -> float:
+    def all_reduce(self, size: float) -> float:
         """Seconds of an all-reduce: within nodes reduce-scatter and all-gather, between them of each device's part."""
-        inside = 2 * self.gather(size, devices)
-        if num_nodes == 1:
+        inside = 2 * self.gather(size, self.devices)
+        if self.num_nodes == 1:
             return inside
-        between = 2 * size / devices * (num_nodes - 1) / num_nodes
+        between = 2 * size / self.devices * (self.num_nodes - 1) / self.num_nodes
         return inside + LATENCY + between / (self.card.network * NCCL_SHARE)
 
 
@@ -97,33 +99,42 @@ def _fsdp(
     """Return the seconds of all collectives and of those that nothing hides."""
     unit, root = unit_precision(setup.fsdp, setup.precision)
     rest, *units = plan_units(model, setup.fsdp, (Block,))
-    adapters = {id(p) for n, p in model.named_parameters() if is_adapter(n)}
+    whole = [p for n, p in model.named_parameters() if is_adapter(n) or (unit is not None and p.ndim < 2)]
+    replicated, in_4_bits = set(map(id, whole)), {id(p) for p in quantized_weights(setup, model).values()}
     strategy, steps = setup.strategy, setup.accumulation
 
     def size(part: Unit, precision: object, kind: str, trained: bool) -> float:
         dtype = getattr(precision, kind, None)
-        own = [p for p in part.parameters if id(p) not in adapters and (p.requires_grad or not trained)]
-        return sum(p.numel() for p in own) * (setup.weight_bytes if dtype is None else dtype.itemsize)
+        itemsize = setup.weight_bytes if dtype is None else dtype.itemsize
+        own = [p for p in part.parameters if id(p) not in replicated and (p.requires_grad or not trained)]
+        return sum(p.numel() * (BYTES_4BIT if id(p) in in_4_bits else itemsize) for p in own)
 
     def gather(part: Unit, precision: object, kind: str = "param_dtype", trained: bool = False) -> float:
         bytes_sent = size(part, precision, kind, trained)
         return topology.gather(bytes_sent, strategy.shards) if bytes_sent else 0.0
 
-    passes = 1 if strategy.sharding == "SHARD_GRAD_OP" else 2
+    keeps_weights = strategy.sharding == "SHARD_GRAD_OP"
+    in_forward = 1 if keeps_weights and setup.accumulates_unsharded else steps  # kept until the gradients are reduced
     reductions = 1 if setup.accumulates_unsharded else steps
     gathers = sum(gather(part, unit) for part in units)
     scatters = sum(gather(part, unit, "reduce_dtype", trained=True) for part in units)
     root_gather, root_scatter = gather(rest, root), gather(rest, root, "reduce_dtype", trained=True)
-    sent = steps * (passes * gathers + root_gather) + reductions * (scatters + root_scatter)
+    again = 0.0 if keeps_weights else gathers
+    sent = in_forward * (gathers + root_gather) + steps * again + reductions * (scatters + root_scatter)
     first = gather(units[0], unit) if units else 0.0
-    exposed = steps * (root_gather + first + max(0.0, gathers - forward))
-    # the reductions share the link with the gathers of the backward pass
-    in_backward = (passes - 1) * gathers * steps + reductions * scatters
-    exposed += reductions * root_scatter + max(0.0, in_backward - backward * steps)
+    exposed = in_forward * (root_gather + first + max(0.0, gathers - forward))
+    # the reductions share the link with the gathers of their backward pass
+    prefetched = 0.0 if setup.fsdp.backward_prefetch == "none" else again
+    exposed += steps * (again - prefetched) + (steps - reductions) * max(0.0, prefetched - backward)
+    exposed += reductions * (root_scatter + max(0.0, prefetched + scatters - backward))
     if len(strategy.mesh) == 2:  # each shard over the replicas, overlapped when it follows a reduce-scatter
         shards = sum(size(part, unit, "reduce_dtype", trained=True) for part in [rest, *units]) / strategy.shards
         replicas = LATENCY + 2 * shards * (strategy.mesh[0] - 1) / strategy.mesh[0] / (
             topology.card.network * NCCL_SHARE
         )
-        sent, exposed = sent + replicas, exposed + max(LATENCY, replicas - backward)
+        hidden = 0.0 if setup.fsdp.accumulate == "sharded" else backward
+        sent, exposed = sent + replicas, exposed + max(LATENCY, replicas - hidden)
+    if trained := sum(p.numel() for p in whole if p.requires_grad):
+        mean = topology.all_reduce(FP32 * trained)
+        sent, exposed = sent + mean, exposed + mean
     return sent, exposed

@@ -162,13 +162,23 @@ def _flops(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], ou
         return 2.0 * args[0].numel() * out.size(-1)
     if name == "grouped_outer_product":
         return 2.0 * args[0].numel() * args[1].size(-1)
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     if name in ("flash_attention", "flash_attention_backward"):
-        return _flash_flops(name, dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs)
+        return _flash_flops(name, given)
+    if "scaled_dot_product" in name:
+        return _attention_flops(name, given)
     formula = flop_registry.get(func._overloadpacket)
-    flops = float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
-    names = [argument.name for argument in func._schema.arguments]
-    at = names.index("is_causal") if "is_causal" in names else len(args)
-    return flops / 2 if kwargs.get("is_causal", args[at] if at < len(args) else False) else flops
+    return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
+
+
+def _attention_flops(name: str, arguments: dict[str, Any]) -> float:
+    """FLOPs of torch's attention on queries (B, heads, T, width); torch 2.11 counts no groups of queries.
+
+    The backward pass computes the scores again: three products as wide as the keys, two as wide as the values.
+    """
+    (B, heads, T, width), values = arguments["query"].shape, arguments["value"].size(-1)
+    pairs = B * heads * T * arguments["key"].size(2) * (0.5 if arguments.get("is_causal", False) else 1.0)
+    return 2 * pairs * (3 * width + 2 * values if name.endswith("backward") else width + values)
 
 
 def _flash_flops(name: str, arguments: dict[str, Any]) -> float:

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from toolkit.errors import UserError
+from toolkit.models.attention_choice import needs_masks
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta
+from toolkit.planning.optimizer_memory import orthogonalization_flops
 from toolkit.planning.plan import RunPlan
 from toolkit.planning.resolve import setup_of
 from toolkit.planning.setup import FP32, TrainingSetup
@@ -109,9 +111,8 @@ def predict(plan: RunPlan, card: Card) -> Prediction:
 def _predict(plan: RunPlan, card: Card) -> Prediction:
     config, batch = plan.config, plan.config.batch
     setup = setup_of(config, plan.model)
-    if (
-        config.args.is_finetune
-    ):  # rows of many lengths: cuDNN, which would plan for each, is off (distributed/device.py)
+    if config.args.is_finetune or needs_masks(plan.model, plan.seq_length):
+        # cuDNN, which would plan for each length of rows, is off; as with masks: see distributed/device.py
         _, forward, backward, flash = card.kernels
         kernels = card.kernels._replace(forward=forward * flash, backward=backward * flash, flash=1.0)
         card = card._replace(kernels=kernels)
@@ -214,6 +215,7 @@ def _update_seconds(setup: TrainingSetup, model: GPT, plan: RunPlan, card: Card)
     except (NotImplementedError, RuntimeError, TypeError):  # it reads values, or has kernels of its own
         name = setup.optimizer["name"]
         update = (3 * weights + 2 * plan.memory.optimizer) / rate
+        update += orthogonalization_flops(setup, model) / (card.peak * card.kernels.products)
         return clipping + update, f"{name} counts as reading and writing weights and state once; it may take longer"
     return clipping + update / shards, None
 
@@ -226,6 +228,7 @@ def _notes(plan: RunPlan) -> tuple[str, ...]:
         and not setup.packed,
         "--fsdp.cpu_offload: copies between CPU and GPU are not predicted": plan.config.strategy.offloads,
         "the load of experts counts as equal": bool(plan.model.n_moe_layer),
+        "--deterministic true: its kernels, which may be slower, are not predicted": args.deterministic,
         f"--compiler {plan.compiler[0]}: predicted as without a compiler": plan.compiler[0] not in ("none", "torch"),
     }
     return tuple(text for text, applies in left_out.items() if applies)

@@ -71,7 +71,9 @@ def _trace(setup: TrainingSetup, has_gradients: bool, is_compiled: bool) -> Trac
     _set_dtypes(model, setup)
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained if has_gradients else ():
-        parameter.grad = torch.empty_like(parameter)
+        if setup.has_masters:
+            parameter.grad_dtype = torch.float32
+        parameter.grad = torch.empty_like(parameter, dtype=torch.float32 if setup.has_masters else None)
     _checkpoint(model, setup.activation_checkpointing)
     quantized = _quantized_storages(model, setup)
     autocast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(setup.precision)

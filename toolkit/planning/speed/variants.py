@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
-from toolkit.config import ActivationCheckpointing, DDPArgs, FSDPArgs
+from toolkit.config import ActivationCheckpointing
 from toolkit.errors import UserError
+from toolkit.planning.auto import BATCH_ROOM
 from toolkit.planning.plan import RunPlan, plan_run
 from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.cards import Card
@@ -28,7 +30,7 @@ class Variant(NamedTuple):
 def variants(plan: RunPlan, card: Card, prediction: Prediction) -> list[Variant]:
     """Return the changes that help, the most useful first; with several, the last one is all that go together.
 
-    Changes that do not fit the memory of the GPU are left out, and so are those that change what is trained.
+    Changes that do not fit the memory of the GPU with room are left out, and so are those that change what is trained.
     """
     found = []
     for change in _CHANGES:
@@ -57,15 +59,21 @@ def _best(
     for text, args in change(plan):
         try:
             changed = plan_run(args, plan.config.devices)
-        except UserError:  # the run would refuse it
+            if not _fits(changed, plan):
+                continue
+            predicted = predict(changed, card)
+        except UserError:  # the run would refuse it, or it cannot be predicted
             continue
-        if changed.memory.total > card.memory:
-            continue
-        predicted = predict(changed, card)
         variant = Variant(text, _gain(predicted, prediction), predicted)
         if variant.gain > (best[0].gain if best else LEAST_GAIN):
             best = variant, changed
     return best
+
+
+def _fits(changed: RunPlan, plan: RunPlan) -> bool:
+    """Whether a changed run fits with the room that "auto" leaves, or fits and needs no more than the present one."""
+    limit = plan.config.devices.memory
+    return changed.memory.total <= min(limit, max(BATCH_ROOM * limit, plan.memory.total))
 
 
 def _gain(new: Prediction, old: Prediction) -> float:
@@ -80,14 +88,15 @@ def _compiler(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
 def _micro_batch(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
     """The largest sizes that fit: more would be as fast."""
     args, batch = plan.config.args, plan.config.batch
-    per_rank, limit = batch.global_batch_size // batch.world_size, plan.config.devices.memory
+    per_rank = batch.global_batch_size // batch.world_size
     fitting: list[tuple[str, RunArgs]] = []
     for size in sorted({2**i for i in range(11)} | {per_rank}):
         if batch.micro_batch_size < size <= per_rank and per_rank % size == 0:
             changed = replace(args, train=replace(args.train, micro_batch_size=size))
-            if plan_run(changed, plan.config.devices).memory.total > limit:
-                break
-            fitting.append((f"--train.micro_batch_size {size}", changed))
+            with suppress(UserError):  # the run would refuse it
+                if not _fits(plan_run(changed, plan.config.devices), plan):
+                    break
+                fitting.append((f"--train.micro_batch_size {size}", changed))
     yield from fitting[-2:]
 
 
@@ -99,13 +108,14 @@ def _less_recomputation(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
 
 
 def _strategy(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
+    """Options of the present strategy would have no effect under another one, which would refuse them."""
     args, kind = plan.config.args, plan.config.strategy.kind
     if kind == "fsdp" and plan.config.strategy.extension is None and not plan.config.strategy.offloads:
-        yield "--strategy ddp", replace(args, strategy="ddp", fsdp=FSDPArgs())
+        yield "--strategy ddp", replace(args, strategy="ddp")
         changed = replace(args.fsdp, sharding_strategy="SHARD_GRAD_OP")
         yield "--fsdp.sharding_strategy SHARD_GRAD_OP", replace(args, fsdp=changed)
     elif kind == "ddp":
-        yield "--strategy fsdp", replace(args, strategy="fsdp", ddp=DDPArgs())
+        yield "--strategy fsdp", replace(args, strategy="fsdp")
 
 
 _CHANGES = (_compiler, _micro_batch, _less_recomputation, _strategy)
