@@ -30,7 +30,8 @@ def capture(
         stream.wait_stream(warm_up)
         undo()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # the outer context restores the stream: torch's does not if the capture fails
+        with torch.cuda.stream(stream), torch.cuda.graph(graph):
             found = step()
         graph.replay()
         reason = None if is_close(found, expected) else "its logits differ from those of the usual step"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 PREFILL = 512  # prompt tokens per forward pass, to bound the memory of the activations
 READ_EVERY = 8  # tokens per wait for a CUDA device
 _MIN_REPLAYS = 16  # fewer steps are not worth a CUDA graph
+_without_graph: WeakSet[GPT] = WeakSet()  # models whose graph has failed: it is not tried again
 
 
 class Decoder:
@@ -133,7 +135,9 @@ class Decoder:
 
 def has_fixed_shapes(model: GPT, device: torch.device) -> bool:
     """Whether to decode with a KV cache of fixed shape, for a CUDA graph. A growing cache is faster on a CPU."""
-    return device.type == "cuda" and model.is_row_independent and ranks.world_size() == 1
+    # the products of experts in other dtypes wait for the host (torch 2.13), which cannot be captured
+    is_captured = not model.config.n_moe_layer or model.get_parameter("transformer.wte.weight").dtype == torch.bfloat16
+    return device.type == "cuda" and is_captured and model.is_row_independent and ranks.world_size() == 1
 
 
 def tokens_per_read(device: torch.device) -> int:
@@ -148,6 +152,7 @@ def fix_shapes(decoder: Decoder, done: int, notice: Callable[[str], None]) -> Ca
     decoder.cache.position = decoder.position
     replay = capture(decoder.step, partial(decoder.rewind, done), expected, notice)
     if replay is None:
+        _without_graph.add(decoder.model)
         decoder.cache.position = None
     return replay or decoder.step
 
@@ -188,7 +193,8 @@ def decode(
                     cache.position, n = None, 1
                     decoder.prefill(done)
                     step, until = decoder.step, min(count - done - 1, decoder.steps_with_fixed_factors(done + 1))
-                    if cuda_graph and until >= _MIN_REPLAYS and has_fixed_shapes(model, device):
+                    is_worth_it = cuda_graph and until >= _MIN_REPLAYS and model not in _without_graph
+                    if is_worth_it and has_fixed_shapes(model, device):
                         step = fix_shapes(decoder, done + 1, notice)
                 else:
                     n = min(tokens_per_read(device), count - done, until)

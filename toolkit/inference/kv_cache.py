@@ -45,6 +45,8 @@ class LayerCache:
             ValueError: The cache is full.
         """
         if self.position is not None:
+            # unlike an assignment, index_copy_ does not convert; under autocast k and v may be of fewer bits
+            k, v = k.to(self.keys.dtype), v.to(self.values.dtype)
             return self.keys.index_copy_(2, self.position, k), self.values.index_copy_(2, self.position, v)
         end = self.length + k.size(2)
         if end > self.keys.size(2):
