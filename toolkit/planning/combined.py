@@ -135,7 +135,7 @@ class AdamW8bit(CombinedOptimizer):
             from bitsandbytes.optim import AdamW8bit as EightBit
         except ImportError as error:
             raise UserError(
-                "--optimizer.name AdamW8bit: needs bitsandbytes; run: pip install 'toolkit[bnb]'"
+                "--optimizer.name AdamW8bit: needs bitsandbytes; run: pip install 'bitsandbytes>=0.48'"
             ) from error
 
         def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
