@@ -121,8 +121,8 @@ def generate(
     if values["prompts_path"] is not None:
         raise UserError(f"prompts_path {values['prompts_path']}: give the prompts themselves, as a list")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    if len(prompts) < 2 and values["batch_size"] is not None:
-        raise UserError(f"batch_size {values['batch_size']}: has no effect on one prompt; leave it out")
+    if len(prompts) * values["num_samples"] < 2 and values["batch_size"] is not None:
+        raise UserError(f"batch_size {values['batch_size']}: has no effect on one sample; leave it out")
     tokenizer = None if tokenizer_dir is None else Tokenizer.load(tokenizer_dir, "tokenizer_dir")
     if isinstance(model, GPT):
         for name in options.keys() & loading.keys():

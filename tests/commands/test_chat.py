@@ -18,6 +18,7 @@ from helpers.sealing import seal
 from helpers.talker import ANSWERS, make_talker
 
 from toolkit.cli import main
+from toolkit.inference import load
 from toolkit.inference.chat import Conversation
 
 
@@ -50,6 +51,15 @@ def test_a_pipe_one_turn_per_line(folder, monkeypatch, capsys):
 def test_nothing_after_quit(folder, monkeypatch, capsys):
     assert chat(folder, monkeypatch, capsys, "1\n/quit\n2\n")[0] == f"{ANSWERS['1']}\n"
     assert chat(folder, monkeypatch, capsys, "")[0] == ""
+
+
+@pytest.mark.slow
+def test_weights_in_4_bits(folder, monkeypatch, capsys):
+    pytest.importorskip("bitsandbytes")
+    kinds, quantize = [], load.quantize_linears
+    monkeypatch.setattr(load, "quantize_linears", lambda m, kind, **k: kinds.append(kind) or quantize(m, kind, **k))
+    assert chat(folder, monkeypatch, capsys, "1\n", "--quantize", "bnb.nf4")[0] == f"{ANSWERS['1']}\n"
+    assert kinds == ["bnb.nf4"]
 
 
 def test_one_question_and_out(folder, monkeypatch, capsys):

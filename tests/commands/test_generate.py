@@ -86,27 +86,33 @@ def test_an_empty_prompt_begins_a_document(folder, capsys):
 
 
 def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsys):
-    prompts = ["abc", "é🎉a", "c"]
+    prompts = ["abc", "é\u2028🎉a", "c"]  # U+2028 is a line for str.splitlines
     settings = ["--max_new_tokens", 9, "--temperature", 2, "--top_k", 5, "--num_samples", 2, "--seed", 7]
     expected = [api.generate(folder, prompt, max_new_tokens=9, temperature=2, top_k=5, num_samples=2, seed=7)
                 for prompt in prompts]  # fmt: skip
     (tmp_path / "lines.txt").write_text("\n\n".join(prompts))
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": prompt, "n": 1}) for prompt in prompts))
+    rows = [json.dumps({"prompt": prompt, "n": 1}, ensure_ascii=False) for prompt in prompts]
+    (tmp_path / "rows.jsonl").write_text("\r\n".join(rows), encoding="utf-8-sig")
     for name, size in (("lines.txt", 4), ("rows.jsonl", 2)):
         out, err = run(capsys, folder, "--prompts_path", tmp_path / name, "--batch_size", size, *settings)
-        found = [json.loads(line) for line in out.splitlines()]
+        found = [json.loads(line) for line in out.removesuffix("\n").split("\n")]
         assert [row["text"] for row in found] == sum(expected, []), name
         assert [(row["prompt"], row["seed"]) for row in found] == [(p, s) for p in prompts for s in (7, 8)]
         assert re.fullmatch(r"3 prompts: \d+ tokens in [\d.]+ s, [\d.]+ tokens/s; cpu\n", err)
     given = {"max_new_tokens": 9, "temperature": 2, "top_k": 5, "num_samples": 2, "seed": 7}
     assert api.generate(folder, prompts, batch_size=3, **given) == sum(expected, [])
+    assert api.generate(folder, "abc", batch_size=1, **given) == expected[0]
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": 3}\n')
     (tmp_path / "long.txt").write_text(f"a\n{'b' * 64}\n")
+    (tmp_path / "list.json").write_text("[\n]")
     for argv, message in (
         (["--prompts_path", tmp_path / "rows.jsonl"], 'line 2: must be {"prompt": "text"}'),
         (["--prompts_path", tmp_path / "none.txt"], "none.txt: cannot be read"),
         (["--prompts_path", tmp_path / "long.txt"], "prompt 2: has 64 tokens; the model's context of 64"),
         (["--prompts_path", tmp_path / "lines.txt", "--prompt", "x"], "--prompt x: has no effect with --prompts_path"),
+        (["--prompts_path", tmp_path / "list.json"], "list.json: must be text with one prompt per line, or JSON Lines"),
+        (["--prompts_path", "no.txt", "--top_k", -1], "--top_k -1: must not be negative"),
+        (["--seed", 2**64], f"--seed {2**64}: must be from 0 to {2**64 - 1}"),
         (["--batch_size", 3], "--batch_size 3: has no effect without --prompts_path"),
     ):
         assert main(["generate", str(folder), *map(str, argv)]) == 2
@@ -114,9 +120,15 @@ def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsy
         assert message in err and err.count("\n") == 1 and out == ""
 
 
+def test_notices_have_the_number_of_the_prompt(folder, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text(f"a\nb\n{'abc' * 20}\n")
+    _, err = run(capsys, folder, "--prompts_path", tmp_path / "prompts.txt", "--batch_size", 2, "--max_new_tokens", 9)
+    assert err.startswith("prompt 3: stopped after 4 new tokens: the model's context of 64 tokens is full\n3 prompts: ")
+
+
 @pytest.mark.slow
 def test_weights_in_4_bits(tmp_path, capsys):
-    """The text is that of the model that has the dequantized weights."""
+    """Text and loss are those of the model that has the dequantized weights."""
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     config = ModelConfig(name="wide", block_size=64, vocab_size=257, n_layer=1, n_head=2, n_embd=64)
@@ -131,6 +143,12 @@ def test_weights_in_4_bits(tmp_path, capsys):
         layers = {name: part for name, part in quantized.named_modules() if hasattr(part, "base_weight")}
         states[kind] = states["plain"] | {f"{name}.weight": part.base_weight() for name, part in layers.items()}
     settings, found = ["--prompt", "abc", "--max_new_tokens", 20, "--temperature", 0], {}
+
+    def loss(folder, *options):
+        data = "--data SyntheticTokens --data.vocab_size 257 --split train --max_seq_length 32 --eval.max_iters 2"
+        assert main(["evaluate", str(folder), *data.split(), "--format", "json", *options]) == 0
+        return json.loads(capsys.readouterr().out)["loss"]
+
     for name, state in states.items():
         folder = tmp_path / name
         folder.mkdir()
@@ -138,6 +156,8 @@ def test_weights_in_4_bits(tmp_path, capsys):
         found[name], _ = run(capsys, seal(folder), *settings)
         if name != "plain":
             assert run(capsys, tmp_path / "plain", *settings, "--quantize", name)[0] == found[name] != found["plain"]
+            assert loss(tmp_path / "plain", "--quantize", name) == pytest.approx(loss(folder), rel=1e-5)
+            assert loss(folder) != pytest.approx(loss(tmp_path / "plain"), rel=1e-5)
 
 
 def test_bfloat16(folder, capsys):

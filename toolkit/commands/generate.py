@@ -38,7 +38,8 @@ def setup(
         prompt: The text to continue; "-" reads it from stdin.
         prompts_path: Continue each line of a text file, or the "prompt" of each line of a .jsonl file, instead. Prints
             a line of JSON for each sample: prompt, text and seed.
-        batch_size: With prompts_path, sequences per forward pass (default 8). The text does not depend on it.
+        batch_size: With prompts_path, sequences per forward pass (default 8). The text does not depend on it, up to
+            rounding: in bf16 it may.
         max_new_tokens: Maximum number of tokens to generate.
         temperature: Sampling temperature; 0 is greedy.
         top_k: Sample from the k most likely tokens; 0 disables.
@@ -56,8 +57,10 @@ def setup(
     from toolkit.inference.batch import continue_texts, read_prompts
     from toolkit.inference.generate import generate
     from toolkit.inference.load import load_checkpoint
+    from toolkit.inference.sampling import check_sampling
     from toolkit.inference.text import TextStream, encode_prompt, stop_tokens
 
+    check_sampling(temperature, top_k, top_p)
     if prompts_path is None:
         require_option(batch_size is None, "batch_size", batch_size, "has no effect without --prompts_path")
     else:

@@ -37,7 +37,8 @@ def continue_texts(
     notice: Callable[[str], None],
     **sampling: Any,
 ) -> Iterator[Continuation]:
-    """Yield the continuations of each prompt in turn, one for each seed: the same whatever the batch size.
+    """Yield the continuations of each prompt in turn, one for each seed: the same whatever the batch size, up
+    to rounding in the matrix products.
 
     Args:
         model: See :func:`toolkit.inference.generate.generate`.
@@ -56,15 +57,18 @@ def continue_texts(
         if len(ids) >= limit:
             hint = f"the model's context of {limit} leaves no room for new ones"
             raise UserError(f"prompt {number}: has {len(ids)} tokens; {hint}")
-    rows = [(text, ids, seed) for text, ids in zip(prompts, encoded, strict=True) for seed in seeds]
+    rows = [(i, seed) for i in range(len(prompts)) for seed in seeds]
     size = batch_size if model.is_row_independent else 1
     for batch in (rows[i : i + size] for i in range(0, len(rows), size)):
-        tensors, row_seeds = [torch.tensor(ids, dtype=torch.long) for _, ids, _ in batch], [seed for *_, seed in batch]
-        steps = generate_batch(model, tensors, eos_ids=eos_ids, seeds=row_seeds, notice=notice, **sampling)
-        for (prompt, context, seed), column in zip(batch, zip(*steps, strict=True), strict=True):
+        tensors = [torch.tensor(encoded[i], dtype=torch.long) for i, _ in batch]
+        names = [f"prompt {i + 1}" if len(prompts) > 1 else "" for i, _ in batch]
+        steps = generate_batch(
+            model, tensors, eos_ids=eos_ids, seeds=[seed for _, seed in batch], names=names, notice=notice, **sampling
+        )
+        for (i, seed), column in zip(batch, zip(*steps, strict=True), strict=True):
             tokens = [token for token in column if token is not None]
-            text = "".join(TextStream(tokenizer, context).read(tokens))
-            yield Continuation(prompt, text, seed, len(tokens))
+            text = "".join(TextStream(tokenizer, encoded[i]).read(tokens))
+            yield Continuation(prompts[i], text, seed, len(tokens))
 
 
 def read_prompts(path: str) -> list[str]:
@@ -76,12 +80,15 @@ def read_prompts(path: str) -> list[str]:
         UserError: The file cannot be read, or a line has no prompt.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # not splitlines, which also splits at characters that JSON and text may contain, such as U+2028
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeError) as error:
         raise UserError(f"--prompts_path {path}: cannot be read as UTF-8 text: {error}") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise UserError(f"--prompts_path {path}: has no prompts; write one per line")
+    if path.endswith(".json"):
+        raise UserError(f"--prompts_path {path}: must be text with one prompt per line, or JSON Lines (.jsonl)")
     if not path.endswith(".jsonl"):
         return [line for _, line in numbered]
     return [_read_prompt(path, number, line) for number, line in numbered]

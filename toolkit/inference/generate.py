@@ -12,7 +12,7 @@ from torch import Tensor
 from toolkit.errors import UserError, require_option
 from toolkit.inference.decode import decode
 from toolkit.inference.kv_cache import KVCache
-from toolkit.inference.sampling import check_sampling
+from toolkit.inference.sampling import check_sampling, check_seeds
 
 if TYPE_CHECKING:
     from toolkit.models.gpt import GPT
@@ -78,6 +78,7 @@ def generate_batch(
     seeds: Sequence[int | None] | None = None,
     cache: KVCache | None = None,
     cuda_graph: bool = True,
+    names: Sequence[str] | None = None,
     notice: Callable[[str], None] = _print,
 ) -> Generator[list[int | None], None, None]:
     """Continue several prompts together; yield the next token of each row, None for rows that have ended.
@@ -89,11 +90,13 @@ def generate_batch(
         prompts: (T,) int64 each, T >= 1, of any lengths.
         seeds: Sampling seed of each row; None for torch's default generator.
         cache: See :func:`generate`; only with one prompt.
+        names: Of the prompts, for notices; default: prompt 1, prompt 2, ..., and none for a single one.
 
     The others, and errors: see :func:`generate`. Where the model's rows are not independent
     (:class:`~toolkit.models.gpt.GPT`), pass one prompt.
     """
     check_sampling(temperature, top_k, top_p)
+    check_seeds(seeds or ())
     require_option(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be greater than zero")
     limit = model.config.block_size
     for length in map(len, prompts):
@@ -108,7 +111,9 @@ def generate_batch(
     counts = [min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
     seeds = [None] * len(prompts) if seeds is None else seeds
     steps = decode(model, prompts, max(counts), settings, seeds, cache, notice, cuda_graph)
-    return _ended_rows(model, steps, counts, max_new_tokens, set(eos_ids), notice)
+    if names is None:
+        names = [f"prompt {row}" for row in range(1, len(prompts) + 1)] if len(prompts) > 1 else [""]
+    return _ended_rows(model, steps, counts, max_new_tokens, set(eos_ids), names, notice)
 
 
 def _first_row(rows: Generator[list[int | None], None, None]) -> Iterator[int]:
@@ -125,6 +130,7 @@ def _ended_rows(
     counts: list[int],
     max_new_tokens: int,
     eos_ids: set[int],
+    names: Sequence[str],
     notice: Callable[[str], None],
 ) -> Generator[list[int | None], None, None]:
     """Yield the tokens of rows that have not ended, see :func:`generate_batch`."""
@@ -135,11 +141,10 @@ def _ended_rows(
             if all(has_ended):
                 return
             yield [None if ended else token for ended, token in zip(has_ended, tokens, strict=True)]
-            for row, count in enumerate(counts):
+            for row, (name, count) in enumerate(zip(names, counts, strict=True)):
                 if step == count < max_new_tokens and not has_ended[row]:
-                    name = f"prompt {row + 1}: " if len(counts) > 1 else ""
                     context = f"the model's context of {model.config.block_size} tokens is full"
-                    notice(f"{name}stopped after {count} new tokens: {context}")
+                    notice(f"{name}{': ' if name else ''}stopped after {count} new tokens: {context}")
                 has_ended[row] |= step == count
             if all(has_ended):
                 return

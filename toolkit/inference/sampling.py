@@ -22,6 +22,13 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
     require_option(0 < top_p <= 1, "top_p", top_p, "must be greater than 0 and at most 1; 1 disables it")
 
 
+def check_seeds(seeds: Sequence[int | None]) -> None:
+    """Raise UserError for a seed that torch's generator does not take."""
+    for seed in seeds:
+        in_range = seed is None or -(2**63) <= seed < 2**64
+        require_option(in_range, "seed", seed, f"must be from 0 to {2**64 - 1}")
+
+
 def draw_uniforms(seeds: Sequence[int | None], count: int) -> Tensor:
     """Return uniform numbers in [0, 1), (B, count) fp64 on the CPU: row b depends only on seed b, on every device.
 

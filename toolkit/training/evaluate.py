@@ -80,7 +80,8 @@ def open_checkpoint(
     if quantize is None:
         model = load_model(folder, dtype=dtype, base_checkpoint_dir=base_checkpoint_dir)
     else:
-        require_option(precision != "16-mixed", "precision", precision, f"is not proven with --quantize {quantize}")
+        resolved = fabric.strategy.precision.precision
+        require_option(resolved != "16-mixed", "precision", resolved, f"is not proven with --quantize {quantize}")
         model = load_quantized(folder, quantize, fabric.device, dtype, base_checkpoint_dir)
     return Evaluated(folder, fabric, model, tokenizer)
 
