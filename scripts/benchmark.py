@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, fields
 from multiprocessing import get_context
 from pathlib import Path
@@ -41,6 +41,7 @@ from benchmark_products import (
     RunFailedError,
     Work,
     litgpt_config,
+    take_turns,
 )  # fmt: skip
 
 from toolkit.errors import UserError, did_you_mean
@@ -110,7 +111,23 @@ def versions(python: str, *packages: str) -> dict[str, str]:
 # -- Measuring -------------------------------------------------------------------------------------------------------
 
 
-def measure(work: Work, config: ModelConfig, pythons: dict[str, str], rounds: int) -> dict[str, list[Measurement]]:
+def run_round(
+    work: Work, config: ModelConfig, pythons: dict[str, str], folder: Path, turn_seconds: float
+) -> dict[str, Measurement]:
+    """Run each product once: one after the other, or in turns of ``turn_seconds``."""
+    if turn_seconds == 0:
+        return {product: PRODUCTS[product](work, config, folder, python) for product, python in pythons.items()}
+    with ThreadPoolExecutor(len(pythons)) as pool:
+        runs = {
+            product: pool.submit(PRODUCTS[product], work, config, folder, python) for product, python in pythons.items()
+        }
+        take_turns(runs.values(), turn_seconds)
+        return {product: run.result() for product, run in runs.items()}
+
+
+def measure(
+    work: Work, config: ModelConfig, pythons: dict[str, str], rounds: int, turn_seconds: float = 0
+) -> dict[str, list[Measurement]]:
     """Run all products in each of ``rounds`` rounds.
 
     Raises:
@@ -121,8 +138,7 @@ def measure(work: Work, config: ModelConfig, pythons: dict[str, str], rounds: in
         folder = Path(name)
         in_own_process(write_tokens, folder, work, config.vocab_size)
         for number in range(1, rounds + 1):
-            for product, python in pythons.items():
-                run = PRODUCTS[product](work, config, folder, python)
+            for product, run in run_round(work, config, pythons, folder, turn_seconds).items():
                 measured[product].append(run)
                 report(f"round {number}/{rounds} {product}: {run.tokens_per_sec:,.0f} tokens/s")
                 expected = measured["toolkit"][0].parameters
@@ -131,8 +147,8 @@ def measure(work: Work, config: ModelConfig, pythons: dict[str, str], rounds: in
                         f"--peers {product}: it builds {run.parameters:,} parameters, toolkit {expected:,}: "
                         f"the results are not comparable; remove it for --model {work.model}"
                     )
-                for out_dir in ("toolkit", "litgpt", "trainer"):
-                    shutil.rmtree(folder / out_dir, ignore_errors=True)
+            for out_dir in ("toolkit", "litgpt", "litgpt-shipped", "trainer"):
+                shutil.rmtree(folder / out_dir, ignore_errors=True)
     return measured
 
 
@@ -142,13 +158,14 @@ def measure_case(
     pythons: dict[str, str],
     environments: dict[str, dict[str, str]],
     rounds: int,
+    turn_seconds: float = 0,
 ) -> dict[str, Any]:
     """Measure one case in turns, and return what ``--format json`` prints.
 
     ``pythons`` and ``environments`` come from :func:`find_pythons`, ``config`` from :func:`choose_config`.
     """
     host = machine()  # before the runs increase the load
-    return build_report(work, measure(work, config, pythons, rounds), environments, host)
+    return build_report(work, measure(work, config, pythons, rounds, turn_seconds), environments, host)
 
 
 def summarize(values: list[float]) -> dict[str, Any]:
@@ -252,6 +269,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=40, help="optimizer steps per run, including the warm-up (%(default)s)")
     add("--warmup_steps", type=int, default=10, help="first steps to exclude (%(default)s)")
     add("--rounds", type=int, default=3, help="runs of each product (%(default)s)")
+    add(
+        "--turn_seconds",
+        type=float,
+        default=0,
+        help="run the products of a round at once, one of them at a time for this long, the others stopped; several "
+        "steps; on a machine of changing speed (default: one product after the other)",
+    )
     add("--threads", type=int, default=usable_cpus(), help="OMP_NUM_THREADS of all products (%(default)s)")
     add("--model_config", metavar="JSON", default={}, type=json.loads, help="fields that override the architecture")
     add("--as_shipped", action="store_true", help="run each product with its own defaults, on the same tokens")
@@ -337,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
         config = choose_config(args)
         pythons, environments = find_pythons(args)
         work = Work(**{f.name: getattr(args, f.name) for f in fields(Work)})
-        result = measure_case(work, config, pythons, environments, args.rounds)
+        result = measure_case(work, config, pythons, environments, args.rounds, args.turn_seconds)
         print(json.dumps(result, indent=2) if args.format == "json" else format_table(result))
         return 0
     except UserError as error:

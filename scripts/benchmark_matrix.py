@@ -28,6 +28,14 @@ from benchmark import PEERS, VOCAB_SIZE, find_pythons, format_table, machine, re
 from toolkit.errors import UserError, did_you_mean
 
 SCRIPTS = Path(__file__).parent
+LLAMA_30M = {
+    "n_layer": 7, "n_embd": 512, "n_head": 8, "n_query_groups": 8, "intermediate_size": 1376, "block_size": 512,
+    "tie_embeddings": False,
+}  # fmt: skip
+MODELS = (  # for the training part: name, words of benchmark.py
+    ("pythia-14m", ["--model", "pythia-14m"]),
+    ("Llama of 30M", ["--model", "mini-llama", "--model_config", json.dumps(LLAMA_30M)]),
+)
 GPU_ROWS = (  # model, tokens, batch, precision
     ("gpt2", 1024, 16, "bf16-mixed"), ("tiny-llama-1.1b", 2048, 4, "bf16-mixed"),
     ("Llama-3.1-8B", 4096, 1, "bf16-true"), ("gemma-2-2b", 8192, 1, "bf16-mixed"),
@@ -57,22 +65,23 @@ class Result:
 
 
 def training(args: argparse.Namespace) -> Iterator[Run]:
-    """Tokens per second of `toolkit pretrain` against the peers, under equal settings and as LitGPT is shipped."""
-    models, lengths = (("pythia-14m",), (256,)) if args.quick else (("pythia-14m", "mini-llama"), (256, 512))
+    """Tokens per second of `toolkit pretrain` against the peers, under equal settings and each as it is shipped."""
+    models, lengths = (MODELS[:1], (256,)) if args.quick else (MODELS, (256, 512))
     precisions, compilers = (("32-true",), ("none",)) if args.quick else (("32-true", "bf16-mixed"), ("none", "torch"))
-    steps = ["--steps", "6", "--warmup_steps", "2"] if args.quick else []
-    for model, length, precision, compiler in product(models, lengths, precisions, compilers):
-        words = [
-            "benchmark.py", "--model", model, "--seq_length", str(length), "--precision", precision, "--compiler",
-            compiler, "--rounds", str(args.rounds), "--format", "json", *steps,
-        ]  # fmt: skip
-        if args.threads:
-            words += ["--threads", str(args.threads)]
-        peers, reasons = _find_peers(args)
-        title = f"{model}, {length} tokens, {precision}, compiler {compiler}"
-        yield Run(title, words + (["--peers", ",".join(peers), *_pythons(args)] if peers else []), None)
+    peers, reasons = _find_peers(args)
+    for (title, model), length in product(models, lengths):
+        case = f"{title}, {length} tokens"
+        words = ["benchmark.py", *model, "--seq_length", str(length), "--rounds", str(args.rounds), "--format", "json"]
+        words += ["--steps", "6", "--warmup_steps", "2"] if args.quick else []
+        words += ["--threads", str(args.threads)] if args.threads else []
+        words += ["--turn_seconds", str(args.turn_seconds)] if args.turn_seconds else []
+        words += ["--peers", ",".join(peers), *_pythons(args)] if peers else []
+        for precision, compiler in product(precisions, compilers):
+            settings = ["--precision", precision, "--compiler", compiler]
+            yield Run(f"{case}, {precision}, compiler {compiler}", [*words, *settings], None)
+        yield Run(f"{case}, as shipped", [*words, "--as_shipped"], None)
         for peer, reason in reasons.items():
-            yield Run(f"{title}: {peer}", [], reason=reason)
+            yield Run(f"{case}: {peer}", [], reason=reason)
 
 
 def cuda(args: argparse.Namespace) -> Iterator[Run]:
@@ -211,6 +220,7 @@ def find_mfu(values: dict[str, Any]) -> float | None:
     """Return toolkit's model FLOPs utilization in a result of benchmark.py; None where the peak is unknown."""
     import torch
 
+    from toolkit.models.config import ModelOverrides
     from toolkit.models.families import get_config
     from toolkit.models.gpt import GPT
     from toolkit.planning.speed.cards import peak_flops
@@ -220,7 +230,7 @@ def find_mfu(values: dict[str, Any]) -> float | None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if (peak := peak_flops(device, work["precision"])) is None:
         return None
-    config = get_config(work["model"]).with_vocab_size(VOCAB_SIZE)
+    config = get_config(work["model"]).override(ModelOverrides(**work["model_config"])).with_vocab_size(VOCAB_SIZE)
     with torch.device("meta"):
         model = GPT(config)
     speed = values["products"]["toolkit"]["tokens_per_sec"]["median"]
@@ -252,6 +262,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--quick", action="store_true", help="a few minutes: small cases, one round; the figures mean little")
     add("--rounds", type=int, help="runs of each product (3, with --quick 1)")
     add("--threads", type=int, help="OMP_NUM_THREADS of the training part (default: all CPUs)")
+    add("--turn_seconds", type=float, help="of the training part: see benchmark.py --help")
     add("--litgpt_python", metavar="PATH", help="Python of an environment with LitGPT")
     add("--transformers_python", metavar="PATH", help="Python with transformers and accelerate (default: this one)")
     add("--out_dir", type=Path, default=Path("benchmark"), help="for benchmark.json and benchmark.md (%(default)s)")

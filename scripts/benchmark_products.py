@@ -10,9 +10,13 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -141,7 +145,7 @@ def run_litgpt(work: Work, config: ModelConfig, folder: Path, python: str, *, sh
     LitGPT always compiles its model and has no option to disable it. For ``--compiler none``, TORCH_COMPILE_DISABLE
     disables torch.compile, unless ``shipped``.
     """
-    out_dir = folder / "litgpt"
+    out_dir = folder / ("litgpt-shipped" if shipped else "litgpt")
     optimizer = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": BETAS}
     command = [
         python, "-m", "litgpt", "pretrain", config.name, f"--out_dir={out_dir}",
@@ -160,7 +164,7 @@ def run_litgpt(work: Work, config: ModelConfig, folder: Path, python: str, *, sh
             json.dumps({"class_path": "torch.optim.AdamW", "init_args": optimizer}), f"--precision={work.precision}",
         ]  # fmt: skip
     eager = {} if shipped or work.as_shipped or work.compiler == "torch" else {"TORCH_COMPILE_DISABLE": "1"}
-    done = run_process("litgpt", command, folder, work.threads, eager | peer_allocator(work))
+    done = run_process(out_dir.name, command, folder, work.threads, eager | peer_allocator(work))
     (metrics,) = (out_dir / "logs").rglob("metrics.csv")
     return read_litgpt(metrics, done, work)
 
@@ -263,6 +267,36 @@ PRODUCTS: dict[str, Callable[[Work, ModelConfig, Path, str], Measurement]] = {
 PEERS = [name for name in PRODUCTS if name != "toolkit"]
 
 
+RUNNING: list[int] = []
+"""The process IDs of the products that run now."""
+
+
+def take_turns(runs: Collection[Future[Measurement]], seconds: float) -> None:
+    """Let one product at a time run for ``seconds``, with the others stopped, until all runs end.
+
+    The median step of a product is undisturbed where ``seconds`` are several steps.
+    """
+    try:
+        while not all(run.done() for run in runs):
+            for chosen in RUNNING[:] or [0]:  # 0: none has started yet
+                end = time.monotonic() + seconds
+                while chosen in (*RUNNING, 0) and time.monotonic() < end:
+                    for process in RUNNING[:]:
+                        send_signal(process, signal.SIGCONT if process == chosen else signal.SIGSTOP)
+                    time.sleep(0.05)
+                    if not chosen:
+                        break
+    except BaseException:
+        for process in RUNNING[:]:
+            send_signal(process, signal.SIGKILL)
+        raise
+
+
+def send_signal(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        os.kill(process, number)
+
+
 def run_process(product: str, command: list[str], folder: Path, threads: int, extra: dict[str, str]) -> CompletedRun:
     """Run a product in ``folder`` and wait for it.
 
@@ -275,12 +309,15 @@ def run_process(product: str, command: list[str], folder: Path, threads: int, ex
     log = folder / f"{product}.log"
     with open(log, "wb") as file:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        RUNNING.append(process.pid)
         try:
             # wait4: getrusage(RUSAGE_CHILDREN) would return the maximum over all children so far.
             _, status, usage = os.wait4(process.pid, 0)
         except BaseException:
             process.kill()
             raise
+        finally:
+            RUNNING.remove(process.pid)
     process.returncode = os.waitstatus_to_exitcode(status)
     output = log.read_text(errors="replace")
     if process.returncode == 2 and product == "toolkit":

@@ -2,10 +2,12 @@
 
 import csv
 import ctypes
+import itertools
 import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +108,25 @@ def test_products_alternate_and_must_build_the_same_model(monkeypatch):
     monkeypatch.setitem(benchmark.PRODUCTS, "litgpt", product("litgpt", 6))
     with pytest.raises(products.UserError, match="--peers litgpt: it builds 6 parameters, toolkit 5"):
         benchmark.measure(WORK, config, {"toolkit": "", "litgpt": ""}, rounds=1)
+
+
+@pytest.mark.slow
+def test_products_in_turns_run_alone(tmp_path):
+    """Two processes that write their name 100 times each: in turns, the names form few groups."""
+    names = tmp_path / "names"
+    code = "import time, sys\nfor _ in range(100):\n    open(sys.argv[1], 'a').write(sys.argv[2]); time.sleep(0.01)"
+
+    def run(name):
+        command = [sys.executable, "-c", code, str(names), name]
+        return products.run_process(name, command, tmp_path, threads=1, extra={})
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run, name) for name in "AB"]
+        products.take_turns(runs, seconds=0.5)
+    assert all(run.result() for run in runs) and products.RUNNING == []
+    written = names.read_text()
+    assert len(written) == 200
+    assert sum(a != b for a, b in itertools.pairwise(written)) < 20, written
 
 
 def test_peers_get_the_malloc_settings_of_toolkit(monkeypatch):
