@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from toolkit.cli import main
 from toolkit.commands import pretrain
 from toolkit.config.command import parse_object
@@ -34,6 +36,7 @@ def test_each_preset_does_what_it_says():
     assert str(nodes.strategy).startswith("fsdp FULL_SHARD, one unit per block, 16 shards")
 
 
+@pytest.mark.slow
 def test_speed_takes_what_fits():
     large = {"model_name": "Llama-3-8B", "model_config": {}}
     least = config_of("speed", **large)

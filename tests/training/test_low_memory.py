@@ -290,6 +290,7 @@ def test_s2_a_run_resumes_bit_for_bit(corpus, tmp_path, run):
         assert gradients.dtypes == {(torch.bfloat16, expected)}
 
 
+@pytest.mark.slow
 def test_bf16_true_says_how_many_updates_round_away(corpus, tmp_path, capsys):
     def lines(**options):
         train = {"max_steps": 1, "learning_rate": 2e-5}
