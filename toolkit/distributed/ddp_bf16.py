@@ -86,16 +86,15 @@ class SumInFP32(BackwardSyncControl):
             for parameter, part in zip(parameters, parts, strict=True):
                 if parameter in self._sums:
                     part += self._sums[parameter].flatten()
+                else:  # other ranks may have a gradient: gradients are the same on all
+                    self._sums[parameter] = torch.empty_like(parameter, dtype=torch.float32)
         total /= dist.get_world_size()
         reduced = dist.all_reduce(total, async_op=True).get_future()
 
         def store(future: torch.futures.Future) -> Tensor:
             if is_accumulated:
                 for parameter, part in zip(parameters, parts, strict=True):
-                    # also where only other ranks have one: gradients are the same on all
-                    self._sums.setdefault(parameter, torch.empty_like(parameter, dtype=torch.float32)).copy_(
-                        part.view_as(parameter)
-                    )
+                    self._sums[parameter].copy_(part.view_as(parameter))
             return bucket.buffer().copy_(total)
 
         return reduced.then(store)
