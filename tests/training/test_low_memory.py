@@ -4,6 +4,7 @@ import copy
 import math
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -100,6 +101,21 @@ def test_stochastic_rounding_has_the_mean_of_the_value():
     assert torch.equal(round_stochastically(exact.bfloat16().float(), generator), exact.bfloat16())
     nan = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000], dtype=torch.int32).view(torch.float32)  # CUDA's is the first
     assert round_stochastically(nan, generator).isnan().all()
+
+
+def test_random_numbers_depend_on_weight_and_step_only():
+    """Not on which weights had a gradient before, as after a resume."""
+    draws = []
+    for order in (1, -1):
+        model, optimizer = build(state_dtype="bf16")
+        by_weight = [
+            [torch.rand((), generator=optimizer._generator([parameter])).item() for _ in range(3)]
+            for parameter in list(model.parameters())[::order]
+        ]
+        draws.append(by_weight[::order])
+    assert draws[0] == draws[1]
+    numbers = [number for of_weight in draws[0] for number in of_weight]
+    assert len(set(numbers)) == len(numbers)
 
 
 def test_bf16_moments_decay_as_fp32_ones_do():
@@ -214,7 +230,9 @@ def rank_main(rank, port, folder) -> None:
             for i in range(n):
                 with sync.no_backward_sync(wrapped, enabled=i < n - 1):
                     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * rank + i)).bfloat16()
-                    wrapped(x).float().square().sum().backward()
+                    with mock.patch.object(torch, "empty_like", side_effect=torch.empty_like) as allocate:
+                        wrapped(x).float().square().sum().backward()
+                    assert not allocate.called  # the sums are there
             found[n, repeat] = [p.grad.clone() for p in wrapped.parameters()]
             wrapped.zero_grad()
     torch.save(found, folder / f"{rank}.pt")

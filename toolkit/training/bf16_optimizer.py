@@ -12,7 +12,10 @@ from toolkit.checkpoints.run.optimizer_state import MASTER
 from toolkit.planning.optimizer_memory import chunks
 
 ROUNDING = "rounding"
-"""Seed of the next stochastic rounding of a parameter's moments; in the state, so that a resume is bit-equal."""
+"""Seed of the last stochastic rounding of a parameter's moments; in the state, so that a resume is bit-equal."""
+SEED_STEP = 2654435761
+"""Distance of the first seeds of two parameters: 2^32 divided by the golden ratio. A CPU generator uses only the lower
+32 bits of a seed; those of 1,000 parameters are a million steps apart."""
 
 
 class BF16Optimizer(torch.optim.Optimizer):
@@ -35,7 +38,7 @@ class BF16Optimizer(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer, *, has_masters: bool, has_bf16_moments: bool) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self._inner, self._has_masters, self._has_bf16_moments = inner, has_masters, has_bf16_moments
-        self._n_seeds = 0
+        self._indices = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -90,10 +93,8 @@ class BF16Optimizer(torch.optim.Optimizer):
         """Return a generator of random numbers that differ from step to step and from weight to weight."""
         for parameter in parameters:
             state = self.state[parameter]
-            if ROUNDING not in state:
-                state[ROUNDING] = self._n_seeds << 32
-                self._n_seeds += 1
-            state[ROUNDING] += 1
+            # a copy of a weight, on resume, is not among the indices: its seed is replaced by the saved one
+            state[ROUNDING] = state.get(ROUNDING, SEED_STEP * self._indices.get(parameter, 0)) + 1
         return torch.Generator(device=parameters[0].device).manual_seed(self.state[parameters[0]][ROUNDING])
 
 
