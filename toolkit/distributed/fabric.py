@@ -79,7 +79,7 @@ def block_dtype(fabric: Fabric, dtype: torch.dtype) -> torch.dtype | None:
 
 def knows_gradient_norm(fabric: Fabric) -> bool:
     """Whether :func:`gradient_norm` supports the strategy; those of extensions only clip."""
-    return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, ShardedStrategy))
+    return isinstance(fabric.strategy, (SingleDeviceStrategy, _DDP, _BF16DDP, ShardedStrategy))
 
 
 def gradient_norm(fabric: Fabric, model: FabricModule, optimizer: Any) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 torch's fused Adam and AdamW divide gradients by ``grad_scale``, and leave weights, moments and step counters alone
 where ``found_inf`` is set, as ``torch.amp.GradScaler`` uses them. So clipping takes no pass over the gradients, and the
-host reads norm and loss while the update runs. Clipping first multiplies by the rounded inverse instead: then a clipped
-gradient differs in the last bit; one that is not clipped is the same. Not tried on CUDA.
+host reads norm and loss while the update runs. :func:`clip_gradients` divides in the same way: a callback that looks at
+the gradients changes no update of fp32 weights, and ranks with and without one stay equal. Not tried on CUDA.
 """
 
 from __future__ import annotations
@@ -20,12 +20,33 @@ from toolkit.distributed.fabric import knows_gradient_norm
 def can_guard(fabric: Fabric, optimizer: Any) -> bool:
     """Whether :func:`guarded_step` supports Fabric's ``optimizer``; a subclass of Adam may not."""
     inner = optimizer.optimizer
-    has_scaler = getattr(fabric.strategy.precision, "scaler", None) is not None
-    if type(inner) not in (Adam, AdamW) or has_scaler or not knows_gradient_norm(fabric):
+    if type(inner) not in (Adam, AdamW) or not knows_norm_first(fabric):
         return False
     is_fused = all(group["fused"] for group in inner.param_groups) and fabric.device.type in ("cpu", "cuda")
     # of offloaded weights the update runs on the CPU, which would have to wait for the norm
     return is_fused and all(p.device == fabric.device for group in inner.param_groups for p in group["params"])
+
+
+def knows_norm_first(fabric: Fabric) -> bool:
+    """Whether the norm is known before clipping: not with a GradScaler, nor with strategies of extensions."""
+    return getattr(fabric.strategy.precision, "scaler", None) is None and knows_gradient_norm(fabric)
+
+
+def clip_gradients(optimizer: Any, norm: torch.Tensor, max_norm: float | None) -> None:
+    """Clip the gradients of Fabric's ``optimizer`` in place; arguments as of :func:`guarded_step`."""
+    if not max_norm:
+        return
+    divisor = _divisor(norm, max_norm)
+    divisors = {divisor.device: divisor}  # offloaded gradients are in CPU memory
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if (gradient := parameter.grad) is not None:
+            if gradient.device not in divisors:
+                divisors[gradient.device] = divisor.to(gradient.device)
+            gradient.div_(divisors[gradient.device])
+
+
+def _divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 def guarded_step(optimizer: Any, checked: torch.Tensor, norm: torch.Tensor, max_norm: float | None) -> None:
@@ -39,7 +60,7 @@ def guarded_step(optimizer: Any, checked: torch.Tensor, norm: torch.Tensor, max_
     """
     inner = optimizer.optimizer
     inner.found_inf = 1.0 - checked.isfinite().all().float()
-    inner.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else None
+    inner.grad_scale = _divisor(norm, max_norm) if max_norm else None
     try:
         optimizer.step()
     finally:

@@ -15,7 +15,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.fabric import gradient_norm
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import GuardError
-from toolkit.training.guarded_update import can_guard, guarded_step
+from toolkit.training.guarded_update import can_guard, clip_gradients, guarded_step, knows_norm_first
 from toolkit.training.loss_parts import forward_inputs, pop_loss_parts
 from toolkit.training.step_in_backward import StepInBackward
 from toolkit.training.trace import BACKWARD, FORWARD
@@ -81,8 +81,10 @@ def train_step(
     norm: Any  # of Fabric's annotations, one is that of clip_val, with which there is no norm
     if in_backward is not None:
         norm = in_backward.pop_norm()
-    elif is_guarded:
+    elif knows_norm_first(fabric):
         norm = gradient_norm(fabric, model, optimizer)
+        if not is_guarded:
+            clip_gradients(optimizer, norm, max_norm)
     else:
         # An infinite limit leaves the gradient as it is; the norm is wanted anyhow.
         norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm or math.inf, error_if_nonfinite=False)
