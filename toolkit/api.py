@@ -104,7 +104,7 @@ def generate(
         tokenizer_dir: A folder with a tokenizer.json. Required for a model, which has none; of a checkpoint folder its
             own when not given.
         options: The options of ``toolkit generate`` by name: max_new_tokens, temperature, top_k, top_p, num_samples,
-            seed, for several prompts batch_size; for a checkpoint folder also base_checkpoint_dir, accelerator,
+            seed, for several samples batch_size; for a checkpoint folder also base_checkpoint_dir, accelerator,
             precision, quantize, verify_checkpoint.
 
     Returns:

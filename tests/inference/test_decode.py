@@ -57,6 +57,24 @@ def test_rows_are_what_each_prompt_gives_alone(style, shapes, monkeypatch):
     assert len({token for row in alone for token in row}) > 12  # repetitive text would not be a test
 
 
+@pytest.mark.parametrize("style", slow_except(["llama"], ["llama", "phi3"]))
+def test_turns_that_share_a_cache(style, shapes):
+    """As in a chat: each begins with the text so far and is interrupted; the third drops a part of the text. phi3's
+    grow beyond longrope's original context of 16, and back."""
+    model, text = make_model(style).eval(), PROMPTS[0][:4]
+    cache = KVCache(model.config, 1, 0)
+    for question, (count, dropped) in enumerate([(8, 0), (5, 0), (6, 12), (20, 0)]):
+        if dropped:
+            text = text[:-dropped]
+            cache.truncate(len(text))
+        text = torch.cat([text, torch.tensor([11 + question, 3])])
+        tokens = generate(model, text, max_new_tokens=count + 4, temperature=0, cache=cache)
+        found = [next(tokens) for _ in range(count)]
+        tokens.close()
+        assert found == greedy_without_cache(model, text, count)
+        text = torch.cat([text, torch.tensor(found)])
+
+
 def test_autocast(shapes):
     """Keys and values are of fewer bits than the KV cache, which has the dtype of the weights."""
     with torch.autocast("cpu", torch.bfloat16):
