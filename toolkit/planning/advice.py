@@ -170,9 +170,12 @@ def _step_in_backward(plan: RunPlan) -> Iterator[Change]:
 
 
 def _adapters(plan: RunPlan) -> Iterator[Change]:
+    """Without masters and bf16 moments, which earlier changes may have taken and adapters do not need."""
     args = plan.args
     if args.command == "finetune_full":
-        changed = replace(args, command="finetune_lora", lora=LoRAConfig())
+        precision = AUTO if args.precision == "bf16-master" else args.precision
+        optimizer = replace(args.optimizer, state_dtype=AUTO)
+        changed = replace(args, command="finetune_lora", lora=LoRAConfig(), precision=precision, optimizer=optimizer)
         yield "toolkit finetune_lora", changed, plan.config.devices
 
 

@@ -215,8 +215,9 @@ def _update_seconds(setup: TrainingSetup, model: GPT, plan: RunPlan, card: Card)
     except (NotImplementedError, RuntimeError, TypeError):  # it reads values, or has kernels of its own
         name = setup.optimizer["name"]
         update = (3 * weights + 2 * plan.memory.optimizer) / rate
-        update += orthogonalization_flops(setup, model) / (card.peak * card.kernels.products)
-        return clipping + update, f"{name} counts as reading and writing weights and state once; it may take longer"
+        products = orthogonalization_flops(setup, model) / (card.peak * card.kernels.products)
+        counted = "reading and writing weights and state once" + (", and its matrix products" if products else "")
+        return clipping + update + products, f"{name} counts as {counted}; it may take longer"
     return clipping + update / shards, None
 
 
