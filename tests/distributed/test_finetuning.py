@@ -2,7 +2,6 @@
 
 import csv
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from toolkit.checkpoints.adapters import ADAPTERS
 from toolkit.checkpoints.weights import load_state, load_weights
 
 EAGER = "compile with the eager backend"
+MODES = ("none", "selective", "full")
 FSDP = ["--strategy", "fsdp"]
 LORA = {"command": "finetune_lora"}
 ADAPTED = ["--lora_key", "true", "--lora_mlp", "true"]
@@ -38,8 +38,11 @@ def cases(size: int) -> list[Case]:
             flags = [*FSDP, "--quantize", "bnb.nf4-dq", "--precision", precision]
             found.append(Case(f"qlora-{precision}-2", flags, **LORA))
         mixed = [*FSDP, "--precision", "bf16-mixed", "--train.micro_batch_size", "2", "--eval.interval", "0"]
-        compiled = Case("ragged-compiled", [*mixed, "--compiler", "torch"], command="finetune_full")
-        found += [Case("ragged-plain", mixed, command="finetune_full"), replace(compiled, fault=EAGER)]
+        found.append(Case("ragged-plain", mixed, command="finetune_full"))
+        for mode in MODES:
+            flags = [*mixed, "--compiler", "torch", "--train.activation_checkpointing", mode]
+            name = f"ragged-compiled-{mode}"
+            found.append(Case(name, flags, fault=EAGER, look_at="graphs", command="finetune_full"))
     if size == 1:
         for precision in ("bf16-true", "bf16-mixed"):  # another micro-batch split: the tolerance of bf16
             flags = ["--precision", precision, *ADAPTED, "--train.micro_batch_size", "4"]
@@ -117,11 +120,16 @@ def test_n3_two_ranks_finetune_as_one_does(runs, name):
 
 
 @pytest.mark.slow
-def test_ragged_rows_are_compiled_while_gradients_accumulate_under_fsdp(runs):
+@pytest.mark.parametrize("mode", MODES)
+def test_ragged_rows_are_compiled_once_while_gradients_accumulate_under_fsdp(runs, mode):
     """A graph that is made in the second micro-batch finds a waiting gradient in fp32 beside a weight in bf16."""
     folder, seen = runs
-    assert [rank["exit"] for rank in seen["ragged-compiled"]] == [0, 0]
-    assert relative(losses(folder / "ragged-compiled"), losses(folder / "ragged-plain")) < 1e-3
+    name = f"ragged-compiled-{mode}"
+    for rank in seen[name]:
+        assert rank["exit"] == 0
+        first, *later = rank["graphs"]
+        assert first > 0 and len(later) > 2 and set(later) == {first}, rank["graphs"]
+    assert relative(losses(folder / name), losses(folder / "ragged-plain")) < 1e-3
 
 
 @pytest.mark.slow

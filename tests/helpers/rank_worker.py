@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from torch import distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
@@ -137,6 +138,18 @@ def counting(seen: dict, train_step):
             result = train_step(*args, **options)
         names = Counter(event.name for event in profile.events())
         seen["collectives"] = {name: n for name, n in names.items() if name.startswith("gloo:")}
+        return result
+
+    return counted
+
+
+def counting_graphs(seen: dict, train_step):
+    """Count the compiled graphs after each step."""
+    counters["stats"].clear()
+
+    def counted(*args, **options):
+        result = train_step(*args, **options)
+        seen.setdefault("graphs", []).append(counters["stats"]["unique_graphs"])
         return result
 
     return counted
@@ -292,6 +305,8 @@ def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) 
                 stack.enter_context(mock.patch.object(build, "set_up_model", measuring(seen, build.set_up_model)))
             if case["look_at"] == "collectives":
                 stack.enter_context(mock.patch.object(trainer, "train_step", counting(seen, trainer.train_step)))
+            if case["look_at"] == "graphs":
+                stack.enter_context(mock.patch.object(trainer, "train_step", counting_graphs(seen, trainer.train_step)))
             if case["fault"]:
                 stack.enter_context(broken(case["fault"]))
             seen["exit"] = cli.main([*case["command"].split(), *layout, *case["flags"]])
