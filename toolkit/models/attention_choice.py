@@ -126,15 +126,15 @@ def _largest_error(case: KernelCase) -> float:
     shapes = [(2, n_head, T, width), *[(2, n_groups, T, width)] * 2, (2, n_head, T, width), (n_head,)]
     q, k, v, direction, sinks = (torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)
     scores = (case.softcap or 5.0) / 5  # their standard deviation: large enough to be capped
-    drawn = [q * scores / (case.scale * width**0.5), k, v]
+    inputs = [q * scores / (case.scale * width**0.5), k, v]
     if case.kernel.name == "flash" and case.kernel.for_causal:
-        drawn.append(sinks)
-    drawn = [t.to(case.device, case.dtype) for t in drawn]
+        inputs.append(sinks)
+    inputs = [t.to(case.device, case.dtype) for t in inputs]
     errors, exact = [], torch.promote_types(case.dtype, torch.float32)
     for window in (None, 100) if case.has_windows else (None,):
-        found = _outputs(case, case.kernel._replace(for_causal=True), drawn, direction, window)
+        found = _outputs(case, case.kernel._replace(for_causal=True), inputs, direction, window)
         with sdpa_kernel(SDPBackend.MATH):
-            expected = _outputs(case, None, [t.to(exact) for t in drawn], direction, window)
+            expected = _outputs(case, None, [t.to(exact) for t in inputs], direction, window)
         errors += [(a.to(exact) - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
     error = float(torch.stack(errors).detach().max())
     return error if math.isfinite(error) else math.inf

@@ -144,7 +144,7 @@ def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
 
 
 def _rounded_weights(plan: RunPlan) -> Iterator[Change]:
-    """All weights in bf16, only where nothing better fits: see :func:`toolkit.training.describe.describe_rounding`."""
+    """All weights in bf16, after adapters, before shorter rows: see :func:`toolkit.training.describe.describe_rounding`."""
     args = plan.args
     if args.lora is None and plan.config.precision not in ("bf16-true", "bf16-master"):
         optimizer = replace(args.optimizer, state_dtype=AUTO)
@@ -217,8 +217,8 @@ def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
 
 _STEPS: list[Step] = [
     _smaller_micro_batch, _step_in_backward, _sharded_gradients, _full_shard, _checkpointing, _bf16_masters,
-    _smaller_moments, _true_16_bits, _no_accumulation, _adapters, _quantized, _cpu_offload, _shorter, _more_devices,
-    _rounded_weights, _fewer_layers,
+    _smaller_moments, _true_16_bits, _no_accumulation, _adapters, _quantized, _rounded_weights, _cpu_offload, _shorter,
+    _more_devices, _fewer_layers,
 ]  # fmt: skip
 
 
