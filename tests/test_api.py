@@ -578,7 +578,7 @@ def test_fsdp_requires_block_classes(tmp_path, monkeypatch):
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="--strategy fsdp: .*block_classes"):
-        train(nn.Sequential(nn.Embedding(64, 64)), devices=2, out_dir=tmp_path / "run")
+        train(nn.Sequential(nn.Embedding(64, 64)), devices=2, strategy="fsdp", out_dir=tmp_path / "run")
 
 
 def test_checkpointing_requires_block_classes(tmp_path):
