@@ -144,15 +144,12 @@ def _true_16_bits(plan: RunPlan) -> Iterator[Change]:
 
 
 def _rounded_weights(plan: RunPlan) -> Iterator[Change]:
-    """All weights in bf16, after adapters, before shorter rows: see :func:`toolkit.training.describe.describe_rounding`."""
+    """All weights in bf16, where adapters are no choice; the run says how many steps round away."""
     args = plan.args
     if args.lora is None and plan.config.precision not in ("bf16-true", "bf16-master"):
         optimizer = replace(args.optimizer, state_dtype=AUTO)
-        yield (
-            "--precision bf16-true (small steps round away)",
-            replace(args, precision="bf16-true", optimizer=optimizer),
-            plan.config.devices,
-        )
+        changed = replace(args, precision="bf16-true", optimizer=optimizer)
+        yield "--precision bf16-true", changed, plan.config.devices
 
 
 def _no_accumulation(plan: RunPlan) -> Iterator[Change]:
