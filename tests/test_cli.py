@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import itertools
 import os
 import re
@@ -205,12 +206,15 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         "pretrain --optimizer.in_backward true": "--optimizer.in_backward true: ",
         "pretrain --fsdp.state_dict_type local": "one of full, sharded; use sharded",
         "pretrain --fsdp.auto_wrap class": "--fsdp.auto_wrap class: name the classes",
+        "pretrain --optimizer.name AdamW8bit": "--optimizer.name AdamW8bit: needs bitsandbytes; run: pip install",
+        f"generate {base} --quantize bnb.nf4": "--quantize bnb.nf4: needs bitsandbytes; run: pip install",
         "generate no": "checkpoint_dir no: no such folder",
         "convert_to_hf no out": "checkpoint_dir no: no such folder",
         f"finetune_full {base} --data.json_path no.json": "--data.json_path no.json: no such file or folder",
     }
     code = (
         "import contextlib, io, sys; from toolkit.cli import main\n"
+        "sys.modules['bitsandbytes'] = None  # not installed\n"
         f"for argv in {list(cases)}:\n"
         "    with contextlib.redirect_stderr(io.StringIO()) as shown:\n"
         "        assert main(argv.split()) == 2, argv\n"
@@ -223,6 +227,13 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
     for line, (argv, message) in zip(done.stdout.splitlines(), cases.items(), strict=True):
         assert line.startswith(f"toolkit {argv.split()[0]}: ") and message in line, line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "used"]
+
+
+def test_text_that_the_encoding_of_stdout_lacks_is_escaped(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
+    monkeypatch.setattr("toolkit.cli.dispatch", lambda argv: print("é🎉") or 0)
+    assert cli.main([]) == 0
+    assert written.getvalue() == b"\\xe9\\U0001f389\n"
 
 
 OUTPUT = [["--help"], ["pretrain", "--help"], ["pretrain", "--print_config"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -16,6 +17,8 @@ INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``toolkit ARGV`` and return its exit code (see tutorials/reference.md)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: text that its encoding lacks ends no command
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 
 
@@ -80,6 +81,12 @@ def require_option(ok: bool, name: str, value: object, hint: str) -> None:
     """
     if not ok:
         raise UserError(f"--{name} {value}: {hint}")
+
+
+def require_bitsandbytes(option: str) -> None:
+    """Raise a UserError that names ``option``, which needs bitsandbytes, unless it is installed."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"{option}: needs bitsandbytes; run: pip install 'bitsandbytes>=0.48'")
 
 
 def one_line(text: object) -> str:

@@ -321,7 +321,7 @@ def test_bf16_true_says_how_many_updates_round_away(corpus, tmp_path, capsys):
 
 
 def test_a_missing_package_is_one_message(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match="^--optimizer.name AdamW8bit: needs bitsandbytes; run: pip install"):
         build(name="AdamW8bit")
 

@@ -1,8 +1,7 @@
 """Mixture of experts with top-k routing (Shazeer et al. 2017, Jiang et al. 2024: Mixtral).
 
 No token is dropped. Tokens are sorted by expert, all experts are computed as three grouped matrix products, and the
-outputs are permuted back. The gradients of permutations are permutations: all sums are deterministic, and there is no
-host-device synchronization.
+outputs are permuted back. The gradients of permutations are permutations: all sums are deterministic.
 
 | name | shape |
 |---|---|

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from toolkit.errors import UserError, require_option
+from toolkit.errors import require_bitsandbytes, require_option
 from toolkit.models.lora_layers import LoRALinear
 
 if TYPE_CHECKING:
@@ -87,10 +87,8 @@ def _replaced_linears(model: GPT, kind: Quantize) -> Iterator[tuple[str, nn.Line
     refuse_experts(model.config, kind)
     # at import it warns that optional faster CPU kernels are missing
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    try:
-        from toolkit.models.linear_4bit import Linear4bit, LoRALinear4bit
-    except ImportError as error:
-        raise UserError(f"--quantize {kind}: needs bitsandbytes; run: pip install 'bitsandbytes>=0.48'") from error
+    require_bitsandbytes(f"--quantize {kind}")
+    from toolkit.models.linear_4bit import Linear4bit, LoRALinear4bit
 
     for name, layer in list(model.transformer.h.named_modules(prefix="transformer.h")):
         if not isinstance(layer, nn.Linear):

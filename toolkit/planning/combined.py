@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.errors import UserError
+from toolkit.errors import require_bitsandbytes
 
 Betas = tuple[float, float]
 NS_STEPS = 5
@@ -131,12 +131,8 @@ class AdamW8bit(CombinedOptimizer):
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        try:
-            from bitsandbytes.optim import AdamW8bit as EightBit
-        except ImportError as error:
-            raise UserError(
-                "--optimizer.name AdamW8bit: needs bitsandbytes; run: pip install 'bitsandbytes>=0.48'"
-            ) from error
+        require_bitsandbytes("--optimizer.name AdamW8bit")
+        from bitsandbytes.optim import AdamW8bit as EightBit
 
         def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             return EightBit(groups, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)

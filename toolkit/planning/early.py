@@ -15,7 +15,7 @@ from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.config import AUTO
 from toolkit.config.command import classes_of
 from toolkit.data import DataModule
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_bitsandbytes
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.paths import is_url
@@ -31,7 +31,7 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
     Does nothing where a launcher started this process: others wait for its report, and rank 0 may have begun to write.
 
     Raises:
-        UserError: an unknown model or logger, a missing folder or file, a used ``out_dir``, an impossible batch.
+        UserError: an unknown model or logger, a missing package, folder or file, a used folder, an impossible batch.
     """
     if {"LOCAL_RANK", "RANK", "SLURM_PROCID"} & os.environ.keys() or arguments.get("model_name") == "list":
         return
@@ -39,9 +39,13 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
     may_differ = command in ("verify", "consolidate", "plan")  # these take other folders, too
     if folder is not None and not may_differ and not (command == "merge_lora" and is_url(folder)):
         find_checkpoint_dir(folder)
+    if arguments.get("quantize") is not None and command != "plan":
+        require_bitsandbytes(f"--quantize {arguments['quantize']}")
     if "train" not in arguments or command == "plan":
         return
     check_loggers(arguments["logger_name"], arguments["log"])
+    if arguments["optimizer"].name == "AdamW8bit":
+        require_bitsandbytes("--optimizer.name AdamW8bit")
     if folder is None:
         get_config(arguments["model_name"] or DEFAULT_MODEL).override(arguments["model_config"])
     if "lora_r" in arguments:
