@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from toolkit.checkpoints.scratch import empty_on_disk
@@ -50,6 +51,7 @@ for name, write in WRITERS.items():
 """
 
 
+@pytest.mark.slow
 def test_next_start_removes_leftovers_of_a_killed_process(tmp_path):
     for name in WRITERS:
         (tmp_path / name).mkdir()

@@ -167,6 +167,7 @@ def test_every_key_has_its_effect(parse):
     assert seen == {f"{group}.{key}" for group, keys in FORMATS.items() for key in keys}
 
 
+@pytest.mark.slow
 def test_printed_guide_fits_any_layout(parse):
     """No key is refused because it has no effect: on a laptop, with other flags, and with other values."""
     other = GUIDE.replace('"backward_pre"', '"backward_post"').replace("transformer_auto_wrap", "size_based_auto_wrap")
@@ -287,6 +288,7 @@ def test_run_of_the_guide(tmp_path, monkeypatch):
     assert saved["precision"] == "bf16-mixed" and saved["train"]["activation_checkpointing"] == "full"
 
 
+@pytest.mark.slow
 def test_run_of_mingpt(tmp_path, monkeypatch, corpus, web):
     """The file as it stands; only its URL is that of a server on this machine."""
     monkeypatch.chdir(tmp_path)

@@ -64,6 +64,7 @@ def test_options_without_effect_are_refused(flags, message, capsys):
     assert capsys.readouterr().err.startswith(f"toolkit doctor: {message}")
 
 
+@pytest.mark.slow
 def test_processes_that_it_starts():
     process = doctor("--devices", "2", "--comm", "--check_grads")
     out, err = finish(process)

@@ -31,6 +31,7 @@ def rows_of(shown: str) -> list[list[str]]:
 SKEW = ["--callbacks", "helpers.faulty_callbacks.SkewGradient"]
 
 
+@pytest.mark.slow
 def test_a_good_layout_passes_and_a_skewed_gradient_is_named(tmp_path, flags):
     cases = [
         Case("good", flags, command=VERIFY),

@@ -212,6 +212,7 @@ def finish_all(processes: list[subprocess.Popen], out: Path, expected: list[floa
     assert all(stdout == "" for stdout, _ in outputs[1:]) and all(err == "" for _, err in outputs)
 
 
+@pytest.mark.slow
 def test_torchrun_matches_devices_flag(corpus, tmp_path, two_devices):
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", f"--master_port={free_port()}"]
     process = start(*torchrun, *PRETRAIN, *flags_for(corpus, tmp_path, max_steps=10))

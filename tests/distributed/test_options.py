@@ -42,6 +42,7 @@ def test_fsdp_defaults(seen):
     assert "param_dtype=None" in options["block"] and "reduce_dtype=None" in options["block"]
 
 
+@pytest.mark.slow
 def test_n8_mixed_precision_keeps_reduction_buffers_and_master_weights_in_fp32(seen):
     options = seen["mixed"]["options"]
     assert "param_dtype=torch.bfloat16" in options["block"]

@@ -2,12 +2,15 @@
 
 import shutil
 
+import pytest
+
 from helpers.groups import Case, losses, run_group
 
 from toolkit.checkpoints.manifest import read_manifest
 from toolkit.cli import main
 
 
+@pytest.mark.slow
 def test_s7_all_ranks_skip_a_checkpoint_with_a_damaged_shard(tmp_path, shared_flags):
     fsdp = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "FULL_SHARD", "--fsdp.state_dict_type", "sharded"]
     flags = [*fsdp, "--train.save_interval", "4", "--train.keep_last", "1", "--train.max_steps", "10"]

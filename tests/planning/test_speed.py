@@ -301,6 +301,7 @@ def test_plan_predicts_a_step(capsys):
     assert "(prediction; not measured on a GPU)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_variants_are_runs_that_start():
     """Without options that the change makes refused; and no larger than what "auto" would take."""
 

@@ -420,6 +420,7 @@ def test_out_dir_of_a_running_process_is_an_error_before_reading(corpus, tmp_pat
         run_training(arguments(corpus, out, resume=resume))
 
 
+@pytest.mark.slow
 def test_s2_checkpoint_before_the_first_step_is_step_zero(corpus, tmp_path, monkeypatch):
     """A signal during the initial validation; torch's state functions would run an optimizer step there."""
 

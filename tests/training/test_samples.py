@@ -160,6 +160,7 @@ def test_control_characters_are_escaped():
     assert model.training
 
 
+@pytest.mark.slow
 def test_s6_all_ranks_sample_together(shared, tmp_path, capsys):
     """Two ranks under fsdp generate the same text as one; training is bit-equal to that without samples."""
     lengths, fsdp = {"with": "10", "without": "0"}, ["--strategy", "fsdp", "--eval.max_new_tokens"]

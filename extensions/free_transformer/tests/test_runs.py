@@ -37,15 +37,15 @@ def column(out_dir: Path, name: str) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Runs on one process and on two, by the same options."""
     folder = tmp_path_factory.mktemp("free")
     assert main(["pretrain", *SMALL, "--train.micro_batch_size", "4", "--out_dir", str(folder / "one")]) == 0
-    flags = ["--strategy", "fsdp", "--train.micro_batch_size", "2", "--train.activation_checkpointing", "full"]
-    run_group(folder, 2, [Case("two", flags)], SMALL)
     return folder
 
 
+@pytest.mark.slow
 def test_n3_two_ranks_with_fsdp_draw_the_same_latents_as_one_process(folder):
+    flags = ["--strategy", "fsdp", "--train.micro_batch_size", "2", "--train.activation_checkpointing", "full"]
+    run_group(folder, 2, [Case("two", flags)], SMALL)
     for name in PARTS:
         one, two = (column(folder / run, name) for run in ("one", "two"))
         assert len(one) == (2 if name.startswith("val") else 8)

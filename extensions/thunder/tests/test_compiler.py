@@ -64,6 +64,7 @@ def require_equal(eager: GPT, model: GPT, given: dict[str, torch.Tensor], tolera
             torch.testing.assert_close(own.grad, reference.grad, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.slow
 def test_llama_forward_and_backward_equal_eager():
     eager = tiny("Llama-3.2-1B", n_query_groups=2)
     model = compiled(eager, executors="sdpa")

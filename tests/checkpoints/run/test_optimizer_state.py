@@ -197,7 +197,8 @@ for kind in sys.argv[2:]:
 """
 
 
-@pytest.mark.parametrize("kind", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_m3_loading_holds_one_set_of_moments(tmp_path, kind):
     """Two times the weights' bytes, and a few tensors of the 24; a second set would make it four."""
     command = [sys.executable, "-c", MEASURE, str(tmp_path), kind]
