@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-
 from helpers.groups import Case, losses, run_group
 
 from toolkit.checkpoints.manifest import read_manifest
