@@ -232,7 +232,7 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
 def test_text_that_the_encoding_of_stdout_lacks_is_escaped(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
     monkeypatch.setattr("toolkit.cli.dispatch", lambda argv: print("é🎉") or 0)
-    assert cli.main([]) == 0
+    assert cli.main() == 0
     assert written.getvalue() == b"\\xe9\\U0001f389\n"
 
 

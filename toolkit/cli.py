@@ -17,7 +17,7 @@ INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``toolkit ARGV`` and return its exit code (see tutorials/reference.md)."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):  # the process is this command
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: text that its encoding lacks ends no command
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
