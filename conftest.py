@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -38,11 +39,12 @@ FIRST = [
 
 
 def pytest_collection_modifyitems(items):
-    def place(item) -> int:
-        names = [name for name in FIRST if name in item.path.relative_to(Path(__file__).parent).parts]
-        return FIRST.index(names[0]) if names else len(FIRST)
+    @cache
+    def place(path: Path) -> int:
+        names = path.relative_to(Path(__file__).parent).parts
+        return next((i for i, name in enumerate(FIRST) if name in names), len(FIRST))
 
-    items.sort(key=place)
+    items.sort(key=lambda item: place(item.path))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -494,6 +494,7 @@ def test_cuda_width_padding_is_in_no_metric(tmp_path, monkeypatch):
     assert set(found) == {True} and not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.slow
 def test_cudnn_attention_is_for_training_on_fixed_shapes(tmp_path, monkeypatch):
     allowed, while_generating, forward = torch.backends.cuda.cudnn_sdp_enabled, [], GPT.forward
 

@@ -96,6 +96,7 @@ def test_rank_unresponsive_before_the_first_step_ends_the_run(tmp_path):
     ended(process, 1, "no answer from rank 1 for 0.05 minutes (--timeout)")
 
 
+@pytest.mark.slow
 def test_timeout_applies_to_every_process_group(tmp_path):
     program = """
 import sys, time, torch

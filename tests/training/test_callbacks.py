@@ -150,6 +150,7 @@ def test_mistakes_in_callbacks_are_one_line(pretrain, capsys, value, message):
     assert message in error and "\n" not in error
 
 
+@pytest.mark.slow
 def test_patience_stops_early_and_survives_a_resume(pretrain, tmp_path, monkeypatch, capsys):
     losses = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.2, 10: 2.1, 12: 1.0}
     monkeypatch.setattr(Trainer, "validate", lambda trainer: {"val_loss": losses[trainer.progress.step]})

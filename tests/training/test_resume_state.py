@@ -109,6 +109,7 @@ def test_damaged_scaler_is_a_one_line_error(tmp_path):
             _load_scaler(scaler, bad, tmp_path)
 
 
+@pytest.mark.slow
 def test_s2_scaled_learning_rate_continues_and_another_base_batch_is_reported(corpus, tmp_path, capsys):
     scaled = {"lr_scaling": "sqrt", "lr_base_batch": 2, "lr_warmup_steps": 8, "lr_schedule": "constant"}
     for out, steps in (("uninterrupted", 4), ("resumed", 3), ("resumed", 4)):

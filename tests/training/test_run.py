@@ -388,6 +388,7 @@ def test_every_limit_ends_a_run(corpus, tmp_path, limit):
         assert int(rows[-1]["step"]) <= 2
 
 
+@pytest.mark.slow
 def test_save_every_minutes_and_log_interval(corpus, tmp_path):
     train = {"save_every_minutes": 1e-9, "save_interval": 0, "keep_last": 0, "log_interval": 4}
     run_training(
@@ -397,6 +398,7 @@ def test_save_every_minutes_and_log_interval(corpus, tmp_path):
     assert [row["step"] for row in rows_of(tmp_path / "run")] == ["4", "8", "12"]
 
 
+@pytest.mark.slow
 def test_initial_checkpoint_dir_starts_from_its_weights(corpus, tmp_path):
     run_training(arguments(corpus, tmp_path / "first", train={"max_steps": 30}))
     first = str(tmp_path / "first" / "final")
@@ -477,6 +479,7 @@ def test_note_before_training_if_the_model_has_no_hf_export(corpus, tmp_path, ca
     assert len(notes) == (note is not None) and all(note in line for line in notes)
 
 
+@pytest.mark.slow
 def test_default_intervals_save_and_validate_during_the_run(corpus, tmp_path):
     train = {"max_steps": 24, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train, evaluation={"max_iters": 1}))
