@@ -209,6 +209,12 @@ def machine() -> dict[str, Any]:
     return {"cpu": model or platform.processor(), "cpus": usable_cpus(), "system": platform.system(), "load": load}
 
 
+def describe(host: dict[str, Any], packages: dict[str, str] | None = None) -> str:
+    """Return a line of what :func:`machine` found, and of versions."""
+    line = f"{host['cpu']}, {host['cpus']} CPUs, load before {host['load']}"
+    return "; ".join([line, ", ".join(map(" ".join, packages.items()))] if packages else [line])
+
+
 def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -219,8 +225,7 @@ def format_table(result: dict[str, Any]) -> str:
     lines = [
         f"{work['model']}: {result['products']['toolkit']['parameters']:,} parameters; sequence {work['seq_length']}, "
         f"batch {work['batch_size']}, {settings}; steps "
-        f"{work['warmup_steps'] + 1} to {work['steps']}; {work['threads']} threads; {host['cpu']}, "
-        f"{host['cpus']} CPUs, load before {host['load']}",
+        f"{work['warmup_steps'] + 1} to {work['steps']}; {work['threads']} threads; {describe(host)}",
         "",
         "| product | tokens/s | end to end | peak GB | toolkit / it | end to end |",
         "|---|---|---|---|---|---|",

@@ -20,7 +20,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from benchmark import in_own_process, machine, report, spread, summarize
+from benchmark import describe, in_own_process, machine, report, spread, summarize
 
 BLOCK = 16 << 20  # bytes per write
 VOCAB_SIZE = 8192
@@ -110,7 +110,7 @@ def format_table(result: dict[str, Any]) -> str:
     lines = [f"{result['model']}: {result['gb']:.2f} GB", "", "| action | s per GB | / the disk |", "|---|---:|---:|"]
     for name, values in result["seconds_per_gb"].items():
         lines.append(f"| {name} | {spread(values, '.2f')} | {spread(result['ratio'][name], '.2f')} |")
-    return "\n".join([*lines, "", "Medians (lowest to highest round).", str(result["machine"])])
+    return "\n".join([*lines, "", "Medians (lowest to highest round).", describe(result["machine"])])
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def measure(processes: dict[str, subprocess.Popen[str]], work: dict[str, int], r
 
 
 def format_table(result: dict[str, Any]) -> str:
-    from benchmark import spread
+    from benchmark import describe, spread
 
     lines = ["| batch size | product | tokens/s | toolkit / product | equal tokens |", "|---:|---|---:|---:|---:|"]
     for part in result["results"]:
@@ -163,7 +164,7 @@ def format_table(result: dict[str, Any]) -> str:
             )
             lines.append(f"| {part['batch_size']} | {name} | {figures} |")
     return "\n".join(
-        [*lines, "", "Medians (lowest to highest round).", f"{result['machine']}", f"{result['versions']}"]
+        [*lines, "", "Medians (lowest to highest round).", describe(result["machine"], result["versions"])]
     )
 
 
@@ -191,7 +192,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         if not (folder / "native").exists():
-            write_models(folder)
+            with redirect_stdout(sys.stderr):
+                write_models(folder)
         processes = {name: start(name, python, folder) for name, python in pythons.items()}
         sizes = {"prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens}
         results = []

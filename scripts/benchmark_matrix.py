@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmark import PEERS, VOCAB_SIZE, find_pythons, format_table, machine, report, versions
+from benchmark import PEERS, VOCAB_SIZE, describe, find_pythons, format_table, machine, report, versions
 
 from toolkit.errors import UserError, did_you_mean
 
@@ -252,8 +252,7 @@ def find_mfu(values: dict[str, Any]) -> float | None:
 
 def format_report(parts: dict[str, list[Result]], host: dict[str, Any], packages: dict[str, str]) -> str:
     """Return the Markdown page of all results."""
-    about = ", ".join(f"{name} {version}" for name, version in packages.items())
-    lines = ["# Benchmarks", "", f"{host['cpu']}, {host['cpus']} CPUs, load before {host['load']}; {about}"]
+    lines = ["# Benchmarks", "", describe(host, packages)]
     for name, results in parts.items():
         lines += ["", f"## {name.capitalize()}", "", str(PARTS[name].__doc__)]
         for result in results:

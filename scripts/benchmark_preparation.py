@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark import in_own_process, machine, report, spread, summarize, versions
+from benchmark import describe, in_own_process, machine, report, spread, summarize, versions
 
 VOCAB_SIZE = 4096
 BATCH = 100  # documents per call of datasets.map
@@ -205,7 +205,7 @@ def format_table(result: dict[str, Any]) -> str:
         for name, speed in part["mb_per_s"].items():
             lines.append(f"| {name} | {spread(speed, '.2f')} | {spread(part['ratio'][name], '.2f')} |")
         lines.append("")
-    return "\n".join([*lines, "Medians (lowest to highest round).", f"{result['machine']}", f"{result['versions']}"])
+    return "\n".join([*lines, "Medians (lowest to highest round).", describe(result["machine"], result["versions"])])
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from benchmark import in_own_process, machine, report
+from benchmark import describe, in_own_process, machine, report
 from torch import nn
 
 import toolkit
@@ -132,7 +132,7 @@ def format_table(result: dict[str, Any]) -> str:
     for row in result["passes"]:
         memory = " | ".join(f"{mb:.1f}" for mb in row["memory_mb"])
         lines.append(f"| {row['data']} | {row['steps']:,} | {memory} | {row['tokens_per_s']:,.0f} |")
-    return "\n".join([*lines, "", str(result["machine"])])
+    return "\n".join([*lines, "", describe(result["machine"])])
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmark import VOCAB_SIZE, in_own_process, machine, report, spread, summarize, write_tokens
+from benchmark import VOCAB_SIZE, describe, in_own_process, machine, report, spread, summarize, write_tokens
 from benchmark_products import PRODUCTS, Work
 
 from toolkit.models.families import get_config
@@ -58,7 +58,7 @@ def format_table(result: dict[str, Any]) -> str:
     for name, values in result["seconds"].items():
         ratio = spread(result["ratio"][name], ".2f") if name in result["ratio"] else ""
         lines.append(f"| {name} | {spread(values, '.2f')} | {ratio} |")
-    return "\n".join([*lines, "", "Medians (lowest to highest round).", str(result["machine"])])
+    return "\n".join([*lines, "", "Medians (lowest to highest round).", describe(result["machine"])])
 
 
 def main() -> None:
