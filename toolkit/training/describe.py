@@ -63,7 +63,7 @@ def describe_rounding(config: ResolvedConfig, state: RunState, module: nn.Module
     if config.precision != "bf16-true" or state.model.lora is not None:
         return None
     peak, end = state.schedule.peak, state.schedule.minimum
-    instead = "bf16-mixed" if config.strategy.kind == "fsdp" else "bf16-master"
+    instead = "bf16-master" if config.strategy.kind in ("single", "ddp") else "bf16-mixed"
     return (
         f"note: --precision bf16-true: steps of the learning rate's size, {peak:.3g}, round away in "
         f"{_rounded_away(module, peak):.0%} of the weights, and in {_rounded_away(module, end):.0%} at its end, "
