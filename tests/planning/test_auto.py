@@ -110,6 +110,13 @@ def test_strategies_of_runs(config_of):
         config_of({"fsdp.forward_prefetch": True, "ddp.bucket_cap_mb": 5.0})
 
 
+def test_a_variable_under_which_ddp_crashes_on_a_cpu_excludes_it(config_of, monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert config_of({}, device="cpu", devices=2).strategy.kind == "fsdp"
+    with pytest.raises(UserError, match="^TORCH_DISTRIBUTED_DEBUG=DETAIL: .*; use --strategy fsdp"):
+        config_of(DDP, device="cpu", devices=2)
+
+
 def test_micro_batches_of_runs(config_of):
     def check(options: dict, place: dict, size: int) -> None:
         found = config_of({"train.max_seq_length": 512} | options, **{"devices": 1} | place)

@@ -181,7 +181,7 @@ def test_flaky_storage_delays_a_run_and_changes_nothing(server, corpus, undistur
 
 def test_sigterm_uploads_the_checkpoint_and_a_second_run_is_refused(server, corpus, undisturbed, tmp_path):
     for n_ranks in (1, 2):
-        run, server.faults = f"signal-{n_ranks}", Faults(bytes_per_second=3e6)
+        run, server.faults = f"signal-{n_ranks}", Faults(bytes_per_second=1e6)  # it does not end before the signal
         launch = Launch(server, corpus, run, tmp_path / f"first-{n_ranks}", n_ranks)
         read_until(launch.process, "saved")
         if n_ranks == 1:
@@ -189,6 +189,7 @@ def test_sigterm_uploads_the_checkpoint_and_a_second_run_is_refused(server, corp
             assert f"s3://{BUCKET}/{run}: another run is alive there (process {launch.process.pid} on " in err
             print(f"\nTRIAL second run: exit 2\n  {err.strip()}")
         launch.process.send_signal(signal.SIGTERM)
+        server.faults = Faults()
         _, err = launch.end(128 + signal.SIGTERM)
         assert newest_step(launch.staging) in server.checkpoints(run)
         Launch(server, corpus, run, tmp_path / f"third-{n_ranks}", n_ranks).end(0)

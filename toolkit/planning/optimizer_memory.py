@@ -62,13 +62,15 @@ def update_bytes(setup: TrainingSetup, model: GPT) -> float:
     for name, parameter in trained.items():
         groups.setdefault((name in no_decay, name in main), []).append(parameter)
     if has_bf16_moments or (setup.has_masters and not setup.sums_in_fp32):
-        parts = [part for group in groups.values() for part in chunks(group)]
-        elements = largest if setup.in_backward else max(sum(p.numel() for p in part) for part in parts)
+        widened = {is_main: int(setup.has_masters and not setup.sums_in_fp32) for _, is_main in groups}  # per element
         if has_bf16_moments:
-            size = state_bytes(setup.optimizer, torch.float32, (256, 256), setup.optimizer_class, is_main=bool(main))
-            needs += FP32 * (size // (BF16 * 256 * 256)) * elements + (FP32 + 1 + FP32 + BF16) * largest
-        if setup.has_masters and not setup.sums_in_fp32:
-            needs += FP32 * elements
+            for is_main in widened:
+                size = state_bytes(setup.optimizer, torch.float32, (256, 256), setup.optimizer_class, is_main)
+                widened[is_main] += int(size // (BF16 * 256 * 256))
+            needs += (FP32 + 1 + FP32 + BF16) * largest
+        limit = 1 if setup.in_backward else UPDATE_CHUNK
+        parts = [(widened[is_main], part) for (_, is_main), group in groups.items() for part in chunks(group, limit)]
+        needs += FP32 * max(n * sum(p.numel() for p in part) for n, part in parts)
     elif _is_foreach(setup) and not setup.has_masters:
         elements = largest if setup.in_backward else max(sum(p.numel() for p in group) for group in groups.values())
         shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
@@ -105,11 +107,11 @@ def orthogonalization_flops(setup: TrainingSetup, model: GPT) -> float:
     return float(iterations * sum(4 * r * r * c + 2 * r**3 for r, c in sizes))
 
 
-def chunks(parameters: Iterable[T]) -> Iterator[list[T]]:
-    """Yield the parameters in parts of at most :data:`UPDATE_CHUNK` elements, or of one parameter."""
+def chunks(parameters: Iterable[T], limit: int = UPDATE_CHUNK) -> Iterator[list[T]]:
+    """Yield the parameters in parts of at most ``limit`` elements, or of one parameter."""
     part: list[T] = []
     for parameter in parameters:
-        if part and sum(p.numel() for p in part) + parameter.numel() > UPDATE_CHUNK:
+        if part and sum(p.numel() for p in part) + parameter.numel() > limit:
             yield part
             part = []
         part.append(parameter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -126,6 +127,8 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     if (reason := chosen.reasons.get("strategy")) is not None:
         reason = reason if strategy.kind == "ddp" else f"{reason}; {strategy.reason}"
         strategy = replace(strategy, reason=reason)
+    if (strategy.kind, devices.device, os.environ.get("TORCH_DISTRIBUTED_DEBUG")) == ("ddp", "cpu", "DETAIL"):
+        raise UserError("TORCH_DISTRIBUTED_DEBUG=DETAIL: torch's ddp crashes under it on a CPU; use --strategy fsdp")
     if args.timeout != AUTO and devices.devices * devices.num_nodes == 1:
         raise UserError(f"--timeout {args.timeout}: would have no effect, one process waits for no other")
     if args.lora is not None:
