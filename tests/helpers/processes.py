@@ -96,17 +96,20 @@ class Forked:
         self.stdout, self.stderr = (os.fdopen(os.dup(pipe.fileno()), encoding="utf-8") for pipe in (out, err))
         self._readers: list[threading.Thread] = []
         self._texts = ["", ""]
+        self._reaping = threading.Lock()  # of two threads that ask for the exit code at once, one would get 255
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with self._reaping:
+            return self._process.exitcode
 
     def wait(self) -> int:
-        self._process.join()
-        return self._process.exitcode
+        with self._reaping:
+            self._process.join()
+            return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
