@@ -51,6 +51,14 @@ def test_n4_different_replicas_are_detected_after_the_first_step(broken, name, p
 
 
 @pytest.mark.slow
+def test_n4_callback_of_one_rank_leaves_replicas_equal(tmp_path, shared_flags):
+    """A clipped gradient that is looked at is rounded to bf16, another one is not."""
+    flags = ["--strategy", "ddp", "--precision", "bf16-true", "--train.max_norm", "0.01", "--train.max_steps", "1"]
+    (ranks,) = run_group(tmp_path, 2, [Case("watched", flags, fault="a callback on rank 1")], shared_flags).values()
+    assert [seen["exit"] for seen in ranks] == [0, 0], output_of(tmp_path, "watched")
+
+
+@pytest.mark.slow
 def test_n4_hybrid_replicas_clip_by_one_norm(tmp_path, shared_flags):
     """Different norms, as may happen in the last bit, must not make the replicas differ."""
     hybrid = ["--strategy", "fsdp", "--fsdp.sharding_strategy", "HYBRID_SHARD", "--train.max_norm", "0.01"]

@@ -109,7 +109,7 @@ def test_random_numbers_depend_on_weight_and_step_only():
     for order in (1, -1):
         model, optimizer = build(state_dtype="bf16")
         by_weight = [
-            [torch.rand((), generator=optimizer._generator([parameter])).item() for _ in range(3)]
+            [torch.rand((), generator=optimizer._generator(parameter)).item() for _ in range(3)]
             for parameter in list(model.parameters())[::order]
         ]
         draws.append(by_weight[::order])

@@ -283,6 +283,7 @@ class DDPArgs:
         find_unused_parameters: Find the weights that take no part in a step, of a user-provided model that does not use
             all of them in every step; without it they are an error.
         static_graph: The same weights take part in every step: unused ones are found only once. Without accumulation.
+            On more than two ranks a resumed run rounds its first step differently.
     """
 
     bucket_cap_mb: float = 25.0

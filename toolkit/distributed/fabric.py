@@ -18,7 +18,7 @@ from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import ShardedStrategy
 from toolkit.distributed.memory import keep_freed_memory
 from toolkit.distributed.private_lightning import FabricModule, LauncherMixin
-from toolkit.distributed.private_torch import tensor_norms
+from toolkit.distributed.private_torch import order_buckets, tensor_norms
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import WorldInfo, cluster_environment
 from toolkit.extension import load_registered
@@ -26,6 +26,11 @@ from toolkit.extension import load_registered
 
 class _DDP(LauncherMixin, DDPStrategy):
     """Fabric's DDP with toolkit's launcher."""
+
+    def setup_module(self, module: nn.Module) -> Any:
+        wrapped = super().setup_module(module)
+        order_buckets(wrapped)
+        return wrapped
 
 
 class _BF16DDP(LauncherMixin, BF16DDPStrategy):

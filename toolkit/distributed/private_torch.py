@@ -108,6 +108,24 @@ def shard_over_one_rank(module: nn.Module) -> None:
         handle._sharding_strategy = HandleShardingStrategy.FULL_SHARD
 
 
+def order_buckets(module: Any) -> None:
+    """Have DDP fill its buckets now as it would after its first backward pass, by a pass whose gradients are zeros.
+
+    The order in which a gradient is summed over more than two ranks depends on its place in a bucket. The first step
+    after a resume would round differently if its buckets were not yet those of the run that it repeats (S2).
+    """
+    if module.find_unused_parameters or module.static_graph:  # never refilled; or the pass must be the model's own
+        return
+    weights = [(name, weight) for name, weight in reversed(list(module.named_parameters())) if weight.requires_grad]
+    weights.sort(key=lambda named: "lm_head" not in named[0])  # stored first, and the first to have a gradient
+    module.reducer.prepare_for_forward()
+    module.reducer.prepare_for_backward([])
+    for _, weight in weights:
+        weight.backward(torch.zeros_like(weight))
+    module.reducer._rebuild_buckets()
+    module.zero_grad()
+
+
 def zero_offloaded_gradients(module: nn.Module) -> None:
     """Set the gradients in CPU memory to zero: FSDP shows them again as those of the next step, if that accumulates."""
     for handle in _handles(module):

@@ -14,8 +14,8 @@ from toolkit.planning.optimizer_memory import chunks
 ROUNDING = "rounding"
 """Seed of the last stochastic rounding of a parameter's moments; in the state, so that a resume is bit-equal."""
 SEED_STEP = 2654435761
-"""Distance of the first seeds of two parameters: 2^32 divided by the golden ratio. A CPU generator uses only the lower
-32 bits of a seed; those of 1,000 parameters are a million steps apart."""
+"""Distance of the first seeds of two parameters: a prime near 2^32 divided by the golden ratio. A CPU generator uses
+only the lower 32 bits of a seed; those of 1,000 parameters are a million steps apart."""
 
 
 class BF16Optimizer(torch.optim.Optimizer):
@@ -60,9 +60,8 @@ class BF16Optimizer(torch.optim.Optimizer):
                 states[target] = {k: self._widened(v) for k, v in stored.items() if k not in (MASTER, ROUNDING)}
         self._inner.param_groups, self._inner.state = [{**group, "params": targets}], states
         self._inner.step()
-        generator = self._generator(parameters) if self._has_bf16_moments else None
         for parameter, target in zip(parameters, targets, strict=True):
-            self._store(parameter, states.get(target, {}), generator)
+            self._store(parameter, states.get(target, {}))
         if self._has_masters:
             for target in targets:
                 target.grad = None
@@ -77,9 +76,10 @@ class BF16Optimizer(torch.optim.Optimizer):
     def _widened(self, value: Any) -> Any:
         return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
-    def _store(self, parameter: Tensor, values: dict[str, Any], generator: torch.Generator | None) -> None:
+    def _store(self, parameter: Tensor, values: dict[str, Any]) -> None:
         """Put the inner optimizer's state of a weight into this one's."""
         stored = self.state[parameter]
+        generator = self._generator(parameter) if self._has_bf16_moments else None
         for key, value in values.items():
             is_moment = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == torch.float32
             if generator is None or not is_moment:
@@ -89,13 +89,15 @@ class BF16Optimizer(torch.optim.Optimizer):
             else:
                 stored[key] = round_stochastically(value, generator)
 
-    def _generator(self, parameters: list[Tensor]) -> torch.Generator:
-        """Return a generator of random numbers that differ from step to step and from weight to weight."""
-        for parameter in parameters:
-            state = self.state[parameter]
-            # a copy of a weight, on resume, is not among the indices: its seed is replaced by the saved one
-            state[ROUNDING] = state.get(ROUNDING, SEED_STEP * self._indices.get(parameter, 0)) + 1
-        return torch.Generator(device=parameters[0].device).manual_seed(self.state[parameters[0]][ROUNDING])
+    def _generator(self, parameter: Tensor) -> torch.Generator:
+        """Return a generator of random numbers that differ from step to step and from weight to weight.
+
+        Those of a weight do not depend on the other weights of the step: ``in_backward`` updates each by itself.
+        """
+        state = self.state[parameter]
+        # a copy of a weight, on resume, is not among the indices: its seed is replaced by the saved one
+        state[ROUNDING] = state.get(ROUNDING, SEED_STEP * self._indices.get(parameter, 0)) + 1
+        return torch.Generator(device=parameter.device).manual_seed(state[ROUNDING])
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:

@@ -3,7 +3,7 @@
 torch's fused Adam and AdamW divide gradients by ``grad_scale``, and leave weights, moments and step counters alone
 where ``found_inf`` is set, as ``torch.amp.GradScaler`` uses them. So clipping takes no pass over the gradients, and the
 host reads norm and loss while the update runs. :func:`clip_gradients` divides in the same way: a callback that looks at
-the gradients changes no update of fp32 weights, and ranks with and without one stay equal. Not tried on CUDA.
+the gradients changes no update of fp32 weights. Not tried on CUDA.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def clip_gradients(optimizer: Any, norm: torch.Tensor, max_norm: float | None) -
     if not max_norm:
         return
     divisor = _divisor(norm, max_norm)
-    divisors = {divisor.device: divisor}  # offloaded gradients are in CPU memory
+    by_device: dict[torch.device, list[torch.Tensor]] = {}  # offloaded gradients are in CPU memory
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if (gradient := parameter.grad) is not None:
-            if gradient.device not in divisors:
-                divisors[gradient.device] = divisor.to(gradient.device)
-            gradient.div_(divisors[gradient.device])
+        if parameter.grad is not None:
+            by_device.setdefault(parameter.grad.device, []).append(parameter.grad)
+    for device, gradients in by_device.items():
+        torch._foreach_div_(gradients, divisor.to(device))
 
 
 def _divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -206,6 +206,8 @@ class Trainer:
                 should_stop=int(self._stop_reason is not None),
                 cannot_read=int(self.reader.error is not None),
                 writing=int(self.saver.is_writing),
+                # on one rank is on all: a gradient that is looked at is rounded to its dtype once more (N4)
+                watched=int(any(overrides(callback, "on_before_optimizer_step") for callback in self.callbacks)),
                 time_is_up=int(left <= step_seconds),
                 eval_is_due=int(step_started - last_validated >= (intervals.eval_seconds or math.inf)),
                 save_is_due=int(step_started - last_saved >= (intervals.save_seconds or math.inf)),
@@ -224,7 +226,7 @@ class Trainer:
                 return
 
             learning_rate = self.state.schedule.learning_rate(progress.step)
-            result = self._step(micro_batches, agreed["n_tokens"], learning_rate)
+            result = self._step(micro_batches, agreed["n_tokens"], learning_rate, agreed["watched"] > 0)
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             if skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
                 raise GuardError(
@@ -258,8 +260,8 @@ class Trainer:
                 self.garbage.collect()
                 ready_at = last_saved = time.perf_counter()
 
-    def _step(self, micro_batches: list[Batch], n_tokens: int, learning_rate: float) -> StepResult:
-        watchers = [callback for callback in self.callbacks if overrides(callback, "on_before_optimizer_step")]
+    def _step(self, micro_batches: list[Batch], n_tokens: int, learning_rate: float, is_watched: bool) -> StepResult:
+        look = partial(notify, self.callbacks, "on_before_optimizer_step", self)
         try:
             result = train_step(
                 self.fabric,
@@ -269,7 +271,7 @@ class Trainer:
                 n_tokens=n_tokens,
                 learning_rate=learning_rate,
                 max_norm=self.args.train.max_norm,
-                before_update=partial(notify, watchers, "on_before_optimizer_step", self) if watchers else None,
+                before_update=look if is_watched else None,
                 in_backward=self.in_backward,
                 meanwhile=self._while_computing,
             )
