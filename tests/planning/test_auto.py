@@ -13,7 +13,7 @@ from toolkit.config.command import parse_object
 from toolkit.data.sft.datasets import Alpaca
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
-from toolkit.planning.auto import _changed, choose_size, choose_strategy
+from toolkit.planning.auto import choose_size, choose_strategy, with_options
 from toolkit.planning.compiler import choose_compiler, planned_steps
 from toolkit.planning.plan import plan_run, run_args_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
@@ -29,7 +29,7 @@ def config_of() -> Callable[..., ResolvedConfig]:
     base = run_args("pretrain", parse_object(pretrain.setup, given))
 
     def resolved(options: dict, gb=80.0, devices=8, nodes=1, device="cuda") -> ResolvedConfig:
-        return resolve(_changed(base, options), DeviceSpec(device, devices, nodes, gb * 1e9))
+        return resolve(with_options(base, options), DeviceSpec(device, devices, nodes, gb * 1e9))
 
     return resolved
 
@@ -102,8 +102,10 @@ def test_strategies_of_runs(config_of):
             ({"ddp.bucket_cap_mb": 5.0}, {"gb": 1}, "ddp, 8 replicas (options of --ddp"),
             # which FSDP does not have
             ({"optimizer.name": "Adafactor"}, {}, "ddp, 8 replicas"),
-            ({"optimizer.name": "Muon"}, {"gb": math.inf}, "ddp, 8 replicas (auto: fsdp does not go with"),
-            ({"precision": "bf16-master"}, {"gb": 3}, "ddp, 8 replicas (auto: fsdp does not go with"),
+            ({"optimizer.name": "Muon"}, {"gb": math.inf},
+             "ddp, 8 replicas (auto: fsdp does not go with --optimizer.name Muon)"),
+            ({"precision": "bf16-master"}, {"gb": 3},
+             "ddp, 8 replicas (auto: fsdp does not go with --precision bf16-master)"),
         ],
     )  # fmt: skip
     with pytest.raises(UserError, match="--ddp.bucket_cap_mb 5.0: would have no effect, the strategy is fsdp"):

@@ -334,7 +334,7 @@ def test_n7_grad_scaler_skips_counts_and_resumes(corpus, tmp_path, monkeypatch, 
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
         return Fabric(accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
 
-    monkeypatch.setattr(resolve, "pick_precision", lambda precision, device, on_cuda: "16-mixed")
+    monkeypatch.setattr(resolve, "pick_precision", lambda *given: "16-mixed")
     monkeypatch.setattr(trainer, "build_fabric", build)
     train = {"max_steps": 45, "save_interval": 35, "keep_last": 0}
     run_training(arguments(corpus, tmp_path / "run", train=train))

@@ -48,19 +48,24 @@ def device_memory(accelerator: str) -> float:
     return math.inf
 
 
-def pick_precision(precision: Precision | Auto, accelerator: str, on_cuda: Precision = "bf16-mixed") -> Precision:
+def pick_precision(
+    precision: Precision | Auto, accelerator: str, on_cuda: Precision = "bf16-mixed", has_bf16: bool | None = None
+) -> Precision:
     """Return the requested precision; auto: ``on_cuda`` on CUDA, or 16-mixed without bfloat16; 32-true elsewhere.
+
+    ``has_bf16``: whether the GPU has bfloat16; None: ask that of this machine.
 
     Raises:
         UserError: the device does not support it.
     """
-    bf16_cuda = accelerator == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if has_bf16 is None:
+        has_bf16 = accelerator == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if precision == AUTO:
-        return on_cuda if bf16_cuda else "16-mixed" if accelerator == "cuda" else "32-true"
+        return "32-true" if accelerator != "cuda" else on_cuda if has_bf16 else "16-mixed"
     if precision == "16-mixed" and accelerator != "cuda":
         raise UserError(f"--precision 16-mixed: needs a CUDA device, and this run is on {accelerator}; use bf16-mixed")
-    if precision.startswith("bf16") and accelerator == "cuda" and not bf16_cuda:
-        raise UserError(f"--precision {precision}: this CUDA device has no bfloat16; use 16-mixed or 32-true")
+    if precision.startswith("bf16") and accelerator == "cuda" and not has_bf16:
+        raise UserError(f"--precision {precision}: this GPU has no bfloat16; use auto, 16-mixed or 32-true")
     return precision
 
 

@@ -126,7 +126,7 @@ def plan_strategy(
         _check_unused("ddp", ddp, (), f"the strategy is {plan}")
     _check_dtypes(fsdp, precision)
     if fsdp.cpu_offload and precision == "16-mixed":
-        raise UserError("--fsdp.cpu_offload true: is not proven with --precision 16-mixed; use bf16-mixed")
+        raise UserError("--fsdp.cpu_offload true: is not proven with --precision 16-mixed; use bf16-mixed or 32-true")
     return plan
 
 

@@ -15,7 +15,7 @@ from toolkit.distributed.device import device_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.planning.auto import SIZE
+from toolkit.planning.auto import SIZE, shardable, with_options
 from toolkit.planning.plan import RunPlan, format_needs, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
@@ -100,6 +100,15 @@ def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
     for micro in range(plan.config.batch.micro_batch_size - 1, 0, -1):
         if per_rank % micro == 0:
             yield f"--train.micro_batch_size {micro}", *_train(plan, micro_batch_size=micro)
+
+
+def _shardable(plan: RunPlan) -> Iterator[Change]:
+    """Without the options that fsdp does not go with, where every device has a copy."""
+    changes = shardable(plan.args)
+    if changes and plan.config.strategy.kind == "ddp":
+        changes |= {} if plan.args.strategy == AUTO else {"strategy": "fsdp"}
+        flags = " ".join(f"--{option} {value}" for option, value in changes.items())
+        yield flags, with_options(plan.args, changes), plan.config.devices
 
 
 def _sharded_gradients(plan: RunPlan) -> Iterator[Change]:
@@ -205,17 +214,22 @@ def _more_devices(plan: RunPlan) -> Iterator[Change]:
 
 
 def _fewer_layers(plan: RunPlan) -> Iterator[Change]:
+    """Another model: only where nothing else suffices."""
     args, layers = plan.args, plan.model.n_layer // 2
     while args.initial_checkpoint_dir is None and args.lora is None and layers:
         config = ModelOverrides(**{**vars(args.model_config), "n_layer": layers})
-        yield f"--model_config.n_layer {layers}", replace(args, model_config=config), plan.config.devices
+        yield (
+            f"a smaller model: --model_config.n_layer {layers}",
+            replace(args, model_config=config),
+            plan.config.devices,
+        )
         layers //= 2
 
 
 _STEPS: list[Step] = [
-    _smaller_micro_batch, _step_in_backward, _sharded_gradients, _full_shard, _checkpointing, _bf16_masters,
-    _smaller_moments, _true_16_bits, _no_accumulation, _adapters, _quantized, _rounded_weights, _cpu_offload, _shorter,
-    _more_devices, _fewer_layers,
+    _smaller_micro_batch, _step_in_backward, _shardable, _sharded_gradients, _full_shard, _checkpointing,
+    _bf16_masters, _smaller_moments, _true_16_bits, _no_accumulation, _adapters, _quantized, _rounded_weights,
+    _cpu_offload, _shorter, _more_devices, _fewer_layers,
 ]  # fmt: skip
 
 

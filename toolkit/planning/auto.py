@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import AUTO, none_if_auto
 from toolkit.distributed.strategy import implied_strategy
+from toolkit.planning.optimizer import COMBINED
 
 if TYPE_CHECKING:
     from toolkit.planning.run_args import RunArgs
@@ -71,7 +72,7 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, needs: Needs
     busy = next((size for size in sizes if size * (length or 1) >= BUSY_TOKENS), sizes[-1])
 
     def need(strategy: Changes, size: int) -> float:
-        return needs(_changed(args, strategy | {SIZE: size}))
+        return needs(with_options(args, strategy | {SIZE: size}))
 
     reasons, strategy, size = {}, strategies[0], default
     if len(strategies) > 1:
@@ -79,7 +80,8 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, needs: Needs
         needed = [need(each, tried) for each in strategies[:-1]]
         strategy, reasons["strategy"] = choose_strategy(strategies, needed, devices.memory)
         if strategy == strategies[-1] and needed[0] != math.inf == need(strategy, tried):
-            strategy, reasons["strategy"] = strategies[0], "fsdp does not go with the other options"
+            options = [f"--{option} {_get(args, option)}" for option in shardable(args)] or ["the other options"]
+            strategy, reasons["strategy"] = strategies[0], f"fsdp does not go with {', '.join(options)}"
     if has_choice and devices.memory < math.inf:
         by_size = {size: need(strategy, size) for size in sizes}
         size, reasons[SIZE] = choose_size(by_size, default, length or 1, devices.memory)
@@ -88,8 +90,8 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, needs: Needs
         reasons[SIZE] = f"up to {args.defaults.micro_batch_size} {where}"
     changes = strategy | ({SIZE: size} if given is None else {})
     if name == "balanced":
-        return Chosen(_changed(args, changes), {option: f"auto: {reason}" for option, reason in reasons.items()})
-    return Chosen(_changed(args, changes), preset=_describe(name, changes, need(strategy, size), needs(args)))
+        return Chosen(with_options(args, changes), {option: f"auto: {reason}" for option, reason in reasons.items()})
+    return Chosen(with_options(args, changes), preset=_describe(name, changes, need(strategy, size), needs(args)))
 
 
 def choose_strategy(strategies: list[Changes], needed: list[float], memory: float) -> tuple[Changes, str]:
@@ -142,6 +144,18 @@ def choose_size(needed: Mapping[int, float], default: int, length: int, memory: 
     return size, f"{takes}; {larger} would take more than {BATCH_ROOM:.0%} of {_gb(memory)}"
 
 
+def shardable(args: RunArgs) -> Changes:
+    """Return values for those options that fsdp does not go with, with which it does."""
+    optimizer = args.optimizer
+    whole = (*COMBINED, "Adafactor")  # optimizers that look at whole matrices
+    changes = {
+        "precision": ("bf16-mixed", args.precision == "bf16-master"),
+        "optimizer.name": ("AdamW", optimizer.name.lower() in map(str.lower, whole)),
+        "optimizer.state_dtype": (AUTO, optimizer.state_dtype != AUTO),
+    }
+    return {option: value for option, (value, is_needed) in changes.items() if is_needed}
+
+
 def _strategies(args: RunArgs, world_size: int, is_speed: bool) -> list[Changes]:
     """Return the strategies to try; no change if the strategy is given, or there is only one."""
     given = implied_strategy(args.fsdp, args.ddp) if args.strategy == AUTO else args.strategy
@@ -177,7 +191,7 @@ def _take_least(args: RunArgs, world_size: int, num_nodes: int, needs: Needs) ->
     found: list[tuple[float, int, Changes]] = []
     for values in product(*free.values()):
         changes = {o: v for o, v in zip(free, values, strict=True) if v != _get(args, o)}
-        total = needs(_changed(args, changes))
+        total = needs(with_options(args, changes))
         if total < math.inf:
             found.append((total, len(changes), changes))
         elif math.isnan(total):  # of those that would run, with the most changes
@@ -185,7 +199,7 @@ def _take_least(args: RunArgs, world_size: int, num_nodes: int, needs: Needs) ->
     if not found:
         return Chosen(args)  # resolving says why
     total, _, changes = min(found, key=lambda each: (each[0], each[1], each[2].get(SIZE, 0)))
-    return Chosen(_changed(args, changes), preset=_describe("memory", changes, total, needs(args)))
+    return Chosen(with_options(args, changes), preset=_describe("memory", changes, total, needs(args)))
 
 
 def _get(args: RunArgs, option: str) -> Any:
@@ -193,7 +207,8 @@ def _get(args: RunArgs, option: str) -> Any:
     return getattr(getattr(args, group) if group else args, name)
 
 
-def _changed(args: RunArgs, changes: Changes) -> RunArgs:
+def with_options(args: RunArgs, changes: Changes) -> RunArgs:
+    """Return the options of a run with other values."""
     for option, value in changes.items():
         group, _, name = option.rpartition(".")
         args = replace(args, **({group: replace(getattr(args, group), **{name: value})} if group else {name: value}))

@@ -19,7 +19,7 @@ def check_in_backward(
         f"needs the complete gradient in one backward pass, and {accumulation} micro-batches are accumulated; use "
         "--train.micro_batch_size equal to --train.global_batch_size": accumulation > 1,
         "clipping needs the norm of all gradients first; use --train.max_norm 0": max_norm > 0,
-        "does not go with --precision 16-mixed, whose scaler checks all gradients first; use bf16-mixed": (
+        "does not go with --precision 16-mixed, whose scaler checks all gradients first; use bf16-mixed or 32-true": (
             precision == "16-mixed"
         ),
         "only torch's optimizers are known to update each weight by itself; leave it out": not is_torch_optimizer,

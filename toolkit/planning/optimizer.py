@@ -147,7 +147,7 @@ def check_low_memory(
         return
     reasons = {
         "those of --precision bf16-true are bf16 already": precision == "bf16-true" and not has_adapters,
-        "is not proven with --precision 16-mixed, use bf16-mixed": precision == "16-mixed",
+        "is not proven with --precision 16-mixed, use bf16-mixed or 32-true": precision == "16-mixed",
         "AdamW8bit has them in 8 bits": name == "AdamW8bit",
         f"{name} has none here": not _has_moments(options),
     }

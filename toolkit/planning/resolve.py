@@ -39,13 +39,15 @@ DEFAULT_MODEL_TOKENS = 700_000
 class DeviceSpec:
     """The devices of a run: ``devices`` per node of a kind ("cuda", "cpu" or "mps").
 
-    ``memory`` is that of one device in bytes; infinity if unknown.
+    ``memory`` is that of one device in bytes; infinity if unknown. ``has_bf16``: whether a GPU has bfloat16; None: as
+    those of this machine, and assumed where it has none.
     """
 
     device: str
     devices: int
     num_nodes: int
     memory: float = math.inf
+    has_bf16: bool | None = None
 
     @classmethod
     def of_this_machine(cls, device: str, devices: int = 1, num_nodes: int = 1) -> DeviceSpec:
@@ -113,7 +115,7 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     length = choose_length(args.train, model)
     chosen = choose_options(args, devices, length, _needs_of(model, args, devices))
     args = chosen.args
-    precision = choose_precision(args, devices.device)
+    precision = choose_precision(args, devices)
     sizes = {"devices": devices.devices, "num_nodes": devices.num_nodes}
     strategy = plan_strategy(
         args.strategy,
@@ -276,12 +278,18 @@ def _check_units(args: RunArgs, strategy: StrategyPlan) -> None:
         raise UserError(f"--fsdp.cpu_offload true: is not proven with --quantize {args.quantize}; leave one out")
 
 
-def choose_precision(args: RunArgs, device: str) -> Precision:
-    """Return the precision of the run; assumes bfloat16 support for GPUs of other machines."""
+def choose_precision(args: RunArgs, devices: DeviceSpec) -> Precision:
+    """Return the precision of the run; auto is one that goes with its other options.
+
+    Raises:
+        UserError: the devices do not support it.
+    """
     on_cuda: Precision = "bf16-mixed" if args.lora is None else "bf16-true"
-    if device == "cuda" and not torch.cuda.is_available():
-        return on_cuda if args.precision == AUTO else args.precision
-    return pick_precision(args.precision, device, on_cuda)
+    has_bf16 = True if devices.has_bf16 is None and not torch.cuda.is_available() else devices.has_bf16
+    precision = pick_precision(args.precision, devices.device, on_cuda, has_bf16)
+    if (args.precision, precision) == (AUTO, "16-mixed") and (args.quantize is not None or args.fsdp.cpu_offload):
+        return "32-true"  # they are not proven with 16-mixed
+    return precision
 
 
 def _check_options(args: RunArgs) -> None:
@@ -324,7 +332,9 @@ def _require_fit_for_adapters(args: RunArgs, precision: Precision) -> None:
     """Refuse options that do not go with adapters, or with a quantized base."""
     if args.quantize is not None:
         if precision == "16-mixed":
-            raise UserError(f"--precision 16-mixed: is not proven with --quantize {args.quantize}; use bf16-true")
+            raise UserError(
+                f"--precision 16-mixed: is not proven with --quantize {args.quantize}; use bf16-true or 32-true"
+            )
         if args.compiler not in (AUTO, "none"):
             raise UserError(f"--compiler {args.compiler}: does not go with --quantize {args.quantize}; leave one out")
     if args.fsdp.state_dict_type == "sharded":
