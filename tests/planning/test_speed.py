@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -26,14 +27,16 @@ from toolkit.planning.resolve import DeviceSpec
 from toolkit.planning.run_args import run_args
 from toolkit.planning.setup import TrainingSetup
 from toolkit.planning.speed import trace as tracing
-from toolkit.planning.speed.cards import CARDS, card_for, precision_on
+from toolkit.planning.speed.cards import CARDS, card_for
 from toolkit.planning.speed.cuda_on_meta import CUDA
 from toolkit.planning.speed.flops import flops_per_token, matmul_parameters
 from toolkit.planning.speed.fusion import fuse
 from toolkit.planning.speed.links import communication
 from toolkit.planning.speed.operators import Access, Op, Recorder
+from toolkit.planning.speed.predict import predict
 from toolkit.planning.speed.trace import LOSS, trace_micro_step, trace_update
-from toolkit.planning.speed.variants import _micro_batch, _strategy
+from toolkit.planning.speed.variants import _compiler, _micro_batch, _precision, _strategy
+from toolkit.ui.plan import format_plan, plan_summary, speed_summary
 
 B, T = 2, 128
 SINGLE = StrategyPlan("single", None, (1, 1), "")
@@ -230,6 +233,11 @@ def test_links_of_strategies():
     collectives = latency(3 * units + 2)
     assert sent("fsdp", "FULL_SHARD", (8,), 8, 1) == pytest.approx(7 / 8 * moved / rate + collectives)
     assert sent("ddp", None, (16, 1), 8, 2) > sent("ddp", None, (8, 1), 8, 1)
+    of_nodes = communication(
+        replace(setup, strategy=StrategyPlan("ddp", None, (16, 1), "")), model, CARDS["RTX 4090"], 8, 2, 0.0, 0.0
+    )
+    assert of_nodes.links == "PCIe 4.0, 100 Gb/s Ethernet per node of 8 between nodes"
+    assert 8 * 8 * CARDS["RTX 4090"].network == 100e9
 
 
 def test_links_of_4_bits_masters_and_accumulation():
@@ -297,8 +305,38 @@ def test_plan_predicts_a_step(capsys):
     assert (speed["gpu"], speed["measured"], planned["device_memory_gb"]) == ("H200", False, 150.1)
     gains = [v["gain"] for v in speed["variants"][:-1]]
     assert gains == sorted(gains, reverse=True) and "--compiler torch" in speed["variants"][-1]["change"]
-    assert main(["plan", *argv]) == 0
-    assert "(prediction; not measured on a GPU)" in capsys.readouterr().out
+    assert "(prediction; not measured on a GPU)\n" in format_plan(planned)
+    assert speed["run_seconds"] is None and "\n  run " not in format_plan(planned)
+
+
+def test_times_are_shown_in_readable_units():
+    """From a plan's values: seconds for long steps, the time of the run, and that the run does not fit."""
+    plan = planned_run(train={"max_steps": 200, "micro_batch_size": 4, "max_seq_length": 64})
+    slow = replace(predict(plan, CARDS["H200"]), products=30.0)
+    summary = plan_summary(plan, 1e-3, []) | {"speed": speed_summary("H200", slow, [], plan.steps)}
+    shown = format_plan(summary)
+    assert "(prediction; not measured on a GPU; does not fit in memory)\n" in shown
+    assert re.search(r"\n  step +30\.\d  s: ", shown) and "\n  products             30.0  matrix" in shown
+    assert re.search(r"\n  run +100\.\d  min: 200 steps", shown)
+    assert summary["speed"]["run_seconds"] == pytest.approx(200 * slow.seconds, abs=0.1)
+
+
+def planned_run(**options):
+    given = {"model_name": "pico-llama", "model_config": {"vocab_size": 512}} | options
+    return plan_run(run_args("pretrain", parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 85e9))
+
+
+def test_changes_that_auto_would_not_take_are_not_suggested():
+    """To compile a short run; and what it would take instead of fp32 is."""
+
+    for train, changed in ({}, "torch"), ({"max_steps": 50}, "none"):
+        plan = planned_run(compiler="none", train=train)
+        ((_, args),) = _compiler(plan)
+        assert plan_run(args, plan.config.devices).compiler[0] == changed
+    assert [text for text, _ in _precision(planned_run(precision="32-true"))] == ["--precision bf16-mixed"]
+    plan = planned_run()
+    assert not list(_precision(plan)) and not list(_compiler(plan))
+    assert plan_run(plan.config.args, plan.config.devices).compiler[0] == plan.compiler[0] == "torch"
 
 
 @pytest.mark.slow
@@ -329,11 +367,11 @@ def test_variants_are_runs_that_start():
 
 
 def test_gpus_without_bf16_train_in_fp16(capsys):
-    v100 = CARDS["V100"]
-    assert precision_on("V100", v100, "auto") == "16-mixed" and precision_on("V100", v100, "32-true") == "32-true"
-    assert precision_on("H100", CARDS["H100"], "auto") == "auto"
-    assert main(["plan", "pretrain", "pico-llama", "--speed", "V100", "--precision", "bf16-mixed"]) == 2
-    assert "--precision bf16-mixed: V100 has no bfloat16; use 16-mixed" in capsys.readouterr().err
+    v100 = ["--speed", "V100"]
+    assert CARDS["V100"].kernels.forward < CARDS["A10"].kernels.forward  # nor FlashAttention 2
+    assert plan(capsys, "pretrain", "pico-llama", *v100)["precision"] == "16-mixed"
+    assert main(["plan", "pretrain", "pico-llama", *v100, "--precision", "bf16-mixed"]) == 2
+    assert "--precision bf16-mixed: this GPU has no bfloat16; use auto, 16-mixed" in capsys.readouterr().err
 
 
 def test_unknown_gpus_and_devices_without_prediction_are_refused(capsys):
@@ -342,7 +380,26 @@ def test_unknown_gpus_and_devices_without_prediction_are_refused(capsys):
         assert expected in capsys.readouterr().err
     assert main(["plan", "pretrain", "pico-llama", "--speed", "H200", "--accelerator", "cpu"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert card_for("4090")[0] == "RTX 4090"
+
+
+def test_gpus_are_known_by_the_names_of_vendors_and_drivers():
+    names = {
+        "4090": "RTX 4090", "rtx4090": "RTX 4090", "NVIDIA GeForce RTX 4090": "RTX 4090", "RTX-4090 24GB": "RTX 4090",
+        "A100 80GB": "A100", "A100-40GB": "A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB": "A100", "a100": "A100",
+        "H100 80GB": "H100", "NVIDIA H100 80GB HBM3": "H100", "h100-pcie": "H100 PCIe", "H100 NVL 94 GB": "H100 NVL",
+        "H200 141GB": "H200", "B200 180GB": "B200", "Tesla T4": "T4", "Tesla V100-SXM2-32GB": "V100",
+        "A6000": "RTX A6000",
+    }  # fmt: skip
+    assert {name: card_for(name)[0] for name in names} == names
+    assert {card_for(name)[0] for name in CARDS} == set(CARDS)
+    for name, hint in {
+        "V100 16GB": "with other memory: V100",
+        "A100 80GB PCIe": "did you mean 'A100-SXM4-40GB' or 'A100'",
+        "GB200": "did you mean 'B200'",
+        "RTX 4090 Laptop GPU": "unknown GPU",
+    }.items():
+        with pytest.raises(UserError, match=hint):
+            card_for(name)
 
 
 @pytest.mark.slow

@@ -46,18 +46,18 @@ def setup(
     predicted = None
     with run_args_of(command, run) as args:
         if speed is not None:
-            from toolkit.planning.speed.cards import card_for, precision_on
+            from toolkit.planning.speed.cards import card_for
             from toolkit.planning.speed.predict import predict
             from toolkit.planning.speed.variants import variants
 
             name, card = card_for(speed, args.accelerator)
-            args = replace(args, precision=precision_on(name, card, args.precision))
             device_memory_gb = device_memory_gb or card.memory / 1e9
-        plan = plan_run(args, device_spec_of(args, device_memory_gb))
+        spec = device_spec_of(args, device_memory_gb)
+        plan = plan_run(args, spec if speed is None else replace(spec, has_bf16=card.has_bf16))
         advice = [] if device_memory_gb is None else advice_for(plan, device_memory_gb)
         if speed is not None:
             prediction = predict(plan, card)
-            predicted = (name, prediction, variants(plan, card, prediction))
+            predicted = (name, prediction, variants(plan, card, prediction), plan.steps)
     summary = plan_summary(plan, device_memory_gb, advice)
     if predicted is not None:
         summary["speed"] = speed_summary(*predicted)

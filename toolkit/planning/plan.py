@@ -53,6 +53,11 @@ class RunPlan:
         return self.config.max_seq_length or self.model.block_size
 
     @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the run; None if its rows or its time decide."""
+        return planned_steps(self.args.train, self.seq_length)
+
+    @property
     def tokens_per_step(self) -> int:
         """Upper bound: rows may be shorter than the longest one."""
         return self.config.batch.global_batch_size * self.seq_length
@@ -64,12 +69,10 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     Raises:
         UserError: an error in the arguments, with the run's message.
     """
-    given = args.train
     try:
         args = with_length(args)
-        given = args.train
-    except UserError:
-        args = replace(args, train=replace(given, max_steps=1))  # the length does not matter for the memory
+    except UserError:  # the length does not matter for the memory; an epoch has an unknown number of steps
+        args = replace(args, train=replace(args.train, epochs=1))
     config = resolve(args, devices)
     model = with_known_vocabulary(config.model, args)
     setup = setup_of(config, model)
@@ -77,9 +80,8 @@ def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
     units = None
     if config.strategy.kind == "fsdp":
         units = describe_units(plan_units(built, config.fsdp, (Block,)), config.fsdp)
-    steps = planned_steps(given, config.max_seq_length or model.block_size)
-    compiler = choose_compiler(config, is_ragged=has_ragged_rows(args.data), steps=steps)
-    return RunPlan(args, config, model, count_parameters(built), plan_memory(setup, built), units, compiler)
+    plan = RunPlan(args, config, model, count_parameters(built), plan_memory(setup, built), units)
+    return replace(plan, compiler=choose_compiler(config, is_ragged=has_ragged_rows(args.data), steps=plan.steps))
 
 
 def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> None:

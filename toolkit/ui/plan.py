@@ -30,6 +30,7 @@ _RECOMPUTED = {
 _PARTS = {
     "products": "matrix products",
     "attention": "",
+    "memory_bound": "element-wise operators, norms, casts",
     "launch": "the GPU waits for the host",
     "optimizer": "norm, clipping, update",
 }
@@ -73,10 +74,11 @@ def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -
     }
 
 
-def speed_summary(card: str, prediction: Any, variants: list[Any]) -> dict[str, Any]:
+def speed_summary(card: str, prediction: Any, variants: list[Any], steps: int | None) -> dict[str, Any]:
     """Return a :class:`toolkit.planning.speed.predict.Prediction` on GPUs of this name as plain values.
 
     ``parts_ms`` add up to ``step_ms``. ``variants`` are changes of flags with their predicted gain in tokens/s.
+    ``run_seconds`` is the time of all ``steps`` of the run, if their number is known before it.
     """
     return {
         "gpu": card,
@@ -84,6 +86,8 @@ def speed_summary(card: str, prediction: Any, variants: list[Any]) -> dict[str, 
         "step_ms": round(prediction.seconds * 1e3, 2),
         "tokens_per_sec": round(prediction.tokens_per_sec),
         "mfu": None if prediction.mfu is None else round(prediction.mfu, 4),
+        "steps": steps,
+        "run_seconds": None if steps is None else round(steps * prediction.seconds, 1),
         "parts_ms": {name: round(time * 1e3, 2) for name, time in prediction.parts().items()},
         "kernels_per_micro_step": prediction.kernels,
         "gb_per_micro_step": round(prediction.bytes / _GB, 2),
@@ -141,24 +145,37 @@ def _speed(summary: dict[str, Any]) -> list[str]:
         return []
     world = summary["devices"] * summary["num_nodes"]
     mfu = "" if speed["mfu"] is None else f", MFU {speed['mfu']:.1%}"
+    unit, size = ("ms", 1) if speed["step_ms"] < 10_000 else ("s", 1000)
+    fits = "; does not fit in memory" if summary["fits"] is False else ""
     lines = [
         "",
-        f"Speed on {world} x {speed['gpu']} (prediction; not measured on a GPU)",
-        f"  {'step':15}{speed['step_ms']:10,.1f}  ms: {speed['tokens_per_sec']:,} tokens/s{mfu}",
+        f"Speed on {world} x {speed['gpu']} (prediction; not measured on a GPU{fits})",
+        f"  {'step':15}{speed['step_ms'] / size:10,.1f}  {unit}: {speed['tokens_per_sec']:,} tokens/s{mfu}",
     ]
-    descriptions = _PARTS | {
-        "memory_bound": f"{speed['kernels_per_micro_step']:,} kernels and {speed['gb_per_micro_step']:,.1f} GB per "
-        "micro-step in all",
-        "communication": f"not hidden, of {speed['communication_ms']:,.1f} ms over {speed['links']}",
-    }
+    sent = f"not hidden, of {speed['communication_ms'] / size:,.1f} {unit} over {speed['links']}"
     for name, time in speed["parts_ms"].items():
         if name != "communication" or speed["links"]:
-            lines.append(f"  {name.replace('_', ' '):15}{time:10,.1f}  {descriptions[name]}".rstrip())
+            description = sent if name == "communication" else _PARTS[name]
+            lines.append(f"  {name.replace('_', ' '):15}{time / size:10,.1f}  {description}".rstrip())
+    if speed["steps"] is not None:
+        number, unit = _duration(speed["run_seconds"])
+        lines.append(f"  {'run':15}{number:10,.1f}  {unit}: {speed['steps']:,} steps, without validation and saving")
+    lines.append(
+        f"  Each micro-batch: {speed['kernels_per_micro_step']:,} kernels of all kinds, which read and write "
+        f"{speed['gb_per_micro_step']:,.1f} GB of GPU memory"
+    )
     lines += [f"  {note}" for note in speed["notes"]]
     if speed["variants"]:
         lines += ["", "Faster, by prediction:"]
         lines += [f"  {v['gain']:+7.0%}  {v['change']}: {v['tokens_per_sec']:,} tokens/s" for v in speed["variants"]]
     return lines
+
+
+def _duration(seconds: float) -> tuple[float, str]:
+    """Return a duration in the largest unit of which it has at least two."""
+    units = {"days": 86_400, "h": 3_600, "min": 60, "s": 1}
+    unit = next((unit for unit, size in units.items() if seconds >= 2 * size), "s")
+    return seconds / units[unit], unit
 
 
 def _verdict(summary: dict[str, Any]) -> list[str]:

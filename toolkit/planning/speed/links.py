@@ -51,7 +51,7 @@ def communication(
         forward: Seconds of computation of a forward pass.
         backward: Of a backward pass, with what it recomputes.
     """
-    links = card.link_name if num_nodes == 1 else f"{card.network_name} per GPU between nodes"
+    links = card.link_name if num_nodes == 1 else f"{card.network_name} between nodes"
     if num_nodes > 1 and devices > 1:
         links = f"{card.link_name}, {links}"
     if setup.strategy.kind == "single":

@@ -33,8 +33,6 @@ BANDWIDTH_SHARE = 0.88
 """Of the data sheet's bandwidth: copies of large tensors reached 3.0 of 3.35 TB/s on an H100, 4.3 of 4.8 on an H200."""
 FP32_SHARE = 0.75
 """Of the fp32 peak in matrix products."""
-MASKED_SHARE = 0.55
-"""Rate of the attention kernel that takes masks, relative to the one without."""
 SMALL_HEAD_SHARE = 0.65
 """Rate of attention with heads of 64 or fewer, relative to heads of 128 (cuDNN on H100: 395 of 617 TFLOP/s)."""
 LEAST_KERNEL = 3e-6
@@ -113,9 +111,9 @@ def _predict(plan: RunPlan, card: Card) -> Prediction:
     setup = setup_of(config, plan.model)
     if config.args.is_finetune or needs_masks(plan.model, plan.seq_length):
         # cuDNN, which would plan for each length of rows, is off; as with masks: see distributed/device.py
-        _, forward, backward, flash = card.kernels
-        kernels = card.kernels._replace(forward=forward * flash, backward=backward * flash, flash=1.0)
-        card = card._replace(kernels=kernels)
+        kernels = card.kernels
+        forward, backward = kernels.forward * kernels.flash, kernels.backward * kernels.flash
+        card = card._replace(kernels=kernels._replace(forward=forward, backward=backward, flash=1.0))
     model = adapted_on_meta(plan.model, setup.lora)
     is_compiled = plan.compiler[0] == "torch"
     has_gradients = batch.accumulation > 1 and setup.strategy.kind != "fsdp"
@@ -160,7 +158,7 @@ def seconds(op: Op, card: Card) -> float:
             rate = card.peak * (card.kernels.backward if op.is_backward else card.kernels.forward)
     if op.kind == "attention":
         rate *= SMALL_HEAD_SHARE if op.head_size <= 64 else 1.0
-        rate *= MASKED_SHARE if "efficient" in op.name else 1.0
+        rate *= card.kernels.masked if "efficient" in op.name else 1.0
         rate *= card.kernels.flash if op.name.startswith("flash_attention") else 1.0
     return max(op.bytes / (card.bandwidth * BANDWIDTH_SHARE), op.flops / rate, LEAST_KERNEL * op.launches)
 

@@ -7,10 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
-from toolkit.config import ActivationCheckpointing
+from toolkit.config import AUTO, ActivationCheckpointing
 from toolkit.errors import UserError
 from toolkit.planning.auto import BATCH_ROOM
 from toolkit.planning.plan import RunPlan, plan_run
+from toolkit.planning.resolve import choose_precision
 from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.cards import Card
 from toolkit.planning.speed.predict import Prediction, predict
@@ -30,7 +31,8 @@ class Variant(NamedTuple):
 def variants(plan: RunPlan, card: Card, prediction: Prediction) -> list[Variant]:
     """Return the changes that help, the most useful first; with several, the last one is all that go together.
 
-    Changes that do not fit the memory of the GPU with room are left out, and so are those that change what is trained.
+    Changes that do not fit the memory of the GPU with room are left out, and so are those that change what is
+    trained, but for the rounding of a precision.
     """
     found = []
     for change in _CHANGES:
@@ -81,8 +83,17 @@ def _gain(new: Prediction, old: Prediction) -> float:
 
 
 def _compiler(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
-    if plan.compiler[0] == "none":
-        yield "--compiler torch", replace(plan.config.args, compiler="torch")
+    """No change, and so no gain, where auto would not compile: the run is short, or rows differ in length."""
+    if plan.config.args.compiler == "none":
+        yield "--compiler torch", replace(plan.config.args, compiler=AUTO)
+
+
+def _precision(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
+    """What auto would take instead of fp32."""
+    args = replace(plan.config.args, precision=AUTO)
+    precision = choose_precision(args, plan.config.devices)
+    if plan.config.precision == "32-true" != precision:
+        yield f"--precision {precision}", replace(args, precision=precision)
 
 
 def _micro_batch(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
@@ -118,4 +129,4 @@ def _strategy(plan: RunPlan) -> Iterator[tuple[str, RunArgs]]:
         yield "--strategy fsdp", replace(args, strategy="fsdp")
 
 
-_CHANGES = (_compiler, _micro_batch, _less_recomputation, _strategy)
+_CHANGES = (_precision, _compiler, _micro_batch, _less_recomputation, _strategy)
