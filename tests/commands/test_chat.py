@@ -124,6 +124,7 @@ def test_another_style_and_a_system_message(folder, monkeypatch, capsys):
     assert conversation.messages == [{"role": "system", "content": "be brief"}]
     assert "template: --prompt_style chatml\n" in err
     assert "<|im_end|> is not in the vocabulary" in err and "--data.prompt_style" not in err
+    assert "--prompt_style chatml: overrides the checkpoint's own chat template\n" in err
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,14 @@ def test_missing_template_is_reported(folder, tmp_path, monkeypatch, capsys):
     seal(tmp_path / "base")
     _, err = chat(tmp_path / "base", monkeypatch, capsys, "1\n", code=2)
     assert err.startswith("toolkit chat: --prompt_style: checkpoint_dir") and "alpaca, chatml" in err
+    assert err.endswith("or provide --chat_template FILE\n")
+    template = ["--chat_template", str(folder / "chat_template.jinja")]
+    out, err = chat(tmp_path / "base", monkeypatch, capsys, "1\n", *template)
+    assert out == f"{ANSWERS['1']}\n"
+    _, err = chat(tmp_path / "base", monkeypatch, capsys, "1\n", *template, "--prompt_style", "chatml", code=2)
+    assert "give either this or --prompt_style chatml, not both" in err
+    _, err = chat(folder, monkeypatch, capsys, "1\n", "--chat_template", "no.jinja", code=2)
+    assert err.startswith("toolkit chat: --chat_template no.jinja: no such file")
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """`toolkit evaluate`: tasks of lm-eval, the data of a run, adapters, and options that have no effect."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers.cases import slow_except
 from helpers.corpus import WORDS
+from helpers.sealing import seal
 from helpers.talker import make_talker
 
 from toolkit.checkpoints.hf.export_hf import export_hf
@@ -102,6 +104,17 @@ def test_results_of_tasks_as_a_table(talker, task, capsys):
     assert lines[0].split() == ["task", "metric", "value", "stderr", "shots", "samples"]
     assert lines[1].split()[:2] == ["choose", "acc"] and float(lines[1].split()[2]) <= 1
     assert any(line.split() == ["apply_chat_template", "True"] for line in lines)
+
+
+def test_missing_chat_template_is_reported(talker, tmp_path, capsys):
+    shutil.copytree(talker, tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    seal(tmp_path / "base")
+    words = ["--tasks", "choose", "--apply_chat_template", "true", "--accelerator", "cpu"]
+    assert main(["evaluate", str(tmp_path / "base"), *words]) == 2
+    err = capsys.readouterr().err
+    assert f"--apply_chat_template true: {tmp_path / 'base'} has no chat template; leave it out" in err
+    assert "prompt_style" not in err
 
 
 def finetune(command, base, out, corpus_rows, *flags):

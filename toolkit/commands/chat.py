@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, require_option
 
 END = "/quit"
 
@@ -20,6 +20,7 @@ def setup(
     prompt: str | None = None,
     system: str | None = None,
     prompt_style: str | None = None,
+    chat_template: str | None = None,
     max_new_tokens: PositiveInt = 512,
     temperature: float = 0.8,
     top_k: int | None = 50,
@@ -41,6 +42,7 @@ def setup(
         prompt: Answer this one question and exit; "-" reads it from stdin.
         system: System message. Default: the chat template's.
         prompt_style: Chat template: alpaca, chatml, llama2, llama3, ... Default: the checkpoint's.
+        chat_template: Jinja file with a chat template to use instead.
         max_new_tokens: Maximum number of tokens per answer.
         temperature: Sampling temperature; 0 is greedy.
         top_k: Sample from the k most likely tokens; 0 disables.
@@ -57,6 +59,8 @@ def setup(
     from toolkit.inference.sampling import check_sampling
 
     check_sampling(temperature, top_k, top_p)
+    hint = f"give either this or --prompt_style {prompt_style}, not both"
+    require_option(chat_template is None or prompt_style is None, "chat_template", chat_template, hint)
     loaded = load_checkpoint(
         checkpoint_dir,
         base_checkpoint_dir=base_checkpoint_dir,
@@ -65,7 +69,7 @@ def setup(
         quantize=quantize,
         verify_checkpoint=verify_checkpoint,
     )
-    template = find_template(loaded.tokenizer, prompt_style)
+    template = find_template(loaded.tokenizer, prompt_style, chat_template)
     notes: list[str] = []
     conversation = Conversation(
         loaded.model,

@@ -20,20 +20,25 @@ if TYPE_CHECKING:
     from toolkit.models.gpt import GPT
 
 
-def find_template(tokenizer: Tokenizer, prompt_style: str | None, flag: str = "--prompt_style") -> ChatTemplate:
-    """Return the prompt style of this name, or the tokenizer's chat template.
+def find_template(tokenizer: Tokenizer, prompt_style: str | None = None, file: str | None = None) -> ChatTemplate:
+    """Return the prompt style of this name, the template in ``file``, or the tokenizer's chat template.
 
     Raises:
-        UserError: There is neither, or the template is invalid; the message names ``flag``.
+        UserError: There is none, or the template is invalid; the message names the flags of ``toolkit chat``.
     """
-    training_flag = "--data.prompt_style"
     try:
-        template = ChatTemplate.from_tokenizer(tokenizer, prompt_style)
+        template = ChatTemplate.from_tokenizer(tokenizer, prompt_style, file)
     except UserError as error:
-        raise UserError(str(error).replace(training_flag, flag)) from error
-    template.name = template.name.replace(training_flag, flag)
-    template.notes = [note.replace(training_flag, flag) for note in template.notes]
+        raise UserError(_for_chat(str(error))) from error
+    template.name = _for_chat(template.name)
+    template.notes = [_for_chat(note) for note in template.notes]
     return template
+
+
+def _for_chat(message: str) -> str:
+    """Return a message of training with the flags of ``toolkit chat``, which saves nothing."""
+    message = message.replace(", and is saved with the model", "")
+    return message.replace("--data.prompt_style", "--prompt_style").replace("--data.chat_template", "--chat_template")
 
 
 class Conversation:

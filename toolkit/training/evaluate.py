@@ -18,6 +18,7 @@ from toolkit.config import Accelerator, Auto, Precision, none_if_auto
 from toolkit.config.command import as_mapping, classes_of, parse_object
 from toolkit.data import DataModule, Mixture, PythonStdlib
 from toolkit.data.base import choose_seq_length, is_ragged, row_count
+from toolkit.data.chat.sources import tokenizer_template
 from toolkit.data.loader import Batch, choose_padding
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed.device import choose_attention_kernels
@@ -246,8 +247,13 @@ def evaluate_tasks(
     template = None
     if apply_chat_template is not False:
         try:
-            template = find_template(checkpoint.tokenizer, None, flag="--apply_chat_template true")
+            template = find_template(checkpoint.tokenizer)
         except UserError:
+            if apply_chat_template and tokenizer_template(checkpoint.tokenizer) is None:
+                hint = "leave it out, or add one to the folder as chat_template.jinja"
+                raise UserError(
+                    f"--apply_chat_template true: {checkpoint.folder} has no chat template; {hint}"
+                ) from None
             if apply_chat_template:
                 raise
     model = checkpoint.fabric.setup(checkpoint.model).eval()
