@@ -284,7 +284,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", slow_except(["accumulating"], RUNS))
-def test_s2_a_run_resumes_bit_for_bit(corpus, tmp_path, run):
+def test_s2_a_run_resumes_bit_for_bit(corpus, tmp_path, capsys, run):
     precision, optimizer, micro = RUNS[run]
     train = {"max_steps": 6, "save_interval": 3, "tie_embeddings": True, "micro_batch_size": micro}
     train |= {"max_norm": 0.0} if optimizer.in_backward else {}
@@ -293,6 +293,8 @@ def test_s2_a_run_resumes_bit_for_bit(corpus, tmp_path, run):
     for out, resume in (("whole", False), ("resumed", str(tmp_path / "whole" / "step-00000003"))):
         options = {"train": train, "precision": precision, "optimizer": optimizer, "resume": resume}
         run_training(arguments(corpus, tmp_path / out, **options), callbacks=callbacks)
+    moments = " with bf16 moments" if optimizer.state_dtype == "bf16" else ""
+    assert f"; cpu, {precision}, {optimizer.name}{moments}; " in capsys.readouterr().out
     assert_same_weights(tmp_path / "whole" / "final", tmp_path / "resumed" / "final")
     assert losses(tmp_path / "whole")[3:] == losses(tmp_path / "resumed")
     first, second = (

@@ -1,6 +1,8 @@
 """S2 for complete runs: optimizers with numbers in their parameter groups, and damaged trainer states."""
 
+import re
 import shutil
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from toolkit.errors import UserError
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.training.checkpointer import _load_scaler
 from toolkit.training.run import run_training
+from toolkit.training.state import RunFingerprint
 
 STATE = "trainer/state.pth"
 
@@ -60,6 +63,19 @@ def stopped(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     run_training(arguments(corpus, folder / "run", train={"max_steps": 2}))
     return folder / "run"
+
+
+def test_an_option_of_one_launch_only_is_named_with_its_value(tmp_path):
+    """Muon takes --optimizer.state_dtype, which has no value in the fingerprint by default."""
+    plain, bf16 = {"name": "Muon"}, {"name": "Muon", "state_dtype": "bf16"}
+    flag = "--optimizer.state_dtype"
+    for saved, now, message in (
+        (bf16, plain, f"{flag}: {tmp_path} was trained with {flag} bf16; give the same, or another --out_dir"),
+        (plain, bf16, f"{flag} bf16: {tmp_path} was trained without it; leave it out, or give another --out_dir"),
+    ):
+        fingerprint = RunFingerprint({}, "data", 8, 0, "32-true", now)
+        with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+            fingerprint.check_matches(asdict(replace(fingerprint, optimizer=saved)), tmp_path)
 
 
 def set_entry(name, value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -26,7 +27,8 @@ def describe_run(config: ResolvedConfig, state: RunState, reader: TrainReader) -
     """
     args = config.args
     yield (
-        f"{describe_model(state.model, state.mean_length)}; {config.device}, {config.precision}; "
+        f"{describe_model(state.model, state.mean_length)}; {config.device}, {config.precision}, "
+        f"{_describe_optimizer(config.optimizer)}; "
         f"{config.batch}; peak learning rate {state.schedule.peak:.3g}"
     )
     if (scaled := describe_scaling(args.train, state.schedule, args.defaults)) is not None:
@@ -53,6 +55,11 @@ def describe_run(config: ResolvedConfig, state: RunState, reader: TrainReader) -
     for note in (getattr(part, "note", "") for part in (state.model.module, reader.order)):
         if note:
             yield f"note: {note}"
+
+
+def _describe_optimizer(options: dict[str, Any]) -> str:
+    dtype = options.get("state_dtype")
+    return options["name"] if dtype is None else f"{options['name']} with {dtype} moments"
 
 
 def describe_rounding(config: ResolvedConfig, state: RunState, module: nn.Module) -> str | None:

@@ -74,6 +74,10 @@ def _require_equal(flag: str, old: Any, new: Any, folder: Path) -> None:
     hint = "give the same, or another --out_dir"
     if flag in _HASHED:
         raise UserError(f"{flag}: {folder} was trained with {_HASHED[flag]}; {hint}")
+    if new is None:  # not given, and without a value by default
+        raise UserError(f"{flag}: {folder} was trained with {flag} {old}; {hint}")
+    if old is None:
+        raise UserError(f"{flag} {new}: {folder} was trained without it; leave it out, or give another --out_dir")
     raise UserError(f"{flag} {new}: {folder} was trained with {old}; {hint}")
 
 
