@@ -34,6 +34,9 @@ def test_a_missing_or_wrong_compiler_never_breaks_an_auto_run(monkeypatch):
         assert found.hyperparameters()["compiler"] == found.args.compiler
         return found.args.compiler, found.reasons["compiler"]
 
+    on_cpu = resolve(config.args, DeviceSpec("cpu", 1, 1, 80e9))
+    found = resolve_compiler(on_cpu, state, CPU)
+    assert (found.args.compiler, found.hyperparameters()["compiler"]) == ("none", "auto")  # a GPU may compile
     assert chosen(lambda function: function) == ("torch", "auto: rows of one length, 1,000 steps")
     name, reason = chosen(missing)
     assert name == "none" and reason.endswith(

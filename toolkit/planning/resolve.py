@@ -98,7 +98,11 @@ class ResolvedConfig:
         """Return the options that repeat this run, see :func:`toolkit.planning.run_args.hyperparameters`."""
         names = ("weight_decay", "betas", "eps")
         optimizer = replace(self.args.optimizer, **{n: v for n, v in self.optimizer.items() if n in names})
-        return hyperparameters(replace(self.args, precision=self.precision, optimizer=optimizer))
+        # auto compiles on CUDA only: elsewhere it chose nothing that a repetition on CUDA should keep
+        has_no_choice = "compiler" in self.reasons and self.device != "cuda"
+        compiler = AUTO if has_no_choice else self.args.compiler
+        args = replace(self.args, precision=self.precision, optimizer=optimizer, compiler=compiler)
+        return hyperparameters(args)
 
 
 def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
