@@ -1,6 +1,7 @@
 """`toolkit generate` on a real folder: text on stdout, statistics on stderr."""
 
 import copy
+import io
 import json
 import re
 import shutil
@@ -85,30 +86,40 @@ def test_an_empty_prompt_begins_a_document(folder, capsys):
     assert "tokens in" in err
 
 
-def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsys):
+def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsys, monkeypatch):
     prompts = ["abc", "é\u2028🎉a", "c"]  # U+2028 is a line for str.splitlines
     settings = ["--max_new_tokens", 9, "--temperature", 2, "--top_k", 5, "--num_samples", 2, "--seed", 7]
     expected = [api.generate(folder, prompt, max_new_tokens=9, temperature=2, top_k=5, num_samples=2, seed=7)
                 for prompt in prompts]  # fmt: skip
     (tmp_path / "lines.txt").write_text("\n\n".join(prompts))
-    rows = [json.dumps({"prompt": prompt, "n": 1}, ensure_ascii=False) for prompt in prompts]
+    rows = [json.dumps({"prompt": prompt, "id": i}, ensure_ascii=False) for i, prompt in enumerate(prompts)]
     (tmp_path / "rows.jsonl").write_text("\r\n".join(rows), encoding="utf-8-sig")
     for name, size in (("lines.txt", 4), ("rows.jsonl", 2)):
         out, err = run(capsys, folder, "--prompts_path", tmp_path / name, "--batch_size", size, *settings)
         found = [json.loads(line) for line in out.removesuffix("\n").split("\n")]
         assert [row["text"] for row in found] == sum(expected, []), name
         assert [(row["prompt"], row["seed"]) for row in found] == [(p, s) for p in prompts for s in (7, 8)]
+        assert [row.get("id") for row in found] == ([0, 0, 1, 1, 2, 2] if name == "rows.jsonl" else [None] * 6)
         assert re.fullmatch(r"3 prompts: \d+ tokens in [\d.]+ s, [\d.]+ tokens/s; cpu\n", err)
     given = {"max_new_tokens": 9, "temperature": 2, "top_k": 5, "num_samples": 2, "seed": 7}
     assert api.generate(folder, prompts, batch_size=3, **given) == sum(expected, [])
     assert api.generate(folder, "abc", batch_size=1, **given) == expected[0]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n"))
+    out, err = run(capsys, folder, "--prompts_path", "-", *settings)
+    assert [json.loads(line)["text"] for line in out.splitlines()] == expected[0] and err.startswith("1 prompt: ")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": 3}\n')
-    (tmp_path / "long.txt").write_text(f"a\n{'b' * 64}\n")
+    (tmp_path / "half.jsonl").write_text('{"prompt": "a", "id": "\\ud800"}\n')
+    (tmp_path / "long.txt").write_text(f"a\n\n{'b' * 64}\n")
     (tmp_path / "list.json").write_text("[\n]")
     for argv, message in (
-        (["--prompts_path", tmp_path / "rows.jsonl"], 'line 2: must be {"prompt": "text"}'),
-        (["--prompts_path", tmp_path / "none.txt"], "none.txt: cannot be read"),
-        (["--prompts_path", tmp_path / "long.txt"], "prompt 2: has 64 tokens; the model's context of 64"),
+        (["--prompts_path", tmp_path / "rows.jsonl"], 'rows.jsonl:2: must be {"prompt": "text"}'),
+        (["--prompts_path", tmp_path / "half.jsonl"], 'half.jsonl:1: must be {"prompt": "text"}'),
+        (["--prompts_path", tmp_path / "none.txt"], "none.txt: no such file"),
+        (["--prompts_path", tmp_path], f"--prompts_path {tmp_path}: is a folder"),
+        (
+            ["--prompts_path", tmp_path / "long.txt"],
+            f"--prompts_path {tmp_path / 'long.txt'}:3: has 64 tokens; the model's context of 64",
+        ),
         (["--prompts_path", tmp_path / "lines.txt", "--prompt", "x"], "--prompt x: has no effect with --prompts_path"),
         (["--prompts_path", tmp_path / "list.json"], "list.json: must be text with one prompt per line, or JSON Lines"),
         (["--prompts_path", "no.txt", "--top_k", -1], "--top_k -1: must not be negative"),
@@ -120,10 +131,11 @@ def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsy
         assert message in err and err.count("\n") == 1 and out == ""
 
 
-def test_notices_have_the_number_of_the_prompt(folder, tmp_path, capsys):
+def test_notices_have_the_line_of_the_prompt(folder, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text(f"a\nb\n{'abc' * 20}\n")
     _, err = run(capsys, folder, "--prompts_path", tmp_path / "prompts.txt", "--batch_size", 2, "--max_new_tokens", 9)
-    assert err.startswith("prompt 3: stopped after 4 new tokens: the model's context of 64 tokens is full\n3 prompts: ")
+    name = f"--prompts_path {tmp_path / 'prompts.txt'}:3"
+    assert err.startswith(f"{name}: stopped after 4 new tokens: the model's context of 64 tokens is full\n3 prompts: ")
 
 
 @pytest.mark.slow

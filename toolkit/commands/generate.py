@@ -36,8 +36,8 @@ def setup(
     Args:
         checkpoint_dir: A checkpoint folder, or a name below checkpoints/; adapters are loaded unmerged.
         prompt: The text to continue; "-" reads it from stdin.
-        prompts_path: Continue each line of a text file, or the "prompt" of each line of a .jsonl file, instead. Prints
-            a line of JSON for each sample: prompt, text and seed.
+        prompts_path: Continue each line of a text file, or the "prompt" of each line of a .jsonl file, instead; "-"
+            reads lines of text from stdin. Prints a line of JSON for each sample: the fields of the row, text and seed.
         batch_size: With prompts_path, sequences per forward pass (default 8). The text does not depend on it, up to
             rounding: in bf16 it may.
         max_new_tokens: Maximum number of tokens to generate.
@@ -65,7 +65,7 @@ def setup(
         require_option(batch_size is None, "batch_size", batch_size, "has no effect without --prompts_path")
     else:
         require_option(prompt == DEFAULT_PROMPT, "prompt", prompt, "has no effect with --prompts_path; leave it out")
-    prompts = [] if prompts_path is None else read_prompts(prompts_path)
+    rows = {} if prompts_path is None else read_prompts(prompts_path)
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
         text.encode()
@@ -81,20 +81,22 @@ def setup(
     )
     notes: list[str] = []
     tokenizer = loaded.tokenizer
-    if prompts:
+    if rows:
         started, count = time.perf_counter(), 0
+        fields = list(rows.values())
         samples = continue_texts(
-            loaded.model, tokenizer, prompts, batch_size=batch_size or 8, seeds=range(seed, seed + num_samples),
+            loaded.model, tokenizer, [row["prompt"] for row in fields], names=list(rows),
+            batch_size=batch_size or 8, seeds=range(seed, seed + num_samples),
             notice=lambda line: print(line, file=sys.stderr), max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p,
         )  # fmt: skip
         for sample in samples:
             count += sample.tokens
-            line = {"prompt": sample.prompt, "text": sample.text, "seed": sample.seed}
+            line = fields[sample.number] | {"text": sample.text, "seed": sample.seed}
             print(json.dumps(line, ensure_ascii=False), flush=True)
         seconds = time.perf_counter() - started
         speed = f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s"
-        print(f"{len(prompts)} prompts: {speed}; {loaded.device}", file=sys.stderr)
+        print(f"{len(rows)} prompt{'s' * (len(rows) > 1)}: {speed}; {loaded.device}", file=sys.stderr)
         return
     ids, eos_ids = encode_prompt(tokenizer, text, loaded.model.config), stop_tokens(tokenizer)
     for i in range(num_samples):

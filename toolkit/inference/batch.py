@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class Continuation(NamedTuple):
-    prompt: str
+    number: int
+    """Number of the prompt, from 0."""
     text: str
     """The new text, without the prompt."""
     seed: int
@@ -35,6 +37,7 @@ def continue_texts(
     batch_size: int,
     seeds: Sequence[int],
     notice: Callable[[str], None],
+    names: Sequence[str] = (),
     **sampling: Any,
 ) -> Iterator[Continuation]:
     """Yield the continuations of each prompt in turn, one for each seed: the same whatever the batch size, up
@@ -46,6 +49,7 @@ def continue_texts(
         seeds: Sampling seeds, for each prompt.
         sampling: ``max_new_tokens``, ``temperature``, ``top_k`` and ``top_p``.
         notice: Called with one line for the user.
+        names: What messages call the prompts. Default: their numbers.
 
     Raises:
         UserError: A prompt does not fit, before anything is generated; or a setting is out of range.
@@ -53,52 +57,71 @@ def continue_texts(
     """
     eos_ids, limit = stop_tokens(tokenizer), model.config.block_size
     encoded = [encode_prompt(tokenizer, prompt, model.config) for prompt in prompts]
-    for number, ids in enumerate(encoded, 1):
+    names = names or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
+    for name, ids in zip(names, encoded, strict=True):
         if len(ids) >= limit:
             hint = f"the model's context of {limit} leaves no room for new ones"
-            raise UserError(f"prompt {number}: has {len(ids)} tokens; {hint}")
+            raise UserError(f"{name}: has {len(ids)} tokens; {hint}")
     rows = [(i, seed) for i in range(len(prompts)) for seed in seeds]
     size = batch_size if model.is_row_independent else 1
     for batch in (rows[i : i + size] for i in range(0, len(rows), size)):
         tensors = [torch.tensor(encoded[i], dtype=torch.long) for i, _ in batch]
-        names = [f"prompt {i + 1}" if len(prompts) > 1 else "" for i, _ in batch]
+        shown = [names[i] if len(prompts) > 1 else "" for i, _ in batch]
         steps = generate_batch(
-            model, tensors, eos_ids=eos_ids, seeds=[seed for _, seed in batch], names=names, notice=notice, **sampling
+            model, tensors, eos_ids=eos_ids, seeds=[seed for _, seed in batch], names=shown, notice=notice, **sampling
         )
         for (i, seed), column in zip(batch, zip(*steps, strict=True), strict=True):
             tokens = [token for token in column if token is not None]
             text = "".join(TextStream(tokenizer, encoded[i]).read(tokens))
-            yield Continuation(prompts[i], text, seed, len(tokens))
+            yield Continuation(i, text, seed, len(tokens))
 
 
-def read_prompts(path: str) -> list[str]:
+def read_prompts(path: str) -> dict[str, dict[str, Any]]:
     """Read a file of prompts: JSON Lines with a field ``prompt`` (.jsonl), else text with one prompt per line.
 
     Empty lines are skipped.
 
+    Args:
+        path: "-" for lines of text on stdin.
+
+    Returns:
+        For each prompt ``--prompts_path FILE:LINE``, and the fields of its row.
+
     Raises:
         UserError: The file cannot be read, or a line has no prompt.
     """
-    try:
-        # not splitlines, which also splits at characters that JSON and text may contain, such as U+2028
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"--prompts_path {path}: cannot be read as UTF-8 text: {error}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    flag = f"--prompts_path {path}"
+    # not splitlines, which also splits at characters that JSON and text may contain, such as U+2028
+    lines = _read_text(path).removeprefix("\ufeff").split("\n")
+    numbered = {f"{flag}:{number}": line for number, line in enumerate(lines, 1) if line.strip()}
     if not numbered:
-        raise UserError(f"--prompts_path {path}: has no prompts; write one per line")
+        raise UserError(f"{flag}: has no prompts; write one per line")
     if path.endswith(".json"):
-        raise UserError(f"--prompts_path {path}: must be text with one prompt per line, or JSON Lines (.jsonl)")
+        raise UserError(f"{flag}: must be text with one prompt per line, or JSON Lines (.jsonl)")
     if not path.endswith(".jsonl"):
-        return [line for _, line in numbered]
-    return [_read_prompt(path, number, line) for number, line in numbered]
+        return {name: {"prompt": line} for name, line in numbered.items()}
+    return {name: _read_row(name, line) for name, line in numbered.items()}
 
 
-def _read_prompt(path: str, number: int, line: str) -> str:
+def _read_text(path: str) -> str:
+    flag = f"--prompts_path {path}"
     try:
-        prompt = json.loads(line)["prompt"]
-        prompt.encode()
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{flag}: no such file") from None
+    except IsADirectoryError:
+        raise UserError(f"{flag}: is a folder; give a file with one prompt per line") from None
+    except UnicodeError as error:
+        raise UserError(f"{flag}: is not valid UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{flag}: cannot be read: {error.strerror or error}") from error
+
+
+def _read_row(name: str, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        row["prompt"].encode()
+        json.dumps(row, ensure_ascii=False).encode()  # an unpaired surrogate in another field cannot be printed
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        hint = 'must be {"prompt": "text"}'
-        raise UserError(f"--prompts_path {path}: line {number}: {hint}") from error
-    return prompt
+        raise UserError(f'{name}: must be {{"prompt": "text"}}, with valid Unicode') from error
+    return row
