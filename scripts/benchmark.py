@@ -48,6 +48,7 @@ from toolkit.errors import UserError, did_you_mean
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.families import get_config
 
+PRECISIONS = ["32-true", "bf16-true", "bf16-master", "bf16-mixed", "16-mixed"]
 VOCAB_SIZE = 8192  # for models without a vocab_size of their own
 NOTES_ON_TIME = [
     "tokens/s: median step after the warm-up, by the product's own clock. toolkit's includes data loading; "
@@ -269,7 +270,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", default="pythia-14m", help="a named architecture; `toolkit pretrain list` prints them")
     add("--seq_length", type=int, default=256, help="tokens per sequence (%(default)s)")
     add("--batch_size", type=int, default=4, help="sequences per step (%(default)s)")
-    add("--precision", default="32-true", choices=["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
+    add("--precision", default="32-true", choices=PRECISIONS, help="of all products; bf16-master without --peers")
     add("--compiler", default="none", choices=["none", "torch"], help="for all products (%(default)s)")
     add("--steps", type=int, default=40, help="optimizer steps per run, including the warm-up (%(default)s)")
     add("--warmup_steps", type=int, default=10, help="first steps to exclude (%(default)s)")
@@ -292,8 +293,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="Python with transformers and accelerate (default: this one)",
     )
     add("--format", default="table", choices=["table", "json"])
+    add("--matrix", action="store_true", help="run all benchmarks instead; --matrix --help lists its options")
+    matrix = {"only": "PARTS", "out_dir": "DIR"}
+    for name, value in matrix.items():
+        add(f"--{name}", metavar=value, help="with --matrix")
+    add("--quick", action="store_true", help="with --matrix")
     args = parser.parse_args(argv)
 
+    for name in (*matrix, "quick"):
+        if getattr(args, name):
+            raise UserError(f"--{name}: has no effect without --matrix")
     for name in ("seq_length", "batch_size", "rounds", "threads"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
@@ -319,6 +328,8 @@ def choose_config(args: argparse.Namespace) -> ModelConfig:
     config = get_config(args.model).override(ModelOverrides(**args.model_config)).with_vocab_size(VOCAB_SIZE)
     if args.seq_length > config.block_size:
         raise UserError(f"--seq_length {args.seq_length}: {config.name} takes at most {config.block_size} tokens")
+    if args.peers and args.precision == "bf16-master":
+        raise UserError("--precision bf16-master: no peer has it; remove --peers, or use bf16-mixed or bf16-true")
     if any(peer.startswith("litgpt") for peer in args.peers):
         litgpt_config(config)
         if args.precision == "16-mixed":

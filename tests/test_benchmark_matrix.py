@@ -55,6 +55,18 @@ def test_unknown_parts_are_refused(capsys):
     assert "did you mean 'training'?" in capsys.readouterr().err
 
 
+def test_options_of_the_matrix_are_in_the_help_and_refused_without_it(capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(["--help"])
+    out = capsys.readouterr().out
+    assert [flag for flag in ("--matrix", "--quick", "--only", "bf16-master") if flag not in out] == []
+    for argv in (["--only", "startup"], ["--quick"], ["--out_dir", "x"]):
+        assert benchmark.main(argv) == 2
+        assert f"{argv[0]}: has no effect without --matrix" in capsys.readouterr().err
+    assert benchmark.main(["--precision", "bf16-master", "--peers", "transformers"]) == 2
+    assert "--precision bf16-master: no peer has it" in capsys.readouterr().err
+
+
 def test_parts_use_options_that_their_scripts_have(tmp_path, monkeypatch):
     """Every part names its scripts, and a missing peer or device is listed with the reason."""
 
