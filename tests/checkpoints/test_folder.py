@@ -218,6 +218,9 @@ def test_find_checkpoint_dir(tmp_path, monkeypatch):
     assert find_checkpoint_dir("meta/small").resolve() == tmp_path / "checkpoints" / "meta" / "small"
     for value, message in [
         ("none", "checkpoint_dir none: no such folder, .*`toolkit download ORGANIZATION/NAME`"),
+        ("run/step-000007", "run/step-000007: no such folder, .*; did you mean run/step-000005?"),
+        ("fx/final", "fx/final: no such folder, .*; a run's models are in its"),
+        ("meta/large", "`toolkit download meta/large`"),
         ("run", "checkpoint_dir run: holds no model_config.yaml; did you mean run/step-000005?"),
         ("run/final/lit_model.pth", "is a file; give the folder"),
         ("checkpoints", "holds no model_config.yaml; a run's models are in"),

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from toolkit.checkpoints.remote.cached import local_copy
-from toolkit.checkpoints.store import FINAL, WEIGHTS, newest
+from toolkit.checkpoints.store import FINAL, WEIGHTS, newest, step_in_name
 from toolkit.errors import UserError
 from toolkit.paths import is_url
 
@@ -24,6 +24,10 @@ def find_checkpoint_dir(value: str | Path) -> Path:
     if given.is_file():
         raise UserError(f"checkpoint_dir {value}: is a file; give the folder that holds it")
     if not folder.is_dir():
+        if step_in_name(given) is not None or given.name == FINAL or (given.parent != Path() and given.parent.is_dir()):
+            raise UserError(
+                f"checkpoint_dir {value}: no such folder, here or below checkpoints/; {_suggest_folder(given.parent)}"
+            )
         is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not str(value).startswith(".")
         name = value if is_hub_name else "ORGANIZATION/NAME"
         raise UserError(
