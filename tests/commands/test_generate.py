@@ -107,6 +107,9 @@ def test_each_prompt_of_a_file_gives_what_it_gives_alone(folder, tmp_path, capsy
     monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n"))
     out, err = run(capsys, folder, "--prompts_path", "-", *settings)
     assert [json.loads(line)["text"] for line in out.splitlines()] == expected[0] and err.startswith("1 prompt: ")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\udcff\n"))
+    assert main(["generate", str(folder), "--prompts_path", "-"]) == 2
+    assert "--prompts_path -: is not valid UTF-8" in capsys.readouterr().err
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": 3}\n')
     (tmp_path / "half.jsonl").write_text('{"prompt": "a", "id": "\\ud800"}\n')
     (tmp_path / "long.txt").write_text(f"a\n\n{'b' * 64}\n")

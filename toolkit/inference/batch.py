@@ -106,7 +106,9 @@ def read_prompts(path: str) -> dict[str, dict[str, Any]]:
 def _read_text(path: str) -> str:
     flag = f"--prompts_path {path}"
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        text.encode()  # stdin replaces invalid bytes by surrogates
+        return text
     except FileNotFoundError:
         raise UserError(f"{flag}: no such file") from None
     except IsADirectoryError:
