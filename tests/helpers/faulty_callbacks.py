@@ -3,6 +3,7 @@
 import os
 import signal
 
+from helpers.slow_writes import slow_fsync
 from toolkit import Callback
 from toolkit.checkpoints.weights import canonical_name
 from toolkit.distributed import ranks
@@ -18,6 +19,14 @@ class SkewGradient(Callback):
     def on_before_optimizer_step(self, trainer) -> None:
         if trainer.progress.step + 1 == self.step:
             skew_gradient(trainer)
+
+
+class SlowDisk(Callback):
+    """Makes fsync slow on rank 0 (for $SLOW_DISK seconds)."""
+
+    def on_train_start(self, trainer) -> None:
+        if ranks.global_rank() == 0:
+            os.fsync = slow_fsync(float(os.environ["SLOW_DISK"]))
 
 
 class KillAlone(Callback):

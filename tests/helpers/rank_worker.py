@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers.faulty_callbacks import skew_gradient
 from helpers.peak_memory import rise
-from helpers.slow_writes import writes_that_last
+from helpers.slow_writes import slow_disk, writes_that_last
 from toolkit import cli
 from toolkit.checkpoints.run import sharded
 from toolkit.checkpoints.run.states import full_state
@@ -188,6 +188,8 @@ def broken(kind: str):
         return mock.patch.object(sharded._Writer, "write_data", forbidden(sharded._Writer.write_data))
     if kind == "slow writes":  # no fault: checkpoints are written two steps late
         return writes_that_last(2)
+    if kind.startswith("slow disk on rank "):  # no fault, either
+        return slow_disk(int(kind[-1]))
     if kind == "inf in a moment on rank 1":
         return mock.patch.object(trainer, "train_step", with_inf(trainer.train_step))
     if kind == "the search for NaN fails on rank 1":

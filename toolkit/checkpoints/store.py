@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from toolkit.checkpoints.lock import LOCK, is_lock_lost
@@ -156,10 +156,16 @@ def deleted_on_error(tmp: Path, folder: Path, flag: str = "--out_dir") -> Iterat
         yield
     except BaseException as error:
         message = _describe_write_error(error, tmp, folder)  # before deleting tmp, whose size it reports
-        shutil.rmtree(tmp, ignore_errors=True)
+        discard(tmp)
         if message is not None:
             raise UserError(f"{flag} {folder.parent if flag == '--out_dir' else folder}: {message}") from error
         raise
+
+
+def discard(tmp: Path) -> None:
+    """Delete a temporary folder. It is renamed first: a thread that still writes it must not publish the rest of it."""
+    with suppress(OSError):
+        _delete_atomically(tmp)
 
 
 def require_new_folder(out_dir: Path) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,7 +19,7 @@ import torch
 from torch import distributed as dist
 
 from toolkit.distributed.private_torch import set_group_timeouts
-from toolkit.errors import PeerLostError
+from toolkit.errors import PeerLostError, join_first
 
 T = TypeVar("T")
 _timeout = 30 * 60.0
@@ -128,6 +131,64 @@ def extended_timeout(seconds: float, otherwise: float) -> Iterator[None]:
         yield
     finally:
         set_timeout(otherwise)
+
+
+def wait_for_all(is_done: Callable[[float], bool], on_heartbeat: Callable[[list[int]], None]) -> None:
+    """Wait without limit until the work of every rank is done; every rank calls this.
+
+    The ranks exchange heartbeats meanwhile, so that the timeout ends only the wait for a rank that does not respond.
+
+    Args:
+        is_done: Returns whether this rank's work is done; may wait for it, but only the seconds that it gets.
+        on_heartbeat: Gets the ranks whose work is not done, after each heartbeat.
+    """
+    while True:
+        _, done = all_reduce_and_gather([int(is_done(min(5.0, _timeout / 4)))])
+        if all(flag for (flag,) in done):
+            return
+        on_heartbeat([rank for rank, (flag,) in enumerate(done) if not flag])
+
+
+def run_with_heartbeat(function: Callable[[], T], on_heartbeat: Callable[[list[int]], None]) -> T:
+    """Return what ``function`` returns, when the functions of all ranks have ended; every rank calls this.
+
+    With several ranks it runs in a thread while this one exchanges heartbeats, so it must not call a collective. If
+    another rank is lost, this raises at once and the thread continues.
+    """
+    if world_size() == 1:
+        return function()
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="disk").start()
+    wait_for_all(lambda seconds: bool(wait([future], seconds).done), on_heartbeat)
+    return future.result()
+
+
+class WaitReporter:
+    """Reports a wait for other ranks: when it has lasted half the timeout, at most 30 s, and each time it doubles.
+
+    Args:
+        what: What the ranks do.
+        report: Prints a line.
+    """
+
+    def __init__(self, what: str, report: Callable[[str], None]) -> None:
+        self._what, self._report = what, report
+        self._started, self._clock = time.monotonic(), time.strftime("%H:%M:%S")
+        self._next = min(30.0, _timeout / 2)
+
+    def __call__(self, busy: list[int]) -> None:
+        if (seconds := time.monotonic() - self._started) >= self._next:
+            self._next = 2 * seconds
+            who = "rank" if len(busy) == 1 else "ranks"
+            names = join_first(list(map(str, busy)))
+            self._report(f"waiting for {who} {names} to {self._what} (since {self._clock}, {seconds:.0f} s)")
 
 
 def run_on_rank0(function: Callable[[], T]) -> T | None:

@@ -82,7 +82,12 @@ def build_model(config: ResolvedConfig, state: RunState, fabric: Fabric, report:
 
 
 def build_checkpointer(
-    config: ResolvedConfig, state: RunState, fabric: Fabric, model: FabricModule, tokenizer: Tokenizer | None
+    config: ResolvedConfig,
+    state: RunState,
+    fabric: Fabric,
+    model: FabricModule,
+    tokenizer: Tokenizer | None,
+    report: Callable[[str], None],
 ) -> Checkpointer:
     """Build the optimizer, and the checkpointer that saves it with the model."""
     module, spec = unwrapped(model), state.model
@@ -96,7 +101,7 @@ def build_checkpointer(
         spec.block_params,
     )
     scaler = getattr(fabric.strategy.precision, "scaler", None)
-    return Checkpointer(config, state, tokenizer, module, optimizer, scaler, fabric.device)
+    return Checkpointer(config, state, tokenizer, module, optimizer, scaler, fabric.device, report)
 
 
 def build_callbacks(

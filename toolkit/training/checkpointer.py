@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -50,6 +51,7 @@ class Checkpointer:
         optimizer: Before Fabric has wrapped it.
         scaler: The GradScaler of 16-mixed, otherwise None.
         device: Where this rank computes.
+        report: Prints a line.
     """
 
     config: ResolvedConfig
@@ -59,6 +61,7 @@ class Checkpointer:
     optimizer: torch.optim.Optimizer
     scaler: Any | None
     device: torch.device
+    report: Callable[[str], None]
 
     @property
     def sharded(self) -> bool:
@@ -73,7 +76,7 @@ class Checkpointer:
             GuardError: weights or optimizer state contain NaN or Inf; no checkpoint is created.
         """
         pending = self.begin(name, progress)
-        pending.write()
+        pending.write_on_all_ranks()
         return pending.commit(self.config.args.train.keep_last)
 
     def begin(self, name: str, progress: Progress, copies: HostCopies | None = None) -> PendingSave:
@@ -106,7 +109,7 @@ class Checkpointer:
         pool = ThreadPoolExecutor(1)
         search = pool.submit(nonfinite_state, module, optimizer)
         pool.shutdown(wait=False)
-        return PendingSave(self.config.args.run_dir / name, snapshot, self._write, shards, search, copies)
+        return PendingSave(self.config.args.run_dir / name, snapshot, self._write, shards, search, self.report, copies)
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
         """Write everything but the shards."""

@@ -17,6 +17,7 @@ from toolkit.checkpoints.store import (
     begin_checkpoint,
     commit_checkpoint,
     deleted_on_error,
+    discard,
     file_names,
     prune,
     sync_and_checksum,
@@ -24,7 +25,6 @@ from toolkit.checkpoints.store import (
 from toolkit.checksums import Checksum
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError, PeerLostError, join_first
-from toolkit.leftovers import remove
 from toolkit.planning.limits import Progress
 
 
@@ -58,6 +58,7 @@ class PendingSave:
         write_files: Writes all but the shards into the temporary folder; rank 0 calls it.
         shards: Tensors by subfolder, of sharded checkpoints: every rank writes its own.
         search: For NaN and Inf in this rank's weights and optimizer state.
+        report: Prints a line, if a rank takes long to write.
         copies: Given if training goes on meanwhile: the state is copied, and ``search`` is awaited.
 
     Raises:
@@ -71,17 +72,20 @@ class PendingSave:
         write_files: Callable[[Path, Snapshot], None],
         shards: Mapping[str, dict[str, Tensor]],
         search: Future[list[str]],
+        report: Callable[[str], None],
         copies: HostCopies | None = None,
     ) -> None:
         self.folder, self._snapshot, self._write_files, self._copies = folder, snapshot, write_files, copies
         self._search: Future[list[str]] | None = search  # None: it has found nothing
+        self._report = report
         self._tmp: Path | None = None
         self._error: Exception | None = None
         self._checksums: dict[str, Checksum] | OSError = {}  # of this rank's files
         is_rank0 = ranks.global_rank() == 0
         with self._together():
-            if is_rank0:
-                self._tmp = begin_checkpoint(folder)
+            self._tmp = ranks.run_with_heartbeat(
+                lambda: begin_checkpoint(folder) if is_rank0 else None, self.wait_reporter()
+            )
         self._tmp = tmp = ranks.broadcast_from_rank0(self._tmp)
         with self._together():
             self._shards = [ShardedSave(tensors, tmp / name) for name, tensors in shards.items()]
@@ -99,6 +103,17 @@ class PendingSave:
     def is_sharded(self) -> bool:
         return bool(self._shards)
 
+    def wait_reporter(self) -> ranks.WaitReporter:
+        return ranks.WaitReporter(f"save {self.folder.name}", self._report)
+
+    def write_on_all_ranks(self) -> None:
+        """Write the files of all ranks before training continues; collective."""
+        try:
+            ranks.run_with_heartbeat(self.write, self.wait_reporter())
+        except BaseException:
+            self.abandon()
+            raise
+
     def write(self) -> None:
         """Write this rank's files, in any thread; :meth:`commit` raises an error of it."""
         assert self._tmp is not None
@@ -112,9 +127,6 @@ class PendingSave:
             self._checksums = self._checksum_own(self._tmp)
         except Exception as error:
             self._error = error
-        except BaseException:
-            self.abandon()
-            raise
 
     def _checksum_own(self, tmp: Path) -> dict[str, Checksum] | OSError:
         """Return the checksums of the files that this rank has written; the others' may not be complete yet."""
@@ -141,12 +153,14 @@ class PendingSave:
                 raise self._error
         with self._together():
             for save in self._shards:
-                save.finish()
+                save.gather_results()
             checksums = self._checksums_of_all()
             if self._search is not None:
                 require_finite(self.folder, self._search)
-            if ranks.global_rank() == 0:
-                self._publish(checksums, keep_last)
+        with self._together():
+            ranks.run_with_heartbeat(
+                lambda: self._publish(checksums, keep_last) if ranks.global_rank() == 0 else None, self.wait_reporter()
+            )
         return self.folder
 
     def commit_alone(self, keep_last: int) -> Path:
@@ -162,7 +176,7 @@ class PendingSave:
     def abandon(self) -> None:
         """Delete what is written so far, on rank 0."""
         if self._tmp is not None and ranks.global_rank() == 0:
-            remove([self._tmp])
+            discard(self._tmp)
 
     def _checksums_of_all(self) -> dict[str, Checksum]:
         """Return the checksums of the files of all ranks; collective.
@@ -180,6 +194,7 @@ class PendingSave:
     def _publish(self, checksums: Mapping[str, Checksum], keep_last: int) -> None:
         assert self._tmp is not None
         for save in self._shards:
+            save.finish()
             check_sharded(save.folder)  # fails where the nodes do not share the disk
         commit_checkpoint(self._tmp, self.folder, checksums)
         prune(self.folder.parent, keep_last)

@@ -110,7 +110,7 @@ class Saver:
             if is_on_all_ranks or ranks.world_size() == 1:
                 self.finish()
             elif ranks.global_rank() == 0:
-                self._wait(pending)
+                self._wait(pending, is_alone=True)
                 if pending.is_sharded:
                     pending.abandon()
                 else:
@@ -122,10 +122,19 @@ class Saver:
         finally:
             self._pending = None
 
-    def _wait(self, pending: PendingSave) -> None:
-        assert self._thread is not None
-        started = time.perf_counter()
-        self._thread.join()
+    def _wait(self, pending: PendingSave, is_alone: bool = False) -> None:
+        """Wait until this rank's files are written, those of all ranks unless ``is_alone``."""
+        thread, started = self._thread, time.perf_counter()
+        assert thread is not None
+
+        def is_done(seconds: float) -> bool:
+            thread.join(seconds)
+            return not thread.is_alive()
+
+        if is_alone:
+            thread.join()
+        else:
+            ranks.wait_for_all(is_done, pending.wait_reporter())
         seconds = time.perf_counter() - started
         if seconds > MENTIONED_SECONDS:
             self._trainer.display.message(f"waited {seconds:.1f} s for {pending.folder}, which was being written")

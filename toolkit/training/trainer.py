@@ -147,7 +147,9 @@ class Trainer:
             self.model = build_model(config, self.state, self.fabric, self.display.message)
             if (note := describe_rounding(config, self.state, self.model)) is not None:
                 self.display.message(note)
-            self.checkpointer = build_checkpointer(config, self.state, self.fabric, self.model, self.data.tokenizer)
+            self.checkpointer = build_checkpointer(
+                config, self.state, self.fabric, self.model, self.data.tokenizer, self.display.message
+            )
             if resume_from is not None:
                 self.restore(resume_from)
             self.optimizer: Any = self.fabric.setup_optimizers(self.checkpointer.optimizer)

@@ -28,7 +28,7 @@ from toolkit.checkpoints.scratch import SMALL, empty_on_disk
 from toolkit.checkpoints.torch_zip import FileSlice, describe_load_error, require_uncompressed_zip
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.private_torch import rank_wrapper
-from toolkit.distributed.ranks import all_gather_object
+from toolkit.distributed.ranks import all_gather_object, run_on_rank0
 from toolkit.errors import UserError, join_first
 from toolkit.untrusted import open_regular
 
@@ -50,14 +50,15 @@ def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     """
     save = ShardedSave(tensors, folder)
     save.write()
-    save.finish()
+    save.gather_results()
+    run_on_rank0(save.finish)
 
 
 class ShardedSave:
-    """:func:`save_sharded` in three parts, of which only the first and the last are collective.
+    """:func:`save_sharded` in four parts: those that touch the disk, :meth:`write` and :meth:`finish`, are not collective.
 
     Together they do what ``dcp.save`` does at once. For the arguments and exceptions, which ``__init__`` and
-    :meth:`finish` raise, see :func:`save_sharded`.
+    :meth:`gather_results` raise, see :func:`save_sharded`.
     """
 
     def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
@@ -67,6 +68,7 @@ class ShardedSave:
         self._planner, self._ranks = _Planner(), rank_wrapper()
         self._metadata: Metadata | None = None  # on rank 0
         self._written: list[WriteResult] | Exception = []
+        self._results: list[list[WriteResult]] = []  # of all ranks, on rank 0
         with self._cause_raised():
             plan = self._ranks.reduce_scatter("plan", self._plan_own, self._plan_all)
         self._plan: SavePlan = self._planner.finish_plan(plan)
@@ -89,25 +91,26 @@ class ShardedSave:
         self._tensors = self._planner.state_dict = {}
 
     def write(self) -> None:
-        """Write this rank's shards. Not collective; :meth:`finish` raises an error of it on all ranks."""
+        """Write this rank's shards. Not collective; :meth:`gather_results` raises an error of it on all ranks."""
         try:
             self._written = self._writer.write_data(self._plan, self._planner).value()
         except Exception as error:
             self._written = error
 
-    def finish(self) -> None:
-        """Write the metadata when all ranks have written their shards; collective."""
+    def gather_results(self) -> None:
+        """Gather where each rank has written its shards, on rank 0; collective."""
         with self._cause_raised():
-            self._ranks.all_reduce("write", self._result, self._finish_all)
+            self._ranks.all_reduce("write", self._result, self._results.extend)
+
+    def finish(self) -> None:
+        """Write the metadata. On rank 0, not collective."""
+        assert self._metadata is not None
+        self._writer.finish(self._metadata, self._results)
 
     def _result(self) -> list[WriteResult]:
         if isinstance(self._written, Exception):
             raise self._written
         return self._written
-
-    def _finish_all(self, results: list[list[WriteResult]]) -> None:
-        assert self._metadata is not None
-        self._writer.finish(self._metadata, results)
 
     @contextmanager
     def _cause_raised(self) -> Iterator[None]:

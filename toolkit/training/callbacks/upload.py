@@ -70,11 +70,10 @@ class Upload(Callback):
 
     def wait(self, trainer: TrainerView, at_most: int = 0) -> None:
         """Wait until at most so many checkpoints are left to upload; every rank calls this."""
-        seconds = min(5.0, ranks.timeout() / 4)  # the other ranks wait in a collective, which has a timeout
-        while ranks.all_reduce_sum(waiting=int(self.uploader is not None and not self.uploader.wait(seconds, at_most)))[
-            "waiting"
-        ]:
-            trainer.display.phase("uploading")
+        ranks.wait_for_all(
+            lambda seconds: self.uploader is None or self.uploader.wait(seconds, at_most),
+            lambda _: trainer.display.phase("uploading"),
+        )
         self._report(trainer)
 
     def _finish(self, trainer: TrainerView) -> None:
