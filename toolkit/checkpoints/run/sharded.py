@@ -55,7 +55,7 @@ def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 class ShardedSave:
-    """:func:`save_sharded` in four parts: those that touch the disk, :meth:`write` and :meth:`finish`, are not collective.
+    """:func:`save_sharded` in four parts; :meth:`write` and :meth:`finish`, which use the disk, are not collective.
 
     Together they do what ``dcp.save`` does at once. For the arguments and exceptions, which ``__init__`` and
     :meth:`gather_results` raise, see :func:`save_sharded`.
