@@ -9,8 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from helpers.cases import check_each, slow_except
 from helpers.groups import free_port, start_ranks
+from helpers.tiny_configs import NATIVE_CONFIGS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +25,7 @@ from toolkit.checkpoints.weights import load_state, load_weights, save_state, sa
 from toolkit.config import AUTO, PRETRAIN, OptimizerArgs
 from toolkit.distributed.ddp_bf16 import SumInFP32
 from toolkit.errors import UserError
+from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block, model_on_meta
 from toolkit.models.lora_config import LoRAConfig
@@ -57,7 +60,7 @@ def build(precision="32-true", name="AdamW", **options):
         model.bfloat16()
     extra = {"options": {"momentum": 0.9}} if name == "SGD" else {}
     resolved = resolve_optimizer(OptimizerArgs(name=name, **extra, **options), precision, PRETRAIN)
-    inside = ("block.weight", "block.bias")
+    inside = {"block.weight": (), "block.bias": ()}
     return model, build_optimizer(model, resolved, 1e-2, precision, no_decay_params(model), in_blocks=inside)
 
 
@@ -204,6 +207,39 @@ def test_muon_is_torch_muon_beside_torch_adamw():
         torchs.step()
         adamw.step()
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
+
+
+def test_muon_orthogonalizes_queries_keys_and_values_one_by_one():
+    for name in ("qwen3-moe", "deepseek-v2"):
+        model = GPT(ModelConfig(block_size=64, n_layer=2, n_embd=64, n_head=4, **NATIVE_CONFIGS[name]))
+        options = resolve_optimizer(OptimizerArgs(name="Muon"), "32-true", PRETRAIN)
+        optimizer = build_optimizer(
+            model, options, 1e-2, "32-true", no_decay_params(model), in_blocks=block_params(model, (Block,))
+        )
+        layer, rows = model.transformer.h[0].attn.stacked_rows
+        weight = model.get_parameter(f"transformer.h.0.attn.{layer}.weight")
+        parts = [part.detach().clone() for part in weight.split(rows)]
+        reference = torch.optim.Muon(parts, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for _ in range(2):
+            weight.grad = torch.randn_like(weight)
+            for part, gradient in zip(parts, weight.grad.split(rows), strict=True):
+                part.grad = gradient.clone()
+            optimizer.step()
+            reference.step()
+        assert torch.equal(weight, torch.cat(parts)) and len(rows) > 1
+
+
+def test_run_that_began_with_fused_qkv_in_muon_keeps_them(corpus, tmp_path):
+    def train(steps, **options):
+        optimizer = OptimizerArgs(name="Muon", options=options)
+        run_training(arguments(corpus, tmp_path, train={"max_steps": steps}, optimizer=optimizer, resume="auto"))
+        saved = yaml.safe_load((tmp_path / "final/hyperparameters.yaml").read_text())
+        return saved["optimizer"]["options"]["split_qkv"]
+
+    assert train(1, split_qkv=False) is False  # a checkpoint without the key, as earlier versions wrote them
+    assert train(2) is False
+    with pytest.raises(UserError, match=r"split_qkv"):
+        train(3, split_qkv=True)
 
 
 class Scale(nn.Module):

@@ -157,3 +157,15 @@ def _handles(module: nn.Module) -> list[Any]:
 
     units = FullyShardedDataParallel.fsdp_modules(module)
     return [unit._handle for unit in units if unit._handle is not None]
+
+
+class StackedMuon(torch.optim.Muon):
+    """torch's Muon; of a group with ``rows`` it updates each of the matrices stacked in a weight as a matrix."""
+
+    def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
+        """Fill the lists of weights, gradients and momentum, with views."""
+        has_complex = super()._init_group(group, *lists)
+        if rows := group.get("rows"):
+            for tensors in lists:
+                tensors[:] = [part for tensor in tensors for part in tensor.split(rows)]
+        return has_complex

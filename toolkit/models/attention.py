@@ -59,6 +59,12 @@ class CausalSelfAttention(nn.Module):
             self.norm_q, self.norm_k = make_qk_norm(config, self.n_head), make_qk_norm(config, self.n_groups)
         self.sinks = nn.Parameter(torch.zeros(self.n_head)) if config.attention_sinks else None
 
+    @property
+    def stacked_rows(self) -> tuple[str, tuple[int, ...]]:
+        """The name of the layer that is several matrices in one, and the rows of each: queries, keys and values."""
+        n_keys = self.n_groups * self.head_size
+        return "qkv", (self.n_head * self.head_size, n_keys, n_keys)
+
     def forward(
         self,
         x: torch.Tensor,

@@ -48,6 +48,11 @@ class LatentAttention(nn.Module):
         self.kv_b = nn.Linear(self.kv_rank, self.n_head * (self.nope + self.v_size), bias=False)
         self.proj = nn.Linear(self.n_head * self.v_size, config.n_embd, bias=False)
 
+    @property
+    def stacked_rows(self) -> tuple[str, tuple[int, ...]]:
+        """The name of the layer that is several matrices in one, and the rows of each: keys and values."""
+        return "kv_b", (self.n_head * self.nope, self.n_head * self.v_size)
+
     def forward(
         self,
         x: torch.Tensor,

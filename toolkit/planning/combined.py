@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit.distributed.private_torch import StackedMuon
 from toolkit.errors import require_bitsandbytes
 
 Betas = tuple[float, float]
@@ -81,6 +82,8 @@ class Muon(CombinedOptimizer):
     Args:
         betas, eps: Of AdamW.
         momentum, nesterov, ns_steps, adjust_lr_fn: Of Muon.
+        split_qkv: Orthogonalize fused queries, keys and values one by one: the matrices whose rows a group counts in
+            ``rows``.
     """
 
     def __init__(
@@ -94,9 +97,10 @@ class Muon(CombinedOptimizer):
         nesterov: bool = True,
         ns_steps: int = NS_STEPS,
         adjust_lr_fn: str = "match_rms_adamw",
+        split_qkv: bool = False,
     ) -> None:
         def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            return torch.optim.Muon(
+            return (StackedMuon if split_qkv else torch.optim.Muon)(
                 groups,
                 lr=lr,
                 weight_decay=weight_decay,

@@ -13,6 +13,8 @@ from toolkit.config import AUTO, CommandDefaults, OptimizerArgs
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import load_registered, registered
+from toolkit.models.attention import CausalSelfAttention
+from toolkit.models.latent_attention import LatentAttention
 from toolkit.planning.combined import AdamW8bit, CombinedOptimizer, Muon
 
 COMBINED: dict[str, type[CombinedOptimizer]] = {"Muon": Muon, "AdamW8bit": AdamW8bit}
@@ -78,6 +80,8 @@ def resolve_optimizer(
         raise UserError(
             "--optimizer.options fused: not supported with --precision 16-mixed, whose gradients are scaled"
         )
+    if cls is Muon and not given.setdefault("split_qkv", True):
+        del given["split_qkv"]  # as in the checkpoints of versions without it
     if args.state_dtype != AUTO:
         given["state_dtype"] = args.state_dtype
     return {"name": args.name if given_class else cls.__name__, **given}
@@ -98,10 +102,19 @@ def no_decay_params(model: nn.Module) -> frozenset[str]:
     )
 
 
-def block_params(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> frozenset[str]:
-    """Return the canonical names of the parameters inside blocks. Call this before a strategy wraps the model."""
+def block_params(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> dict[str, tuple[int, ...]]:
+    """Return the canonical names of the parameters inside blocks, and the rows of each of the matrices stacked in one.
+
+    These are queries, keys and values; ``()`` for other parameters. Call this before a strategy wraps the model.
+    """
     inside = {id(p) for m in model.modules() if isinstance(m, blocks) for p in m.parameters()}
-    return frozenset(canonical_name(name) for name, p in model.named_parameters() if id(p) in inside)
+    rows: dict[str, tuple[int, ...]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, CausalSelfAttention | LatentAttention):
+            layer, sizes = module.stacked_rows
+            rows[canonical_name(f"{name}.{layer}.weight")] = sizes
+    names = [canonical_name(name) for name, p in model.named_parameters() if id(p) in inside]
+    return {name: rows.get(name, ()) for name in names}
 
 
 def check_low_memory(

@@ -76,8 +76,8 @@ def update_bytes(setup: TrainingSetup, model: GPT) -> float:
         shards = setup.strategy.shards if setup.strategy.kind == "fsdp" and setup.lora is None else 1
         needs += (FP32 if setup.lora is not None else setup.weight_bytes) * elements / shards
     if setup.optimizer["name"] == Muon.__name__:
-        rows = [trained[name].shape for name in main]
-        needs += max((2 * FP32 * r * c + 2 * BF16 * min(r, c) ** 2 for r, c in rows), default=0)
+        shapes = muon_shapes(setup, model)
+        needs += max((2 * FP32 * r * c + 2 * BF16 * min(r, c) ** 2 for r, c in shapes), default=0)
     return needs
 
 
@@ -102,9 +102,18 @@ def orthogonalization_flops(setup: TrainingSetup, model: GPT) -> float:
     """
     if setup.optimizer["name"] != Muon.__name__:
         return 0.0
-    iterations, matrices = setup.optimizer.get("ns_steps", NS_STEPS), main_params(setup, model)
-    sizes = [sorted(model.get_parameter(name).shape) for name in matrices]
+    iterations, sizes = setup.optimizer.get("ns_steps", NS_STEPS), map(sorted, muon_shapes(setup, model))
     return float(iterations * sum(4 * r * r * c + 2 * r**3 for r, c in sizes))
+
+
+def muon_shapes(setup: TrainingSetup, model: GPT) -> list[tuple[int, int]]:
+    """Return the shapes of the matrices that Muon orthogonalizes."""
+    inside, shapes = block_params(model, (Block,)), []
+    for name in main_params(setup, model):
+        n_rows, n_columns = model.get_parameter(name).shape
+        rows = inside[name] if setup.optimizer.get("split_qkv") else ()
+        shapes += [(r, n_columns) for r in rows or (n_rows,)]
+    return shapes
 
 
 def chunks(parameters: Iterable[T], limit: int = UPDATE_CHUNK) -> Iterator[list[T]]:

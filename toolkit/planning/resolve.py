@@ -25,6 +25,7 @@ from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta
 from toolkit.planning.auto import choose_options
 from toolkit.planning.batch import BatchPlan, plan_batch
+from toolkit.planning.combined import Muon
 from toolkit.planning.in_backward import check_in_backward
 from toolkit.planning.memory import plan_memory
 from toolkit.planning.optimizer import check_low_memory, resolve_optimizer
@@ -98,6 +99,9 @@ class ResolvedConfig:
         """Return the options that repeat this run, see :func:`toolkit.planning.run_args.hyperparameters`."""
         names = ("weight_decay", "betas", "eps")
         optimizer = replace(self.args.optimizer, **{n: v for n, v in self.optimizer.items() if n in names})
+        if self.optimizer["name"] == Muon.__name__:
+            split = {"split_qkv": self.optimizer.get("split_qkv", False)}
+            optimizer = replace(optimizer, options=optimizer.options | split)
         # auto compiles on CUDA only: elsewhere it chose nothing that a repetition on CUDA should keep
         has_no_choice = "compiler" in self.reasons and self.device != "cuda"
         compiler = AUTO if has_no_choice else self.args.compiler

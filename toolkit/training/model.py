@@ -62,7 +62,7 @@ class ModelSpec:
     sizes: dict[str, int]
     tied: dict[str, str]
     no_decay_params: frozenset[str]
-    block_params: frozenset[str]
+    block_params: dict[str, tuple[int, ...]]
     fingerprint: dict[str, Any]
     lora: LoRAConfig | None = None
     quantize: Quantize | None = None

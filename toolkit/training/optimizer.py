@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,24 +21,30 @@ def parameter_groups(
     weight_decay: float,
     no_decay: frozenset[str],
     combined: type[CombinedOptimizer] | None = None,
-    in_blocks: Collection[str] = (),
+    in_blocks: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    split_qkv: bool = False,
 ) -> list[dict[str, Any]]:
     """Split the trainable parameters, sharded or not, into groups with and without weight decay.
 
     Args:
         combined: Each group is split into the parameters that its main optimizer takes, ``main`` true, and the rest.
         in_blocks: See :func:`~toolkit.planning.optimizer.block_params`.
+        split_qkv: Give the main optimizer weights with stacked matrices in groups of the same ``rows``.
     """
-    parts: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    in_blocks = in_blocks or {}
+    parts: dict[tuple[bool, bool, tuple[int, ...]], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             name = canonical_name(name)
             decays = name not in no_decay
             is_main = combined is not None and combined.is_main(parameter, name in in_blocks, decays)
-            parts.setdefault((decays, is_main), []).append(parameter)
+            rows = in_blocks[name] if is_main and split_qkv else ()
+            parts.setdefault((decays, is_main, rows), []).append(parameter)
     return [
         {"params": parts[key], "weight_decay": weight_decay if key[0] else 0.0}
         | ({} if combined is None else {"main": key[1]})
+        | ({"rows": key[2]} if split_qkv else {})
         for key in sorted(parts, reverse=True)
     ]
 
@@ -50,7 +56,7 @@ def build_optimizer(
     precision: str,
     no_decay: frozenset[str],
     given_class: type[torch.optim.Optimizer] | None = None,
-    in_blocks: Collection[str] = (),
+    in_blocks: Mapping[str, tuple[int, ...]] | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer from :func:`resolve_optimizer`'s options, fused where class and device support it.
 
@@ -65,7 +71,8 @@ def build_optimizer(
     cls: type = given_class or optimizer_class(name)  # its arguments are not those of the base class
     takes = inspect.signature(cls).parameters
     combined = cls if issubclass(cls, CombinedOptimizer) else None
-    groups = parameter_groups(model, given.pop("weight_decay", 0.0), no_decay, combined, in_blocks)
+    split_qkv = given.get("split_qkv", False)
+    groups = parameter_groups(model, given.pop("weight_decay", 0.0), no_decay, combined, in_blocks, split_qkv=split_qkv)
     if "weight_decay" not in takes:
         groups = [{"params": [p for group in groups for p in group["params"]]}]
     if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & given.keys():

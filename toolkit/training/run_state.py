@@ -102,6 +102,14 @@ def prepare_run_state(
     return RunState(resume_from, progress, model, base, fingerprint, limits, schedule, length, longest, flops, damaged)
 
 
+def keep_fused_qkv(config: ResolvedConfig, resume_from: Path | None) -> ResolvedConfig:
+    """Return the configuration; a run that began with fused q, k and v in Muon keeps them unless the user differs."""
+    is_default = "split_qkv" in config.optimizer and "split_qkv" not in config.args.optimizer.options
+    if resume_from is None or not is_default or "split_qkv" in read_meta(resume_from)["identity"]["optimizer"]:
+        return config
+    return replace(config, optimizer={k: v for k, v in config.optimizer.items() if k != "split_qkv"})
+
+
 def read_progress(folder: Path, fingerprint: RunFingerprint) -> Progress:
     """Read the progress of a checkpoint, and check that the checkpoint belongs to the same run."""
     meta = read_meta(folder)

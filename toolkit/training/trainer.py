@@ -43,7 +43,7 @@ from toolkit.training.data import prepare_data
 from toolkit.training.describe import describe_rounding, describe_run
 from toolkit.training.garbage import GarbageCollection
 from toolkit.training.reading import TrainReader
-from toolkit.training.run_state import prepare_run_state
+from toolkit.training.run_state import keep_fused_qkv, prepare_run_state
 from toolkit.training.saving import Saver
 from toolkit.training.state import read_meta
 from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
@@ -120,6 +120,7 @@ class Trainer:
             group.init_process_group()
             fetch_on_other_nodes(self.remote, args.resume, resume_from, world)
             resume_from, damaged = find_intact(args, resume_from, world.local_rank == 0, self.display)
+            self.config = config = keep_fused_qkv(config, resume_from)
             self.state = prepare_run_state(config, self.data, resume_from, damaged)
             sampler = make_sampler(self.data, self.state.model.config, args.eval.max_new_tokens)
             self.progress = self.state.progress
