@@ -11,8 +11,10 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.errors import UserError, one_line
@@ -202,6 +204,37 @@ def describe_extensions() -> Iterator[str]:
         names = [f"{kind}: {', '.join(getattr(extension, kind))}" for kind in KINDS if getattr(extension, kind)]
         number = f" {version(origin)}" if origin in _installed() else ""
         yield f"{origin}{number} ({'; '.join(names).replace('_', ' ')})"
+
+
+def extension_versions() -> dict[str, str]:
+    """Return the version of each known extension, by origin, with a hash of its source files."""
+    from importlib.metadata import version
+
+    found = {}
+    for origin, extension in extensions().items():
+        installed = _installed().get(origin)
+        paths = [path for kind in KINDS for path in getattr(extension, kind).values()] + [extension.check or ""]
+        modules = {(origin if installed is None else installed[1]), *(path.rpartition(".")[0] for path in paths)}
+        number = "" if installed is None else f"{version(origin)} "
+        found[origin] = f"{number}(sources {hash_sources(modules - {''})})"
+    return found
+
+
+def hash_sources(modules: Iterable[str]) -> str:
+    """Return a short hash of the source files of modules, and of all files of packages."""
+    import hashlib
+    from importlib.util import find_spec
+
+    files: set[Path] = set()
+    for module in modules:
+        with suppress(ImportError, AttributeError, ValueError):
+            if (spec := find_spec(module)) is not None and spec.origin is not None:
+                files |= {
+                    Path(spec.origin),
+                    *(f for p in spec.submodule_search_locations or () for f in Path(p).rglob("*.py")),
+                }
+    contents = sorted(hashlib.sha256(file.read_bytes()).digest() for file in files if file.is_file())
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:12]
 
 
 def find_modules_here() -> None:

@@ -1,14 +1,17 @@
 """Failures before the process group exists, through the real command line: every rank ends in time."""
 
+import json
 import os
+import re
 import signal
 import socket
+import sys
 import threading
 from contextlib import contextmanager
 
 import pytest
 from helpers.groups import free_port, read_until
-from helpers.processes import PRETRAIN, ended, failing, finish, flags_for, pretrain, start
+from helpers.processes import PRETRAIN, common_flags, ended, failing, finish, flags_for, pretrain, start
 
 WRONG_FLAG = ["--train.micro_batchsize", "4"]
 LINE = "--train.micro_batchsize 4: no such option; did you mean --train.micro_batch_size?"
@@ -74,6 +77,53 @@ def test_user_error_on_all_ranks_is_reported_once(corpus, tmp_path):
     process = torchrun(*PRETRAIN, *flags_for(corpus, tmp_path / "run"), *WRONG_FLAG)
     _, err = finish(process, 120)
     assert process.returncode and err.count(LINE) == 1
+
+
+# ---- nodes that are not set up alike
+
+
+@pytest.mark.slow
+def test_mixture_with_other_weights_on_one_node_is_an_error(corpus, tmp_path):
+    source = {"class_path": "TextFiles", "init_args": {"train_data_path": str(corpus), "vocab_size": 300}}
+    options = []
+    for weight in (0.5, 0.75):
+        sources = {"a": {"weight": weight, "data": source}, "b": {"weight": 1 - weight, "data": source}}
+        options.append(["--data", "Mixture", "--data.sources", json.dumps(sources)])
+    nodes = two_nodes(*options, common_flags(tmp_path / "out", max_steps=2))
+    errors = [finish(node, 120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [2, 2], errors
+    assert "--data.sources.a.weight 0.75: on rank 1, and 0.5 on rank 0; start every process" in errors[0]
+
+
+EXTENSION = """
+import torch
+from toolkit.extension import Extension
+EXTENSION = Extension(optimizers={{"Descent": "descent.Descent"}})
+class Descent(torch.optim.SGD):
+    def step(self):
+        for group in self.param_groups:
+            torch._foreach_mul_([p.grad for p in group["params"]], {factor})
+        super().step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_installed", [(True, True), (True, False)])
+def test_other_code_of_an_extension_on_one_node_is_an_error(corpus, tmp_path, is_installed):
+    flags = ["--devices", "1", "--num_nodes", "2", *flags_for(corpus, tmp_path / "out", max_steps=2)]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    nodes = []
+    for rank, is_used in enumerate(is_installed):
+        folder = tmp_path / f"node-{rank}"
+        folder.mkdir()
+        (folder / "descent.py").write_text(EXTENSION.format(factor=1 + rank))
+        path = os.pathsep.join([str(folder), *sys.path])
+        more = ["--extensions", "descent"] if is_used else []
+        more += ["--optimizer.name", "Descent"] if all(is_installed) else []
+        nodes.append(start(*PRETRAIN, *flags, *more, **where, NODE_RANK=str(rank), PYTHONPATH=path))
+    errors = [finish(node, 120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [2, 2], errors
+    assert re.search(r"extension descent .*: on rank 1, and .* on rank 0; use the same versions and", errors[0]), errors
 
 
 # ---- lost ranks and unresponsive stores

@@ -21,7 +21,7 @@ from lightning.fabric.plugins.precision import MixedPrecision
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.weights import load_weights
 from toolkit.config import EvalArgs, LogArgs, OptimizerArgs, TrainArgs
-from toolkit.data import TextFiles
+from toolkit.data import Mixture, TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
@@ -446,27 +446,42 @@ def test_optimizer_that_needs_unsharded_matrices_is_an_error_under_fsdp(corpus, 
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("change", "flag"),
-    [({"eval": EvalArgs(interval=7)}, "--eval.interval 7"), ({"strategy": "ddp"}, "--strategy ddp")],
-)
-def test_different_options_per_node_are_an_error(corpus, tmp_path, monkeypatch, change, flag):
-    args = arguments(corpus, tmp_path)
+def test_different_options_or_code_per_node_are_an_error(corpus, tmp_path, monkeypatch):
+    def mixture(weight, **options):
+        text = {"class_path": "TextFiles", "init_args": {"train_data_path": str(corpus)} | options}
+        return Mixture({"a": {"weight": weight, "data": text}, "b": {"weight": 1 - weight, "data": text}})
+
+    args = replace(arguments(corpus, tmp_path), data=mixture(0.5))
     fingerprint = RunFingerprint({}, "data", 8, 42, "32-true", {})
     gathered = []
 
-    def gather(fingerprint):
-        gathered.append(fingerprint)
+    def gather(values):
+        gathered.append(values)
         return gathered
+
+    def check(message, args=args, fingerprint=fingerprint):
+        del gathered[1:]
+        with pytest.raises(UserError, match=f"^{message}"):
+            agreement.require_same_options(args, fingerprint)
 
     monkeypatch.setattr(agreement.ranks, "all_gather_object", gather)
     agreement.require_same_options(args, fingerprint)
-    with pytest.raises(UserError, match=f"{flag}: on rank 1"):
-        agreement.require_same_options(replace(args, **change), fingerprint)
-    model = {"rope_base": 5000.0}
-    with pytest.raises(UserError, match="--model_config.rope_base 5000.0: on rank 2, and None on rank 0; start"):
-        gathered[1:] = gathered[:1]
-        agreement.require_same_options(args, replace(fingerprint, model_config=model))
+    elsewhere = mixture(0.5, train_data_path="elsewhere")
+    agreement.require_same_options(replace(args, data=elsewhere, out_dir="out", logger_name="wandb"), fingerprint)
+    for message, change in {
+        "--eval.interval 7: on rank 1, and .* on rank 0; start": {"eval": EvalArgs(interval=7)},
+        "--strategy ddp: on rank 1, and .* on rank 0; auto depends on the memory": {"strategy": "ddp"},
+        "--data.sources.a.weight 0.75: on rank 1, and 0.5 on rank 0; start": {"data": mixture(0.75)},
+    }.items():
+        check(message, replace(args, **change))
+    check(
+        "--model_config.rope_base 5000.0: on rank 1, and None on rank 0; start",
+        fingerprint=replace(fingerprint, model_config={"rope_base": 5000.0}),
+    )
+    monkeypatch.setattr(agreement, "extension_versions", lambda: {"lion": "0.2"})
+    check("extension lion 0.2: on rank 1, and None on rank 0; use the same versions")
+    monkeypatch.setattr(agreement, "hash_sources", lambda _: "0123")
+    check("toolkit .*0123.*: on rank 1, and .* on rank 0; use the same versions")
 
 
 @pytest.mark.parametrize(

@@ -4,44 +4,79 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict
+from fnmatch import fnmatch
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
 from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.data.base import TokenDataset
 from toolkit.data.tokens.iterable import IterableRows
+from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
-from toolkit.planning.run_args import RunArgs
+from toolkit.extension import extension_versions, hash_sources
+from toolkit.planning.run_args import RunArgs, hyperparameters
 from toolkit.training.state import RunFingerprint, by_flag
 
 BY_MEMORY = ("--train.micro_batch_size", "--strategy", "--fsdp.accumulate")
 """Options that "auto" chooses from the memory of a device."""
+MAY_DIFFER = (
+    "*_dir", "*path", "*.repo_id",  # places: what is there is compared
+    "--model_name",  # the architecture is compared
+    "*_workers", "*.max_cache_gb",  # how a node reads
+    "--devices", "--num_nodes", "--accelerator",  # the process group counts its ranks
+    "--logger_name", "--log.*",  # only rank 0 logs
+    "--extensions",  # their code is compared
+)  # fmt: skip
+"""Options that may differ between nodes. All others are compared."""
+SEED_ALIKE = "build the same rows on every rank, for example from a generator with a fixed seed"
 
 
 def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
-    """Check that all ranks run the same options on the same data.
+    """Check that all ranks run the same code with the same options on the same data.
 
     Raises:
-        UserError: a node has different options or data.
+        UserError: a node has different options, data or versions.
     """
-    options: dict[str, Any] = {}
-    for group in ("train", "eval", "optimizer", "fsdp", "ddp", "profiler"):
-        options |= {f"--{group}.{name}": value for name, value in asdict(getattr(args, group)).items()}
-    names = ("strategy", "compiler", "deterministic", "timeout", "resume", "profile", "callbacks")
-    options |= {f"--{name}": getattr(args, name) for name in names}
-    everywhere = ranks.all_gather_object(options | by_flag(asdict(fingerprint)))
+    flags = flatten(hyperparameters(args) | {"resume": args.resume, "timeout": args.timeout})
+    flags = {flag: value for flag, value in flags.items() if not any(fnmatch(flag, name) for name in MAY_DIFFER)}
+    everywhere = ranks.all_gather_object(code_versions() | flags | by_flag(asdict(fingerprint)))
     first = everywhere[0]
     for rank, there in enumerate(everywhere):
-        for flag in first | there:
-            if there.get(flag) != first.get(flag):
+        for name in first | there:
+            if (value := there.get(name)) != first.get(name):
                 hint = "start every process with the same options, and let all nodes read the same files"
-                if flag in BY_MEMORY:
-                    hint = f"auto depends on the memory of a node's devices: set {flag}"
-                raise UserError(f"{flag} {there.get(flag)}: on rank {rank}, and {first.get(flag)} on rank 0; {hint}")
+                if name == "--data" and isinstance(args.data, PythonData):
+                    raise UserError(f"dataset: rank {rank} has other rows than rank 0; {SEED_ALIKE}")
+                if name in BY_MEMORY:
+                    hint = f"auto depends on the memory of a node's devices: set {name}"
+                elif not name.startswith("-"):
+                    hint = "use the same versions and source files on all nodes"
+                raise UserError(f"{name} {value}: on rank {rank}, and {first.get(name)} on rank 0; {hint}")
+
+
+def flatten(options: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
+    """Return nested options by flag, such as ``--data.sources.web.weight``."""
+    flags: dict[str, Any] = {}
+    for name, value in options.items():
+        flag = prefix[:-1] if name in ("class_path", "init_args") else prefix + name
+        flags |= flatten(value, f"{flag}.") if isinstance(value, Mapping) and value else {flag: value}
+    return flags
+
+
+def code_versions() -> dict[str, str]:
+    """Return the versions of the code that trains, by name; of toolkit and extensions with a hash of the sources."""
+    own = f"{metadata.version('toolkit')} (sources {hash_sources(['toolkit'])})"
+    return {"toolkit": own, "torch": torch.__version__, "lightning": metadata.version("lightning")} | {
+        f"extension {name}": version for name, version in extension_versions().items()
+    }
 
 
 def require_own_samples(rows: TokenDataset) -> None:
