@@ -206,7 +206,8 @@ def test_muon_is_torch_muon_beside_torch_adamw():
             parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16().float()
         torchs.step()
         adamw.step()
-    assert all(map(torch.equal, model.parameters(), reference.parameters()))
+    for value, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=3e-4)  # torch iterates in bf16
 
 
 def test_muon_orthogonalizes_queries_keys_and_values_one_by_one():
@@ -226,7 +227,8 @@ def test_muon_orthogonalizes_queries_keys_and_values_one_by_one():
                 part.grad = gradient.clone()
             optimizer.step()
             reference.step()
-        assert torch.equal(weight, torch.cat(parts)) and len(rows) > 1
+        torch.testing.assert_close(weight, torch.cat(parts), rtol=0, atol=3e-4)  # torch iterates in bf16
+        assert len(rows) > 1
 
 
 def test_run_that_began_with_fused_qkv_in_muon_keeps_them(corpus, tmp_path):

@@ -100,7 +100,7 @@ class Muon(CombinedOptimizer):
         split_qkv: bool = False,
     ) -> None:
         def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            return (StackedMuon if split_qkv else torch.optim.Muon)(
+            return StackedMuon(
                 groups,
                 lr=lr,
                 weight_decay=weight_decay,
