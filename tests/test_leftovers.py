@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from toolkit import leftovers
 from toolkit.checkpoints.scratch import empty_on_disk
 from toolkit.checkpoints.store import write_checkpoint, write_file, write_folder
 from toolkit.data.cache import clean_up, staging_folder
-from toolkit.leftovers import sweep, temporary_path
+from toolkit.leftovers import has_ended, sweep, temporary_path
 from toolkit.ui.files import write_atomic
 
 # Each writes something of another name into the folder.
@@ -80,6 +81,29 @@ def test_files_of_live_processes_and_other_programs_are_kept(tmp_path):
     (tmp_path / f"{elsewhere}-in-use" / "file").write_text("more")  # which does not change the folder's mtime
     sweep(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+OTHER_MACHINE = """
+import sys
+from pathlib import Path
+from toolkit import leftovers
+leftovers._BOOT_ID = Path(sys.argv[1])
+leftovers.temporary_path(Path(sys.argv[2])).touch()
+"""
+
+
+def test_processes_of_another_machine_with_the_same_host_name_are_not_taken_for_dead(tmp_path):
+    """Also the lease of a remote run names its process so."""
+    (tmp_path / "boot_id").write_text("79c2d3d5-3c5c-4c3e-a4b2-000000000000\n")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    for boot_id, expected in ((leftovers._BOOT_ID, True), (tmp_path / "boot_id", False)):
+        folder = tmp_path / f"dead-{expected}"
+        folder.mkdir()
+        subprocess.run([sys.executable, "-c", OTHER_MACHINE, boot_id, folder / "x"], check=True, env=environment)
+        (file,) = folder.iterdir()
+        assert has_ended(file.name) is expected
+        sweep(folder)
+        assert file.exists() is not expected
 
 
 def test_symlinks_are_not_followed(tmp_path):

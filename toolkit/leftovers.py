@@ -13,6 +13,7 @@ from pathlib import Path
 
 TMP = ".tmp-"  # prefix of every temporary name
 _TOOLKIT = f"{TMP}toolkit-"  # distinguishes them from other programs' files
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux
 _STALE_SECONDS = 24 * 3600  # without a change for so long, files of another machine's process are stale
 
 
@@ -23,7 +24,7 @@ def temporary_path(path: Path) -> Path:
 
 def temporary_prefix() -> str:
     """Return the prefix of this process's temporary names."""
-    return f"{_machine()}{os.getpid()}-"
+    return f"{_prefix()}{os.getpid()}-"
 
 
 def sweep(folder: Path) -> None:
@@ -32,15 +33,15 @@ def sweep(folder: Path) -> None:
     For processes on another machine or in another container, only the age of the files is known.
     """
     for path in folder.glob(f"{_TOOLKIT}*"):
-        is_old = not path.name.startswith(_machine()) and time.time() - _last_change(path) > _STALE_SECONDS
+        is_old = not path.name.startswith(_prefix()) and time.time() - _last_change(path) > _STALE_SECONDS
         if is_old or has_ended(path.name):
             remove([path])
 
 
 def has_ended(name: str) -> bool:
     """Whether a temporary name, or a process's :func:`temporary_prefix`, is of a dead process of this machine."""
-    pid = name.removeprefix(_machine()).partition("-")[0]
-    return name.startswith(_machine()) and pid.isdigit() and not _is_alive(int(pid))
+    pid = name.removeprefix(_prefix()).partition("-")[0]
+    return name.startswith(_prefix()) and pid.isdigit() and not _is_alive(int(pid))
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -54,13 +55,20 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 @functools.cache
-def _machine() -> str:
-    """Return a prefix for this machine and its PID namespace (containers have separate process ids)."""
-    try:
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        namespace = 0
-    return f"{_TOOLKIT}{socket.gethostname()}-{namespace:x}-"
+def machine_name() -> str:
+    """Return a name of this machine, since it started, and of its PID namespace.
+
+    Containers have separate process ids; machines from one image may share a host name.
+    """
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(f"{os.stat('/proc/self/ns/pid').st_ino:x}")
+        parts.append(_BOOT_ID.read_text().strip().replace("-", "")[:12])
+    return "-".join(parts)
+
+
+def _prefix() -> str:
+    return f"{_TOOLKIT}{machine_name()}-"
 
 
 def _last_change(path: Path) -> float:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import IO
 from toolkit.data.cache import HEARTBEAT
 from toolkit.data.streamed.stream import Report, Stream, UnitCounts, file_lock, write_json
 from toolkit.errors import DataError, one_line
+from toolkit.leftovers import machine_name
 
 _POLL = 0.05  # seconds between looks for a unit
 _MAX_STARTS = 4  # of each preparer, until a unit is ready
@@ -116,7 +116,7 @@ class StreamReader:
         """Create this process's file and hold its lock, by which others see that the process lives."""
         if self._pid == os.getpid() and self._file is not None:
             return
-        name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        name = f"{machine_name()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._file, self._pid = self.stream.folder / "readers" / f"{name}.json", os.getpid()
         self._lock = open(self._file.with_suffix(".lock"), "w")  # noqa: SIM115 - held as long as the process lives
         with contextlib.suppress(ImportError, OSError):
@@ -177,7 +177,7 @@ def start_preparers(folder: Path, workers: int, max_bytes: int | None) -> int:
         if mine is not None and mine.poll() is None:
             continue
         # On another machine with the same folder, another preparer may run.
-        with file_lock(folder / "locks" / f"preparer-{socket.gethostname()}-{slot}", wait=False) as lock:
+        with file_lock(folder / "locks" / f"preparer-{machine_name()}-{slot}", wait=False) as lock:
             if lock is not None:
                 _processes[folder, slot] = _start(folder, slot, max_bytes, lock)
                 started += 1
