@@ -251,6 +251,26 @@ def test_resume_of_a_different_run_is_an_error(corpus, finished, change, message
     assert sorted(path.stat().st_mtime_ns for path in finished.parent.rglob("*")) == before
 
 
+def test_lost_rows_of_metrics_are_said_on_resume(corpus, tmp_path, capsys):
+    run_training(arguments(corpus, tmp_path, train={"max_steps": 6}))
+    path = tmp_path / "logs" / "metrics.csv"
+    lines = path.read_bytes().splitlines(keepends=True)
+    flipped = bytes([lines[2][0] ^ 64]) + lines[2][1:]
+    for max_steps, content, message in (
+        (7, b"".join(lines), None),
+        (8, b"".join([*lines[:2], flipped, *lines[3:6]]), "3 of the 7 rows to step 7 are lost or damaged"),
+        (9, None, "8 of the 8 rows to step 8 are lost or damaged"),
+    ):
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
+        capsys.readouterr()
+        run_training(arguments(corpus, tmp_path, train={"max_steps": max_steps}, resume="auto"))
+        output = capsys.readouterr().out
+        assert message in output if message else "damaged" not in output, output
+
+
 def test_resume_of_a_finished_run_and_of_an_extended_run(corpus, tmp_path, capsys):
     run_training(arguments(corpus, tmp_path / "run"))
     before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*"))

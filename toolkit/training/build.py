@@ -161,6 +161,11 @@ def open_outputs(trainer: TrainerView, columns: list[str], stack: ExitStack) -> 
         trainer.display.message(f"renamed {folder} to {rename_damaged(folder).name}; delete it when you do not need it")
     resume_step = None if state.resume_from is None else state.progress.step
     csv = MetricsCSV(out_dir / "logs" / "metrics.csv", resume_step, columns)
+    expected = state.progress.logged_rows if state.resume_from and state.resume_from.parent == out_dir else 0
+    if csv.n_resumed < expected:
+        trainer.display.message(
+            f"{csv.path}: {expected - csv.n_resumed} of the {expected} rows to step {resume_step} are lost or damaged"
+        )
     loggers = make_loggers(args.logger_name, out_dir, args.log, trainer.config.hyperparameters(), resume_step)
     return [MetricsFile(csv), ExternalLoggers(loggers)]
 

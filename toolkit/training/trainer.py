@@ -377,6 +377,7 @@ class Trainer:
         """Hand a row of metrics to the callbacks."""
         if metrics:
             self._count_seconds()
+            self.progress.logged_rows += 1
             axes = {"step": self.progress.step, "tokens": self.progress.tokens, "seconds": self.progress.seconds}
             notify(self.callbacks, "on_log", self, axes | metrics)
 

@@ -46,6 +46,9 @@ class MetricsCSV:
         resume_step: Rows beyond this step are removed, atomically; ``None`` starts a new file.
         more_columns: Of callbacks, after :data:`COLUMNS`. Those of earlier launches stay.
 
+    Attributes:
+        n_resumed: Rows of earlier launches.
+
     Raises:
         UserError: The file cannot be written, it lacks a column, or the name of a column is not one.
     """
@@ -58,6 +61,7 @@ class MetricsCSV:
             if wrong := next((name for name in self.columns if not name or set(name) & set(',"\r\n')), None):
                 raise UserError(f"column {wrong!r}: must be a name without commas, quotes and line ends")
             kept = [self._line(row) for row in rows if float(row["step"]) <= (resume_step or 0)]
+            self.n_resumed = len(kept)
             write_atomic(self.path, b"".join([(",".join(self.columns) + "\n").encode(), *kept]))
             # unbuffered: a row that failed on a full disk must not be written at close
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (open for the duration of the run)
