@@ -347,6 +347,8 @@ def test_gpt_instance_keeps_its_config(tmp_path):
     second = train(model, out_dir=tmp_path / "second", train={"learning_rate": 1e-8})
     assert losses(second.out_dir)[0] < losses(first.out_dir)[0] - 0.01
     assert torch.allclose(toolkit.load(second.checkpoint).lm_head.weight, start, atol=1e-6)
+    third = train(toolkit.GPT(config), out_dir=tmp_path / "third")  # initialized as the first run's model
+    assert losses(third.out_dir) == losses(first.out_dir)
     assert toolkit.load(second.checkpoint, dtype="bf16").lm_head.weight.dtype == torch.bfloat16
     with pytest.raises(UserError, match="dtype bf61: must be one of.*did you mean 'bf16'"):
         toolkit.load(first.checkpoint, dtype="bf61")

@@ -1,21 +1,11 @@
-"""Models with the initial values of a run, without a run."""
+"""Adapters with the initial values of a run, without a run."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
 from toolkit.models import lora
 from toolkit.models.gpt import GPT
-from toolkit.models.init import Materializer, init_weight
+from toolkit.models.init import initialize as initialize
 from toolkit.models.lora_config import LoRAConfig
-
-
-def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
-    """Initialize every parameter of a GPT in place; needs ``model.config``."""
-    materialize = Materializer(model, init_weight(model, seed), device)
-    for module in model.modules():
-        materialize(module)
 
 
 def add_lora(model: GPT, config: LoRAConfig, seed: int = 0) -> None:

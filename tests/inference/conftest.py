@@ -75,8 +75,8 @@ def make_model(style: str, seed: int = 0, block_size: int = 48) -> GPT:
     config = ModelConfig(name=style, **sizes, intermediate_size=96, **STYLES[style])
     model = GPT(config)
     for name, parameter in model.named_parameters():
-        if parameter.dim() >= 2 or name.endswith("sinks"):
-            torch.nn.init.normal_(parameter, std=0.2)
+        if parameter.dim() >= 2 or name.endswith(("sinks", "bias")):
+            torch.nn.init.normal_(parameter, std=0.07 if name.endswith("bias") else 0.2)
     return model
 
 

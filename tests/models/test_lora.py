@@ -264,11 +264,10 @@ def test_loss_with_adapted_head_matches_autograd(tied, dropped, monkeypatch):
 
 
 def test_no_gradient_buffer_for_frozen_head(monkeypatch):
-    sizes: list[torch.Size] = []
+    model, sizes = adapted(head=True), list[torch.Size]()
     for name in ("zeros_like", "empty_like"):
         real = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda t, real=real, **k: sizes.append(t.shape) or real(t, **k))
-    model = adapted(head=True)
     model(tokens(), tokens())[0].backward()
     assert model.lm_head.lora.whole.B.shape in sizes and model.lm_head.weight.shape not in sizes
     assert model.lm_head.weight.grad is None and model.lm_head.lora.whole.A.grad.any()

@@ -24,6 +24,7 @@ ActivationCheckpointing = Literal["none", "selective", "full"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Auto = Literal["auto"]
 AUTO: Auto = "auto"
+DEFAULT_SEED = 42
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 COMPILERS = (AUTO, "none", "torch")
 
@@ -373,7 +374,7 @@ class RunOptions:
     profiler: ProfilerArgs = ProfilerArgs()
     callbacks: str | list[Any] | None = None
     timeout: float | Auto = AUTO
-    seed: int = 42
+    seed: int = DEFAULT_SEED
 
     def __post_init__(self) -> None:
         require_option(0 <= self.seed < 2**32, "seed", self.seed, f"must be from 0 to {2**32 - 1}")

@@ -7,12 +7,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
+from toolkit.config.options import DEFAULT_SEED
 from toolkit.errors import require_option
 from toolkit.models.attention import CausalSelfAttention, KVCache, LayerCache
 from toolkit.models.attention_choice import choose_kernel
 from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
+from toolkit.models.init import InitializedModel
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.lora_layers import LoRALinear
@@ -96,7 +98,7 @@ class BlockInputs(NamedTuple):
     token_mask: torch.Tensor | None
 
 
-class GPT(nn.Module):
+class GPT(nn.Module, metaclass=InitializedModel):
     """A decoder-only transformer.
 
     An extension's model is a subclass that overrides :meth:`forward` and calls :meth:`embed`, :meth:`run_blocks`, and
@@ -104,12 +106,13 @@ class GPT(nn.Module):
 
     Args:
         config: The architecture. Its vocabulary must be known (``ModelConfig.with_vocab_size``).
+        seed: The weights are those of a run with this seed, see :mod:`toolkit.models.init`.
 
     Attributes:
         loss_parts: Names of the parts of the loss that a subclass logs.
         loss_part_sums: To which such a model adds, in each forward with labels, the detached fp32 sum over the
             supervised tokens of each part that it has computed; the same ones on all ranks.
-        seed: Seed of the random numbers that a subclass draws in training: the run's.
+        seed: Also of the random numbers that a subclass draws in training; in a run the run's.
         note: What a reader of the metrics must know, shown when a run starts.
         is_row_independent: Whether the logits of a row depend only on its tokens and their positions, so that prompts
             are continued together; False: one after the other.
@@ -118,20 +121,20 @@ class GPT(nn.Module):
         uses_kernels: Use the kernels of :mod:`toolkit.models.attention_kernels` where they are better than masks.
         compiled_loss: Use a compiled kernel for the cross-entropy, where there is one.
 
-    The weights have torch's default initialization until :func:`toolkit.models.init.init_weight` or a checkpoint
-    sets them.
+    The embedding and the logits have ``config.padded_vocab_size`` columns, a multiple of ``padding_multiple``; the
+    tokenizer's are the first ``config.vocab_size``.
     """
 
     loss_parts: tuple[str, ...] = ()
     note = ""
     is_row_independent = True
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, seed: int = DEFAULT_SEED) -> None:
         super().__init__()
         if config.padded_vocab_size is None:
             raise ValueError(f"the model configuration {config.name!r} has no vocab_size; set it from the tokenizer")
         self.config = config
-        self.uniform_length = self.seed = 0
+        self.seed, self.uniform_length = seed, 0
         self.uses_kernels = True
         self.compiled_loss = False
         self.loss_part_sums: dict[str, torch.Tensor] = {}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -89,6 +89,29 @@ class Materializer:
             return nn.Parameter(filled, requires_grad=tensor.requires_grad) if is_parameter else filled
         tensor.copy_(value)
         return tensor
+
+
+class InitializedModel(type):
+    """Metaclass of a model with ``config`` and ``seed``: initialize the weights after the last subclass's ``__init__``.
+
+    The model is built on the meta device, as in a run: torch's default values would only cost time. If that is the
+    default device, it stays there.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            model = super().__call__(*args, **kwargs)
+        if device.type != "meta":
+            initialize(model, model.seed, device)
+        return model
+
+
+def initialize(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> None:
+    """Fill all parameters of a model with ``config``; ``device`` is that of parameters on the meta device."""
+    materialize = Materializer(model, init_weight(model, seed), device)
+    for module in model.modules():
+        materialize(module)
 
 
 def init_weight(model: nn.Module, seed: int) -> Callable[[str, torch.Size], torch.Tensor]:

@@ -52,8 +52,8 @@ def update_bytes(setup: TrainingSetup, model: GPT) -> float:
 
     Those are the fp32 gradients and moments of some parameters, and for one of them the random numbers, the rounded
     values in fp32 and bf16, and where the values are finite; for Muon the update of one matrix in fp32 and bf16, its
-    product in bf16, and two products with its transpose (``torch.optim._muon``). An optimizer that is not fused has
-    intermediate values of all weights of a group on CUDA.
+    product in bf16, and two products with its transpose (``torch.optim._muon``), on a CPU all in fp32. An optimizer
+    that is not fused has intermediate values of all weights of a group on CUDA.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     largest = max(p.numel() for p in trained.values())
@@ -77,7 +77,8 @@ def update_bytes(setup: TrainingSetup, model: GPT) -> float:
         needs += (FP32 if setup.lora is not None else setup.weight_bytes) * elements / shards
     if setup.optimizer["name"] == Muon.__name__:
         shapes = muon_shapes(setup, model)
-        needs += max((2 * FP32 * r * c + 2 * BF16 * min(r, c) ** 2 for r, c in shapes), default=0)
+        n_copies, product = (3, FP32) if setup.device == "cpu" else (2, BF16)
+        needs += max((n_copies * FP32 * r * c + 2 * product * min(r, c) ** 2 for r, c in shapes), default=0)
     return needs
 
 
