@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from toolkit.config import AUTO
+from toolkit.config.checks import note
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions, Given, class_path
 from toolkit.config.other_formats import split, translate
 from toolkit.config.other_formats.rules import File
@@ -42,6 +44,8 @@ def parse(
     parameters = [parameter for f in functions for parameter in inspect.signature(f).parameters.values()]
     switches = {parameter.name for parameter in parameters if parameter.annotation in (bool, "bool")}
     words = read_words(argv, positionals, switches)
+    counts, last = Counter(key for key, _ in words if key not in COMMON_OPTIONS), dict(words)
+    note(*(f"--{key}: given {n} times; the last counts: {last[key]}" for key, n in counts.items() if n > 1))
     files = [(file, read_config(file)) for key, file in words if key == "config"]
     extensions = [name for key, text in words if key == "extensions" for name in take_extensions({key: text})]
     extensions += [name for file, values in files for name in take_extensions(values, f"{file}: extensions")]
@@ -104,6 +108,9 @@ def flatten_files(
     """
     parts = [split(values) if "train" in command.groups else ({}, values) for _, values in files]
     own = [list(command.flatten(values, path)) for (path, _), (_, values) in zip(files, parts, strict=True)]
+    for (path, _), options in zip(files, own, strict=True):
+        if repeated := [key for key, n in Counter(key for key, _ in options).items() if n > 1]:
+            raise UserError(f"{path}: {repeated[0]}: given twice; remove one")
     texts: dict[str, Any] = {key: given.text for layer in [*own, flags] for key, given in layer if given.value}
 
     def world_size() -> int:
@@ -134,7 +141,7 @@ def read_config(path: str | None) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from error
     except ValueError as error:
-        raise UserError(f"--config {path}: not a YAML file: {error}") from error
+        raise UserError(f"--config {path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: must contain `name: value` pairs")
     return values

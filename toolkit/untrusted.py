@@ -93,7 +93,8 @@ def parse_yaml(content: bytes | str) -> Any:
     """Parse YAML into plain values. Aliases are accepted if the file stays small with them expanded.
 
     Raises:
-        ValueError: not YAML, too deeply nested, too large with its aliases expanded, or a number has too many digits.
+        ValueError: not YAML, a key is given twice, too deeply nested, too large with its aliases expanded, or a number
+            has too many digits.
     """
     try:
         loader = yaml.SafeLoader(content)
@@ -105,6 +106,10 @@ def parse_yaml(content: bytes | str) -> Any:
             loader.dispose()
     except RecursionError:
         raise ValueError(f"nested more than {_MAX_DEPTH} levels deep") from None
+    except yaml.MarkedYAMLError as error:
+        mark, texts = error.problem_mark or error.context_mark, (error.context, error.problem)
+        place = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(place + ", ".join(text for text in texts if text)) from error
     except (yaml.YAMLError, TypeError, KeyError, OverflowError) as error:  # all but the first: invalid values
         raise ValueError(one_line(error)) from error
 
@@ -137,6 +142,14 @@ def _require_shallow(values: Any) -> None:
     raise RecursionError
 
 
+def _require_unique(node: yaml.MappingNode) -> None:
+    names = set()
+    for name, _ in node.value:
+        if name.value != "<<" and isinstance(name, yaml.ScalarNode) and name.value in names:
+            raise ValueError(f"line {name.start_mark.line + 1}: {name.value} is given twice; remove one")
+        names.add(name.value if isinstance(name, yaml.ScalarNode) else None)
+
+
 def _require_bounded(root: yaml.Node | None) -> None:
     """Check a document's nodes, counting each as often as aliases repeat it."""
     level, count = [root] if root is not None else [], 0
@@ -147,6 +160,7 @@ def _require_bounded(root: yaml.Node | None) -> None:
                 if node.tag.endswith((":int", ":float")) and len(node.value) > _MAX_DIGITS:
                     raise ValueError(f"contains a number of {len(node.value):,} digits")
             elif isinstance(node, yaml.MappingNode):
+                _require_unique(node)
                 inner += [part for pair in node.value for part in pair]
             else:
                 inner += node.value

@@ -269,12 +269,29 @@ def test_errors_in_a_yaml_file(text, message, tmp_path):
     assert error_of("--config", str(file)) == message.replace("FILE", str(file))
 
 
+def test_repeated_keys_are_an_error_and_repeated_flags_a_line(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    for text, message in (
+        (
+            "seed: 1\ntrain: {max_steps: 3, max_steps: 4}",
+            "--config FILE: not valid YAML: line 2: max_steps is given twice",
+        ),
+        ("seed: 1\nseed: 1", "--config FILE: not valid YAML: line 2: seed is given twice"),
+        ("train: {max_steps: 3}\ntrain.max_steps: 4", "FILE: train.max_steps: given twice"),
+    ):
+        file.write_text(text)
+        assert error_of("--config", str(file)) == message.replace("FILE", str(file)) + "; remove one"
+    capsys.readouterr()
+    parse("--seed", "1", "--seed", "2")
+    assert capsys.readouterr().err == "--seed: given 2 times; the last counts: 2\n"
+
+
 def test_unreadable_yaml_files(tmp_path):
     assert error_of("--config", f"{tmp_path}/no.yaml") == f"--config {tmp_path}/no.yaml: No such file or directory"
     assert error_of("--config") == "--config: needs a value: the path of a YAML file"
     for name, content in (("broken", b"x: ["), ("code", b"x: !!python/object/apply:os.getcwd []"), ("bytes", b"\xff")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match="not a YAML file"):
+        with pytest.raises(UserError, match="not valid YAML"):
             parse("--config", str(tmp_path / name))
 
 

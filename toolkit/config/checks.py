@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 from toolkit.errors import UserError, did_you_mean, require_option
@@ -28,3 +30,9 @@ def require_one_of(name: str, value: str, own: tuple[str, ...], kind: str) -> No
     known = [*own, *registered(kind, own)]
     if value not in known:
         raise UserError(f"--{name} {value}: must be one of {', '.join(known)}{did_you_mean(value, known)}")
+
+
+def note(*lines: str) -> None:
+    """Print lines on stderr, in the first process of a run only."""
+    if lines and all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
+        print(*lines, sep="\n", file=sys.stderr, flush=True)

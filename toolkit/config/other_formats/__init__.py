@@ -7,11 +7,10 @@ keys, which are then not even checked. Batch sizes of both formats are per devic
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
+from toolkit.config.checks import note
 from toolkit.config.command import Given
 from toolkit.config.other_formats import fsdp_guide, mingpt
 from toolkit.config.other_formats.rules import File, Options
@@ -63,8 +62,7 @@ def translate(file: File) -> list[tuple[str, Given]]:
             lines.append(f"{group} -> {_flags(implied)}")
     if "hydra" in file.groups:
         lines.append("hydra: has no effect, it configures hydra itself")
-    if lines and all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID")):
-        print(*(f"{file.source}: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+    note(*(f"{file.source}: {line}" for line in lines))
     return [(option, Given(file.source, value)) for option, (_, value) in found.items()]
 
 
