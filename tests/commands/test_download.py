@@ -130,7 +130,12 @@ def test_convert_false_keeps_the_hf_folder(hub, exported, capsys):
     )
     assert main(["download", "org/tiny", "--convert", "false"]) == 0
     found = contents(Path("checkpoints/org/tiny"))
-    assert b"org/tiny" in found.pop("download.yaml") and found.items() <= many.items() and INDEX in found
+    assert (
+        found.pop("SHA256SUMS")
+        and b"org/tiny" in found.pop("download.yaml")
+        and found.items() <= many.items()
+        and INDEX in found
+    )
     assert os.listdir("checkpoints/org") == ["tiny"]
     assert main(["convert_from_hf", "checkpoints/org/tiny", "native"]) == 0
     assert same_weights(Path("native"), model) and Path("native/download.yaml").is_file()
@@ -151,7 +156,7 @@ def test_tokenizer_only_is_found_by_its_hub_name(hub, exported, capsys):
     assert main(["download", "--tokenizer_only", "tiny"]) == 0
     tokenizer_files = {name for name in one if re.match("tokenizer|special|generation", name)}
     assert {*hub.fetched()} == tokenizer_files
-    assert contents(Path("checkpoints/tiny")).keys() == tokenizer_files | {"download.yaml"}
+    assert contents(Path("checkpoints/tiny")).keys() == tokenizer_files | {"download.yaml", "SHA256SUMS"}
     assert main([*command, "tiny"]) == 0
     for flags, message in (
         (["org/old"], "repo_id org/old: holds no tokenizer.json (tokenizer.model alone is not supported)"),
@@ -214,6 +219,19 @@ def test_interrupted_download_fetches_missing_files(hub, exported, capsys):
     assert main(["download", "org/tiny"]) == 0
     assert {*shards} - had <= {*hub.fetched()} and not had & {*hub.fetched()}
     assert same_weights(find_checkpoint_dir("org/tiny"), model) and os.listdir("checkpoints/org") == ["tiny"]
+
+
+def test_s7_bytes_that_differ_from_the_hubs_checksum_are_fetched_again(hub, exported, capsys):
+    hub.add("org/tiny", files := exported[0])
+    for name in (names := ("config.json", "model.safetensors")):
+        whole, middle = files[name], len(files[name]) // 2
+        hub.damaged[name] = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        assert f"{name} differs from the hub's checksum" in refusal(capsys, "org/tiny")
+        del hub.damaged[name]
+    assert main(["download", "org/tiny", "--convert", "false"]) == 0
+    folder = Path("checkpoints/org/tiny")
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
+    assert all((folder / name).read_bytes() == files[name] for name in names)
 
 
 def test_files_of_another_revision_are_not_mixed(hub, exported, capsys, monkeypatch):

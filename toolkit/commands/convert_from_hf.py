@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 
-def setup(hf_dir: str, out_dir: str, dtype: Literal["float32", "bfloat16", "float16"] | None = None) -> None:
+def setup(
+    hf_dir: str,
+    out_dir: str,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    verify_checkpoint: bool = True,
+) -> None:
     """Convert a Hugging Face folder of any supported architecture, as specified by config.json, to a checkpoint folder.
 
     Also copies all files of the tokenizer, the chat template and generation_config.json. A SentencePiece
@@ -16,6 +21,8 @@ def setup(hf_dir: str, out_dir: str, dtype: Literal["float32", "bfloat16", "floa
             file or in several with an index.
         out_dir: The new folder; an existing one must be empty. Commands find folders below checkpoints/ by name.
         dtype: Dtype of the weights. Default: unchanged.
+        verify_checkpoint: Verify checksums first: those in SHA256SUMS, which exports have, and of the hub, which its
+            downloads keep. Damaged weights are an error, other files a warning; false accepts all.
     """
     import sys
 
@@ -23,6 +30,6 @@ def setup(hf_dir: str, out_dir: str, dtype: Literal["float32", "bfloat16", "floa
 
     from toolkit.checkpoints.hf.import_hf import import_hf
 
-    for line in import_hf(hf_dir, out_dir, None if dtype is None else getattr(torch, dtype)):
+    for line in import_hf(hf_dir, out_dir, None if dtype is None else getattr(torch, dtype), verify_checkpoint):
         print(line, file=sys.stderr)
     print(f"wrote {out_dir}")

@@ -12,6 +12,7 @@ from torch import nn
 
 from toolkit.checkpoints.adapters import has_adapters_only
 from toolkit.checkpoints.folder import find_checkpoint_dir, read_model_config
+from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.peft.import_peft import check_base, import_peft
 from toolkit.checkpoints.remote.run import run_folder
 from toolkit.config import (
@@ -27,6 +28,7 @@ from toolkit.config import (
     TrainArgs,
     TrainingCommand,
 )
+from toolkit.config.checks import note
 from toolkit.config.command import class_path
 from toolkit.data.base import DataModule
 from toolkit.data.mixture import Mixture
@@ -130,6 +132,8 @@ def read_lora(options: Mapping[str, Any]) -> LoRAConfig:
                 f"--{name} {options[name]}: --from_peft {options['from_peft']} defines the adapters; leave it out"
             )
     base = find_checkpoint_dir(options["checkpoint_dir"])
+    if options["verify_checkpoint"]:
+        note(*require_intact(Path(options["from_peft"]), f"--from_peft {options['from_peft']}"))
     lora, _ = import_peft(Path(options["from_peft"]), read_model_config(base))
     check_base(options["from_peft"], base)
     return lora

@@ -133,6 +133,7 @@ def test_export_contains_all_files(tmp_path):
     assert {p.name for p in (tmp_path / "hf").iterdir()} == {
         "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+        "SHA256SUMS",
     }  # fmt: skip
     reference = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "hf"))
     assert reference("text of the day")["input_ids"] == tokenizer.encode("text of the day")

@@ -11,6 +11,8 @@ import torch
 from helpers.peak_memory import with_path
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoints.test_adapters import write_base
+from tests.models.test_lora import base
 from toolkit.checkpoints.folder import load_model, read_model_config
 from toolkit.checkpoints.hf.export_hf import export_hf
 from toolkit.checkpoints.hf.import_hf import import_hf
@@ -363,6 +365,32 @@ def test_index_without_files_is_rejected(tmp_path, content):
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(content)
     with pytest.raises(UserError, match="index.json: (holds no weight_map|must hold a JSON object)"):
         import_hf(tmp_path / "hf", tmp_path / "m")
+
+
+def test_s7_damage_after_the_export_is_found(tmp_path, capsys):
+    """Config files may be edited: with a warning."""
+    write_base(tmp_path / "native", base())
+    export_hf(tmp_path / "native", tmp_path / "hf")
+    whole = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    weights, config, sums = (tmp_path / "hf" / name for name in ("model.safetensors", "config.json", "SHA256SUMS"))
+
+    def convert(name: str, *flags: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["convert_from_hf", str(tmp_path / "hf"), str(tmp_path / name), *flags])
+        lines = capsys.readouterr().err.splitlines(keepends=True)
+        return code, "".join(line for line in lines if "holds no tokenizer.json" not in line)
+
+    assert convert("intact") == (0, "")
+    config.write_text(config.read_text().replace('"initializer_range": 0.02', '"initializer_range": 0.01') + " ")
+    code, lines = convert("edited")
+    assert code == 0 and lines == f"warning: {config} differs from its checksum: it was edited, or is damaged\n"
+    for place in (9, len(whole) // 2, len(whole) - 1):
+        weights.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        code, line = convert("damaged")
+        assert code == 2 and "model.safetensors: bytes differ from its checksum" in line and line.count("\n") == 1
+    assert convert("accepted", "--verify_checkpoint", "false")[0] == 0
+    sums.write_text(sums.read_text().replace("  ", " ", 1))
+    assert f"{sums}: line 1 is damaged" in convert("malformed")[1]
 
 
 def test_nonempty_out_dir_and_wrong_hf_dir_are_rejected(tmp_path, capsys):

@@ -140,4 +140,9 @@ def test_finetune_lora_rejects_wrong_base_or_warns(tmp_path, capsys):
     name_base(peft, "org/on-the-hub")
     assert main(command) == 0
     note = f"--from_peft {peft}: was trained on org/on-the-hub; not verified against {other}"
-    assert "".join(capsys.readouterr()).count(note) == 1
+    shown = "".join(capsys.readouterr())
+    assert shown.count(note) == 1 and "adapter_config.json differs from its checksum" in shown  # name_base edits it
+    tensors = peft / "adapter_model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"\x01")  # S7
+    assert main([*command, "--out_dir", str(tmp_path / "other")]) == 2
+    assert "adapter_model.safetensors: bytes differ from its checksum" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf.files import FORMAT_NAMES
 from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE
+from toolkit.checkpoints.hf.sums import write_sums
 from toolkit.checkpoints.merge import MergedWeights, copy_files, random_tokens, relative_difference
 from toolkit.checkpoints.scratch import SMALL
 from toolkit.checkpoints.store import require_new_folder, write_folder
@@ -41,7 +42,7 @@ def export_hf(
     check: Callable[[Path], None] | None = None,
     family_options: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Write a complete Hugging Face folder atomically, with about one weight in memory at a time.
+    """Write a complete Hugging Face folder with checksums atomically, with about one weight in memory at a time.
 
     Args:
         checkpoint_dir: A model folder.
@@ -77,6 +78,7 @@ def export_hf(
         ids = _token_ids(checkpoint_dir, base, config, tokenizer)
         _write_config_files(folder, config, ids, dtype or weights["transformer.wte.weight"].dtype)
         _write_model_card(folder / "README.md", config, tokenizer is not None)
+        write_sums(folder)
         if check is not None:
             check(folder)
 

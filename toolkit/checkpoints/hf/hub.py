@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.checkpoints.hf.import_hf import import_hf, read_hf_config, write_origin
 from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE, quantized_bits, read_index
+from toolkit.checkpoints.hf.sums import find_changed, write_sums
 from toolkit.checkpoints.lock import exclusive_lock
 from toolkit.checkpoints.store import disk_full_reason, require_new_folder
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types
@@ -93,7 +94,7 @@ def download(
         try:
             if tokenizer_only:
                 Tokenizer.load(folder, f"repo_id {repo_id}:")
-            notes = import_hf(folder, out_dir, dtype) if convert else _move(folder, out_dir)
+            notes = import_hf(folder, out_dir, dtype, verify=False) if convert else _move(folder, out_dir)
         except UserError as error:
             raise UserError(f"{error}; the downloaded files are kept in {staging}") from error
         shutil.rmtree(staging, ignore_errors=True)
@@ -232,6 +233,10 @@ def _fetch(snapshot: Snapshot, names: list[str], folder: Path, hint: str = "", i
         # Without network access it returns an existing folder with only a warning.
         if missing := [name for name in names if not _is_complete(snapshot, name, folder)]:
             raise OSError(f"{missing[0]} is incomplete")
+        if changed := find_changed(folder):
+            for name in changed:
+                (folder / name).unlink()
+            raise OSError(f"{changed[0]} differs from the hub's checksum and was deleted")
 
 
 @contextmanager
@@ -264,6 +269,7 @@ def _progress(folder: Path, size: int, is_silent: bool) -> Iterator[type | None]
 
 
 def _move(folder: Path, out_dir: Path) -> list[str]:
+    write_sums(folder)
     shutil.rmtree(folder / ".cache", ignore_errors=True)  # metadata of huggingface_hub
     folder.replace(out_dir)
     return []

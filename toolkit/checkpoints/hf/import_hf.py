@@ -16,6 +16,7 @@ from toolkit.checkpoints.folder import load_compatible_weights, read_model_confi
 from toolkit.checkpoints.hf.export_hf import to_hf_names
 from toolkit.checkpoints.hf.files import Weight, close
 from toolkit.checkpoints.hf.reader import CONFIG, find_weights, quantized_bits
+from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.hf.tokenizer import convert_sentencepiece, find_sentencepiece
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.scratch import SMALL, empty_on_disk
@@ -34,7 +35,9 @@ ORIGIN_FILE = "download.yaml"  # where the model came from: a hub repository at 
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 
 
-def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None = None) -> list[str]:
+def import_hf(
+    hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None = None, verify: bool = True
+) -> list[str]:
     """Convert a Hugging Face folder to a model folder, atomically and with about one weight in memory at a time.
 
     Converted weights are buffered in unnamed files beside out_dir, which need additional free disk space.
@@ -44,6 +47,7 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
             with an index.
         out_dir: The new folder; an existing one must be empty.
         dtype: Dtype of the weights; unchanged by default.
+        verify: Compare the files with their checksums, where the folder has some.
 
     Returns:
         Notes for the user.
@@ -55,6 +59,7 @@ def import_hf(hf_dir: str | Path, out_dir: str | Path, dtype: torch.dtype | None
     hf_dir, out_dir = Path(hf_dir).expanduser(), Path(out_dir)
     require_new_folder(out_dir)
     config, notes = read_hf_config(hf_dir, name=out_dir.resolve().name), _custom_code_warning(hf_dir)
+    notes += require_intact(hf_dir, f"hf_dir {hf_dir}") if verify else []
     tokenizer_json, notes_of_tokenizer = _convert_tokenizer(hf_dir, config)
     try:
         found, notes_of_unused = _drop_unused(_add_prefix(find_weights(hf_dir), config), config)

@@ -18,6 +18,7 @@ from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.hf.export_hf import write_safetensors
 from toolkit.checkpoints.hf.import_hf import read_origin
+from toolkit.checkpoints.hf.sums import write_sums
 from toolkit.checkpoints.merge import copy_files
 from toolkit.checkpoints.peft.layers import (
     PREFIX,
@@ -102,6 +103,7 @@ def export_peft(
         write_safetensors(folder / TENSORS, tensors, iter(tensors.items()))
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         copy_files(checkpoint_dir, folder, FILE_PATTERNS)
+        write_sums(folder)
 
     write_folder(out_dir, write, flag="out_dir")
     return ExportResult(base_name, known is not None, is_checked, wrapper_type, nonfinite_tensors(tensors))

@@ -1,0 +1,99 @@
+"""Checksums of a Hugging Face folder: ``SHA256SUMS``, which ``sha256sum --check`` reads too, and those of the hub.
+
+Exports write the file. ``hf download`` and ``toolkit download`` keep the hub's ETag of each file: the SHA-256 of large
+files, git's SHA-1 of others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+from toolkit.errors import UserError
+from toolkit.untrusted import open_regular
+
+SUMS = "SHA256SUMS"
+HUB_METADATA = Path(".cache", "huggingface", "download")
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+_PIECE = 2**20  # bytes
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+_MAX_BYTES = 2**22  # of SHA256SUMS, a line per file
+
+
+def write_sums(folder: Path) -> None:
+    """Write ``SHA256SUMS`` for all files of a folder but ``*.md`` and hidden ones."""
+    files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".md"]
+    names = [file.as_posix() for file in files if not file.parts[0].startswith(".") and file.name != SUMS]
+    sums = _hash(folder, names)
+    (folder / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in names), encoding="utf-8")
+
+
+def find_changed(folder: Path) -> list[str]:
+    """Return the names of files that differ from their checksums; none if the folder has no checksums.
+
+    Raises:
+        UserError: SHA256SUMS is malformed.
+    """
+    known = _hub_sums(folder) | _read_sums(folder)
+    actual = _hash(folder, [name for name in known if (folder / name).is_file()], known)
+    return [name for name, value in known.items() if name in actual and actual[name] != value]
+
+
+def require_intact(folder: Path, where: str) -> list[str]:
+    """Compare the files with their checksums; return a warning for each file that was edited.
+
+    Raises:
+        UserError: weights differ; or SHA256SUMS is malformed.
+    """
+    changed = find_changed(folder)
+    if weights := [name for name in changed if name.endswith(WEIGHT_SUFFIXES)]:
+        hint = "copy or download it again; --verify_checkpoint false accepts it"
+        raise UserError(f"{where}: {weights[0]}: bytes differ from its checksum: damaged or edited; {hint}")
+    return [f"warning: {folder / name} differs from its checksum: it was edited, or is damaged" for name in changed]
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    if not (folder / SUMS).is_file():
+        return {}
+    with open_regular(folder / SUMS) as file:
+        lines = file.read(_MAX_BYTES).decode(errors="replace").splitlines()
+    sums = {}
+    for number, line in enumerate(lines, start=1):
+        match = _LINE.fullmatch(line)
+        if match is None or not _is_inside(match[2]):
+            raise UserError(f"{folder / SUMS}: line {number} is damaged; copy it again, or delete it")
+        sums[match[2]] = match[1]
+    return sums
+
+
+def _hub_sums(folder: Path) -> dict[str, str]:
+    sums = {}
+    for path in (folder / HUB_METADATA).rglob("*.metadata"):
+        with open_regular(path) as file:
+            lines = file.read(_PIECE).decode(errors="replace").splitlines()  # commit, ETag, time
+        if len(lines) > 1 and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", lines[1]):
+            sums[path.relative_to(folder / HUB_METADATA).as_posix().removesuffix(".metadata")] = lines[1]
+    return sums
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def _hash(folder: Path, names: Iterable[str], known: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the checksum of each file: of the kind that is ``known``, otherwise SHA-256."""
+
+    def checksum(name: str) -> tuple[str, str]:
+        is_git = len((known or {}).get(name, "")) == 40
+        with open_regular(folder / name) as file:
+            value = hashlib.sha1(b"blob %d\0" % (folder / name).stat().st_size) if is_git else hashlib.sha256()
+            while piece := file.read(_PIECE):
+                value.update(piece)  # releases the GIL
+        return name, value.hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(pool.map(checksum, names))
