@@ -12,14 +12,13 @@ from toolkit.config import TrainArgs
 from toolkit.config.command import parse_object
 from toolkit.data.sft.datasets import Alpaca
 from toolkit.errors import UserError
-from toolkit.models.config import ModelOverrides
-from toolkit.planning.auto import choose_size, choose_strategy, with_options
+from toolkit.planning.auto import choose_size, with_options
 from toolkit.planning.compiler import choose_compiler, planned_steps
 from toolkit.planning.plan import plan_run, run_args_of
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
 from toolkit.planning.run_args import run_args
 
-DDP, FSDP = {"strategy": "ddp"}, {"strategy": "fsdp"}
+DDP = {"strategy": "ddp"}
 
 
 @pytest.fixture(scope="module")
@@ -32,23 +31,6 @@ def config_of() -> Callable[..., ResolvedConfig]:
         return resolve(with_options(base, options), DeviceSpec(device, devices, nodes, gb * 1e9))
 
     return resolved
-
-
-def test_ddp_is_chosen_where_a_copy_fits_with_room():
-    def check(needed: float, memory: float, strategy: dict, reason: str) -> None:
-        chosen, why = choose_strategy([DDP, FSDP], [needed], memory)
-        assert chosen == strategy and reason in why, why
-
-    check_each(
-        check,
-        [
-            (60e9, 80e9, DDP, "a copy takes 60.0 GB, at most 75% of 80.0 GB"),
-            (60.1e9, 80e9, FSDP, "a copy takes 60.1 GB, more than 75% of 80.0 GB"),
-            (1e9, math.inf, FSDP, "the memory of a device is not known"),
-            (math.nan, 80e9, FSDP, "the memory of a copy is not known before the run"),
-            (math.inf, 80e9, FSDP, "ddp does not go with the other options"),
-        ],
-    )
 
 
 def test_the_largest_micro_batch_that_fits_with_room_is_chosen():
@@ -81,18 +63,15 @@ def test_strategies_of_runs(config_of):
         found = str(config_of(options, **place).strategy)
         assert found.startswith(strategy), found
 
-    large = {"model_config": ModelOverrides(vocab_size=50304, n_embd=4096, n_head=32, n_layer=32)}
     check_each(
         check,
         [
-            ({}, {}, "ddp, 8 replicas (auto: a copy takes"),
-            ({}, {"nodes": 2}, "ddp, 16 replicas"),
+            ({}, {}, "fsdp FULL_SHARD, one unit per block, 8 shards (--fsdp.sharding_strategy HYBRID_SHARD on one"),
+            ({}, {"nodes": 2}, "fsdp HYBRID_SHARD, one unit per block, 8 shards, 2 replicas"),
+            ({}, {"nodes": 2, "devices": 1}, "ddp, 2 replicas (--fsdp.sharding_strategy HYBRID_SHARD with one device"),
             ({}, {"devices": 1}, "one device (only one available)"),
-            ({}, {"gb": 1}, "fsdp FULL_SHARD, one unit per block, 8 shards (auto: a copy takes"),
-            ({}, {"gb": math.inf}, "fsdp FULL_SHARD, one unit per block, 8 shards (auto: the memory of a device is"),
-            (large, {}, "fsdp FULL_SHARD"),
-            (large, {"nodes": 2}, "fsdp HYBRID_SHARD, one unit per block, 8 shards, 2 replicas"),
-            ({}, {"device": "cpu", "devices": 2}, "ddp, 2 replicas"),
+            ({}, {"gb": math.inf}, "fsdp FULL_SHARD, one unit per block, 8 shards"),
+            ({}, {"device": "cpu", "devices": 2}, "fsdp FULL_SHARD, one unit per block, 2 shards"),
             # what is given implies its strategy, also as the value that auto would take
             ({"strategy": "fsdp"}, {}, "fsdp FULL_SHARD"),
             ({"fsdp.sharding_strategy": "HYBRID_SHARD"}, {}, "fsdp FULL_SHARD"),
@@ -103,9 +82,9 @@ def test_strategies_of_runs(config_of):
             # which FSDP does not have
             ({"optimizer.name": "Adafactor"}, {}, "ddp, 8 replicas"),
             ({"optimizer.name": "Muon"}, {"gb": math.inf},
-             "ddp, 8 replicas (auto: fsdp does not go with --optimizer.name Muon)"),
+             "ddp, 8 replicas (auto: fsdp is not supported with --optimizer.name Muon)"),
             ({"precision": "bf16-master"}, {"gb": 3},
-             "ddp, 8 replicas (auto: fsdp does not go with --precision bf16-master)"),
+             "ddp, 8 replicas (auto: fsdp is not supported with --precision bf16-master)"),
         ],
     )  # fmt: skip
     with pytest.raises(UserError, match="--ddp.bucket_cap_mb 5.0: would have no effect, the strategy is fsdp"):
@@ -175,12 +154,12 @@ def test_the_length_of_a_run_is_planned_before_its_data_is_read():
 
 def test_what_was_chosen_is_saved(config_of):
     saved = config_of({}).hyperparameters()
-    assert (saved["strategy"], saved["train"]["micro_batch_size"]) == ("ddp", 8)
+    assert (saved["strategy"], saved["train"]["micro_batch_size"]) == ("fsdp", 8)
     assert config_of({}, devices=1).hyperparameters()["strategy"] == "auto"
 
 
-def test_adapters_of_a_large_model_are_trained_under_ddp():
+def test_adapters_of_a_large_model_are_trained_without_accumulation():
     given = {"checkpoint_dir": "Llama-3-8B", "train": {"max_seq_length": 512}, "data": Alpaca()}
     with run_args_of("finetune_lora", parse_object(finetune_lora.setup, given)) as args:
         plan = plan_run(args, DeviceSpec("cuda", 8, 1, 80e9))
-    assert plan.config.strategy.kind == "ddp" and plan.config.batch.micro_batch_size == 2
+    assert plan.config.strategy.kind == "fsdp" and plan.config.batch.micro_batch_size == 2

@@ -23,15 +23,16 @@ def config_of(preset: str, devices: DeviceSpec = EIGHT, **options):
 def test_each_preset_does_what_it_says():
     plans = {preset: config_of(preset) for preset in ("balanced", "memory", "speed")}
     balanced, memory, speed = plans.values()
-    assert (balanced.strategy.kind, balanced.batch.micro_batch_size, balanced.preset) == ("ddp", 8, "")
+    assert (balanced.strategy.kind, balanced.batch.micro_batch_size, balanced.preset) == ("fsdp", 8, "")
     assert (memory.strategy.kind, memory.batch.micro_batch_size) == ("fsdp", 1)
     assert memory.args.train.activation_checkpointing == "full"
-    assert (speed.strategy.kind, speed.batch.micro_batch_size) == ("ddp", 8)
+    assert (speed.strategy.sharding, speed.batch.micro_batch_size) == ("SHARD_GRAD_OP", 8)
     assert speed.args.train.activation_checkpointing == "none"
     assert memory.preset.startswith("memory: --train.micro_batch_size 1, ") and "GB by default" in memory.preset
     # what was chosen is saved in the place of the preset
     saved = speed.hyperparameters()
-    assert (saved["preset"], saved["strategy"], saved["train"]["micro_batch_size"]) == ("balanced", "ddp", 8)
+    assert (saved["preset"], saved["strategy"], saved["train"]["micro_batch_size"]) == ("balanced", "fsdp", 8)
+    assert config_of("memory", optimizer={"name": "Muon"}).strategy.kind == "ddp"  # the only one that it supports
     nodes = config_of("memory", DeviceSpec("cuda", 8, 2, memory=40e9))
     assert str(nodes.strategy).startswith("fsdp FULL_SHARD, one unit per block, 16 shards")
 

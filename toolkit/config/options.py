@@ -335,11 +335,11 @@ class RunOptions:
         devices: Devices per node. auto: all GPUs, one process on a CPU, or as set by torchrun or SLURM.
         num_nodes: Number of nodes. auto: 1, or as set by torchrun or SLURM.
         strategy: Distributed strategy: auto, single, ddp, fsdp, or one of an extension. auto: single on one device; on
-            several ddp, if the planned memory of a complete copy is at most 75 % of the device, otherwise fsdp. Options
-            of --fsdp or --ddp imply that strategy.
+            several fsdp, or ddp if the other options do not support fsdp. Options of --fsdp or --ddp imply that
+            strategy.
         preset: Choose the options that trade memory for speed from the memory of the run: sharding, micro-batch,
-            activation checkpointing. memory: what needs least; speed: ddp if a copy fits, and large micro-batches;
-            balanced: the defaults. Other values than the defaults stay as given.
+            activation checkpointing. memory: what needs least; speed: SHARD_GRAD_OP if it fits, and large
+            micro-batches; balanced: the defaults. Other values than the defaults stay as given.
         fsdp: FSDP options.
         ddp: DDP options.
         compiler: How to compile the blocks: auto, none, torch (torch.compile), or a compiler of an extension. auto:

@@ -15,7 +15,7 @@ from toolkit.distributed.device import device_memory
 from toolkit.errors import UserError
 from toolkit.models.config import ModelOverrides
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.planning.auto import SIZE, shardable, with_options
+from toolkit.planning.auto import SIZE, unsharded, with_options
 from toolkit.planning.plan import RunPlan, format_needs, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig
 from toolkit.planning.run_args import RunArgs
@@ -104,7 +104,7 @@ def _smaller_micro_batch(plan: RunPlan) -> Iterator[Change]:
 
 def _shardable(plan: RunPlan) -> Iterator[Change]:
     """Without the options that fsdp does not go with, where every device has a copy."""
-    changes = shardable(plan.args)
+    changes = unsharded(plan.args)
     if changes and plan.config.strategy.kind == "ddp":
         changes |= {} if plan.args.strategy == AUTO else {"strategy": "fsdp"}
         flags = " ".join(f"--{option} {value}" for option, value in changes.items())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from toolkit.planning.run_args import RunArgs
 
 COPY_ROOM, BATCH_ROOM = 0.75, 0.85
-"""Shares of a device's memory that a copy under ddp, and a larger micro-batch, may take: the formulas are estimates."""
+"""Shares of a device's memory that gathered weights, and a larger micro-batch, may take: the formulas are estimates."""
 BUSY_TOKENS, MAX_TOKENS = 4_096, 32_768
 """Tokens of a micro-batch that keep a GPU busy, and beyond which it computes no faster."""
 SIZE = "train.micro_batch_size"
@@ -49,9 +49,9 @@ class Chosen:
 def choose_options(args: RunArgs, devices: Any, length: int | None, needs: Needs) -> Chosen:
     """Choose the strategy and the micro-batch where they are "auto", and what ``--preset`` sets.
 
-    The strategy: ddp where a copy fits with room; SHARD_GRAD_OP with the preset "speed"; else fsdp. Then the largest
-    micro-batch that fits with room: on CUDA, and with the preset "speed". "memory" takes the combination that needs the
-    least. Only options that are as the command has them by default are set.
+    The strategy: fsdp, or ddp where the other options do not support fsdp; with the preset "speed" SHARD_GRAD_OP where
+    that fits with room. Then the largest micro-batch that fits with room: on CUDA, and with the preset "speed".
+    "memory" takes the combination that needs the least. Only options that have the command's default are set.
 
     Args:
         args: Of the run.
@@ -74,14 +74,15 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, needs: Needs
     def need(strategy: Changes, size: int) -> float:
         return needs(with_options(args, strategy | {SIZE: size}))
 
-    reasons, strategy, size = {}, strategies[0], default
+    reasons, strategy, size = {}, strategies[-1], default
     if len(strategies) > 1:
         tried = busy if has_choice else default
-        needed = [need(each, tried) for each in strategies[:-1]]
-        strategy, reasons["strategy"] = choose_strategy(strategies, needed, devices.memory)
-        if strategy == strategies[-1] and needed[0] != math.inf == need(strategy, tried):
-            options = [f"--{option} {_get(args, option)}" for option in shardable(args)] or ["the other options"]
-            strategy, reasons["strategy"] = strategies[0], f"fsdp does not go with {', '.join(options)}"
+        if (gathered := need(strategies[0], tried)) <= COPY_ROOM * devices.memory < math.inf:
+            strategy = strategies[0]
+            reasons["strategy"] = f"it takes {_gb(gathered)}, at most {COPY_ROOM:.0%} of {_gb(devices.memory)}"
+    if strategy.get("strategy") == "fsdp" and need(strategy, default) == math.inf != need({"strategy": "ddp"}, default):
+        options = [f"--{option} {_get(args, option)}" for option in unsharded(args)] or ["the other options"]
+        strategy, reasons["strategy"] = {"strategy": "ddp"}, f"fsdp is not supported with {', '.join(options)}"
     if has_choice and devices.memory < math.inf:
         by_size = {size: need(strategy, size) for size in sizes}
         size, reasons[SIZE] = choose_size(by_size, default, length or 1, devices.memory)
@@ -92,28 +93,6 @@ def choose_options(args: RunArgs, devices: Any, length: int | None, needs: Needs
     if name == "balanced":
         return Chosen(with_options(args, changes), {option: f"auto: {reason}" for option, reason in reasons.items()})
     return Chosen(with_options(args, changes), preset=_describe(name, changes, need(strategy, size), needs(args)))
-
-
-def choose_strategy(strategies: list[Changes], needed: list[float], memory: float) -> tuple[Changes, str]:
-    """Return the first strategy that fits with room, otherwise the last, and the reason.
-
-    Args:
-        strategies: In order of preference; the first one is ddp.
-        needed: Bytes per device of all but the last, see :data:`Needs`.
-        memory: Of a device; infinity if unknown.
-    """
-    copy, of_memory = needed[0], f"{COPY_ROOM:.0%} of {_gb(memory)}"
-    for changes, size in zip(strategies, needed, strict=False):
-        if memory < math.inf and size <= COPY_ROOM * memory:
-            what = "a copy" if changes is strategies[0] else "it"
-            return changes, f"{what} takes {_gb(size)}, at most {of_memory}"
-    if copy == math.inf:
-        return strategies[-1], "ddp does not go with the other options"
-    if memory == math.inf:
-        return strategies[-1], "the memory of a device is not known"
-    if math.isnan(copy):
-        return strategies[-1], "the memory of a copy is not known before the run"
-    return strategies[-1], f"a copy takes {_gb(copy)}, more than {of_memory}"
 
 
 def choose_size(needed: Mapping[int, float], default: int, length: int, memory: float) -> tuple[int, str]:
@@ -144,10 +123,10 @@ def choose_size(needed: Mapping[int, float], default: int, length: int, memory: 
     return size, f"{takes}; {larger} would take more than {BATCH_ROOM:.0%} of {_gb(memory)}"
 
 
-def shardable(args: RunArgs) -> Changes:
-    """Return values for those options that fsdp does not go with, with which it does."""
+def unsharded(args: RunArgs) -> Changes:
+    """Return the options that fsdp does not support, with values that it supports."""
     optimizer = args.optimizer
-    whole = (*COMBINED, "Adafactor")  # optimizers that look at whole matrices
+    whole = (*COMBINED, "Adafactor")  # optimizers that need unsharded matrices
     changes = {
         "precision": ("bf16-mixed", args.precision == "bf16-master"),
         "optimizer.name": ("AdamW", optimizer.name.lower() in map(str.lower, whole)),
@@ -163,7 +142,7 @@ def _strategies(args: RunArgs, world_size: int, is_speed: bool) -> list[Changes]
     if given is not None or world_size == 1:
         return [{"fsdp.sharding_strategy": "SHARD_GRAD_OP"}, {}] if gathers and given == "fsdp" else [{}]
     gathered = [{"strategy": "fsdp", "fsdp.sharding_strategy": "SHARD_GRAD_OP"}] if gathers else []
-    return [{"strategy": "ddp"}, *gathered, {"strategy": "fsdp"}]
+    return [*gathered, {"strategy": "fsdp"}]
 
 
 def _sizes(args: RunArgs, world_size: int) -> list[int]:
@@ -181,7 +160,7 @@ def _take_least(args: RunArgs, world_size: int, num_nodes: int, needs: Needs) ->
     choices: dict[str, list[Any]] = {
         SIZE: [size for size in sizes if size <= default],
         "train.activation_checkpointing": ["none", "full"],
-        "strategy": ["fsdp"] if len(_strategies(args, world_size, False)) > 1 else [],
+        "strategy": ["fsdp", "ddp"] if _strategies(args, world_size, False) != [{}] else [],
         "fsdp.sharding_strategy": [AUTO, "FULL_SHARD"] if num_nodes > 1 else [],
         "fsdp.accumulate": [AUTO, "sharded"],
     }
