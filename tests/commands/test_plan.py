@@ -28,14 +28,14 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
-def plan(capsys, *argv: str) -> dict:
-    assert main(["plan", *argv, "--format", "json"]) == 0
+def plan(capsys, *argv: str, host_gb: int = 64) -> dict:
+    assert main(["plan", *argv, "--format", "json", "--host_memory_gb", str(host_gb)]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def mistake(capsys, *argv: str) -> str:
     assert main(["plan", *argv]) == 2
-    message = capsys.readouterr().err
+    message = re.sub(r"--.* given 2 times; .*\n", "", capsys.readouterr().err)
     assert message.count("\n") == 1
     return message
 
@@ -221,6 +221,25 @@ def test_the_table_names_the_mode(capsys):
     assert "\nRecompute  all activations of a block but its input" in shown and "\n  recomputed_block " in shown
 
 
+def test_the_cpu_memory_of_a_node_limits_what_is_offloaded(capsys):
+    run = ["pretrain", "Llama-2-7b-hf", "--devices", "8", "--num_nodes", "4", "--train.global_batch_size", "32",
+           "--train.micro_batch_size", "1", "--train.activation_checkpointing", "full"]  # fmt: skip
+    planned = plan(capsys, *run, "--fsdp.cpu_offload", "true", "--device_memory_gb", "40", host_gb=100)
+    assert planned["node"] == {"memory_gb": pytest.approx(16 * 6.738, rel=0.01), "limit_gb": 100}
+    assert planned["fits"] is False and planned["memory_gb"]["total"] < 40
+    (advice,) = planned["advice"]
+    assert advice["change"] == "--fsdp.sharding_strategy FULL_SHARD" and advice["fits"]
+    assert advice["node_memory_gb"] == pytest.approx(16 * 6.738 / 4, rel=0.01)
+    # FULL_SHARD stays although offloading follows: otherwise a node would need four times as much
+    for host_gb, is_sharded in ((200, False), (100, True)):
+        run[2:] = ["--devices", "8", "--num_nodes", "4", "--train.global_batch_size", "32", "--train.micro_batch_size",
+                   "1", "--device_memory_gb", "10"]  # fmt: skip
+        planned = plan(capsys, *run, host_gb=host_gb)
+        changes = [advice["change"] for advice in planned["advice"]]
+        assert planned["advice"][-1]["fits"] and "--fsdp.cpu_offload true" in changes, planned["advice"]
+        assert ("--fsdp.sharding_strategy FULL_SHARD" in changes) == is_sharded
+
+
 @pytest.mark.slow
 def test_insufficient_advice_is_reported_as_such(capsys):
     assert main(["plan", "pretrain", "pythia-160m", "--device_memory_gb", "0.1", "--accelerator", "cpu"]) == 0
@@ -289,7 +308,9 @@ PLANS = [row.split("|") for row in re.findall(r"^\| ((?:tiny-llama|Llama-).*`.*)
 def test_plans_of_the_page(row, capsys):
     model, gpus, length, tokens, flags, memory, _ = (cell.strip() for cell in row)
     layout = f"--devices 8 --num_nodes {int(gpus) // 8} --train.max_seq_length {length.replace(',', '')}"
-    command = f"plan pretrain {model} {layout} {flags.strip('`')} --device_memory_gb 80 --format json"
+    command = (
+        f"plan pretrain {model} {layout} {flags.strip('`')} --device_memory_gb 80 --host_memory_gb 2000 --format json"
+    )
     assert main(command.split()) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["fits"]
@@ -302,9 +323,8 @@ def test_changes_with_less_effect_on_the_result_are_advised(capsys):
     """Also --fsdp.cpu_offload with a smaller batch instead of FULL_SHARD would fit."""
     layout = "--devices 8 --num_nodes 128 --train.max_seq_length 8192"
     batch = "--train.global_batch_size 2048 --train.micro_batch_size 1"
-    command = f"plan pretrain Llama-3.1-405B {layout} {batch} --device_memory_gb 80 --format json"
-    assert main(command.split()) == 0
-    assert [advice["change"] for advice in json.loads(capsys.readouterr().out)["advice"]] == [
+    command = f"pretrain Llama-3.1-405B {layout} {batch} --device_memory_gb 80"
+    assert [advice["change"] for advice in plan(capsys, *command.split(), host_gb=10)["advice"]] == [
         "--fsdp.sharding_strategy FULL_SHARD", "--train.activation_checkpointing full", "--precision bf16-true",
         "--train.max_seq_length 4096",
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -314,7 +315,7 @@ def test_times_are_shown_in_readable_units():
     """From a plan's values: seconds for long steps, the time of the run, and that the run does not fit."""
     plan = planned_run(train={"max_steps": 200, "micro_batch_size": 4, "max_seq_length": 64})
     slow = replace(predict(plan, CARDS["H200"]), products=30.0)
-    summary = plan_summary(plan, 1e-3, []) | {"speed": speed_summary("H200", slow, [], plan.steps)}
+    summary = plan_summary(plan, 1e-3, math.inf, []) | {"speed": speed_summary("H200", slow, [], plan.steps)}
     shown = format_plan(summary)
     assert "(prediction; not measured on a GPU; does not fit in memory)\n" in shown
     assert re.search(r"\n  step +30\.\d  s: ", shown) and "\n  products             30.0  matrix" in shown

@@ -15,6 +15,7 @@ from toolkit.config import TrainingCommand
 def setup(
     command: TrainingCommand,
     device_memory_gb: PositiveFloat | None = None,
+    host_memory_gb: PositiveFloat | None = None,
     speed: str | None = None,
     format: Literal["text", "json"] = "text",
     **run: Any,
@@ -35,10 +36,12 @@ def setup(
         device_memory_gb: Memory of one device in GB (1e9 bytes), to check whether the run fits and suggest changes.
             Strategy and micro-batch that are auto are chosen from it. Default: that of the GPU of --speed, else of this
             machine's devices.
+        host_memory_gb: CPU memory of one node in GB, for what is kept there. Default: this machine's.
         speed: Also predict the time of a step, tokens/s and MFU on a GPU, such as H200, H100, A100 or 4090, and what
             would be faster. A prediction: nothing is measured.
         format: Text table, or JSON.
     """
+    from toolkit.distributed.device import device_memory
     from toolkit.planning.advice import advice_for
     from toolkit.planning.plan import device_spec_of, plan_run, run_args_of
     from toolkit.ui.plan import format_plan, plan_summary, speed_summary
@@ -54,11 +57,12 @@ def setup(
             device_memory_gb = device_memory_gb or card.memory / 1e9
         spec = device_spec_of(args, device_memory_gb)
         plan = plan_run(args, spec if speed is None else replace(spec, has_bf16=card.has_bf16))
-        advice = [] if device_memory_gb is None else advice_for(plan, device_memory_gb)
+        host_memory_gb = host_memory_gb or device_memory("cpu") / 1e9
+        advice = [] if device_memory_gb is None else advice_for(plan, device_memory_gb, host_memory_gb)
         if speed is not None:
             prediction = predict(plan, card)
             predicted = (name, prediction, variants(plan, card, prediction), plan.steps)
-    summary = plan_summary(plan, device_memory_gb, advice)
+    summary = plan_summary(plan, device_memory_gb, host_memory_gb, advice)
     if predicted is not None:
         summary["speed"] = speed_summary(*predicted)
     if format == "json":

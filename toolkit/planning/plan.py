@@ -53,6 +53,11 @@ class RunPlan:
         return self.config.max_seq_length or self.model.block_size
 
     @property
+    def node_memory(self) -> float:
+        """Bytes of CPU memory that the processes of a node hold beside the devices' memory."""
+        return self.config.devices.devices * (self.memory.host + self.memory.host_copy)
+
+    @property
     def steps(self) -> int | None:
         """Optimizer steps of the run; None if its rows or its time decide."""
         return planned_steps(self.args.train, self.seq_length)

@@ -36,13 +36,14 @@ _PARTS = {
 }
 
 
-def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -> dict[str, Any]:
+def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: float, advice: list[Any]) -> dict[str, Any]:
     """Return a :class:`toolkit.planning.plan.RunPlan` as plain values, ready for JSON.
 
     ``memory_gb`` has the parts and ``total``, the peak. The peak is less than the sum if gradients replace activations
     during the backward pass.
     """
     total, config = plan.memory.total / _GB, plan.config
+    fits = device_memory_gb is not None and total <= device_memory_gb and plan.node_memory / _GB <= node_memory_gb
     return {
         "command": config.args.command,
         "model": plan.model.name,
@@ -69,8 +70,9 @@ def plan_summary(plan: Any, device_memory_gb: float | None, advice: list[Any]) -
         "host_memory_gb": round(plan.memory.host / _GB, 3),
         "host_copy_gb": round(plan.memory.host_copy / _GB, 3),
         "device_memory_gb": device_memory_gb,
-        "fits": None if device_memory_gb is None else total <= device_memory_gb,
-        "advice": [{"change": a.change, "memory_gb": round(a.memory_gb, 3), "fits": a.fits} for a in advice],
+        "node": {"memory_gb": round(plan.node_memory / _GB, 3), "limit_gb": round(node_memory_gb, 3)},
+        "fits": None if device_memory_gb is None else fits,
+        "advice": [{name: round(v, 3) if type(v) is float else v for name, v in vars(a).items()} for a in advice],
     }
 
 
@@ -135,6 +137,9 @@ def format_plan(summary: dict[str, Any]) -> str:
         lines.append(f"  {'in CPU memory':15}{host:10.2f}  per process: shards of weights, gradients and optimizer")
     if copy := summary["host_copy_gb"]:
         lines.append(f"  {'in CPU memory':15}{copy:10.2f}  {_DESCRIPTIONS['checkpoint_copy']}")
+    if node := summary["node"]["memory_gb"]:
+        limit = summary["node"]["limit_gb"]
+        lines.append(f"  {'of a node':15}{node:10.2f}  CPU memory; a node has {limit:,.1f} (--host_memory_gb)")
     return "\n".join(lines + _verdict(summary) + _speed(summary))
 
 
@@ -184,10 +189,14 @@ def _verdict(summary: dict[str, Any]) -> list[str]:
         return ["", "Use --device_memory_gb to check whether this fits."]
     if summary["fits"]:
         return ["", f"Fits into {limit:g} GB."]
-    lines = ["", f"Does not fit into {limit:g} GB. Changes, in this order:"]
+    is_node = summary["memory_gb"]["total"] <= limit
+    what = f"{summary['node']['limit_gb']:g} GB of CPU memory per node" if is_node else f"{limit:g} GB"
+    lines = ["", f"Does not fit into {what}. Changes, in this order:"]
     for number, advice in enumerate(summary["advice"], 1):
-        fits = ", fits" if advice["fits"] else ""
-        lines.append(f"  {number}. {advice['change']:45} {advice['memory_gb']:.2f} GB{fits}")
+        node = f", {advice['node_memory_gb']:,.0f} GB of CPU memory per node" if advice["node_memory_gb"] else ""
+        remarks = [advice["price"]] * bool(advice["price"]) + ["fits"] * advice["fits"]
+        line = f"  {number}. {advice['change']:45} {advice['memory_gb']:.2f} GB{node}"
+        lines.append(", ".join([line, *remarks]))
     if not any(advice["fits"] for advice in summary["advice"]):
         lines.append("  That is not enough; use more devices or a smaller model.")
     return lines
