@@ -134,7 +134,7 @@ def read_lora(options: Mapping[str, Any]) -> LoRAConfig:
     base = find_checkpoint_dir(options["checkpoint_dir"])
     if options["verify_checkpoint"]:
         note(*require_intact(Path(options["from_peft"]), f"--from_peft {options['from_peft']}"))
-    lora, _ = import_peft(Path(options["from_peft"]), read_model_config(base))
+    lora, *_ = import_peft(Path(options["from_peft"]), read_model_config(base))
     check_base(options["from_peft"], base)
     return lora
 

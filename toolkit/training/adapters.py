@@ -43,4 +43,7 @@ def initial_adapters(
     assert args.base_dir is not None and spec.config is not None
     if note := check_base(args.from_peft, args.base_dir):
         report(note)
-    return import_peft(Path(args.from_peft), spec.config)[1]
+    _, adapters, note = import_peft(Path(args.from_peft), spec.config)
+    if note:
+        report(note)
+    return adapters

@@ -95,7 +95,8 @@ def test_peft_computes_the_same_logits(tmp_path, family, selection, kind, recwar
 
     # and the way back, from what peft itself writes
     reference.save_pretrained(tmp_path / "again")
-    back, adapters = import_peft(tmp_path / "again", CONFIGS[family])
+    back, adapters, note = import_peft(tmp_path / "again", CONFIGS[family])
+    assert note is None
     again = load_model(base_dir)
     add_lora(again, back)
     assert adapters.keys() == set(filter(is_adapter, again.state_dict()))
@@ -161,8 +162,9 @@ def test_dense_fused_adapters_stay_fused(tmp_path, family, patterns):
         with pytest.raises(UserError, match="rank_pattern"):
             import_peft(tmp_path / "peft", CONFIGS[family])
         return
-    back, adapters = import_peft(tmp_path / "peft", CONFIGS[family])
+    back, adapters, note = import_peft(tmp_path / "peft", CONFIGS[family])
     assert (back.r, back.query, back.key, back.value) == (8, True, True, True)
+    assert "each of its 3 parts gets a copy" in note and "an export has rank 24" in note
     again = load_model(base_dir)
     add_lora(again, back)
     again.load_state_dict(adapters, strict=False)
@@ -185,7 +187,8 @@ def test_hf_fused_layers_import_from_peft(tmp_path, dora):
         if ".lora_" in name:
             p.add_(torch.randn(p.shape, generator=g), alpha=0.1)
     reference.save_pretrained(tmp_path / "peft")
-    back, adapters = import_peft(tmp_path / "peft", CONFIGS["phi3"])
+    back, adapters, note = import_peft(tmp_path / "peft", CONFIGS["phi3"])
+    assert "peft has one adapter of gate_up_proj, and here each of its 2 parts gets a copy" in note
     assert back == LoRAConfig(**{**NONE, "r": 4, "alpha": 8, "mlp": True, "dora": dora})
     again = load_model(base_dir)
     add_lora(again, back)
@@ -207,7 +210,7 @@ def test_hf_fused_layers_need_disjoint_columns_at_higher_rank(tmp_path, change, 
             tensors[name] = torch.full_like(tensors[name], change)
     safetensors.save_file(tensors, path, {"format": "pt"})
     if is_read:
-        _, adapters = import_peft(tmp_path / "peft", CONFIGS["phi3"])
+        _, adapters, _ = import_peft(tmp_path / "peft", CONFIGS["phi3"])
         name = "transformer.h.1.mlp.fc_2.lora.whole.A"
         assert torch.equal(adapters[name], load_adapters(folder, model)[name])
         return
@@ -225,7 +228,7 @@ def test_adapted_head_is_exported(tmp_path, family):
     assert differs(model(tokens()), reference(input_ids=tokens()).logits) < 1e-5
     reference.save_pretrained(tmp_path / "again")
     for source in ("peft", "again"):
-        back, adapters = import_peft(tmp_path / source, CONFIGS[family])
+        back, adapters, _ = import_peft(tmp_path / source, CONFIGS[family])
         assert back.head and torch.equal(adapters["lm_head.lora.whole.B"], model.lm_head.lora.whole.B)
 
 

@@ -41,7 +41,7 @@ def test_multimodal_adapters_round_trip_through_peft(parts, tmp_path, recwarn):
     assert not [w for w in recwarn if "adapter keys" in str(w.message)]
     assert not any("vision" in name for name, _ in adapted.named_parameters() if "lora" in name)
 
-    options, adapters = import_peft(tmp_path / "peft", native.config)
+    options, adapters, _ = import_peft(tmp_path / "peft", native.config)
     named = dict(native.named_parameters())
     assert options == lora and all(torch.equal(tensor, named[name]) for name, tensor in adapters.items())
 

@@ -61,7 +61,7 @@ class _Fused:
         return slice(first, first + width)
 
 
-def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, dict[str, Tensor]]:
+def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, dict[str, Tensor], str | None]:
     """Read adapters that peft saved, for a base of this architecture.
 
     An adapter of a layer that is fused in the Hugging Face model is split into the parts from which
@@ -70,7 +70,7 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
     rank each.
 
     Returns:
-        The LoRA configuration and the adapters in fp32, by native names.
+        The LoRA configuration, the adapters in fp32 by native names, and a note if one adapter became several.
 
     Raises:
         UserError: a file is missing or malformed, a setting is not supported, or the adapters do not match this
@@ -87,13 +87,22 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
     lora, fused = _split_fused_qkv(folder, settings, lora, layers, found, config)
     model = adapted_on_meta(replace(config, tie_embeddings=False), lora)
     adapters: dict[str, Tensor] = {}
+    note = None
     for layer in layers:
         of_kind = hf_fused if layer.is_fused_in_hf else fused if _is_fused_qkv(layer) else _Fused(lora.r)
-        adapters |= _convert_layer(layer, layer.adapters(model), found, folder, of_kind)
+        placed = layer.adapters(model)
+        adapters |= _convert_layer(layer, placed, found, folder, of_kind)
+        if len(placed) > 1 and not of_kind.parts and (layer.is_fused_in_hf or _is_fused_qkv(layer)):
+            n, module = len(placed), layer.modules[0].rpartition(".")[2]
+            note = (
+                f"--from_peft {folder}: peft has one adapter of {module}, and here each of its {n} parts gets a copy: "
+                "the same function now, but more parameters are trained, so training differs from peft's after a few "
+                f"steps, and an export has rank {n * lora.r}"
+            )
     used = {module for layer in layers for module in layer.modules}
     if unknown := sorted(module for module in found if module not in used):
         raise UserError(f"--from_peft {folder}: adapts {unknown[0]}, which is not supported for this model")
-    return lora, adapters
+    return lora, adapters, note
 
 
 def check_base(folder: str | Path, base: Path) -> str | None:
