@@ -134,6 +134,19 @@ def test_gpt_oss_from_published_file_and_transformers_defaults():
         config_from_hf(GPT_OSS_20B | {"swiglu_alpha": 1.5})
 
 
+def test_deepseek_without_a_coefficient_has_no_load_balancing_loss():
+    """As transformers writes and computes it; configs by name keep that of their training."""
+    transformers = pytest.importorskip("transformers")
+    for config in (
+        transformers.DeepseekV2Config(num_experts_per_tok=6, moe_intermediate_size=1408),
+        transformers.DeepseekV3Config(),
+    ):
+        assert config_from_hf(config.to_dict()).router_aux_loss_coef == 0
+    given = transformers.DeepseekV3Config().to_dict() | {"aux_loss_alpha": 0.08}
+    assert config_from_hf(given).router_aux_loss_coef == 0.01
+    assert get_config("DeepSeek-V3").router_aux_loss_coef == 0.0001 / 8
+
+
 def test_gpt_oss_that_transformers_cannot_express_is_rejected():
     for field, value in {"attention_sinks": False, "swiglu_limit": None, "norm_topk_prob": False}.items():
         config = dataclasses.replace(get_config("gpt-oss-20b"), **{field: value})

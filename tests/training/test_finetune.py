@@ -255,6 +255,23 @@ def test_resume_with_changed_adapter_options_is_an_error(base, questions, tmp_pa
         run_training(arguments(finetune_lora, tmp_path / "other", questions, tmp_path / "run", "--resume", "true"))
 
 
+def test_loraplus_multiplies_the_learning_rate_of_b(base, questions, tmp_path):
+    flags = ["--optimizer.name", "SGD", "--train.max_norm", "0", "--train.max_steps"]
+    for ratio in ("1", "16"):
+        run = arguments(finetune_lora, base, questions, tmp_path / ratio, "--loraplus_lr_ratio", ratio, *flags, "1")
+        run_training(run)
+    one, more = (load_state(tmp_path / ratio / "final" / ADAPTERS) for ratio in ("1", "16"))
+    for name in one:  # B starts at zero, so that A has no gradient in the first step
+        torch.testing.assert_close(more[name], one[name] * (16 if name.endswith(".B") else 1))
+    assert any(tensor.any() for name, tensor in one.items() if name.endswith(".B"))
+    resumed = arguments(finetune_lora, base, questions, tmp_path / "16", *flags, "2", "--resume", "true")
+    with pytest.raises(UserError, match=r"--loraplus_lr_ratio: .*was trained with --loraplus_lr_ratio 16"):
+        run_training(resumed)
+    assert "\nloraplus_lr_ratio: 16.0\n" in (tmp_path / "16" / "final" / "hyperparameters.yaml").read_text()
+    with pytest.raises(UserError, match="--loraplus_lr_ratio 0.0: must be greater than zero"):
+        run_training(arguments(finetune_lora, base, questions, tmp_path / "0", "--loraplus_lr_ratio", "0"))
+
+
 def test_adapter_checkpoint_as_base_is_an_error(base, questions, tmp_path):
     run_training(arguments(finetune_lora, base, questions, tmp_path / "run"))
     with pytest.raises(UserError, match="holds adapters, not a model.*merge_lora"):

@@ -4,6 +4,7 @@ import copy
 import math
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -35,6 +36,7 @@ from toolkit.planning.optimizer import block_params, no_decay_params, resolve_op
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.training.bf16_optimizer import round_stochastically
 from toolkit.training.callbacks import Callback
+from toolkit.training.guarded_update import clip_gradients
 from toolkit.training.optimizer import build_optimizer, parameter_groups
 from toolkit.training.run import run_training
 
@@ -90,6 +92,20 @@ def test_a_master_is_the_fp32_weight_of_the_same_gradients(monkeypatch):
             assert torch.equal(ours, other.bfloat16()) and ours.dtype == torch.bfloat16
 
     check_each(check, [(name, 1 << 27) for name in NAMES] + [("AdamW", 1)])
+
+
+def test_bf16_gradients_are_clipped_in_fp32():
+    model, optimizer = build("bf16-master", "SGD", weight_decay=0.0)
+    start = [p.detach().float() for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    norm = torch.stack([p.grad.float().norm() for p in model.parameters()]).norm()
+    clip_gradients(SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups), norm, 1.0)
+    gradients = [p.grad.float() / (norm + 1e-6) for p in model.parameters()]
+    optimizer.step()
+    for parameter, before, gradient in zip(model.parameters(), start, gradients, strict=True):
+        update = (before - optimizer.state[parameter]["master"]) / 1e-2
+        torch.testing.assert_close(update, gradient, rtol=0, atol=2e-5)
 
 
 def test_stochastic_rounding_has_the_mean_of_the_value():

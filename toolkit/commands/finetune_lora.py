@@ -22,6 +22,7 @@ def setup(
     lora_head: bool = False,
     lora_rslora: bool = False,
     lora_dora: bool = False,
+    loraplus_lr_ratio: float = 1.0,
     from_peft: str | None = None,
     quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None,
     data: DataModule = JSON(json_path=""),
@@ -47,6 +48,7 @@ def setup(
         lora_head: Adapt the language model head.
         lora_rslora: Rank-stabilized LoRA: scaling is lora_alpha / sqrt(lora_r).
         lora_dora: DoRA: also train the magnitude of each row.
+        loraplus_lr_ratio: LoRA+ (Hayou et al. 2024): learning rate of B relative to that of A, such as 16.
         from_peft: Start from the adapters in this peft folder, which also determines the adapted layers.
         quantize: Quantize the base to 4 bits: bnb.nf4, or bnb.nf4-dq with quantized scales (double quantization).
         data: Training data.

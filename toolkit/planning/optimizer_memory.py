@@ -177,7 +177,8 @@ class _Probe:
     _cache: dict[str, int] = {}
 
     def __init__(self, options: dict[str, Any], dtype: torch.dtype, given_class: type | None, is_main: bool) -> None:
-        self.options = {k: v for k, v in options.items() if k not in ("name", "fused", "foreach", "state_dtype")}
+        others = ("name", "fused", "foreach", "state_dtype", "loraplus_lr_ratio")
+        self.options = {k: v for k, v in options.items() if k not in others}
         self.name, self.has_bf16_moments = options["name"], "state_dtype" in options
         # AdamW8bit is not built: its package may not be installed here
         is_adamw = given_class is None and self.name == AdamW8bit.__name__

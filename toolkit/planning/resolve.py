@@ -170,6 +170,9 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
             "--optimizer.name Adafactor: looks at whole matrices, and fsdp gives it parts; use --strategy ddp or AdamW"
         )
     optimizer = resolve_optimizer(args.optimizer, precision, args.defaults, args.optimizer_class)
+    if (ratio := args.loraplus_lr_ratio) != 1:
+        require_option(0 < ratio < math.inf, "loraplus_lr_ratio", ratio, "must be greater than zero")
+        optimizer["loraplus_lr_ratio"] = ratio
     check_low_memory(
         optimizer,
         precision,

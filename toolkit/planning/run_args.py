@@ -50,6 +50,7 @@ class RunArgs(RunOptions):
         initial_checkpoint_dir: Weights to start from, or the frozen base of adapters.
         lora: Train low-rank adapters; None trains all weights.
         quantize: How the base of adapters is quantized.
+        loraplus_lr_ratio: Learning rate of the adapters' B relative to that of A.
         from_peft: A peft folder with adapters to start from.
         module: A user-provided model with its weights; then there is no ``model_name``.
         block_classes: The blocks of that model.
@@ -69,6 +70,7 @@ class RunArgs(RunOptions):
     initial_checkpoint_dir: str | None = None
     lora: LoRAConfig | None = None
     quantize: Quantize | None = None
+    loraplus_lr_ratio: float = 1.0
     from_peft: str | None = None
     module: nn.Module | None = None
     block_classes: tuple[type[nn.Module], ...] = ()
@@ -146,7 +148,7 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
         values = {name: getattr(args, name) for name in ("model_name", "model_config", "initial_checkpoint_dir")}
     if args.lora is not None:
         lora = args.lora if args.from_peft is None else LoRAConfig()  # which --from_peft defines
-        values |= lora.to_options() | {"from_peft": args.from_peft, "quantize": args.quantize}
+        values |= lora.to_options() | {n: getattr(args, n) for n in ("loraplus_lr_ratio", "from_peft", "quantize")}
     shared = [f.name for f in fields(RunOptions)]
     names = ["data", "train", "eval", "optimizer", "out_dir", "precision", *shared]
     values |= {name: getattr(args, name) for name in names} | {"resume": False}

@@ -33,11 +33,15 @@ class BF16Optimizer(torch.optim.Optimizer):
         inner: One of torch's optimizers, or of :mod:`toolkit.planning.combined`, over the weights.
         has_masters: Whether the weights are bf16.
         has_bf16_moments: Whether to store the moments in bf16.
+
+    Attributes:
+        divisor: Of the gradients in the next step, in fp32; None: 1.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, *, has_masters: bool, has_bf16_moments: bool) -> None:
         super().__init__(inner.param_groups, inner.defaults)
-        self._inner, self._has_masters, self._has_bf16_moments = inner, has_masters, has_bf16_moments
+        self._inner, self.has_masters, self._has_bf16_moments = inner, has_masters, has_bf16_moments
+        self.divisor: Tensor | None = None
         self._indices = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
 
     @torch.no_grad()
@@ -47,14 +51,17 @@ class BF16Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameters in chunks([p for p in group["params"] if p.grad is not None]):
                 self._update(group, parameters)
+        self.divisor = None
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        targets = [self._master(p) for p in parameters] if self._has_masters else parameters
+        targets = [self._master(p) for p in parameters] if self.has_masters else parameters
         states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         for parameter, target in zip(parameters, targets, strict=True):
-            if self._has_masters:
+            if self.has_masters:
                 assert parameter.grad is not None
                 target.grad = parameter.grad.float()
+                if self.divisor is not None:
+                    target.grad.div_(self.divisor.to(target.device))
             stored = self.state[parameter]
             if any(key not in (MASTER, ROUNDING) for key in stored):  # otherwise this is the first step
                 states[target] = {k: self._widened(v) for k, v in stored.items() if k not in (MASTER, ROUNDING)}
@@ -62,7 +69,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         self._inner.step()
         for parameter, target in zip(parameters, targets, strict=True):
             self._store(parameter, states.get(target, {}))
-        if self._has_masters:
+        if self.has_masters:
             for target in targets:
                 target.grad = None
             torch._foreach_copy_(parameters, targets)

@@ -15,6 +15,7 @@ from lightning.fabric import Fabric
 from torch.optim import Adam, AdamW
 
 from toolkit.distributed.fabric import knows_gradient_norm
+from toolkit.training.bf16_optimizer import BF16Optimizer
 
 
 def can_guard(fabric: Fabric, optimizer: Any) -> bool:
@@ -33,10 +34,14 @@ def knows_norm_first(fabric: Fabric) -> bool:
 
 
 def clip_gradients(optimizer: Any, norm: torch.Tensor, max_norm: float | None) -> None:
-    """Clip the gradients of Fabric's ``optimizer`` in place; arguments as of :func:`guarded_step`."""
+    """Clip the gradients of Fabric's ``optimizer``, in place or in its next step; arguments as of
+    :func:`guarded_step`."""
     if not max_norm:
         return
     divisor = _divisor(norm, max_norm)
+    if isinstance(optimizer.optimizer, BF16Optimizer) and optimizer.optimizer.has_masters:
+        optimizer.optimizer.divisor = divisor  # gradients may be bf16, which dividing would round again
+        return
     by_device: dict[torch.device, list[torch.Tensor]] = {}  # offloaded gradients are in CPU memory
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter.grad is not None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from toolkit.checkpoints.weights import canonical_name
 from toolkit.errors import UserError
+from toolkit.models.lora import is_adapter
 from toolkit.planning.combined import CombinedOptimizer
 from toolkit.planning.optimizer import optimizer_class
 from toolkit.training.bf16_optimizer import BF16Optimizer
@@ -24,6 +25,7 @@ def parameter_groups(
     in_blocks: Mapping[str, tuple[int, ...]] | None = None,
     *,
     split_qkv: bool = False,
+    b_lr_ratio: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Split the trainable parameters, sharded or not, into groups with and without weight decay.
 
@@ -31,20 +33,23 @@ def parameter_groups(
         combined: Each group is split into the parameters that its main optimizer takes, ``main`` true, and the rest.
         in_blocks: See :func:`~toolkit.planning.optimizer.block_params`.
         split_qkv: Give the main optimizer weights with stacked matrices in groups of the same ``rows``.
+        b_lr_ratio: Learning rate of the adapters' B relative to the others, ``lr_ratio`` of its groups.
     """
     in_blocks = in_blocks or {}
-    parts: dict[tuple[bool, bool, tuple[int, ...]], list[nn.Parameter]] = {}
+    parts: dict[tuple[bool, bool, tuple[int, ...], float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             name = canonical_name(name)
             decays = name not in no_decay
             is_main = combined is not None and combined.is_main(parameter, name in in_blocks, decays)
             rows = in_blocks[name] if is_main and split_qkv else ()
-            parts.setdefault((decays, is_main, rows), []).append(parameter)
+            ratio = b_lr_ratio if is_adapter(name) and name.endswith(".B") else 1.0
+            parts.setdefault((decays, is_main, rows, ratio), []).append(parameter)
     return [
         {"params": parts[key], "weight_decay": weight_decay if key[0] else 0.0}
         | ({} if combined is None else {"main": key[1]})
         | ({"rows": key[2]} if split_qkv else {})
+        | ({"lr_ratio": key[3]} if b_lr_ratio != 1 else {})
         for key in sorted(parts, reverse=True)
     ]
 
@@ -71,9 +76,10 @@ def build_optimizer(
     cls: type = given_class or optimizer_class(name)  # its arguments are not those of the base class
     takes = inspect.signature(cls).parameters
     combined = cls if issubclass(cls, CombinedOptimizer) else None
-    split_qkv = given.get("split_qkv", False)
-    groups = parameter_groups(model, given.pop("weight_decay", 0.0), no_decay, combined, in_blocks, split_qkv=split_qkv)
-    if "weight_decay" not in takes:
+    split_qkv, ratio = given.get("split_qkv", False), given.pop("loraplus_lr_ratio", 1.0)
+    decay = given.pop("weight_decay", 0.0)
+    groups = parameter_groups(model, decay, no_decay, combined, in_blocks, split_qkv=split_qkv, b_lr_ratio=ratio)
+    if "weight_decay" not in takes and ratio == 1:
         groups = [{"params": [p for group in groups for p in group["params"]]}]
     if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & given.keys():
         given["fused"] = all(p.device.type in ("cuda", "cpu", "mps") for p in model.parameters())

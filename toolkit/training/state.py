@@ -57,6 +57,8 @@ def by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:
     values["--train.global_batch_size"] = fingerprint.get("global_batch_size")
     for group, prefix in (("optimizer", "--optimizer."), ("model_config", "--model_config."), ("adapters", "--")):
         values |= {prefix + name: value for name, value in sorted(fingerprint.get(group, {}).items())}
+    if (ratio := values.pop("--optimizer.loraplus_lr_ratio", None)) is not None:
+        values["--loraplus_lr_ratio"] = ratio
     values.pop("--model_config.name", None)  # the same architecture may go by several
     return values
 

@@ -66,7 +66,7 @@ def train_step(
             finite.
     """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
     scale = fabric.world_size / max(1, n_tokens)
     loss_total = torch.zeros((), device=fabric.device)
     pop_loss_parts(model)

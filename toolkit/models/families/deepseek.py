@@ -41,7 +41,7 @@ ALIASES = {
     "DeepSeek-R1": "DeepSeek-V3",
 }
 
-# Defaults of transformers' classes; V3's load-balancing coefficient is the paper's.
+# Defaults of transformers' classes, which compute no load-balancing loss.
 _COMMON: dict[str, Any] = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
@@ -49,12 +49,11 @@ _DEFAULTS: dict[str, Any] = {
     "deepseek_v2": _COMMON | {
         "intermediate_size": 11008, "moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2,
         "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "topk_method": "greedy",
-        "aux_loss_alpha": 0.001,
     },
     "deepseek_v3": _COMMON | {
         "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
         "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "topk_method": "noaux_tc",
-        "aux_loss_alpha": 0.0001, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+        "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
     },
 }  # fmt: skip
 
@@ -100,7 +99,7 @@ def from_hf_config(config_json: dict[str, Any]) -> ModelConfig:
         shared_expert_intermediate_size=shared * config_json["moe_intermediate_size"],
         shared_expert_gate=False,
         moe_indices=[int(i >= dense) for i in range(config_json["num_hidden_layers"])] if dense else None,
-        router_aux_loss_coef=config_json["aux_loss_alpha"] / k,  # Hugging Face's loss is k times smaller
+        router_aux_loss_coef=config_json.get("aux_loss_alpha", 0.0) / k,  # Hugging Face's loss is k times smaller
     )
 
 

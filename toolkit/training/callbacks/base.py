@@ -77,7 +77,8 @@ class Callback:
         """Before the first step of this launch; the model has its weights, a resumed run its state."""
 
     def on_before_optimizer_step(self, trainer: TrainerView) -> None:
-        """The gradient of the global batch is in ``trainer.model``'s parameters, checked and clipped."""
+        """The gradient of the global batch is in ``trainer.model``'s parameters, checked and clipped (with
+        bf16-master not clipped yet)."""
 
     def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         """After an optimizer step. Metrics: loss (nats per token), learning_rate, grad_norm, step_tokens (inputs over
