@@ -181,7 +181,7 @@ def test_checkpoint_without_its_extension_names_what_is_missing(tmp_path, capsys
     assert "data Noise: needs the extension letters" in capsys.readouterr().err
     config.write_text(text)
     for name, fix in (
-        ("toolkit-letters", "run: pip install toolkit-letters"),
+        ("toolkit-letters", "install it if you trust"),
         ("a; rm -rf b", "which is not installed"),
     ):
         config.write_text(config.read_text().replace("extension: letters", f"extension: {name}"))
@@ -195,6 +195,7 @@ def test_checkpoint_without_its_extension_names_what_is_missing(tmp_path, capsys
 def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "broken.py").write_text("import not_a_module")
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit(0)")
     (tmp_path / "twice.py").write_text(INIT.replace('"letters": "letters_family"', '"llama": "letters_family"'))
     (tmp_path / "lost.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_options.Missing"))
     (tmp_path / "again.py").write_text(INIT.replace('"letters_family"', '"again_family"'))
@@ -204,9 +205,10 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "loose.py").write_text(INIT.replace("letters_options.LettersArgs", "letters_parts.Log"))
     (tmp_path / "long.py").write_text(LONG)
     cases = {
-        "--extensions nothing-here": "nothing-here: no such module here, and no such package; run: pip install",
+        "--extensions nothing-here": "nothing-here: no such module here, and no such package; install it if you",
         "--extensions empty": "--extensions empty: has no EXTENSION",
         "--extensions broken": "--extensions broken: No module named 'not_a_module'",
+        "--extensions leaves": "--extensions leaves: leaves calls sys.exit(0) when it is imported",
         "--extensions twice": "extension twice: families llama: toolkit has one of this name; rename it",
         "--extensions lost": "extension lost: option_groups letters: letters_options.Missing",
         "--extensions again": "extension again: family letters: toolkit has a configuration pico-llama; rename it",

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import signal
 import sys
+import threading
 import traceback
 
 from toolkit.commands import COMMANDS, DISTRIBUTED, HINTS
 from toolkit.distributed.rendezvous import report_failure
-from toolkit.errors import CommandError, did_you_mean, one_line
+from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line
 
-INTERRUPTED, PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
+INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,6 +48,8 @@ def run(name: str, argv: list[str]) -> int:
     """Run one subcommand and return its exit code, with one line on stderr for errors."""
     (module, positionals, _), program = COMMANDS[name], f"toolkit {name}"
     try:
+        if name in DISTRIBUTED and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _terminate)  # the other processes are told
         parse = importlib.import_module("toolkit.cli_parser").parse
         setup = importlib.import_module(module).setup
         if (arguments := parse(name, setup, positionals, argv)) is not None:
@@ -54,6 +58,8 @@ def run(name: str, argv: list[str]) -> int:
         return 0
     except BrokenPipeError:
         raise
+    except TerminatedError:
+        return _end(program, "stopped by SIGTERM before the run began", TERMINATED)
     except KeyboardInterrupt:
         return _end(program, "interrupted", INTERRUPTED)
     except CommandError as error:
@@ -62,6 +68,10 @@ def run(name: str, argv: list[str]) -> int:
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)
         return _end(program, f"{type(error).__name__}: {error}", 1, is_internal=True)
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise TerminatedError
 
 
 def _end(program: str, message: object, code: int, is_internal: bool = False) -> int:

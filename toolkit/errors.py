@@ -48,6 +48,10 @@ class StoppedBySignalError(CommandError, RuntimeError):
         self.exit_code = 128 + signal_number
 
 
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM before a run handles signals; like Ctrl-C, no ``except Exception`` stops it."""
+
+
 class CallbackError(RuntimeError):
     """A callback failed; the message names the callback and the method."""
 

@@ -193,7 +193,7 @@ def missing_message(name: str) -> str:
         return (
             f"needs the extension {name}: add --extensions {name} where {name.partition('.')[0]}.py is, or install it"
         )
-    return f"needs the extension {name!r}, which is not installed" + (f"; run: pip install {name}" if is_name else "")
+    return f"needs the extension {name!r}, which is not installed; install it if you trust where the name comes from"
 
 
 def describe_extensions() -> Iterator[str]:
@@ -247,13 +247,13 @@ def import_object(path: str) -> Any:
     """Import ``module.name``, or a module.
 
     Raises:
-        ImportError, AttributeError: there is none.
+        ImportError, AttributeError: there is none, or its import ends the process.
     """
     module, _, name = path.rpartition(".")
     if not module:
-        return importlib.import_module(path)
+        return _import(path)
     try:
-        found = importlib.import_module(module)
+        found = _import(module)
     except ModuleNotFoundError as error:
         if error.name is not None and module.startswith(error.name):
             raise ModuleNotFoundError(f"there is no module {module}", name=error.name) from error
@@ -261,11 +261,18 @@ def import_object(path: str) -> Any:
     if hasattr(found, name):
         return getattr(found, name)
     try:
-        return importlib.import_module(path)
+        return _import(path)
     except ModuleNotFoundError as error:
         if error.name != path:
             raise
         raise AttributeError(f"{module} has no {name}") from error
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except SystemExit as error:
+        raise ImportError(f"{module} calls sys.exit({error.code!r}) when it is imported") from error
 
 
 def _read(module: str) -> Extension:
@@ -278,7 +285,7 @@ def _read(module: str) -> Extension:
         found = getattr(import_object(module), "EXTENSION", None)
     except ImportError as error:
         is_missing = isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "\0")
-        hint = f"no such module here, and no such package; run: pip install {module}" if is_missing else error
+        hint = "no such module here, and no such package; install it if you trust it" if is_missing else error
         raise UserError(one_line(hint)) from error
     except Exception as error:
         raise UserError(f"does not import: {type(error).__name__}: {one_line(error)}") from error

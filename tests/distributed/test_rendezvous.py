@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -38,6 +39,27 @@ def test_user_error_on_one_node_ends_the_others_with_its_message(corpus, tmp_pat
     nodes = two_nodes([], WRONG_FLAG, flags_for(corpus, tmp_path))
     for node in nodes:
         ended(node, 2, f"toolkit pretrain: node 1: {LINE}", within=120)
+
+
+def test_user_error_on_one_node_alone_stays_no_longer_than_the_timeout(corpus, tmp_path):
+    started = time.monotonic()
+    flags = ["--devices", "1", "--num_nodes", "2", "--timeout", "0.05", *flags_for(corpus, tmp_path), *WRONG_FLAG]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ended(pretrain(*flags, NODE_RANK="1", **where), 2, f"toolkit pretrain: node 1: {LINE}", within=120)
+    assert time.monotonic() - started < 50
+
+
+def test_sigterm_before_the_rendezvous_ends_the_other_nodes(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slow_import.py").write_text("import time; print('importing', flush=True); time.sleep(600)\n")
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    flags = ["--devices", "1", "--num_nodes", "2", *flags_for(corpus, tmp_path / "run")]
+    other = pretrain(*flags, "--extensions", "slow_import", NODE_RANK="1", **where)
+    first = pretrain(*flags, NODE_RANK="0", **where)
+    read_until(other, "importing")
+    other.send_signal(signal.SIGTERM)
+    for node in (other, first):
+        ended(node, 143, "toolkit pretrain: node 1: stopped by SIGTERM before the run began", within=120)
 
 
 @pytest.mark.slow

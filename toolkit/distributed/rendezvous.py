@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import queue
+import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from toolkit.config import AUTO, Auto
 from toolkit.distributed.world import Environ, cluster_environment, detect_world
-from toolkit.errors import UserError, is_settled
+from toolkit.errors import TerminatedError, UserError, is_settled
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -115,17 +117,18 @@ def report_failure(error: BaseException | None, text: str, code: int, report: Ca
         code: The exit code.
         report: Prints the text after a prefix. Called unless another process already reported the same text.
     """
-    peer = None if is_settled(error) or isinstance(error, KeyboardInterrupt) else _find_peer()
+    is_interrupted = isinstance(error, KeyboardInterrupt) and not isinstance(error, TerminatedError)
+    peer = None if is_settled(error) or is_interrupted else _find_peer()
     if peer is None:
         return report("")
     report_once = cache(lambda: report(peer.prefix))
     if peer.others is None or (peer.rank == 0 and not _is_in_torchrun()):
         report_once()
     try:
-        store = _open_to_publish(peer, _FIRST_TRY)
+        store = _open_to_publish(peer, min(_FIRST_TRY, _timeout()))
         if store is None:  # rank 0 may be slower to start
             report_once()
-            store = _open_to_publish(peer, BOOT)
+            store = _open_to_publish(peer, _timeout() - _FIRST_TRY)
         if store is None:
             return
         if store.add(f"{FAILED}/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1:  # first to report this text
@@ -134,6 +137,14 @@ def report_failure(error: BaseException | None, text: str, code: int, report: Ca
         return report_once()
     with suppress(Exception, KeyboardInterrupt):  # the store may end with another process
         _publish(store, peer, text, code)
+
+
+def _timeout() -> float:
+    """Return for how many seconds to tell the other processes: at most ``--timeout``, which is not parsed yet."""
+    given = re.search(r"--timeout[= ]([\d.]+)", " ".join(sys.argv))
+    with suppress(ValueError):
+        return min(BOOT, 60 * float(given[1])) if given else BOOT
+    return BOOT
 
 
 def _open_to_publish(peer: _Peer, seconds: float) -> Store | None:
@@ -157,7 +168,7 @@ def _publish(store: Store, peer: _Peer, text: str, code: int) -> None:
     if _is_in_torchrun():
         return
     # This process hosts the store: keep it until the others have read it.
-    deadline = time.monotonic() + (BOOT if peer.others is not None else _FIRST_TRY)
+    deadline = time.monotonic() + (_timeout() if peer.others is not None else min(_FIRST_TRY, _timeout()))
     while time.monotonic() < deadline and (peer.others is None or store.add("read", 0) < peer.others):
         time.sleep(0.05)
 
