@@ -90,7 +90,7 @@ def check_entries(files: Any) -> dict[str, Checksum]:
         raise ValueError("files must be a mapping of names to checksums")
     for name, entry in files.items():
         path = PurePosixPath(name)
-        if not name or path.is_absolute() or ".." in path.parts or "\0" in name:
+        if not name.isprintable() or not name or path.is_absolute() or ".." in path.parts:
             raise ValueError(f"{name!r:.100} is not a path inside the folder")
         size, values = (entry.get("size"), entry.get("crc32")) if isinstance(entry, dict) else (None, None)
         if type(size) is not int or size < 0 or not isinstance(values, list) or len(values) != -(-size // CHUNK):

@@ -14,7 +14,8 @@ import yaml
 
 from toolkit.errors import UserError, one_line
 
-MAX_BYTES = {"JSON": 2**26, "YAML": 2**18}  # an index of weights has some MB; parsing YAML takes seconds per MB
+MAX_BYTES = {"JSON": 2**26, "YAML": 2**18, "tokenizer": 2**28}
+"""Indices of weights have some MB, tokenizers up to 40; parsing YAML takes seconds per MB."""
 _MAX_DEPTH = 64
 _MAX_NODES = 200_000  # of a YAML file with its aliases expanded
 _MAX_DIGITS = 300  # a longer number overflows a float; model_max_length has up to 31
@@ -43,7 +44,7 @@ def read_json(path: str | Path) -> Any:
         OSError: as :func:`open_regular`.
         ValueError: as :func:`parse_json`.
     """
-    return parse_json(_read(path, "JSON"))
+    return parse_json(read_bounded(path, "JSON"))
 
 
 def read_json_object(path: Path, optional: bool = False) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def read_yaml(path: str | Path) -> Any:
         OSError: as :func:`open_regular`.
         ValueError: as :func:`parse_yaml`.
     """
-    return parse_yaml(_read(path, "YAML"))
+    return parse_yaml(read_bounded(path, "YAML"))
 
 
 def parse_json(content: bytes | str) -> Any:
@@ -114,7 +115,13 @@ def parse_yaml(content: bytes | str) -> Any:
         raise ValueError(one_line(error)) from error
 
 
-def _read(path: str | Path, kind: str) -> bytes:
+def read_bounded(path: str | Path, kind: str = "JSON") -> bytes:
+    """Read a file of a :data:`MAX_BYTES` kind.
+
+    Raises:
+        OSError: as :func:`open_regular`.
+        ValueError: it is too large.
+    """
     with open_regular(path) as file:
         content = file.read(MAX_BYTES[kind] + 1)
     if len(content) > MAX_BYTES[kind]:

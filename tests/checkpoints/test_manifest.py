@@ -8,6 +8,7 @@ from toolkit.checkpoints import manifest
 from toolkit.checkpoints.finite import nonfinite_state
 from toolkit.checkpoints.manifest import DamagedCheckpointError, read_manifest, replace_in_manifest, require_intact
 from toolkit.checkpoints.store import prune, write_checkpoint, write_file
+from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import UserError
 
 
@@ -45,10 +46,25 @@ def test_folder_without_manifest_loads_with_a_note(folder):
     assert len(notes) == 1 and str(folder) in notes[0]
 
 
+def test_huge_files_are_not_read(folder):
+    """Sparse ones, which take no disk."""
+    train_bpe(["a text"], 270).save(folder)
+    for name in ("COMPLETE", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        content = (folder / name).read_bytes() if (folder / name).exists() else None
+        with open(folder / name, "ab") as file:
+            file.truncate(30 * 2**30)
+        with pytest.raises(UserError, match="larger than [0-9,]+ bytes"):
+            read_manifest(folder) if name == "COMPLETE" else Tokenizer.load(folder)
+        (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+
+
 def test_malformed_manifest_is_a_one_line_error(folder):
     good = json.loads((folder / "COMPLETE").read_text())
     outside = {"../other": good["files"]["lit_model.pth"]}
     texts = ["x", "[]", "{}", "[" * 100_000, json.dumps(good | {"files": outside}), json.dumps(good | {"files": 3})]
+    for name in ("\ud800", "a\x1b[2Jb", "a\nb"):  # not a name of ours, and not for a terminal
+        files = {name: good["files"]["lit_model.pth"]}
+        texts.append(json.dumps(good | {"files": files, "crc32": manifest._crc32(files)}))
     for text in texts:
         (folder / "COMPLETE").write_text(text)
         with pytest.raises(DamagedCheckpointError, match="COMPLETE: damaged"):

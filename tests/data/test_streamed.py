@@ -152,9 +152,11 @@ def test_unit_that_was_evicted_or_damaged_is_prepared_again(folder, tmp_path):
     prepare_units(prepared)
     stream, row_id = stream_of(prepared), 3 << ROW_BITS
     expected = prepared.train[row_id]["input_ids"].tolist()
-    for damage in ("evicted", "damaged"):
+    for damage in ("evicted", "damaged", "without checksums"):
         if damage == "evicted":
             stream.evict(3)
+        elif damage == "without checksums":  # as after a power cut
+            (stream.unit_folder(3) / "tokens" / "crc32.npy").write_bytes(b"")
         else:
             chunk = next((stream.unit_folder(3) / "tokens").glob("*.bin"))
             content = chunk.read_bytes()
@@ -162,6 +164,10 @@ def test_unit_that_was_evicted_or_damaged_is_prepared_again(folder, tmp_path):
         prepared.train.units._open.clear()
         assert prepared.train[row_id]["input_ids"].tolist() == expected, damage
     stop_preparers(stream.folder)
+    shutil.rmtree(stream.folder)
+    prepared.train.units._open.clear()
+    with pytest.raises(DataError, match="No such file or directory.*; was it deleted"):
+        prepared.train[4 << ROW_BITS]
 
 
 def test_reader_leaves_the_copy_that_another_one_has_prepared(folder, tmp_path, monkeypatch):

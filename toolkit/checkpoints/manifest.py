@@ -14,10 +14,11 @@ from pathlib import Path
 from toolkit.checksums import Checksum, check_entries, checksum_files, find_damage
 from toolkit.errors import UserError, join_first, one_line
 from toolkit.ui.files import write_atomic
-from toolkit.untrusted import parse_json
+from toolkit.untrusted import MAX_BYTES, parse_json, read_bounded
 
 COMPLETE = "COMPLETE"
 FORMAT_VERSION = 1
+MAX_SIZE = MAX_BYTES["JSON"]
 # Files that users may edit and that do not affect results (only `evaluate` reads the first one).
 EDITABLE = ("hyperparameters.yaml", "README.md")
 TRAINER_STATE = "trainer/"  # two thirds of the bytes, and no part of the model
@@ -47,9 +48,10 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
     """
     path = folder / COMPLETE
     try:
-        return parse_manifest(path.read_bytes(), path) if path.is_file() and path.stat().st_size else None
-    except OSError as error:
+        content = read_bounded(path) if path.is_file() else b""
+    except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path}: damaged: not a manifest ({one_line(error):.200}){_FIX}") from error
+    return parse_manifest(content, path) if content else None
 
 
 def parse_manifest(content: bytes, path: Path | str) -> dict[str, Checksum]:
@@ -60,6 +62,8 @@ def parse_manifest(content: bytes, path: Path | str) -> dict[str, Checksum]:
         UserError: a newer version of toolkit wrote it.
     """
     try:
+        if len(content) > MAX_SIZE:
+            raise ValueError(f"larger than {MAX_SIZE:,} bytes")
         values = parse_json(content)
         files = check_entries(values["files"])
         version = values["format_version"]

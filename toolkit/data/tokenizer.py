@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.data.tokenizer_growth import require_bounded
 from toolkit.errors import UserError, one_line
 from toolkit.paths import require_inside
-from toolkit.untrusted import parse_json
+from toolkit.untrusted import parse_json, read_bounded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,7 +111,7 @@ class Tokenizer:
             )
         try:
             files = _read_tokenizer_files(file.parent)
-            files["tokenizer.json"] = file.read_bytes()
+            files["tokenizer.json"] = read_bounded(file, "tokenizer")
             return cls(files, name=f"{flag} {path}")
         except UserError:
             raise
@@ -284,7 +284,7 @@ def _read_tokenizer_files(folder: Path) -> dict[str, bytes]:
     files = sorted(match for match in found if match.is_file())
     for file in files:
         require_inside(file, folder)
-    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+    return {str(file.relative_to(folder)): read_bounded(file, "tokenizer") for file in files}
 
 
 def _parse_object(name: str, content: bytes) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from toolkit.checkpoints.manifest import (
     COMPLETE,
+    MAX_SIZE,
     TRAINER_STATE,
     DamagedCheckpointError,
     describe_damage,
@@ -23,6 +24,7 @@ from toolkit.checkpoints.manifest import (
 )
 from toolkit.checkpoints.remote.storage import Storage
 from toolkit.checksums import CHUNK, Checksum, find_damage
+from toolkit.untrusted import read_bounded
 
 _THREADS = 4  # with a chunk each in memory
 
@@ -34,8 +36,8 @@ def has_same(storage: Storage, folder: str, local: Path) -> bool:
         StorageError: the storage cannot be read.
     """
     try:
-        return (local / COMPLETE).read_bytes() == storage.read(f"{folder}/{COMPLETE}".lstrip("/"))
-    except OSError:
+        return read_bounded(local / COMPLETE) == storage.read(f"{folder}/{COMPLETE}".lstrip("/"), stop=MAX_SIZE + 1)
+    except (OSError, ValueError):
         return False
 
 
@@ -87,7 +89,7 @@ def remote_manifest(storage: Storage, folder: str) -> dict[str, Checksum]:
 
 
 def _read_complete(storage: Storage, folder: str) -> bytes:
-    if content := storage.read(f"{folder}/{COMPLETE}".lstrip("/")):
+    if content := storage.read(f"{folder}/{COMPLETE}".lstrip("/"), stop=MAX_SIZE + 1):
         return content
     raise DamagedCheckpointError(
         f"{_where(storage, folder)}: incomplete: it has no {COMPLETE}, or an empty one without checksums"

@@ -57,11 +57,14 @@ class StreamReader:
 
     def ask(self, wanted: Wanted) -> None:
         """Publish what this process needs from now on, and see to it that somebody prepares it."""
-        if wanted != self.wanted or self._pid != os.getpid():
-            self._register()
-            assert self._file is not None
-            self.wanted = wanted
-            write_json(self._file, wanted.__dict__)
+        try:
+            if wanted != self.wanted or self._pid != os.getpid():
+                self._register()
+                assert self._file is not None
+                self.wanted = wanted
+                write_json(self._file, wanted.__dict__)
+        except OSError as error:
+            raise self._lost(error) from error
         if not all(self.stream.ready(number) for number in wanted.ahead):
             self.require_preparers()
 
@@ -71,9 +74,15 @@ class StreamReader:
         Raises:
             DataError: they end again and again, before the next unit is ready.
         """
-        self._starts += start_preparers(self.stream.folder, self.workers, self.max_bytes)
+        try:
+            self._starts += start_preparers(self.stream.folder, self.workers, self.max_bytes)
+        except OSError as error:
+            raise self._lost(error) from error
         if self._starts > _MAX_STARTS * self.workers:
             raise DataError(_describe_death(self.stream.folder))
+
+    def _lost(self, error: OSError) -> DataError:
+        return DataError(f"{self.stream.folder}: {one_line(error)}; was it deleted? resume to prepare the data again")
 
     def has_progressed(self) -> None:
         """Take note that a unit is ready."""
