@@ -6,9 +6,9 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, AnyStr, BinaryIO
 
 import yaml
 
@@ -16,6 +16,8 @@ from toolkit.errors import UserError, one_line
 
 MAX_BYTES = {"JSON": 2**26, "YAML": 2**18, "tokenizer": 2**28}
 """Indices of weights have some MB, tokenizers up to 40; parsing YAML takes seconds per MB."""
+MAX_ROW = 2**26
+"""Bytes, or characters, of a line or cell of training data."""
 _MAX_DEPTH = 64
 _MAX_NODES = 200_000  # of a YAML file with its aliases expanded
 _MAX_DIGITS = 300  # a longer number overflows a float; model_max_length has up to 31
@@ -74,6 +76,20 @@ def read_yaml(path: str | Path) -> Any:
         ValueError: as :func:`parse_yaml`.
     """
     return parse_yaml(read_bounded(path, "YAML"))
+
+
+def bounded_lines(file: IO[AnyStr]) -> Iterator[AnyStr]:
+    """Yield the lines of an open file.
+
+    Raises:
+        ValueError: one is longer than :data:`MAX_ROW`; the message has its first byte.
+    """
+    start = 0
+    while line := file.readline(MAX_ROW + 1):
+        if len(line) > MAX_ROW:
+            raise ValueError(f"byte {start:,}: begins a line of more than {MAX_ROW:,} bytes, the most of a row")
+        yield line
+        start += len(line)
 
 
 def parse_json(content: bytes | str) -> Any:

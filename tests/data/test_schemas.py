@@ -3,12 +3,22 @@
 import contextlib
 import json
 import os
+import time
 
 import pytest
 
-from toolkit.data.sft.readers import CSV_KINDS, JSON_KINDS, PARQUET_KINDS, HubRows, describe_row, find_splits
+from toolkit.data.sft.readers import (
+    CSV_KINDS,
+    JSON_KINDS,
+    PARQUET_KINDS,
+    HubRows,
+    RowFile,
+    describe_row,
+    find_splits,
+)
 from toolkit.data.sft.schemas import EmptyAnswerError, require_columns, to_record
 from toolkit.errors import UserError
+from toolkit.untrusted import MAX_ROW
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 LONG = "7" * 5000  # digits
@@ -220,6 +230,28 @@ def test_folder_files_that_may_be_duplicates_are_an_error(tmp_path, names):
     with pytest.raises(UserError, match=r"^--data.json_path .*: the folder has ") as error:
         read(tmp_path)
     assert all(f" {name}" in str(error.value) for name in names) and "remove one" in str(error.value)
+
+
+def test_rows_beyond_the_bound_are_refused_with_their_place(tmp_path):
+    row = b'{"prompt": "a", "completion": "b"}\n'
+    for name, content, message in (
+        ("rows.jsonl", row + b"x" * (MAX_ROW + 9), r"rows.jsonl byte 35: begins a line of more than 67,108,864 bytes"),
+        ("rows.csv", b"prompt,completion\na,b\n" + b"x" * (MAX_ROW + 9), "rows.csv byte 22: begins a line of more"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            list(RowFile(tmp_path / name, name[5:], "--data").rows())
+    with open(tmp_path / "rows.json", "wb") as file:
+        file.truncate(2**30 + 1)
+    with pytest.raises(UserError, match=r"rows.json: more than 1,073,741,824 bytes.*write a row per line"):
+        list(RowFile(tmp_path / "rows.json", "json", "--data").rows())
+
+
+def test_many_columns_take_linear_time(tmp_path):
+    (tmp_path / "wide.csv").write_text(",".join(f"c{i}" for i in range(100_000)) + "\n" + "," * 99_999 + "\n")
+    started = time.process_time()
+    assert len(next(RowFile(tmp_path / "wide.csv", "csv", "--data").rows())[1]) == 100_000
+    assert time.process_time() - started < 20  # quadratic: minutes
 
 
 def test_csv_cells_may_span_lines(tmp_path):

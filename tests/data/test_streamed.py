@@ -32,6 +32,7 @@ from toolkit.data.streamed.preparer import make_room
 from toolkit.data.streamed.reader import Wanted, stop_preparers, used_bytes
 from toolkit.data.streamed.units import plan_units, read_part
 from toolkit.errors import DataError, UserError
+from toolkit.untrusted import MAX_ROW
 
 T = 16
 
@@ -214,6 +215,16 @@ def test_resume_within_a_unit_of_other_rows_is_refused(folder, tmp_path):
     with pytest.raises(DataError, match=names):
         sample_order(prepared.train, 3, within).ids(np.array([begin + 1]))
     sample_order(prepared.train, 3, before).ids(np.array([begin]))  # also of a run before rows were saved
+
+
+def test_line_beyond_the_bound_is_refused_with_its_place(tmp_path):
+    content = lines(["short"]) + b"x" * (MAX_ROW + 9)
+    (tmp_path / "a.jsonl.zst").write_bytes(pyarrow.compress(content, "zstd", asbytes=True))
+    (tmp_path / "b.jsonl").write_bytes(content)
+    for file in list_path(str(tmp_path), "path"):
+        with pytest.raises(units.BrokenFileError, match="byte 27: begins a line of more than 67,108,864 bytes"):
+            list(read_part(file, units.Part(0, 0, 1), "text"))
+    assert list(read_part(file, units.Part(0, 1, 2), "text")) == []  # the line begins in the part before
 
 
 def test_broken_file_is_an_error_or_skipped(folder, tmp_path):

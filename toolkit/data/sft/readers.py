@@ -9,17 +9,20 @@ import json
 import re
 import sys
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, AnyStr, Protocol
 
 from toolkit.errors import UserError, join_first, one_line
+from toolkit.untrusted import MAX_ROW, bounded_lines
 
 VAL_NAMES = ("val", "validation", "test")
 JSON_KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 CSV_KINDS = {".csv": "csv"}
 PARQUET_KINDS = {".parquet": "parquet"}
+_MAX_JSON = 2**30
 _PARQUET_BATCH = 64  # rows: each may repeat the largest value of the file
 KINDS = JSON_KINDS | CSV_KINDS | PARQUET_KINDS
 
@@ -100,6 +103,8 @@ class RowFile:
             raise UserError(f"{self.option}: {self.path} cannot be read: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
             raise _not_utf8_error(self.path, error) from error
+        except MemoryError as error:
+            raise UserError(f"{self.option}: {self.path}: not enough memory to read its rows") from error
         if is_empty:
             raise UserError(f"{self.option}: {self.name} contains no rows")
 
@@ -238,7 +243,9 @@ def _first_line(path: Path, option: str) -> str:
     """Return the first non-blank line."""
     try:
         with open(path, encoding="utf-8-sig") as file:
-            return next((line.strip() for line in file if line.strip()), "")
+            while (line := file.readline(MAX_ROW)) and not line.strip():
+                pass
+            return line.strip()
     except OSError as error:
         raise UserError(f"{option}: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -259,6 +266,8 @@ def _suggest_module(suffix: str) -> str:
 
 
 def _read_json(path: Path) -> Any:
+    if path.stat().st_size > _MAX_JSON:
+        raise UserError(f"{path}: more than {_MAX_JSON:,} bytes, which are read at once; write a row per line (.jsonl)")
     return _parse_json(path.read_text(encoding="utf-8-sig"), path)
 
 
@@ -289,7 +298,7 @@ def _long_number(path: Path, text: str, line: int) -> UserError:
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(_lines(file, path), 1):
             line = line.removeprefix(BOM_UTF8).strip() if number == 1 else line.strip()
             if not line:
                 continue
@@ -301,14 +310,22 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             yield number, _parse_json(text, path, number, hint)
 
 
+def _lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
+    try:
+        yield from bounded_lines(file)
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{path} {error}") from error
+
+
 def _csv_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield rows as dicts keyed by the header. An empty cell is an empty string; line endings in cells are ``\\n``."""
-    number, before = 1, csv.field_size_limit(1 << 30)
+    number, before = 1, csv.field_size_limit(MAX_ROW)
     try:
         with open(path, encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, strict=True)
-            names = reader.fieldnames or []
-            if duplicates := {name for name in names if names.count(name) > 1}:
+            reader = csv.DictReader(_lines(file, path), strict=True)
+            if duplicates := {name for name, n in Counter(reader.fieldnames or []).items() if n > 1}:
                 raise UserError(f"{path} line 1: duplicate column {min(duplicates)}")
             while True:
                 number = reader.line_num + 1  # the first line of the row: quoted cells may span lines

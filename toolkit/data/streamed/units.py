@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 from toolkit.data.streamed.files import RetryingFile, SourceFile, StorageError
 from toolkit.data.text.documents import PIECE, Piece, cut_text
 from toolkit.errors import UserError, join_first, one_line
+from toolkit.untrusted import MAX_ROW
 
 UNIT_BYTES = 32 << 20
 _BUFFER = 4 << 20  # bytes per read
@@ -122,8 +123,12 @@ def _json_lines(raw: RetryingFile, file: SourceFile, part: Part, column: str) ->
     stream = _decompressed(raw, file)
     if start:  # a line belongs to the part in which it starts
         stream.seek(start - 1)
-        start += len(stream.readline()) - 1
-    while (start < stop or file.compression) and (line := stream.readline()):
+        while not (rest := stream.readline(_BUFFER)).endswith(b"\n") and rest:
+            start += len(rest)
+        start += len(rest) - 1
+    while (start < stop or file.compression) and (line := stream.readline(MAX_ROW + 1)):
+        if len(line) > MAX_ROW:
+            raise BrokenFileError(f"byte {start:,}: begins a line of more than {MAX_ROW:,} bytes, the most of a row")
         content = line.removeprefix(BOM_UTF8).strip()
         if content and (text := _text_of(content, column, start)):
             yield Piece(text, True)
