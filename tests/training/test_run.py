@@ -19,12 +19,13 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 
 from toolkit.checkpoints.lock import exclusive_lock
-from toolkit.checkpoints.weights import load_weights
+from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.config import EvalArgs, LogArgs, OptimizerArgs, TrainArgs
 from toolkit.data import Mixture, TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
+from toolkit.leftovers import temporary_path
 from toolkit.models.config import ModelOverrides
 from toolkit.planning import resolve
 from toolkit.planning.limits import Intervals
@@ -269,6 +270,21 @@ def test_lost_rows_of_metrics_are_said_on_resume(corpus, tmp_path, capsys):
         run_training(arguments(corpus, tmp_path, train={"max_steps": max_steps}, resume="auto"))
         output = capsys.readouterr().out
         assert message in output if message else "damaged" not in output, output
+
+
+def test_run_that_was_killed_after_its_last_step_leaves_what_an_uninterrupted_one_does(corpus, tmp_path, plots):
+    run_training(arguments(corpus, tmp_path, train={"max_steps": 6, "save_interval": 6}))
+    final, states = tmp_path / "final", []
+    for _ in range(2):
+        states.append(load_state(final / "trainer" / "state.pth")["optimizer"]["param_groups"])
+        shutil.move(final, tmp_path / "step-00000006")
+        (tmp_path / temporary_path(tmp_path / "loss.png").name.replace(f"-{os.getpid()}-", "-4194305-")).touch()
+        run_training(arguments(corpus, tmp_path, train={"max_steps": 6, "save_interval": 6}, resume="auto"))
+    assert str(states[0]) == str(states[1]) and "lr" in str(states[0])
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-")]
+    (tmp_path / "loss.png").unlink()  # killed before it was drawn
+    run_training(arguments(corpus, tmp_path, train={"max_steps": 6, "save_interval": 6}, resume="auto"))
+    assert (tmp_path / "loss.png").exists()
 
 
 def test_resume_of_a_finished_run_and_of_an_extended_run(corpus, tmp_path, capsys):

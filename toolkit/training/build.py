@@ -19,6 +19,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
+from toolkit.leftovers import sweep
 from toolkit.models.attention_choice import needs_masks
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.speed.cards import peak_flops
@@ -155,6 +156,7 @@ def open_outputs(trainer: TrainerView, columns: list[str], stack: ExitStack) -> 
     """
     args, state, out_dir = trainer.args, trainer.state, trainer.out_dir
     stack.enter_context(exclusive_lock(out_dir))
+    sweep(out_dir)
     if resolve_resume(args.resume, out_dir) != next(iter(state.damaged), state.resume_from):
         raise UserError(f"--out_dir {out_dir}: another process has just run there; start again")
     for folder in state.damaged:  # else it would count as the run's newest, and for --train.keep_last

@@ -65,8 +65,7 @@ def train_step(
         GuardError: the loss or the gradient is not finite. The weights are untouched; with ``in_backward`` they are
             finite.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
+    set_learning_rate(optimizer, learning_rate)
     scale = fabric.world_size / max(1, n_tokens)
     loss_total = torch.zeros((), device=fabric.device)
     pop_loss_parts(model)
@@ -108,6 +107,12 @@ def train_step(
         optimizer.zero_grad(set_to_none=True)
     means = {name: part / max(1, n_tokens) for name, part in zip(parts, part_sums, strict=True)}
     return StepResult(loss_sum / max(1, n_tokens), grad_norm, not finite, means)
+
+
+def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
+    """Set the learning rate of all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
 
 
 def describe_nonfinite(loss_sum: float, grad_norm: float, micro_batches: list[Batch]) -> str:

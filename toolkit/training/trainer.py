@@ -36,6 +36,7 @@ from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training.agreement import require_shared_disk
 from toolkit.training.build import build_callbacks, build_checkpointer, build_model, upload_missing
 from toolkit.training.callbacks import Callback, Sampler, notify, notify_exception, overrides
+from toolkit.training.callbacks.metrics import plot_run
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.upload import finish_uploads
 from toolkit.training.compiler import resolve_compiler
@@ -46,7 +47,7 @@ from toolkit.training.reading import TrainReader
 from toolkit.training.run_state import keep_fused_qkv, prepare_run_state
 from toolkit.training.saving import Saver
 from toolkit.training.state import read_meta
-from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
+from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, set_learning_rate, train_step
 from toolkit.training.step_in_backward import StepInBackward
 from toolkit.training.throughput import StepTimes
 from toolkit.training.trace import DATA_WAIT, VALIDATE
@@ -129,6 +130,8 @@ class Trainer:
                 self.display.message(
                     f"{resume_from} has reached step {self.progress.step}: the run is finished, nothing to do"
                 )
+                if world.global_rank == 0 and not (self.out_dir / "loss.png").exists():
+                    plot_run(self.out_dir)  # killed before it was drawn
                 if self.remote is not None:
                     upload_missing(self.remote, self, stack)
                 return
@@ -349,6 +352,9 @@ class Trainer:
             UserError: a file is broken.
         """
         self.checkpointer.restore(folder, self.progress.step)
+        set_learning_rate(
+            self.checkpointer.optimizer, self.state.schedule.learning_rate(max(self.progress.step - 1, 0))
+        )
         self.display.message(f"resuming from {folder}: step {self.progress.step}, {self.progress.tokens:,} tokens")
         old, new = read_meta(folder)["schedule"], asdict(self.state.schedule)
         changes = [f"{name} {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]]

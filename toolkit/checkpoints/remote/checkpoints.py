@@ -146,8 +146,10 @@ def delete(storage: Storage, folder: str) -> None:
     storage.delete_empty(folder)
 
 
-def prune(storage: Storage, keep_last: int) -> None:
+def prune(storage: Storage, keep_last: int, is_over: bool = False) -> None:
     """Delete all but the last ``keep_last`` step checkpoints, and incomplete ones between them; 0 keeps all.
+
+    With ``is_over`` later incomplete ones are deleted too: nobody uploads them any more.
 
     Raises:
         StorageError: a request failed.
@@ -160,7 +162,7 @@ def prune(storage: Storage, keep_last: int) -> None:
         is_kept = n_complete < keep_last
         if is_kept and is_complete(storage, name):
             n_complete += 1
-        elif n_complete and not (is_kept and storage.exists(f"{name}/{DAMAGED}")):
+        elif (n_complete or is_over) and not (is_kept and storage.exists(f"{name}/{DAMAGED}")):
             delete(storage, name)
 
 

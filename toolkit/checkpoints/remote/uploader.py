@@ -17,7 +17,7 @@ from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS
 from toolkit.checkpoints.remote.lease import Lease
 from toolkit.checkpoints.remote.storage import Storage, StorageError
-from toolkit.checkpoints.store import checkpoint_folders
+from toolkit.checkpoints.store import FINAL, checkpoint_folders
 from toolkit.errors import one_line
 
 LINKS = ".uploads"
@@ -120,7 +120,7 @@ class Uploader:
             self.lease.require_own()
             checkpoints.upload(self.storage, task.links, name, self._before_complete)
             self.failed.pop(name, None)
-            checkpoints.prune(self.storage, self.keep_last)
+            checkpoints.prune(self.storage, self.keep_last, is_over=name == FINAL)
         except Exception as error:  # training goes on, whatever it is
             reason = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {one_line(error)}"
             self.failed[name] = reason

@@ -117,9 +117,11 @@ class StreamReader:
         """Withdraw what this process asked for."""
         if self._file is not None and self._pid == os.getpid():
             self._file.unlink(missing_ok=True)
+            self._file.with_suffix(".lock").unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.close()
         self._file = self._lock = None
+        read_wanted(self.stream.folder)  # removes the files of processes that were killed
 
     def _register(self) -> None:
         """Create this process's file and hold its lock, by which others see that the process lives."""

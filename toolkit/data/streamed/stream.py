@@ -103,7 +103,8 @@ class Stream:
         self.folder, self.source, self.tokenizer = folder, source, tokenizer
         for name in ("counts", "units", "locks", "readers"):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        sweep(folder / "units")
+        for part in (folder, folder / "counts", folder / "units", folder / "readers"):
+            sweep(part)
 
     def save(self) -> None:
         """Write what :meth:`load` reads, once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from toolkit.training.callbacks.base import Callback, TrainerView
@@ -42,7 +43,12 @@ class MetricsFile(Callback):
 
     def on_train_end(self, trainer: TrainerView) -> None:
         self.csv.close()
-        plot_loss(self.csv.path, trainer.out_dir / "loss.png")
+        plot_run(trainer.out_dir)
+
+
+def plot_run(out_dir: Path) -> None:
+    """Write ``loss.png``."""
+    plot_loss(out_dir / "logs" / "metrics.csv", out_dir / "loss.png")
 
 
 class ExternalLoggers(Callback):
