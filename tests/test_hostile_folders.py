@@ -29,7 +29,7 @@ from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main
 from toolkit.data import PythonStdlib
 from toolkit.data.tokenizer import Tokenizer
-from toolkit.errors import UserError
+from toolkit.errors import UserError, for_terminal
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf
 from toolkit.training.evaluate import data_of_run
@@ -76,6 +76,37 @@ def test_nesting_and_long_numbers_in_model_files(adapters):
             assert name in shown and message in shown
         (adapters / name).write_bytes(content)
         read(adapters)
+
+
+def test_control_sequences_of_a_folder_reach_no_terminal(tmp_path, capsys):
+    base, adapters, _ = make(tmp_path)
+    for folder, name, key in ((base, "model_config.yaml", "name"), (adapters, "adapter.yaml", "base_absolute_path")):
+        values = yaml.safe_load((folder / name).read_text())
+        (folder / name).write_text(yaml.safe_dump(values | {key: "a\x1b]0;title\x07b\nmodel: forged"}))
+        seal(folder)
+        assert main(["convert_to_hf", str(folder), str(tmp_path / "out")]) == 2
+        shown = capsys.readouterr()
+        assert "\x1b" not in shown.out + shown.err and shown.err.count("\n") == 1 and "printable" in shown.err
+
+
+def test_messages_are_printable_bounded_and_without_secrets(capsys):
+    for words, expected in (
+        (["--" + "x" * 10**6, "1"], " ... "),
+        (["--hf_token", "hunter2"], "--hf_token ***: no such option"),
+        (["--seed", "\x1b[2J"], "--seed \\x1b[2J: must be an integer"),
+        (["--data", "HuggingFaceText", "--data.path", "https://host/a.jsonl#token=hunter2"], "contains credentials"),
+        (["--data", "HuggingFaceText", "--data.path", "https://host/a.jsonl?pwd=hunter2"], "contains credentials"),
+    ):
+        assert main(["pretrain", "pico-llama", "--train.max_steps", "1", *words]) == 2
+        shown = capsys.readouterr().err
+        assert expected in shown and "hunter2" not in shown and "\x1b" not in shown and len(shown) < 3000, shown[:300]
+
+
+def test_what_a_model_writes_cannot_control_the_terminal(monkeypatch):
+    text = "a\x1b[2Jb\tc\n\U0001f469\u200d\U0001f680"
+    assert for_terminal(text) == text  # in a pipe
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert for_terminal(text) == text.replace("\x1b", "\\x1b")
 
 
 def test_pipes_instead_of_files_do_not_hang(tmp_path):

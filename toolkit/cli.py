@@ -75,8 +75,7 @@ def _terminate(number: int, frame: object) -> None:
 
 
 def _end(program: str, message: object, code: int, is_internal: bool = False) -> int:
-    error, line = sys.exc_info()[1], one_line(message)
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)  # no control sequences from untrusted files
+    error, text = sys.exc_info()[1], one_line(message)  # no control sequences from untrusted files
     if is_internal or (os.environ.get("TOOLKIT_TRACEBACK") == "1" and error):
         traceback.print_exc()
 

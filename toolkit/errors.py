@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 
@@ -94,8 +96,18 @@ def require_bitsandbytes(option: str) -> None:
 
 
 def one_line(text: object) -> str:
-    """Return a text, such as another library's error, on one line."""
-    return " ".join(str(text).split())
+    """Return a text, such as another library's error, on one line: printable, and of at most 2,000 characters."""
+    line = " ".join(str(text).split())
+    if len(line) > 2000:
+        line = f"{line[:1000]} ... {line[-500:]}"
+    return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def for_terminal(text: str) -> str:
+    """Return what a model has written without control sequences, if stdout is a terminal."""
+    if not sys.stdout.isatty():
+        return text
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: ascii(control[0])[1:-1], text)
 
 
 def join_first(items: Sequence[str], shown: int = 5) -> str:

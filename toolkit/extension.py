@@ -86,7 +86,7 @@ def _installed() -> dict[str, tuple[Extension, str]]:
         try:
             found[name] = _read(point.value), point.value
         except UserError as error:  # a broken package must not end every command
-            print(f"warning: extension {name} is not used: {error}", file=sys.stderr)
+            print(one_line(f"warning: extension {name} is not used: {error}"), file=sys.stderr)
     return found
 
 

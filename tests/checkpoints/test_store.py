@@ -241,8 +241,8 @@ def test_s1_prune_keeps_the_last_and_touches_nothing_else(tmp_path, monkeypatch)
     prune(tmp_path, 0)
     assert [step for step, _ in step_folders(tmp_path)] == [5, 10, 20, 100]
     removed = []
-    rmtree = store.shutil.rmtree
-    monkeypatch.setattr(store.shutil, "rmtree", lambda p, **k: (removed.append(Path(p).name), rmtree(p, **k)))
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda p, **k: (removed.append(Path(p).name), rmtree(p, **k)))
     prune(tmp_path, 2)
     assert names(tmp_path) == ["final", "step-000001", "step-000020", "step-000100"]
     assert all(name.startswith(".tmp-") for name in removed), "out of sight before it is deleted"

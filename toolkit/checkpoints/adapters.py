@@ -101,6 +101,8 @@ def read_adapter_info(folder: str | Path) -> AdapterInfo:
         if extra := set(values["lora"]) - known:
             raise ValueError(f"unknown {', '.join(sorted(extra))}")
         places = [Path(values["base_absolute_path"]), Path(values["base_checkpoint_dir"])]
+        if not all(str(place).isprintable() for place in places):
+            raise ValueError("the path of the base is not printable")
         base = next((place for place in places if place.is_dir()), places[0])
         return AdapterInfo(LoRAConfig(**values["lora"]), base, str(values["base_hash"]), values.get("quantize"))
     except FileNotFoundError as error:

@@ -10,7 +10,6 @@ import itertools
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -345,9 +344,12 @@ def _describe_write_error(error: BaseException, tmp: Path, folder: Path) -> str 
     reason = disk_full_reason(error)
     if reason is not None:
         previous, parent = newest(folder.parent), folder.parent
-        free = shutil.disk_usage(parent).free if parent.exists() else 0
+        disk = os.statvfs(parent) if parent.exists() else None
+        free = f"{disk.f_bavail * disk.f_frsize if disk else 0:,} bytes free"
+        if disk and disk.f_files and not disk.f_favail:
+            free = "no inodes free: delete files, whatever their size"
         return (
-            f"{reason}: stopped after {_size(tmp):,} bytes of {folder.name} with {free:,} bytes free"
+            f"{reason}: stopped after {_size(tmp):,} bytes of {folder.name} with {free}"
             + (f"; {previous.name} ({_size(previous):,} bytes) is kept" if previous else "")
             + "; free some space or choose another folder"
         )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jsonargparse.typing import PositiveInt
 
-from toolkit.errors import UserError, require_option
+from toolkit.errors import UserError, for_terminal, require_option
 
 END = "/quit"
 
@@ -109,7 +109,7 @@ def answer(conversation: Any, question: str, notes: list[str]) -> None:
     start = time.perf_counter()
     with closing(conversation.ask(question)) as pieces:
         for piece in pieces:
-            print(piece, end="", flush=True)
+            print(for_terminal(piece), end="", flush=True)
     print(flush=True)
     while notes:
         print(notes.pop(0), file=sys.stderr)

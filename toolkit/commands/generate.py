@@ -9,7 +9,7 @@ from typing import Literal
 
 from jsonargparse.typing import PositiveInt
 
-from toolkit.errors import UserError, require_option
+from toolkit.errors import UserError, for_terminal, require_option
 
 DEFAULT_PROMPT = "def main("
 
@@ -112,10 +112,10 @@ def setup(
             notice=notes.append,
         )
         count, start = -1, time.perf_counter()  # the text after the last token is one piece more
-        print(text, end="", flush=True)
+        print(for_terminal(text), end="", flush=True)
         for piece in TextStream(tokenizer, ids).read(tokens):
             count += 1
-            print(piece, end="", flush=True)
+            print(for_terminal(piece), end="", flush=True)
         print(flush=True)
         while notes:
             print(notes.pop(0), file=sys.stderr)

@@ -66,6 +66,8 @@ class Given(NamedTuple):
 
     def named(self, key: str) -> str:
         """Return the option as shown in messages: flag, or file and key, then the value."""
+        if re.search(r"(token|secret|password|passwd|api_key)$", key):
+            return f"{key if self.source is None else f'--{key}'} ***"
         if self.source is None:
             return f"{key} {self.value!r}"
         if self.source:

@@ -170,6 +170,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_values(vars(self), _HINTS)
+        require_option(self.name.isprintable(), "model_config.name", ascii(self.name), "must be printable text")
         derived: dict[str, Any] = {
             "n_query_groups": self.n_query_groups or self.n_head,
             "head_size": self.head_size or self._derive_head_size(),

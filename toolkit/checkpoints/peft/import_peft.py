@@ -24,7 +24,7 @@ from toolkit.checkpoints.peft.layers import (
 )
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.torch_zip import DAMAGED
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import adapted_on_meta, attention_rows
 from toolkit.models.lora_config import PARTS, LoRAConfig
@@ -118,7 +118,7 @@ def check_base(folder: str | Path, base: Path) -> str | None:
     if not isinstance(named, str) or not named:
         return f"--from_peft {folder}: does not name its base model; not verified against {base}"
     try:
-        same = _is_same_model(named, base)
+        same, named = _is_same_model(named, base), one_line(named)
     except UserError:
         same = None
     if same is False:

@@ -29,7 +29,7 @@ _PACKAGES = {
 _PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before another attempt to read
 _SAMPLED_FILES, _SAMPLE = 32, 1 << 16  # local files of a source that are sampled for its identity; bytes per sample
 _USER = re.compile(r"://[^/?#]*@")  # anywhere: fsspec's URLs may be chained, as in simplecache::https://...
-_SECRET_QUERY = re.compile(r"[?&][^=&]*(signature|token|sig|key|credential|secret|password)[^=&]*=", re.IGNORECASE)
+_SECRET_QUERY = re.compile(r"(?i)[?&#][^=&]*(signature|token|sig|key|credential|secret|passw|pwd|auth)[^=&]*=")
 
 
 class StorageError(Exception):
