@@ -12,6 +12,7 @@ from toolkit.api import TrainResult, train
 from toolkit.commands import pretrain
 from toolkit.config import AUTO, PRETRAIN, FSDPArgs, TrainArgs, none_if_auto
 from toolkit.config.command import CommandOptions, as_mapping
+from toolkit.config.elsewhere import elsewhere
 from toolkit.distributed import script
 from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError, did_you_mean
@@ -98,7 +99,8 @@ def _translate(given: dict[str, Any], dataset: Any) -> dict[str, Any]:
     options = {name: value for name, value in given.items() if name in parameters or name in _OBJECTS}
     for name, value in given.items():
         if name not in known:
-            raise UserError(f"{name}: no such argument{did_you_mean(name, known) or '; see toolkit.Trainer'}")
+            hint = elsewhere(name, CommandOptions(pretrain.setup).options(), lambda option: option.rpartition(".")[2])
+            raise UserError(f"{name}: no such argument{hint or did_you_mean(name, known) or '; see toolkit.Trainer'}")
         if name in _NAMES:
             _put(options, _NAMES[name], value, name)
     _translate_device(options, given)

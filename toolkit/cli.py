@@ -10,7 +10,8 @@ import sys
 import threading
 import traceback
 
-from toolkit.commands import COMMANDS, DISTRIBUTED, HINTS
+from toolkit.commands import COMMANDS, DISTRIBUTED
+from toolkit.config import elsewhere
 from toolkit.distributed.rendezvous import report_failure
 from toolkit.errors import CommandError, TerminatedError, did_you_mean, one_line
 
@@ -40,7 +41,9 @@ def dispatch(argv: list[str]) -> int:
     elif name == "--version":
         print(f"toolkit {importlib.import_module('toolkit').__version__}")
     else:
-        return _end("toolkit", f"{name}: no such command{HINTS.get(name) or did_you_mean(name, COMMANDS)}", 2)
+        return _end(
+            "toolkit", f"{name}: no such command{elsewhere.COMMANDS.get(name) or did_you_mean(name, COMMANDS)}", 2
+        )
     return 0
 
 

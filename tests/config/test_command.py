@@ -269,6 +269,19 @@ def test_errors_in_a_yaml_file(text, message, tmp_path):
     assert error_of("--config", str(file)) == message.replace("FILE", str(file))
 
 
+def test_files_of_other_tools_are_answered_whole(tmp_path):
+    litgpt = "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}\ndata: TinyStories\nprecision: bf16-true"
+    axolotl = "base_model: a/b\nsequence_len: 3\nnum_epochs: 2\ndatasets: [{path: x}]\nseed: 1"
+    file = tmp_path / "run.yaml"
+    for text, keys in (
+        (litgpt, ["data: TinyStories", "optimizer.class_path", "optimizer.name?", "optimizer.init_args"]),
+        (axolotl, ["did you mean initial_checkpoint_dir?", "train.max_seq_length?", "train.epochs?", "datasets"]),
+    ):
+        file.write_text(text)
+        message = error_of("--config", str(file))
+        assert all(key in message for key in keys) and "\n" not in message and "seed" not in message, message
+
+
 def test_repeated_keys_are_an_error_and_repeated_flags_a_line(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     for text, message in (

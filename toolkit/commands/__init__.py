@@ -43,13 +43,6 @@ EXAMPLES = {
 }
 """Commands to copy, for the help."""
 
-_LITGPT = (
-    "; LitGPT's checkpoint folders are read directly; convert_from_hf reads Hugging Face folders, and convert_to_hf "
-    "writes Hugging Face folders that LitGPT can convert"
-)
-HINTS = {"convert_to_litgpt": _LITGPT, "convert_from_litgpt": _LITGPT}
-"""Hints for commands of other tools."""
-
 
 def choose_wrapped(
     setup: Callable[..., None], argv: list[str], verb: str

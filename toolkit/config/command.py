@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._parameter_resolvers import get_signature_parameters  # see parameters_of
 
+from toolkit.config.elsewhere import elsewhere
 from toolkit.config.entries import with_entry
 from toolkit.config.types import describe, expand_integer, is_restricted, limits, parts
 from toolkit.errors import UserError, did_you_mean, one_line
@@ -30,21 +31,6 @@ from toolkit.untrusted import parse_yaml
 
 _REMOTE = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # also on remote storage
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
-_LAYERS = "; choose the layers with --lora_query, --lora_key, --lora_value, --lora_projection, --lora_mlp, --lora_head"
-_OTHER_TOOLS_OPTIONS = {
-    "lr": ("train.learning_rate", "; did you mean --train.learning_rate?"),
-    "gpus": ("devices", "; did you mean --devices?"),
-    "fp16": ("precision", "; did you mean --precision 16-mixed?"),
-    "bf16": ("precision", "; did you mean --precision bf16-mixed?"),
-    "wandb": ("logger_name", "; did you mean --logger_name wandb?"),
-    "target_modules": ("lora_query", _LAYERS),
-    "lora_target_modules": ("lora_query", _LAYERS),
-    "gradient_checkpointing": (
-        "train.activation_checkpointing",
-        "; did you mean --train.activation_checkpointing full?",
-    ),
-}
-"""Option names of other tools, each with the option that a command must have for the hint, and the hint."""
 _OTHER_TOOLS_VALUES = {
     ("fsdp.state_dict_type", "local"): "; use sharded: a file per device, too, and readable on any number of devices",
 }
@@ -162,6 +148,8 @@ class CommandOptions:
         self.chosen = {name: type(self.parameters[name].default) for name in self.bases}
         self.optional = getattr(functions[0], "optional", ())  # choices whose default lacks required options
         self.given: dict[str, Given] = {}
+        self.problems: list[str] = []
+        """Of YAML files, to report together."""
 
     def options(self) -> dict[str, Option]:
         """Return every option by dotted name."""
@@ -212,7 +200,17 @@ class CommandOptions:
         """
         layer = list(layer)
         for key, given in layer:
-            if key in self.bases and (chosen := self._choose(key, given)) is not self.chosen[key]:
+            if key not in self.bases:
+                continue
+            try:
+                chosen = self._choose(key, given)
+            except UserError as error:
+                if not given.source:
+                    raise
+                self.problems.append(str(error))
+                layer = [(k, v) for k, v in layer if not k.startswith(f"{key}.")]
+                continue
+            if chosen is not self.chosen[key]:
                 self.given = {k: v for k, v in self.given.items() if not k.startswith(f"{key}.")}
                 self.chosen[key] = chosen
         self.given |= {key: given for key, given in layer if key not in self.bases}
@@ -249,6 +247,10 @@ class CommandOptions:
         """
         known = self.options()
         self._merge_into_mappings(known)
+        unknown = {key: problem for key in self.given if (problem := self._describe_unknown(key, known))}
+        if unknown or self.problems:  # a file of another tool is answered whole
+            not_in_files = [problem for key, problem in unknown.items() if not self.given[key].source]
+            raise UserError(not_in_files[0] if not_in_files else " | ".join([*self.problems, *unknown.values()]))
         for key in list(self.given):
             self._check(key, known)
         for key, option in known.items():
@@ -298,15 +300,12 @@ class CommandOptions:
         return parser
 
     def _check(self, key: str, known: dict[str, Option]) -> None:
-        """Raise UserError for an option that is unknown, has no value, or has a URL in place of a path.
+        """Raise UserError for an option that has no value, or has a URL in place of a path.
 
         A flag without a value means true; null means the default where the type does not take null.
         """
         given, kind = self.given[key], known[key].kind if key in known else Any
-        group, inside = key.partition(".")[0], key.rpartition(".")[0]
-        if key not in known and not (inside in known and get_origin(parts(known[inside].kind)[0]) is dict):
-            name = key if given.source is None else given.named(key)
-            raise UserError(f"{name}: no such option{self._suggest(key, given.source, known)}")
+        group = key.partition(".")[0]
         if given == Given("", None):
             if kind is not bool:
                 raise UserError(f"--{key}: needs a value: {describe(kind)}")
@@ -321,6 +320,13 @@ class CommandOptions:
                 check = require_folder if may_be_remote else require_local
                 check(f"{prefix}{key}", given.value)  # user-provided classes may accept URLs
 
+    def _describe_unknown(self, key: str, known: dict[str, Option]) -> str | None:
+        inside, given = key.rpartition(".")[0], self.given[key]
+        if key in known or (inside in known and get_origin(parts(known[inside].kind)[0]) is dict):
+            return None
+        name = key if given.source is None else given.named(key)
+        return f"{name}: no such option{self._suggest(key, given.source, known)}"
+
     def _suggest(self, key: str, source: str | None, known: dict[str, Option]) -> str:
         """Return a hint for an unknown option, such as ``; did you mean --train.max_steps?``."""
         group, _, last = key.rpartition(".")
@@ -328,18 +334,17 @@ class CommandOptions:
         if having := [name for name, cls in choices.items() if last in inspect.signature(cls).parameters]:
             hint = f"add --{group} {having[0]}" if len(having) == 1 else f"{', '.join(having)} have it"
             return f" of --{group} {self.chosen[group].__name__}; {hint}"
-        needed, hint = _OTHER_TOOLS_OPTIONS.get(last, ("", ""))
-        if needed in known:
-            return hint
 
         def show(option: str) -> str:
             option_group, _, name = option.rpartition(".")
             in_python = repr(name) if option_group == group else f"{option_group}={{{name!r}: ...}}"
             return in_python if source is None else option if source else f"--{option}"
 
+        if hint := elsewhere(key, {*known, *self.bases}, show):
+            return hint
         names = known if source != "" else [*known, *COMMON_OPTIONS]
         compared = str if group else lambda option: option.rpartition(".")[2]
-        return did_you_mean(key, names, cutoff=0.6, margin=0.05, compared=compared, show=show) or "; see --help"
+        return did_you_mean(key, names, cutoff=0.75, margin=0.05, compared=compared, show=show) or "; see --help"
 
     def _explain(self, error: ArgumentError, known: dict[str, Option]) -> str:
         """Return jsonargparse's error as one line with option, value and what it must be."""

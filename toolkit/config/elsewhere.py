@@ -1,0 +1,102 @@
+"""Names of other tools, such as transformers, TRL, Lightning, LitGPT, Axolotl and DeepSpeed, and what they are here.
+
+A line is ``name name ... = option value; note``: the option must exist in the command; ``-`` is no option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+_TABLE = """
+lr = train.learning_rate
+gpus num_gpus nproc_per_node n_gpu = devices
+nnodes num_machines = num_nodes
+fp16 = precision 16-mixed
+bf16 = precision bf16-mixed
+mixed_precision dtype = precision
+wandb use_wandb = logger_name wandb
+report_to = logger_name
+target_modules lora_target_modules lora_target = lora_query; choose the layers with --lora_query, --lora_key, \
+--lora_value, --lora_projection, --lora_mlp, --lora_head
+lora_rank = lora_r
+use_rslora = lora_rslora true
+use_dora = lora_dora true
+load_in_4bit quantization_bit qlora = quantize bnb.nf4
+load_in_4bit quantization_bit qlora load_in_8bit = -; 4 bits are for adapters: toolkit finetune_lora --quantize bnb.nf4
+gradient_checkpointing use_gradient_checkpointing activation_checkpointing = train.activation_checkpointing full
+save_steps save_interval save_every = train.save_interval
+save_strategy = train.save_interval; it counts steps
+eval_steps eval_interval eval_strategy evaluation_strategy val_check_interval = eval.interval; it counts steps
+logging_steps log_every_n_steps log_interval = train.log_interval
+max_iters max_steps num_steps = train.max_steps
+num_train_epochs num_epochs max_epochs epochs = train.epochs
+gradient_accumulation_steps accumulate_grad_batches gradient_accumulation_iters grad_accum_steps = \
+train.global_batch_size; it counts the sequences of an optimizer step over all devices
+per_device_train_batch_size per_device_eval_batch_size micro_batch_size batch_size = train.micro_batch_size
+save_total_limit = train.keep_last
+load_best_model_at_end = train.keep_best true
+early_stopping_patience = train.patience
+resume_from_checkpoint auto_resume_from_checkpoints = resume
+optim optimizer_type optimizer.class_path = optimizer.name
+optimizer.init_args = optimizer.options; the learning rate is train.learning_rate
+lr_scheduler lr_scheduler_type = train.lr_schedule
+warmup_steps = train.lr_warmup_steps
+warmup_ratio = train.lr_warmup_fraction
+max_grad_norm gradient_clip_val grad_clip = train.max_norm
+max_seq_len max_length sequence_len seq_length cutoff_len context_length model_max_length = train.max_seq_length
+output_dir = out_dir
+base_model model_name_or_path model = checkpoint_dir
+base_model model_name_or_path model = initial_checkpoint_dir
+dataset_name = data HuggingFace; with --data.repo_id NAME
+dataset datasets dataset_path = data JSON; with --data.json_path FILE
+assistant_only_loss completion_only_loss train_on_inputs = data.train_on
+sample_packing = data.packing best_fit
+torch_compile = compiler torch
+use_fsdp = strategy fsdp
+zero_stage deepspeed = strategy fsdp; ZeRO 3 is the default, ZeRO 2 --fsdp.sharding_strategy SHARD_GRAD_OP
+push_to_hub hub_model_id = -; convert_to_hf writes a folder that `hf upload` takes
+flash_attention flash_attn attn_implementation use_flash_attention_2 sdp_attention = -; attention needs no option: a \
+run takes the fastest kernel that is right on its device
+neftune_noise_alpha = -; NEFTune is not available
+help = -; --data NAME --help shows the options of a class
+"""
+
+
+def elsewhere(key: str, known: Container[str], show: Callable[[str], str]) -> str:
+    """Return a hint such as ``; did you mean --train.save_interval?`` for the name of another tool, or an empty string.
+
+    Args:
+        key: The dotted name; the last part counts where the table lacks the complete one.
+        known: Options of the command.
+        show: Returns an option as the user writes it.
+    """
+    key = key.replace("-", "_")
+    for name in (key, key.rpartition(".")[2]):
+        for line in filter(None, _TABLE.splitlines()):
+            names, _, target = line.partition(" = ")
+            target, _, note = target.partition(";")
+            option, _, value = target.partition(" ")
+            if name in names.split() and (option == "-" or option in known):
+                meant = "" if option == "-" else f"; did you mean {f'{show(option)} {value}'.strip()}?"
+                return meant + (f";{note}" if note else "")
+    return ""
+
+
+COMMANDS = {
+    **dict.fromkeys(("sft", "train", "finetune"), "; use finetune_full or finetune_lora; pretrain for plain text"),
+    **dict.fromkeys(("dpo", "grpo", "ppo", "orpo", "kto", "rlhf"), "; training on preferences is not available"),
+    **dict.fromkeys(
+        ("convert_to_gguf", "export", "upload", "serve"),
+        "; convert_to_hf writes a folder for llama.cpp's convert_hf_to_gguf.py, `vllm serve` and `hf upload`",
+    ),
+    **dict.fromkeys(("env", "info"), "; use doctor"),
+    **dict.fromkeys(("list", "models"), "; `toolkit pretrain list` prints the architectures"),
+    **dict.fromkeys(("eval", "test"), "; use evaluate"),
+    **dict.fromkeys(("webui", "ui"), "; there is no web page; use chat"),
+    **dict.fromkeys(
+        ("convert_to_litgpt", "convert_from_litgpt"),
+        "; LitGPT's checkpoint folders are read directly; convert_from_hf reads Hugging Face folders, and "
+        "convert_to_hf writes Hugging Face folders that LitGPT can convert",
+    ),
+}
+"""Hints for commands of other tools."""
