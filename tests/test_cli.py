@@ -213,11 +213,16 @@ def test_names_of_other_tools_get_a_hint(capsys):
 def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
     """Torch and Lightning take seconds to import. All in one process, because none of them may import them."""
     base, used = tmp_path / "base", tmp_path / "used"
-    base.mkdir()
+    tuned = tmp_path / "tuned"
+    for folder in (base, tuned):
+        folder.mkdir()
+        (folder / "model_config.yaml").write_text("")
+    (tuned / "lit_model.pth.lora").write_text("")
+    (tmp_path / "empty.txt").write_text("")
     (base / "model_config.yaml").write_text("")
     (used / "logs").mkdir(parents=True)
     (used / "logs" / "metrics.csv").write_text("")
-    sizes = "--train.global_batch_size 7 --train.micro_batch_size 1 --devices"
+    sizes = "--train.global_batch_size 7 --train.micro_batch_size 2 --devices"
     cases = {
         "pretrain nosuchmodel": "model_name 'nosuchmodel': no such configuration",
         "pretrain --model_config.n_layer 0": "--model_config.n_layer 0: ",
@@ -225,6 +230,17 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
         "pretrain --data TextFiles --data.train_data_path no": "--data.train_data_path no: no such file or folder",
         f"pretrain --out_dir {used}": "already used (logs/metrics.csv exists)",
         f"pretrain --accelerator cpu {sizes} 2": "--train.global_batch_size 7: ",
+        f"pretrain --accelerator cpu {sizes[:-10]}": "--train.global_batch_size 7: ",
+        "pretrain --resume nowhere": "--resume nowhere: ",
+        f"finetune_lora {base} --data Alpaca --data.prompt_style alpacca": "--data.prompt_style alpacca: must be",
+        "pretrain --data TextFiles --data.train_data_path empty.txt": "--data.train_data_path empty.txt: is empty",
+        "pretrain --data TextFiles --data.train_data_path no/*.txt": "--data.train_data_path no/*.txt: no file matches",
+        "pretrain --data HuggingFaceText --data.path x --train.epochs 1": "--train.epochs 1: the number of rows",
+        "pretrain --num_nodes 2": "--num_nodes 2: NODE_RANK is not set",
+        "pretrain --callbacks no_such_module.Callback": "--callbacks no_such_module.Callback: no such class",
+        "pretrain --optimizer.name AdanW": "--optimizer.name AdanW: not in torch.optim; did you mean",
+        f"finetune_full {tuned} --data Alpaca": "holds adapters; run `toolkit merge_lora",
+        "plan pretrain --speed H900": "--speed H900: unknown GPU",
         "pretrain --logger_name tensorbord": "did you mean 'tensorboard'?",
         "pretrain --initial_checkpoint_dir no": "checkpoint_dir no: no such folder",
         "finetune_lora no --data Alpaca": "checkpoint_dir no: no such folder",
@@ -254,7 +270,7 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
     assert done.returncode == 0, done.stderr
     for line, (argv, message) in zip(done.stdout.splitlines(), cases.items(), strict=True):
         assert line.startswith(f"toolkit {argv.split()[0]}: ") and message in line, line
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "used"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "empty.txt", "tuned", "used"]
 
 
 def test_text_that_the_encoding_of_stdout_lacks_is_escaped(monkeypatch):

@@ -13,9 +13,9 @@ from helpers.small_runs import write_base
 from torch.nn import functional as F
 
 from toolkit.checkpoints.adapters import read_adapter
-from toolkit.checkpoints.fingerprint import ADAPTERS
 from toolkit.checkpoints.folder import load_model, read_model_config
 from toolkit.checkpoints.merge import merge_in_place
+from toolkit.checkpoints.store import ADAPTERS
 from toolkit.checkpoints.weights import load_state, load_weights
 from toolkit.cli import main
 from toolkit.cli_parser import parse

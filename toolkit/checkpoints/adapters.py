@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 from torch import Tensor, nn
 
-from toolkit.checkpoints.fingerprint import ADAPTERS, base_fingerprint
+from toolkit.checkpoints.fingerprint import base_fingerprint
 from toolkit.checkpoints.remote.cached import local_copy
-from toolkit.checkpoints.store import WEIGHTS
+from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.checkpoints.weights import load_state, only_tensors, require_compatible, save_weights
 from toolkit.errors import UserError, one_line
 from toolkit.models.lora import is_adapter

@@ -7,13 +7,11 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from toolkit.checkpoints.store import WEIGHTS
+from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.checkpoints.torch_zip import DAMAGED, BinaryFile, FileSlice
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
 from toolkit.untrusted import open_regular
-
-ADAPTERS = "lit_model.pth.lora"
 
 
 def base_fingerprint(folder: str | Path) -> str:

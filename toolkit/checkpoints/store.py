@@ -24,6 +24,7 @@ from toolkit.untrusted import read_json
 
 FINAL, BEST = "final", "best"
 WEIGHTS = "lit_model.pth"
+ADAPTERS = "lit_model.pth.lora"
 _OLD = ".old-"
 _STEP = re.compile(r"step-(\d+)")
 # Only the process that holds the lock of a run's folder writes such names, so existing ones are stale.

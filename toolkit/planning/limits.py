@@ -68,6 +68,13 @@ class Limits:
         )
 
 
+def unknown_rows_error(epochs: float) -> UserError:
+    return UserError(
+        f"--train.epochs {epochs:g}: the number of rows of this data is unknown; set --train.max_tokens or "
+        "--train.max_steps instead"
+    )
+
+
 def build_limits(
     args: TrainArgs, done: Progress, *, n_rows: int | None, tokens_per_row: float, is_ragged: bool = False
 ) -> Limits:
@@ -90,10 +97,7 @@ def build_limits(
         (estimates if is_ragged else ends).append(end)
     if args.epochs is not None:
         if n_rows is None:
-            raise UserError(
-                f"--train.epochs {args.epochs:g}: the number of rows of this data is unknown; set --train.max_tokens "
-                "or --train.max_steps instead"
-            )
+            raise unknown_rows_error(args.epochs)
         total_samples = math.ceil(args.epochs * n_rows)
         ends.append(done.step + math.ceil(max(0, total_samples - done.samples) / args.global_batch_size))
     assert ends or estimates or args.max_time is not None

@@ -29,11 +29,15 @@ def prompt_styles() -> list[str]:
     return sorted(file.name.removesuffix(".jinja") for file in folder.iterdir() if file.name.endswith(".jinja"))
 
 
+def require_style(style: str) -> None:
+    """Raise UserError unless there is a prompt style of this name."""
+    if style not in (known := prompt_styles()):
+        raise UserError(f"--data.prompt_style {style}: must be one of {', '.join(known)}{did_you_mean(style, known)}")
+
+
 def read_style(tokenizer: Tokenizer, style: str) -> tuple[str, str, list[str]]:
     """Return source, name and notes of a prompt style, adapted to the tokenizer. The vocabulary is unchanged."""
-    known = prompt_styles()
-    if style not in known:
-        raise UserError(f"--data.prompt_style {style}: must be one of {', '.join(known)}{did_you_mean(style, known)}")
+    require_style(style)
     source = (files("toolkit.data.chat") / "prompt_styles" / f"{style}.jinja").read_text(encoding="utf-8")
     name, notes = f"--data.prompt_style {style}", []
     if tokenizer_template(tokenizer, strict=False) is not None:

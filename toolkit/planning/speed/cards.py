@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
 
 
 class KernelRates(NamedTuple):
@@ -129,6 +130,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """Return the device's dense peak for the precision, in FLOP/s; None if unknown (a CPU, an unlisted GPU)."""
     if device.type != "cuda" or precision == "32-true":  # 32-true may or may not use TF32
         return None
+    import torch
+
     name = torch.cuda.get_device_name(device)
     # laptops have other GPUs of the same names
     cards = (card for known, card in CARDS.items() if re.search(rf"\b{known}\b(?! Laptop)", name, re.I))
