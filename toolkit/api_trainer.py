@@ -89,11 +89,7 @@ class Trainer:
 
 
 def _translate(given: dict[str, Any], dataset: Any) -> dict[str, Any]:
-    """Return the arguments for :func:`toolkit.train`.
-
-    Raises:
-        UserError: an unknown name, or an option that is given twice.
-    """
+    """Return the arguments for :func:`toolkit.train`."""
     parameters = CommandOptions(pretrain.setup).parameters
     known = [*parameters, *_OBJECTS, *_NAMES, *_TRANSLATED]
     options = {name: value for name, value in given.items() if name in parameters or name in _OBJECTS}

@@ -276,11 +276,7 @@ def _import(module: str) -> Any:
 
 
 def _read(module: str) -> Extension:
-    """Import a module and return its ``EXTENSION``.
-
-    Raises:
-        UserError: it has none, or does not import.
-    """
+    """Import a module and return its ``EXTENSION``."""
     try:
         found = getattr(import_object(module), "EXTENSION", None)
     except ImportError as error:

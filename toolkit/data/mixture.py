@@ -117,11 +117,7 @@ class Mixture(DataModule):
 
 
 def _read_source(name: Any, entry: Any) -> MixtureSource:
-    """Return a source from what YAML, flags or Python give.
-
-    Raises:
-        UserError: A key or an option is unknown or missing, or a value is invalid.
-    """
+    """Return a source from what YAML, flags or Python give."""
     flag = f"--data.sources.{name}"
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise UserError(f"--data.sources {name!r}: a name must consist of letters, digits, _ and -")

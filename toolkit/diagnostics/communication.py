@@ -191,9 +191,6 @@ def _wait_for_cuda() -> None:
 
     The time is shorter than the timeout of collectives, at which NCCL's watchdog ends the process without a name. Not
     tried on CUDA.
-
-    Raises:
-        torch.distributed.DistError: after most of the timeout.
     """
     event, deadline = torch.cuda.Event(), time.monotonic() + 0.75 * ranks.timeout()
     event.record()

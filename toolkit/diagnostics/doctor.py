@@ -74,10 +74,7 @@ class DoctorOptions:
         return 5.0 if self.timeout == AUTO else self.timeout
 
     def check(self, world: WorldInfo) -> None:
-        """
-        Raises:
-            UserError: an option would have no effect.
-        """
+        """ """
         if world.world_size == 1:
             for name, default in (("comm", False), ("check_grads", False), ("timeout", AUTO)):
                 value = getattr(self, name)
@@ -204,11 +201,7 @@ def _examine_topology(world: WorldInfo) -> list[str]:
 
 
 def _examine_communication(world: WorldInfo, fabric: Fabric, addresses: list[str]) -> None:
-    """Print bandwidths by size, and the slowest link.
-
-    Raises:
-        DifferenceError: a collective has a wrong result.
-    """
+    """Print bandwidths by size, and the slowest link."""
     backend = "nccl" if fabric.device.type == "cuda" else "gloo"
     _print(world, f"Communication ({backend}, {world.world_size} ranks, float32; busbw as in nccl-tests)")
     _print(world, f"  {'operation':14}{'size':>9}{'time':>12}{'algbw':>14}{'busbw':>14}")
@@ -225,11 +218,7 @@ def _examine_communication(world: WorldInfo, fabric: Fabric, addresses: list[str
 
 
 def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) -> None:
-    """Train one step of a small model on all ranks and on one process; print the norm of each gradient.
-
-    Raises:
-        DifferenceError: copies of a gradient differ, or a gradient differs from that of one process.
-    """
+    """Train one step of a small model on all ranks and on one process; print the norm of each gradient."""
     check = LayoutCheck()
     with TemporaryDirectory(prefix="toolkit-") as folder, redirect_stdout(io.StringIO()):
         args = RunArgs(

@@ -143,11 +143,7 @@ def format_step(step: int, record: StepRecord, reference: StepRecord, difference
 
 
 def require_memory_of_one_process(args: RunArgs, device: str) -> None:
-    """Check by the memory plan that one process can train the model.
-
-    Raises:
-        UserError: it cannot; the message suggests a number of layers that it can.
-    """
+    """Check by the memory plan that one process can train the model."""
     alone = single_process_args(args)
     try:
         plan = plan_run(alone, DeviceSpec(device, 1, 1))

@@ -170,11 +170,7 @@ class RunGroup:
             )
 
     def _roll_call(self, name: str, what: str) -> None:
-        """Wait until all ranks reach this point; rank 0 enforces the timeout.
-
-        Raises:
-            TimeoutError: on rank 0; the message names the missing ranks.
-        """
+        """Wait until all ranks reach this point; rank 0 enforces the timeout."""
         store = self._store
         assert store is not None
         self._query_store(lambda: store.set(f"{name}/{self.world.global_rank}", ""))
@@ -210,11 +206,7 @@ class RunGroup:
         return False
 
     def _query_store(self, query: Callable[[], T]) -> T:
-        """Run a store query.
-
-        Raises:
-            PeerLostError: the store does not answer within the timeout.
-        """
+        """Run a store query."""
         try:
             return within(self.timeouts.first, query)
         except TimeoutError:

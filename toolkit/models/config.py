@@ -199,11 +199,7 @@ class ModelConfig:
         require_option(ok, f"{GROUP}{name}", getattr(self, name), hint)
 
     def _check_together(self) -> None:
-        """Check combinations of fields, after all derived fields are set.
-
-        Raises:
-            UserError: Names a flag, its value and the valid values.
-        """
+        """Check combinations of fields, after all derived fields are set."""
         require, padded = self._require, self.padded_vocab_size
         self._check_latent_attention()
         require(self.n_head % self.n_query_groups == 0, "n_query_groups", f"must divide n_head {self.n_head}")

@@ -40,11 +40,7 @@ SEED_ALIKE = "build the same rows on every rank, for example from a generator wi
 
 
 def require_same_options(args: RunArgs, fingerprint: RunFingerprint) -> None:
-    """Check that all ranks run the same code with the same options on the same data.
-
-    Raises:
-        UserError: a node has different options, data or versions.
-    """
+    """Check that all ranks run the same code with the same options on the same data."""
     flags = flatten(hyperparameters(args) | {"resume": args.resume, "timeout": args.timeout})
     flags = {flag: value for flag, value in flags.items() if not any(fnmatch(flag, name) for name in MAY_DIFFER)}
     everywhere = ranks.all_gather_object(code_versions() | flags | by_flag(asdict(fingerprint)))
@@ -80,21 +76,13 @@ def code_versions() -> dict[str, str]:
 
 
 def require_own_samples(rows: TokenDataset) -> None:
-    """Check that together the ranks read each sample once, where a user's object decides what they read.
-
-    Raises:
-        UserError: two ranks would read the same samples, or samples would be left out.
-    """
+    """Check that together the ranks read each sample once, where a user's object decides what they read."""
     if isinstance(rows, IterableRows):
         rows.check_shares(ranks.all_gather_object(rows.share()))
 
 
 def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: Path | None) -> None:
-    """Check that all ranks load the same weights, by the checksums on disk.
-
-    Raises:
-        UserError: a node has different weights or trainer state than rank 0.
-    """
+    """Check that all ranks load the same weights, by the checksums on disk."""
     if ranks.world_size() == 1:
         return
     loaded: dict[str, tuple[str, str]] = {}  # by flag: the folder on this node, and its fingerprint
@@ -109,22 +97,14 @@ def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: P
 
 
 def require_same_manifest(folder: Path) -> None:
-    """Check that the file ``COMPLETE`` of a checkpoint to resume is the same on all nodes, or missing on all.
-
-    Raises:
-        UserError: nodes have different checkpoints under the same path.
-    """
+    """Check that the file ``COMPLETE`` of a checkpoint to resume is the same on all nodes, or missing on all."""
     path = folder / COMPLETE
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
     require_same_values({"--resume": (str(folder.resolve()), digest)})
 
 
 def require_same_values(loaded: dict[str, tuple[str, str]]) -> None:
-    """Compare what each rank loads, by flag: the folder on this node, and a fingerprint of its content.
-
-    Raises:
-        UserError: a rank has a different fingerprint than rank 0.
-    """
+    """Compare what each rank loads, by flag: the folder on this node, and a fingerprint of its content."""
     host = socket.gethostname()
     everywhere = ranks.all_gather_object(
         {flag: (f"{folder} (on {host})", value) for flag, (folder, value) in loaded.items()}
@@ -142,11 +122,7 @@ def require_same_values(loaded: dict[str, tuple[str, str]]) -> None:
 
 
 def require_shared_disk(out_dir: Path) -> None:
-    """Check that every rank sees the folder that rank 0 made: each writes its shards there.
-
-    Raises:
-        UserError: a node does not see it.
-    """
+    """Check that every rank sees the folder that rank 0 made: each writes its shards there."""
     ranks_without_access = [rank for rank, sees in enumerate(ranks.all_gather_object(out_dir.is_dir())) if not sees]
     if ranks_without_access:
         raise UserError(

@@ -50,11 +50,7 @@ from toolkit.ui.loggers import MetricsCSV, make_loggers
 
 
 def build_model(config: ResolvedConfig, state: RunState, fabric: Fabric, report: Callable[[str], None]) -> FabricModule:
-    """Give the model its weights, verified first, and wrap it as the strategy has it.
-
-    Raises:
-        UserError: weights do not fit, or a file is damaged.
-    """
+    """Give the model its weights, verified first, and wrap it as the strategy has it."""
     args, source = config.args, config.args.base_dir
     choose_attention_kernels(
         fixed_shapes=not state.longest_ragged, has_masks=needs_masks(state.model.config, config.max_seq_length)
@@ -115,9 +111,6 @@ def build_callbacks(
         sampler: Prints samples, with ``--eval.max_new_tokens``.
         user_callbacks: In the user's order.
         stack: Keeps rank 0's lock of the folder until the run ends.
-
-    Raises:
-        UserError: rank 0 cannot open the outputs, see :func:`open_outputs`.
     """
     train, state = trainer.args.train, trainer.state
     peak = peak_flops(trainer.fabric.device, trainer.config.precision)
@@ -149,11 +142,7 @@ def build_callbacks(
 
 
 def open_outputs(trainer: TrainerView, columns: list[str], stack: ExitStack) -> list[Callback]:
-    """Lock the folder for this run, rename damaged checkpoints, and open metrics.csv and the loggers. On rank 0.
-
-    Raises:
-        UserError: another process runs there, or has done so a moment ago; or a file or logger cannot be opened.
-    """
+    """Lock the folder for this run, rename damaged checkpoints, and open metrics.csv and the loggers. On rank 0."""
     args, state, out_dir = trainer.args, trainer.state, trainer.out_dir
     stack.enter_context(exclusive_lock(out_dir))
     sweep(out_dir)
@@ -173,11 +162,7 @@ def open_outputs(trainer: TrainerView, columns: list[str], stack: ExitStack) -> 
 
 
 def open_uploads(remote: RemoteRun, trainer: TrainerView, stack: ExitStack) -> Upload:
-    """Take the run's folder on remote storage and start to upload there. On rank 0 the staging folder is locked.
-
-    Raises:
-        UserError: another run is alive there, or the storage cannot be used; on rank 0.
-    """
+    """Take the run's folder on remote storage and start to upload there. On rank 0 the staging folder is locked."""
 
     def start() -> Uploader:
         uploader = remote.start_uploads(trainer.args.train.keep_last, trainer.display.message)

@@ -80,11 +80,7 @@ class Checkpointer:
         return pending.commit(self.config.args.train.keep_last)
 
     def begin(self, name: str, progress: Progress, copies: HostCopies | None = None) -> PendingSave:
-        """Begin to write the checkpoint ``out_dir/name``; with ``copies`` training may go on while it is written.
-
-        Raises:
-            UserError, GuardError: as :meth:`save`.
-        """
+        """Begin to write the checkpoint ``out_dir/name``; with ``copies`` training may go on while it is written."""
         # A rank that fails in these collectives must exit at once, because the others wait in them.
         rng = ranks.all_gather_object(rng_state(self.device))
         state, module, optimizer = self.state, self.module, self.optimizer
@@ -139,9 +135,6 @@ class Checkpointer:
         """Restore the optimizer, the scaler and the random generators; the model already has its weights.
 
         If the number of ranks has changed, the random states are new: a function of seed, step and rank.
-
-        Raises:
-            UserError: a file is damaged, or an entry of it is missing, unknown or of the wrong type.
         """
         file = folder / TRAINER / STATE
         state = load_state(file)

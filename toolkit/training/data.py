@@ -18,11 +18,7 @@ from toolkit.planning.run_args import RunArgs
 
 
 def prepare_data(args: RunArgs, seq_length: int | None, report: Callable[[str], None]) -> PreparedData:
-    """Prepare the data with the tokenizer of the run: --tokenizer_dir, else the initial checkpoint's, else its own.
-
-    Raises:
-        UserError: there is less text than one global batch.
-    """
+    """Prepare the data with the tokenizer of the run: --tokenizer_dir, else the initial checkpoint's, else its own."""
     tokenizer, is_tokens = None, isinstance(args.data, PythonData)
     if args.tokenizer_dir is not None:
         tokenizer = Tokenizer.load(args.tokenizer_dir)
@@ -54,9 +50,6 @@ def with_vocabulary(config: ModelConfig | None, data: PreparedData) -> ModelConf
 
     A tokenizer may have tokens that the model does not embed (Gemma 3's has one for images), if the data has none of
     them. Only then is all data read.
-
-    Raises:
-        UserError: there is no vocabulary to take, or the data has tokens that the model does not embed.
     """
     if config is None:
         return None

@@ -20,11 +20,7 @@ _SAMPLED = 1 << 14  # elements of a weight
 
 
 def describe_run(config: ResolvedConfig, state: RunState, reader: TrainReader) -> Iterator[str]:
-    """Yield the lines: model, batch, learning rate, data, strategy, memory options, and notes.
-
-    Raises:
-        UserError: the data is not enough for the run.
-    """
+    """Yield the lines: model, batch, learning rate, data, strategy, memory options, and notes."""
     args = config.args
     yield (
         f"{describe_model(state.model, state.mean_length)}; {config.device}, {config.precision}, "

@@ -63,11 +63,7 @@ def open_checkpoint(
     quantize: Quantize | None = None,
     verify: bool = True,
 ) -> Evaluated:
-    """Load what is to be evaluated.
-
-    Raises:
-        UserError: something is missing or does not fit.
-    """
+    """Load what is to be evaluated."""
     # hyperparameters.yaml is not editable here: it names the data
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify, _notice, editable=())
     fabric = single_device_fabric(accelerator, precision)
@@ -105,9 +101,6 @@ def evaluate(
         data: The text; None: that of the checkpoint's run, or PythonStdlib if unknown.
         max_seq_length: Tokens per sequence; those of the run with its data, else the model's context.
         trust_checkpoint_data: Whether to read the files that the checkpoint names.
-
-    Raises:
-        UserError: an option does not fit, the split is empty, or the model does not know a token of it.
     """
     length = max_seq_length
     if data is None:
@@ -162,10 +155,6 @@ def data_of_run(folder: Path, trust: bool) -> tuple[DataModule, int | None]:
     """Return the data of the run that wrote a checkpoint, and its tokens per sequence, from hyperparameters.yaml.
 
     Without such a file, or without a data option in it, PythonStdlib, with a note.
-
-    Raises:
-        UserError: the options are not those of the data module (any more), or one is a path and the folder, which may
-            be a stranger's, is not to be trusted with reading and writing there.
     """
     path = folder / HYPERPARAMETERS
     try:
@@ -230,9 +219,6 @@ def evaluate_tasks(
         apply_chat_template: None: if the checkpoint has a chat template.
 
     The others: see :func:`toolkit.inference.tasks.run_tasks`.
-
-    Raises:
-        UserError: an option does not fit, or a task cannot be had.
     """
     from toolkit.inference.tasks import require_lm_eval, run_tasks
 

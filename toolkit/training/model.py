@@ -114,9 +114,6 @@ def set_up_model(
         longest_ragged: Tokens of the longest row, where rows differ in length; else 0.
         source: A checkpoint folder to take the weights from.
         adapters: Values of the adapters, by name; None initializes them, without effect on the output.
-
-    Raises:
-        UserError: the weights do not fit.
     """
     module = spec.module
     if precision in ("bf16-true", "bf16-master"):

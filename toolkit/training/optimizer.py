@@ -67,9 +67,6 @@ def build_optimizer(
 
     It is not fused under 16-mixed: a fused optimizer unscales the gradients itself, after clipping. ``no_decay`` and
     ``in_blocks`` are the results of ``no_decay_params`` and ``block_params`` in :mod:`toolkit.planning.optimizer`.
-
-    Raises:
-        UserError: the class rejects a value.
     """
     given = dict(options)
     name, state_dtype = given.pop("name"), given.pop("state_dtype", "auto")

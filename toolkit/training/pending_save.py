@@ -179,11 +179,7 @@ class PendingSave:
             discard(self._tmp)
 
     def _checksums_of_all(self) -> dict[str, Checksum]:
-        """Return the checksums of the files of all ranks; collective.
-
-        Raises:
-            RuntimeError: a rank could not read its own; on every rank.
-        """
+        """Return the checksums of the files of all ranks; collective."""
         checksums: dict[str, Checksum] = {}
         for rank, found in enumerate(ranks.all_gather_object(self._checksums)):
             if isinstance(found, OSError):

@@ -57,11 +57,7 @@ class TrainReader:
         self._steps = self._ahead or steps
 
     def describe(self) -> list[str]:
-        """Return lines for the log on what the run will read, of orders that have some.
-
-        Raises:
-            UserError: the data is not enough for the run.
-        """
+        """Return lines for the log on what the run will read, of orders that have some."""
         describe: Callable[[int | None], list[str]] = getattr(self.order, "describe", lambda end: [])
         return describe(self._end)
 

@@ -22,9 +22,6 @@ def run_training(args: RunArgs, callbacks: Sequence[Callback] = ()) -> None:
     Args:
         args: What the user asked for.
         callbacks: Called after those of ``--callbacks``.
-
-    Raises:
-        UserError: a mistake in the arguments; nothing has been written. For others see :meth:`Trainer.fit`.
     """
     device, world = detect_devices(args)
     config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
@@ -45,10 +42,6 @@ def _refuse_callbacks_before_the_step(callbacks: Sequence[Callback]) -> None:
 
 
 def detect_devices(args: RunOptions) -> tuple[str, WorldInfo]:
-    """Return the kind of device of a run ("cpu", "cuda", "mps") and its processes.
-
-    Raises:
-        UserError: there is no such device, or the options contradict the launcher.
-    """
+    """Return the kind of device of a run ("cpu", "cuda", "mps") and its processes."""
     device = pick_accelerator(args.accelerator)
     return device, detect_world(args.devices, args.num_nodes, count_devices(device))

@@ -65,11 +65,7 @@ class RunState:
 def prepare_run_state(
     resolved: ResolvedConfig, data: PreparedData, resume_from: Path | None, damaged: list[Path]
 ) -> RunState:
-    """Resolve start and end of the run, and check that all ranks agree.
-
-    Raises:
-        UserError: the checkpoint belongs to another run, or the ranks differ.
-    """
+    """Resolve start and end of the run, and check that all ranks agree."""
     args = resolved.args
     require_own_samples(data.train)
     config = with_vocabulary(resolved.model, data)
@@ -124,11 +120,7 @@ def longest_ragged(data: PreparedData, limit: int | None) -> int:
 
 
 def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedData) -> None:
-    """Check that there are validations, where ``--train.keep_best`` or ``--train.patience`` decides by them.
-
-    Raises:
-        UserError: nothing is held out, or the run never validates.
-    """
+    """Check that there are validations, where ``--train.keep_best`` or ``--train.patience`` decides by them."""
     flags = {"keep_best true": train.keep_best, f"patience {train.patience}": train.patience is not None}
     for flag in (flag for flag, is_given in flags.items() if is_given):
         if data.val is None or not len(data.val):

@@ -85,11 +85,7 @@ class Saver:
             self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is complete, if there is one.
-
-        Raises:
-            UserError: it could not be written.
-        """
+        """Wait until the checkpoint that is being written is complete, if there is one."""
         if (pending := self._pending) is None:
             return
         with self._saving():

@@ -35,11 +35,7 @@ class RunFingerprint:
     """Options of low-rank adapters and the hash of their base, by flag; empty if all weights are trained."""
 
     def check_matches(self, saved: dict[str, Any], folder: Path) -> None:
-        """Compare with what a checkpoint was made with.
-
-        Raises:
-            UserError: something differs; the message names the flag and both values.
-        """
+        """Compare with what a checkpoint was made with."""
         now = json.loads(json.dumps(asdict(self)))
         if bool(saved.get("adapters")) != bool(now["adapters"]):
             command = "finetune_lora" if saved.get("adapters") else "pretrain or finetune_full"

@@ -346,11 +346,7 @@ class Trainer:
         self._stop_reason = reason
 
     def restore(self, folder: Path) -> None:
-        """Restore optimizer, scaler and random states from a checkpoint; the model has its weights already.
-
-        Raises:
-            UserError: a file is broken.
-        """
+        """Restore optimizer, scaler and random states from a checkpoint; the model has its weights already."""
         self.checkpointer.restore(folder, self.progress.step)
         set_learning_rate(
             self.checkpointer.optimizer, self.state.schedule.learning_rate(max(self.progress.step - 1, 0))

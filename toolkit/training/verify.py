@@ -82,9 +82,6 @@ def fetch_on_other_nodes(
         resume: ``--resume``.
         resume_from: Only rank 0's counts.
         world: The processes of the run.
-
-    Raises:
-        UserError: a node cannot download it; on every rank.
     """
     if world.num_nodes == 1 or not (remote is not None or is_url(resume)):
         return

@@ -69,11 +69,7 @@ class MetricsCSV:
             raise file_error(self.path, error) from error
 
     def write(self, row: Mapping[str, float | None]) -> None:
-        """Append a row; columns that are missing or ``None`` stay empty.
-
-        Raises:
-            UserError: The disk is full, the file can no longer be written, or a metric has no column.
-        """
+        """Append a row; columns that are missing or ``None`` stay empty."""
         if extra := sorted(row.keys() - set(self.columns)):
             raise UserError(f"metric {extra[0]}: is not a column of metrics.csv; list it in the callback's `columns`")
         line = self._line({name: _cell(value) for name, value in row.items()})
@@ -91,20 +87,12 @@ class MetricsCSV:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Return the rows of metrics.csv as numbers, NaN for empty cells; no rows if the file is missing.
-
-    Raises:
-        UserError: The file has other columns.
-    """
+    """Return the rows of metrics.csv as numbers, NaN for empty cells; no rows if the file is missing."""
     return [{name: _number(cell) for name, cell in cells.items()} for cells in _read(Path(path))[1]]
 
 
 def check_loggers(logger_name: str, log_args: LogArgs) -> list[str]:
-    """Split a list such as "csv,tensorboard" and check the names.
-
-    Raises:
-        UserError: unknown logger, missing package, or an option that none of them uses.
-    """
+    """Split a list such as "csv,tensorboard" and check the names."""
     names = list(dict.fromkeys(name.strip() for name in logger_name.split(",")))
     known = [*LOGGERS, *registered("loggers", LOGGERS)]
     for name in names:
@@ -135,9 +123,6 @@ def make_loggers(
         log_args: Names of the run in W&B and MLflow.
         hyperparameters: Hyperparameters to log; must not contain secrets.
         resume_step: Points beyond this step, from before an interruption, are hidden (TensorBoard).
-
-    Raises:
-        UserError: Unknown logger, missing package, or it does not start (not logged in, no server).
     """
     loggers = []
     for name in check_loggers(logger_name, log_args):

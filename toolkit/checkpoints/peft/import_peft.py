@@ -239,9 +239,6 @@ def _split_fused_qkv(
 
     Returns:
         The configuration with a separate adapter for each part, and the layout of the fused adapters.
-
-    Raises:
-        UserError: rank_pattern or alpha_pattern differs from what :func:`~.export_peft.export_peft` writes.
     """
     fused = list(filter(_is_fused_qkv, layers))
     rank = _pattern_rank(settings, lora, layers, fused)

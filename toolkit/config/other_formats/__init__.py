@@ -100,11 +100,7 @@ def _translate_key(file: File, group: str, key: str) -> tuple[Options, str]:
 
 
 def _merge(source: str, found: dict[str, tuple[str, Any]], key: str, options: Options) -> None:
-    """Add the options of a key to those ``found``.
-
-    Raises:
-        UserError: another key contradicts it.
-    """
+    """Add the options of a key to those ``found``."""
     for option, value in options.items():
         other, before = found.setdefault(option, (key, value))
         if before != value:

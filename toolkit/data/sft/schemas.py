@@ -141,11 +141,7 @@ def _map_columns(row: dict[str, Any], where: str, columns: dict[str, str]) -> di
 
 
 def _find_column(values: dict[str, Any], group: tuple[str, ...], where: str) -> str | None:
-    """Return the name of the non-null column of a group, or None.
-
-    Raises:
-        UserError: Several are set.
-    """
+    """Return the name of the non-null column of a group, or None."""
     found = [name for name in group if values.get(name) is not None]
     if len(found) > 1:
         raise UserError(

@@ -87,11 +87,7 @@ def list_url(value: str, option: str) -> list[SourceFile]:
 
 
 def _list_hub_url(url: str, option: str) -> list[SourceFile]:
-    """Return the files of ``hf://datasets/ORGANIZATION/NAME[@REVISION]/GLOB``.
-
-    Raises:
-        UserError: it has another form, or nothing matches.
-    """
+    """Return the files of ``hf://datasets/ORGANIZATION/NAME[@REVISION]/GLOB``."""
     where = f"--data.{option} {url}"
     if (match := _URL.fullmatch(url)) is None:
         raise UserError(f"{where}: must be hf://datasets/ORGANIZATION/NAME[@REVISION]/FILES")

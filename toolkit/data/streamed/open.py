@@ -180,11 +180,7 @@ def _prepare_first(stream: Stream, block_size: int, skips: bool, where: str, rep
 
 
 def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> int | None:
-    """Return the budget in bytes.
-
-    Raises:
-        UserError: it cannot hold the few units that a run needs at a time.
-    """
+    """Return the budget in bytes."""
     if max_cache_gb is None:
         return None
     source = stream.source

@@ -63,11 +63,7 @@ def families() -> dict[str, ModuleType]:
 
 
 def _load_family(name: str, entry: Entry) -> ModuleType:
-    """Import a family of an extension.
-
-    Raises:
-        UserError: It lacks a part, or has a configuration that toolkit has.
-    """
+    """Import a family of an extension."""
     module, extension = load_registered("families", name), f"extension {entry.origin}: family {name}"
     for part in ("CONFIGS", "check", "from_hf_config", "to_hf_config", "weight_map"):
         if not hasattr(module, part):

@@ -17,9 +17,6 @@ def load_callbacks(value: str | list[Any] | None) -> list[Callback]:
     Args:
         value: Class paths, or names that extensions register, with commas between them; or a list of these and of
             mappings with ``class_path`` and ``init_args``. Modules are also looked for in the current folder.
-
-    Raises:
-        UserError: there is no such class, it is not a callback, or it does not take these arguments.
     """
     return [_load(entry) for entry in callback_entries(value)]
 

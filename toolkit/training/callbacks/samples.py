@@ -94,10 +94,6 @@ def make_sampler(data: PreparedData, config: ModelConfig | None, max_new_tokens:
 
     Returns:
         None where nothing is to be sampled.
-
-    Raises:
-        UserError: the model is user-provided and has no KV cache; or its context has no room for so
-            many tokens.
     """
     if not max_new_tokens:
         return None
