@@ -292,10 +292,40 @@ def test_peer_shutdown_exits_silently(monkeypatch, tmp_path):
     assert caught.value.code == 3
 
 
+def test_token_beyond_the_vocabulary_is_one_line(tmp_path):
+    config = toolkit.ModelConfig(vocab_size=64, block_size=32, n_layer=1, n_embd=32)
+    rows = [torch.arange(17), torch.arange(60, 77)]
+    with pytest.raises(UserError, match=r"^rows \[.*1.*\]: have token id 76, which is not in .* of 64 tokens"):
+        train(config, rows, out_dir=tmp_path / "run", train={"global_batch_size": 2})
+
+
+def test_callback_class_is_named(tmp_path):
+    with pytest.raises(UserError, match="^callbacks Callback: must be objects of a class of toolkit.Callback"):
+        train(out_dir=tmp_path / "run", callbacks=[toolkit.Callback])
+
+
+UNSEEDED = """
+import torch, toolkit
+
+config = toolkit.ModelConfig(vocab_size=64, block_size=32, n_layer=1, n_embd=32)
+rows = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(torch.seed()))
+toolkit.train(config, list(rows), devices=2, accelerator="cpu", train={"max_steps": 1, "global_batch_size": 2})
+"""
+
+
+def test_unseeded_dataset_is_named(tmp_path):
+    (tmp_path / "unseeded.py").write_text(UNSEEDED)
+    process = Forked([], script=tmp_path / "unseeded.py", n_ranks=2)
+    _, err = finish(process)
+    assert process.returncode and "dataset: rank 1 has other rows than rank 0; build the same rows on every rank" in err
+
+
 def test_several_devices_need_a_script(monkeypatch, tmp_path):
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    module = types.ModuleType("__main__")
+    module.__file__ = "<stdin>"
+    monkeypatch.setitem(sys.modules, "__main__", module)
     with pytest.raises(UserError, match="devices 2: a notebook.*devices=1"):
         train(devices=2, out_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -457,7 +487,7 @@ def test_invalid_rows(rows, message, tmp_path):
 def test_resume_with_other_rows_is_an_error(tmp_path):
     train(dataset=BLOCKS, out_dir=tmp_path / "run", train={"max_steps": 2})
     others = BLOCKS[:-1] + [BLOCKS[0]]
-    with pytest.raises(UserError, match="--data: .*was trained with other data"):
+    with pytest.raises(UserError, match="^data: .*was trained with other data"):
         train(dataset=others, out_dir=tmp_path / "run", resume="auto")
     assert train(dataset=list(BLOCKS), out_dir=tmp_path / "run", resume="auto").step == 4
 
@@ -562,10 +592,10 @@ def test_options_match_pretrain(tmp_path):
         ({"data": SyntheticTokens()}, "data: a dataset is given, too"),
         ({"num_workers": 2, "dataset": SyntheticTokens()}, "num_workers: a DataModule has its own"),
         ({"dataset": SyntheticTokens()}, "train.max_seq_length: must be given"),
-        ({"optimizer": "AdamX"}, "--optimizer.name AdamX: not in torch.optim; did you mean 'Adam"),
+        ({"optimizer": "AdamX"}, "^optimizer.name AdamX: not in torch.optim; did you mean 'Adam"),
         ({"optimizer": nn.Linear}, "optimizer Linear: must be a class derived from"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "optimizer SGD: give the class"),
-        ({"optimizer": {"name": Plain, "betas": (0.9, 0.9)}}, "--optimizer.betas .*: Plain takes no such option"),
+        ({"optimizer": {"name": Plain, "betas": (0.9, 0.9)}}, "^optimizer.betas .*: Plain takes no such option"),
         ({"model": nn.Linear(2, 2, device="meta")}, "meta device"),
     ],
 )
@@ -580,13 +610,13 @@ def test_fsdp_requires_block_classes(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="--strategy fsdp: .*block_classes"):
+    with pytest.raises(UserError, match="^strategy fsdp: .*block_classes"):
         train(nn.Sequential(nn.Embedding(64, 64)), devices=2, strategy="fsdp", out_dir=tmp_path / "run")
 
 
 def test_checkpointing_requires_block_classes(tmp_path):
     """And with blocks, it changes no bit."""
-    with pytest.raises(UserError, match="--train.activation_checkpointing full: .*block_classes"):
+    with pytest.raises(UserError, match="^train.activation_checkpointing full: .*block_classes"):
         train(nn.Sequential(nn.Embedding(64, 64)), out_dir=tmp_path / "a", train={"activation_checkpointing": "full"})
     runs = []
     for mode in ("none", "selective", "full"):

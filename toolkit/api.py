@@ -5,7 +5,9 @@ Models, datasets and optimizers may be Python objects; this module turns them in
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -152,6 +154,21 @@ def generate(
         model.train(was_training)
 
 
+def _names_arguments(function: Any) -> Any:
+    """Let messages name arguments: the same names as on the command line, without the dashes."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except UserError as error:
+            error.args = (re.sub(r"(?<![\w-])--(?=[a-z])", "", str(error)),)
+            raise
+
+    return run
+
+
+@_names_arguments
 def train(
     model: str | ModelConfig | nn.Module | None = None,
     dataset: Any = None,
@@ -205,6 +222,7 @@ def train(
     return _run("pretrain", arguments, callbacks)
 
 
+@_names_arguments
 def finetune(
     checkpoint_dir: str | Path,
     dataset: Any = None,
@@ -248,7 +266,8 @@ def _run(command: TrainingCommand, arguments: dict[str, Any], callbacks: Iterabl
     callbacks, data = list(callbacks), arguments["data"]
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise UserError(f"callbacks {type(callback).__name__}: must be objects of a class of toolkit.Callback")
+            name = getattr(callback, "__name__", type(callback).__name__)
+            raise UserError(f"callbacks {name}: must be objects of a class of toolkit.Callback")
     for name, value in vars(data).items() if type(data).__module__.startswith("toolkit.") else ():
         if name not in getattr(data, "takes_urls", ()):
             require_local(f"data.{name}", value)
@@ -273,10 +292,10 @@ def _result(out_dir: Path) -> TrainResult:
 def _require_script(args: RunArgs) -> None:
     """Refuse to start processes from where there is no script that they could run."""
     _, world = detect_devices(args)
-    if world.starts_processes and not hasattr(sys.modules["__main__"], "__file__"):
+    if world.starts_processes and not Path(getattr(sys.modules["__main__"], "__file__", None) or "").is_file():
         raise UserError(
-            f"devices {world.devices}: a notebook, a prompt or python -c has no script to start the other processes "
-            "with; put this into a file and run that, or take devices=1"
+            f"devices {world.devices}: a notebook, a prompt, stdin or python -c has no script to start the other "
+            "processes with; put this into a file and run that, or take devices=1"
         )
 
 

@@ -130,6 +130,10 @@ def test_columns_are_mapped_by_name():
             {"messages": r'[{"role": "user", "content": "\ud800"}]'},
             r"messages: .*unpaired surrogate \(\\ud800\)",
         ),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+            "a pair of answers .*prompt, chosen, rejected.*on preferences is not available.*as examples",
+        ),
         ({"messages": [{**USER, "name": "\ud83d"}]}, r"messages: contains an unpaired surrogate \(\\ud83d\)"),
     ],
 )

@@ -104,7 +104,7 @@ def test_samples_of_a_user_provided_module_are_an_error(tmp_path):
     module = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
     rows = [torch.arange(5) for _ in range(8)]
     options = {"train": {"max_steps": 1, "max_seq_length": 4, "global_batch_size": 4}, "accelerator": "cpu"}
-    with pytest.raises(UserError, match="--eval.max_new_tokens 5: is only supported for toolkit.s own models"):
+    with pytest.raises(UserError, match="eval.max_new_tokens 5: is only supported for toolkit.s own models"):
         api.train(module, rows, eval={"max_new_tokens": 5}, out_dir=tmp_path / "run", **options)
     assert not (tmp_path / "run" / "logs").exists()
 

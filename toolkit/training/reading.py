@@ -12,6 +12,7 @@ import torch
 from toolkit.data.base import TokenDataset, sample_order
 from toolkit.data.loader import Batch, Padding, train_batches
 from toolkit.data.prefetch import ReadAhead
+from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.errors import DataError, UserError
 from toolkit.planning.resolve import ResolvedConfig
@@ -39,6 +40,8 @@ class TrainReader:
         self.order = sample_order(rows, config.args.seed, progress.data)
         self._end = last_position(state, batch.global_batch_size)
         self.error: DataError | None = None
+        model = state.model.config  # tokens of prepared text fit it
+        self._vocab_size = model.padded_vocab_size if model and isinstance(config.args.data, PythonData) else None
         steps: Iterator[list[Batch]] = train_batches(
             rows,
             self.order,
@@ -64,7 +67,13 @@ class TrainReader:
     def read(self) -> list[Batch]:
         """Return the micro-batches of the next step; none if they cannot be read, and then ``error`` is set."""
         try:
-            return next(self._steps)
+            batches = next(self._steps)
+            for batch in batches if self._vocab_size is not None else ():
+                largest = max(int(batch.input_ids.max()), int(batch.labels.max()))
+                if largest >= (self._vocab_size or 0):
+                    known = f"the model's vocabulary of {self._vocab_size:,} tokens"
+                    raise DataError(f"rows {batch.ids}: have token id {largest:,}, which is not in {known}")
+            return batches
         except DataError as error:
             self.error = error
             return []

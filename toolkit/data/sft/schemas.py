@@ -71,6 +71,11 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
     for name, value in values.items():
         _require_unicode(value, f"{where}: {name}")
     messages, text = None, None
+    if {"chosen", "rejected"} <= row.keys() and not columns:
+        raise UserError(
+            f"{where}: is a pair of answers to prefer and to avoid ({_describe_columns(row)}); training on preferences "
+            "is not available. --data.columns '{completion: chosen}' trains on the chosen answers alone, as examples"
+        )
     if column := _find_column(values, CONVERSATION, where):
         messages = _parse_conversation(values[column], f"{where}: {column}")
     elif column := _find_column(values, QUESTION, where):
