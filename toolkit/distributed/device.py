@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from toolkit.config import AUTO, Accelerator, Auto, Precision
+from toolkit.distributed import private_torch
 from toolkit.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,6 +47,13 @@ def device_memory(accelerator: str) -> float:
             lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
             return sum(int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal")) * 1024
     return math.inf
+
+
+def precision_hint(accelerator: str, precision: str) -> str | None:
+    """Return a note if another precision would be much faster on this CPU."""
+    if (accelerator, precision) != ("cpu", "32-true") or not private_torch.has_fast_bf16():
+        return None
+    return "note: this CPU multiplies bf16 matrices several times as fast (AMX): --precision bf16-mixed"
 
 
 def pick_precision(

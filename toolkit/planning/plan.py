@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.config import TrainingCommand
-from toolkit.distributed.device import count_devices
+from toolkit.distributed.device import count_devices, precision_hint
 from toolkit.distributed.world import detect_world
 from toolkit.distributed.wrap import describe_units, plan_units
 from toolkit.errors import UserError
@@ -56,6 +56,10 @@ class RunPlan:
     def node_memory(self) -> float:
         """Bytes of CPU memory that the processes of a node hold beside the devices' memory."""
         return self.config.devices.devices * (self.memory.host + self.memory.host_copy)
+
+    @property
+    def precision_hint(self) -> str | None:
+        return precision_hint(self.config.device, self.config.precision)
 
     @property
     def steps(self) -> int | None:

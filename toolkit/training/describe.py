@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from toolkit.distributed.device import precision_hint
 from toolkit.distributed.private_torch import local_shard
 from toolkit.distributed.wrap import describe_units, plan_units
 from toolkit.models.families import export_error
@@ -32,6 +33,8 @@ def describe_run(config: ResolvedConfig, state: RunState, reader: TrainReader) -
     yield from reader.describe()
     if (reason := config.reasons.get("train.micro_batch_size")) is not None:
         yield f"Micro-batch: {config.batch.micro_batch_size} ({reason})"
+    if (hint := precision_hint(config.device, config.precision)) is not None:
+        yield hint
     if config.preset:
         yield f"Preset {config.preset}"
     yield f"Strategy: {config.strategy}"

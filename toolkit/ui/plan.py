@@ -54,6 +54,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
         "strategy": str(config.strategy),
         "units": plan.units,
         "precision": config.precision,
+        "precision_hint": plan.precision_hint,
         "optimizer": config.optimizer["name"],
         "global_batch_size": config.batch.global_batch_size,
         "micro_batch_size": config.batch.micro_batch_size,
@@ -113,6 +114,7 @@ def format_plan(summary: dict[str, Any]) -> str:
         f"Model      {summary['model']}: {counts['total']:,} parameters, {counts['trained']:,} trained, "
         f"{counts['matmul']:,} in matrix products",
         f"Devices    {where}, {summary['precision']}, {summary['optimizer']}",
+        *([f"           {hint}"] if (hint := summary["precision_hint"]) else []),
         *([f"Preset     {summary['preset']}"] if summary["preset"] else []),
         f"Strategy   {summary['strategy']}",
         *([f"FSDP units {summary['units']}"] if summary["units"] else []),
