@@ -8,7 +8,10 @@ from torch.utils.data import DataLoader
 
 import toolkit
 from toolkit import api_trainer
+from toolkit.cli_parser import parse
+from toolkit.commands import pretrain
 from toolkit.errors import UserError
+from toolkit.planning.early import check_early
 from toolkit.ui.loggers import read_metrics
 
 MODEL = toolkit.ModelConfig(vocab_size=64, block_size=16, n_layer=1, n_embd=16, n_head=2)
@@ -77,6 +80,23 @@ def test_every_name_has_its_meaning(monkeypatch):
         assert {name: found[name] for name in expected} == expected
 
     check_each(check, cases)
+
+
+def test_names_of_other_libraries_are_answered():
+    for name, text in (("DDPTrainer", 'strategy="ddp"'), ("HFTokenizer", "tokenizer_dir"), ("nothing", "it offers")):
+        with pytest.raises(AttributeError, match=text):
+            getattr(toolkit, name)
+    with pytest.raises(UserError, match=r"ModelConfig\(hidden_dim=...\): no such field; did you mean n_embd\?"):
+        toolkit.ModelConfig(hidden_dim=3)
+    loader = DataLoader([torch.arange(9)])
+    trainer = toolkit.Trainer(nn.Linear(2, 2), torch.optim.SGD, loader)
+    assert trainer._arguments["dataset"] is loader and trainer._options["optimizer"] is torch.optim.SGD
+    for words, text in (
+        ("--fsdp.sharding_strategy ZERO2", "use SHARD_GRAD_OP"),
+        ("--data Alpaca2k", "--tokenizer_dir"),
+    ):
+        with pytest.raises(UserError, match=text):
+            check_early("pretrain", parse("pretrain", pretrain.setup, ("model_name",), words.split()))
 
 
 def test_names_that_are_unknown_or_given_twice():

@@ -65,11 +65,20 @@ _HOMES = {
 )  # fmt: skip
 
 
+_ELSEWHERE = {
+    **{f"{kind}Trainer": f'use toolkit.Trainer(strategy="{kind.lower()}")' for kind in ("DDP", "FSDP", "Auto")},
+    "HFTokenizer": "use tokenizer_dir='gpt2', after `toolkit download gpt2 --tokenizer_only`",
+    "save_checkpoint": "a run saves by itself; in a callback use trainer.save(name); fsdp={'state_dict_type': ...}",
+}
+"""Names of other libraries, and what to use here."""
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":  # read when asked for: importlib.metadata would make `toolkit --help` slower
         return importlib.import_module("importlib.metadata").version("toolkit")
     if name not in __all__:
-        raise AttributeError(f"module 'toolkit' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        hint = _ELSEWHERE.get(name) or f"it offers {', '.join(__all__)}"
+        raise AttributeError(f"module 'toolkit' has no attribute {name!r}; {hint}")
     return getattr(importlib.import_module(_HOMES.get(name, "toolkit.api")), name)
 
 

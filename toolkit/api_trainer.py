@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import fields
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from toolkit.api import TrainResult, train
@@ -58,12 +60,16 @@ class Trainer:
         self,
         model: Any = None,
         dataset: Any = None,
-        *,
+        *more: Any,
         val_dataset: Any = None,
         preset: str | None = None,
         strategy: str = "auto",
         **options: Any,
     ) -> None:
+        if inspect.isclass(dataset) and issubclass(dataset, Optimizer):  # Trainer(model, optimizer class, loader)
+            options["optimizer"], dataset, *more = dataset, *(more or (None,))
+        if more:
+            raise UserError(f"Trainer(model, dataset): {len(more)} further positional arguments; name them")
         if "dataloader" in options:
             if dataset is not None:
                 raise UserError("dataloader: a dataset is given, too; leave one of them out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -43,10 +44,15 @@ def parse(
         functions, positionals = setup.choose(argv)
     parameters = [parameter for f in functions for parameter in inspect.signature(f).parameters.values()]
     switches = {parameter.name for parameter in parameters if parameter.annotation in (bool, "bool")}
-    words = read_words(argv, positionals, switches)
+    overrides = [word for word in argv if re.fullmatch(r"\w+_config\.\w+=.*", word)]  # hydra's, of its file
+    words = read_words([word for word in argv if word not in overrides], positionals, switches)
     counts, last = Counter(key for key, _ in words if key not in COMMON_OPTIONS), dict(words)
     note(*(f"--{key}: given {n} times; the last counts: {last[key]}" for key, n in counts.items() if n > 1))
     files = [(file, read_config(file)) for key, file in words if key == "config"]
+    for word in overrides if files else ():
+        group, _, rest = word.partition(".")
+        name, _, value = rest.partition("=")
+        files[-1][1].setdefault(group, {})[name] = parse_yaml(value)
     extensions = [name for key, text in words if key == "extensions" for name in take_extensions({key: text})]
     extensions += [name for file, values in files for name in take_extensions(values, f"{file}: extensions")]
     command = CommandOptions(*functions)  # after the extensions, which may add options

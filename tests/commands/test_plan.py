@@ -215,6 +215,12 @@ def test_large_models_fit_by_checkpointing(capsys, argv):
     assert again["memory_gb"]["total"] == pytest.approx(planned["advice"][-1]["memory_gb"], abs=0.002)
 
 
+def test_the_scaled_learning_rate_is_shown(capsys):
+    run = ["plan", "pretrain", "pythia-14m", "--train.lr_scaling", "sqrt", "--train.global_batch_size", "256"]
+    assert main([*run, "--train.max_steps", "100"]) == 0
+    assert "peak learning rate 0.0004 x 2 = 0.0008" in capsys.readouterr().out
+
+
 def test_the_table_names_the_mode(capsys):
     assert main(["plan", "pretrain", "pythia-160m", "--train.activation_checkpointing", "full"]) == 0
     shown = capsys.readouterr().out

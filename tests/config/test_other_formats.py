@@ -151,6 +151,7 @@ EFFECTS = [
             "train.global_batch_size": 6,
             "train.max_norm": 2.0,
             "resume": "auto",
+            "out_dir": "snapshot",
             "train.save_interval": "auto",  # epochs there, which is reported
             "precision": "32-true",
         },
@@ -234,7 +235,6 @@ def test_what_cannot_be_honored_is_an_error_unless_a_flag_overrides_it(parse):
             ["--train.learning_rate", "1e-4"],
         ),
         (MINGPT.replace("0.05", "2"), "truncate: 2: must be greater than 0 and at most 1", ["--data", "PythonStdlib"]),
-        ("trainer_config: {snapshot_path: s3://a/b}", "give --out_dir FOLDER", ["--resume", "auto"]),
         ("trainer_config: {max_epochs: 3}", "give that, or --train.epochs", ["--train.epochs", "2"]),
     ):
         with pytest.raises(UserError) as caught:
@@ -256,6 +256,12 @@ def test_order_of_files_and_flags(parse):
     assert (train.learning_rate, train.micro_batch_size, train.global_batch_size) == (2e-4, 2, 64 * 4)
     assert train.max_norm == 3 and options["seed"] == 7
     assert parse(["training: {learning_rate: 1e-3}", "train: {learning_rate: 1.0}"])["train"].learning_rate == 1.0
+
+
+def test_hydras_overrides_on_the_command_line(parse):
+    options = parse(MINGPT, "trainer_config.max_epochs=1", "optimizer_config.learning_rate=0.5")
+    assert look_up(options, "train.epochs") == 128 and look_up(options, "train.learning_rate") == 0.5
+    assert look_up(parse("trainer_config: {snapshot_path: s3://a/b.pt}"), "out_dir") == "s3://a/b"
 
 
 def test_each_key_is_reported_once_and_on_rank_0_only(parse, monkeypatch, capsys):

@@ -110,6 +110,20 @@ def test_train_on_selects_the_loss_mask(prepare, tokenizer):
     assert trained(train_on="all") == trained(mask_prompt=False) == everything
 
 
+def test_alpaca_rows_take_the_alpaca_style_where_the_model_has_no_template(prepare, plain):
+    data, lines = prepare([{"instruction": "q", "input": "", "output": "a"}] * 3, tokenizer=plain)
+    assert "has no chat template; rows with instruction and output get that of alpaca" in lines
+    assert "### Instruction" in plain.decode(data.train[0]["input_ids"].tolist())
+    with pytest.raises(UserError, match="has no chat template; choose one of"):
+        prepare([{"messages": [{"role": "user", "content": "q"}]}] * 3, tokenizer=plain)
+
+
+def test_conversations_that_end_with_the_user_are_noted(prepare):
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    _, lines = prepare([{"messages": turns}, {"messages": turns[:2]}])
+    assert "1 conversations end with a message of the user" in lines
+
+
 def test_plain_text_needs_no_template(prepare, plain):
     data, log = prepare([{"text": "some text"}], tokenizer=plain)
     ids = plain.encode("some text", eos=True)

@@ -137,7 +137,8 @@ def test_published_config_json_of_deepseek_v3():
         "vocab_size": 129280,
     }  # fmt: skip
     config = config_from_hf(values)
-    assert replace(config, name="DeepSeek-V3") == get_config("DeepSeek-V3")
+    named = replace(get_config("DeepSeek-V3"), router_aux_loss_coef=0.0)  # the file has none
+    assert replace(config, name="DeepSeek-V3") == named
     with torch.device("meta"):
         model = GPT(config)
     assert round(sum(p.numel() for p in model.parameters()) / 1e9) == 671  # as in the model card

@@ -526,7 +526,7 @@ def test_different_options_or_code_per_node_are_an_error(corpus, tmp_path, monke
 def test_note_before_training_if_the_model_has_no_hf_export(corpus, tmp_path, capsys, changes, note):
     options = {"train": {"max_steps": 1}, "model_config": ModelOverrides(**changes)}
     run_training(arguments(corpus, tmp_path / "run", **options))
-    notes = [line for line in "".join(capsys.readouterr()).splitlines() if "note: " in line]
+    notes = [line for line in "".join(capsys.readouterr()).splitlines() if "note: --model" in line]
     assert len(notes) == (note is not None) and all(note in line for line in notes)
 
 

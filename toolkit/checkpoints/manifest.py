@@ -98,7 +98,10 @@ def describe_damage(folder: Path | str, damage: Mapping[str, str]) -> str:
     return f"{folder}: damaged: {join_first([f'{name} ({why})' for name, why in damage.items()])}{_FIX}"
 
 
-_FIX = "; copy the folder again or use another one; --verify_checkpoint false accepts intentionally edited files"
+_FIX = (
+    "; copy the folder again, use another one, or begin the run anew; --verify_checkpoint false accepts intentionally "
+    "edited files"
+)
 
 
 def require_intact(folder: Path, report: Callable[[str], None], editable: tuple[str, ...] = EDITABLE) -> None:

@@ -32,6 +32,8 @@ from toolkit.untrusted import parse_yaml
 _REMOTE = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # also on remote storage
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
 _OTHER_TOOLS_VALUES = {
+    ("fsdp.sharding_strategy", "ZERO2"): "; use SHARD_GRAD_OP",
+    ("fsdp.sharding_strategy", "ZERO3"): "; use FULL_SHARD, or HYBRID_SHARD on several nodes",
     ("fsdp.state_dict_type", "local"): "; use sharded: a file per device, too, and readable on any number of devices",
 }
 """Values of other tools, each with the hint."""

@@ -45,6 +45,7 @@ _SLOW = {
     "CUDA_LAUNCH_BLOCKING": "every CUDA kernel is waited for",
     "NCCL_IB_DISABLE": "NCCL does not use InfiniBand or RoCE",
     "NCCL_P2P_DISABLE": "GPUs of a node do not exchange data directly",
+    "NCCL_TIMEOUT": "no effect: --timeout is the time that ranks wait for each other",
     "NCCL_SHM_DISABLE": "processes of a node communicate through the network",
 }
 """Variables that slow a run down when set to anything but 0, and how."""

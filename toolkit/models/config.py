@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from toolkit.errors import UserError, require_option
+from toolkit.config.elsewhere import elsewhere
+from toolkit.errors import UserError, did_you_mean, require_option
 from toolkit.models.config_checks import FLAG, GROUP, MAX_EXPERTS, MAX_SIZE, check_values, rope_kind, yarn_mscale
 
 # Keys of latent_attention, as in Hugging Face's config.json; q_lora_rank is optional.
@@ -167,6 +168,13 @@ class ModelConfig:
     gelu_approximate: Literal["none", "tanh"] = "none"
     tie_embeddings: bool = False
     family_options: dict[str, Any] | None = None
+
+    def __new__(cls, *args: Any, **values: Any) -> ModelConfig:
+        known = {f"model_config.{name}" for name in cls.__dataclass_fields__}
+        for name in values.keys() - cls.__dataclass_fields__.keys():
+            hint = elsewhere(name, known, lambda option: option.rpartition(".")[2])
+            raise UserError(f"ModelConfig({name}=...): no such field{hint or did_you_mean(name, cls.__annotations__)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_values(vars(self), _HINTS)

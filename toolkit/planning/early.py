@@ -19,6 +19,7 @@ from toolkit.config import AUTO
 from toolkit.config.command import classes_of
 from toolkit.data import DataModule, HuggingFaceText
 from toolkit.data.chat.sources import require_style
+from toolkit.data.sft.instruct import InstructionData
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes
 from toolkit.extension import find_modules_here, registered
@@ -69,6 +70,10 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
         require_profiled_steps(arguments["profiler"], arguments["train"].max_steps)
     if arguments["train"].epochs is not None and isinstance(arguments["data"], HuggingFaceText):
         raise unknown_rows_error(arguments["train"].epochs)
+    is_untokenized = folder is None and arguments["tokenizer_dir"] is None
+    if is_untokenized and isinstance(arguments["data"], InstructionData):
+        name = type(arguments["data"]).__name__
+        raise UserError(f"--data {name}: needs the tokenizer of the model; specify --tokenizer_dir")
     _check_files(arguments["data"])
     if command == "verify_parallel":
         return  # it writes nothing

@@ -23,6 +23,7 @@ from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve, setup_of, with_length
 from toolkit.planning.run_args import RunArgs, run_args
+from toolkit.planning.schedule import build_schedule, describe_scaling
 from toolkit.planning.setup import with_known_vocabulary
 
 
@@ -56,6 +57,13 @@ class RunPlan:
     def node_memory(self) -> float:
         """Bytes of CPU memory that the processes of a node hold beside the devices' memory."""
         return self.config.devices.devices * (self.memory.host + self.memory.host_copy)
+
+    @property
+    def lr_scaling(self) -> str | None:
+        train, defaults = self.args.train, self.args.defaults
+        if train.lr_scaling == "none":
+            return None
+        return describe_scaling(train, build_schedule(train, self.steps, defaults), defaults)
 
     @property
     def precision_hint(self) -> str | None:
@@ -109,9 +117,10 @@ def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> N
     limit = config.devices.memory
     memory = plan_memory(setup_of(config, model), module)
     if memory.training_state > limit:
+        smaller = "--lora_r" if config.args.lora is not None else "model"
         raise UserError(
             f"{model.name}: needs about {format_needs(memory)} per device, but only {limit / 1e9:,.1f} GB is "
-            "available; use a smaller model, or see toolkit plan --help for changes that make it fit"
+            f"available; use a smaller {smaller}, or see toolkit plan --help for changes that make it fit"
         )
 
 

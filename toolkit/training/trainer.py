@@ -353,7 +353,9 @@ class Trainer:
         )
         self.display.message(f"resuming from {folder}: step {self.progress.step}, {self.progress.tokens:,} tokens")
         old, new = read_meta(folder)["schedule"], asdict(self.state.schedule)
-        changes = [f"{name} {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]]
+        changes = [
+            f"{name} {_short(old.get(name))} -> {_short(new[name])}" for name in new if old.get(name) != new[name]
+        ]
         if changes:
             self.display.message(f"LR schedule changed on resume: {', '.join(changes)}")
 
@@ -406,3 +408,7 @@ class Trainer:
             folder = self.save(f"step-{self.progress.step:08d}")
             saved = f"stopped after step {self.progress.step}; {folder} is saved; resume with --resume auto"
         self.reader.raise_error(saved)
+
+
+def _short(value: object) -> object:
+    return f"{value:.6g}" if isinstance(value, float) else value

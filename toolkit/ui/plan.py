@@ -55,6 +55,7 @@ def plan_summary(plan: Any, device_memory_gb: float | None, node_memory_gb: floa
         "units": plan.units,
         "precision": config.precision,
         "precision_hint": plan.precision_hint,
+        "lr_scaling": plan.lr_scaling,
         "optimizer": config.optimizer["name"],
         "global_batch_size": config.batch.global_batch_size,
         "micro_batch_size": config.batch.micro_batch_size,
@@ -121,6 +122,7 @@ def format_plan(summary: dict[str, Any]) -> str:
         f"Batch      {summary['global_batch_size']} = micro batch {summary['micro_batch_size']} x "
         f"{world} device{'s' if world > 1 else ''} x {summary['gradient_accumulation_steps']} accumulated{sharded}",
         *([f"           micro batch {reason}"] if (reason := summary["reasons"].get("train.micro_batch_size")) else []),
+        *([f"           {scaled}"] if (scaled := summary["lr_scaling"]) else []),
         f"Compiler   {summary['compiler']}{f' ({why})' if (why := summary['reasons'].get('compiler')) else ''}",
         f"Recompute  {_RECOMPUTED[summary['activation_checkpointing']]}",
         f"Tokens     {summary['tokens_per_step']:,} per step, sequences of {summary['max_seq_length']:,}",
@@ -185,14 +187,25 @@ def _duration(seconds: float) -> tuple[float, str]:
     return seconds / units[unit], unit
 
 
+def _of_card(summary: dict[str, Any]) -> str:
+    """A vendor's GB are 2^30 bytes."""
+    return (
+        f" ({summary['device_memory_gb'] / 1.074:.0f} GiB of the {summary['speed']['gpu']})"
+        if "speed" in summary
+        else ""
+    )
+
+
 def _verdict(summary: dict[str, Any]) -> list[str]:
     limit = summary["device_memory_gb"]
     if limit is None:
         return ["", "Use --device_memory_gb to check whether this fits."]
     if summary["fits"]:
-        return ["", f"Fits into {limit:g} GB."]
+        return ["", f"Fits into {limit:g} GB{_of_card(summary)}."]
     is_node = summary["memory_gb"]["total"] <= limit
-    what = f"{summary['node']['limit_gb']:g} GB of CPU memory per node" if is_node else f"{limit:g} GB"
+    what = (
+        f"{summary['node']['limit_gb']:g} GB of CPU memory per node" if is_node else f"{limit:g} GB{_of_card(summary)}"
+    )
     lines = ["", f"Does not fit into {what}. Changes, in this order:"]
     for number, advice in enumerate(summary["advice"], 1):
         node = f", {advice['node_memory_gb']:,.0f} GB of CPU memory per node" if advice["node_memory_gb"] else ""

@@ -15,7 +15,6 @@ from toolkit.config.other_formats.rules import (
     Rule,
     text,
 )
-from toolkit.paths import is_url
 
 
 def _block_size(file: File, size: int) -> Options:
@@ -31,9 +30,7 @@ def _max_epochs(file: File, epochs: float) -> Options:
 
 
 def _snapshot_path(file: File, path: str) -> Options:
-    if is_url(path):
-        raise ValueError("remote files are not supported; give --out_dir FOLDER for the checkpoints, and --resume auto")
-    return {"resume": "auto"}
+    return {"resume": "auto", "out_dir": path.removesuffix(".pt")}
 
 
 DATA = {
@@ -59,7 +56,7 @@ TRAINER = {
     "batch_size": BATCH_SIZE,
     "data_loader_workers": Rule(COUNT_OR_ZERO, ("data.num_workers",)),
     "grad_norm_clip": CLIP_NORM,
-    "snapshot_path": Rule(text, ("resume",), _snapshot_path, "checkpoints are folders in --out_dir"),
+    "snapshot_path": Rule(text, ("resume", "out_dir"), _snapshot_path, "checkpoints are folders in --out_dir"),
     "save_every": Rule(
         COUNT,
         ("train.save_interval",),

@@ -94,6 +94,10 @@ class InstructionData(DataModule):
             if self.prompt_style is not None or self.chat_template is not None:
                 raise
             no_template = error  # plain text needs no template
+            row = next((row for source in splits.train for _, row in source.rows()), None)
+            if isinstance(row, dict) and {"instruction", "output"} <= row.keys():
+                template = ChatTemplate.from_tokenizer(tokenizer, "alpaca")
+                report("Data: the model has no chat template; rows with instruction and output get that of alpaca")
         config = SFTConfig(
             module=re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(),
             option=option,

@@ -83,6 +83,8 @@ def _collect_notes(config: SFTConfig, statistics: dict[str, Any]) -> list[str]:
     if statistics["conversations"] and template is not None:
         notes.append(f"chat template: {template.name}; end of turn: {template.end_of_turn}")
         notes += [f"{template.name}: {note}" for note in statistics["notes"]]
+    if unanswered := statistics.get("unanswered"):
+        notes.append(f"{unanswered:,} conversations end with a message of the user, which has no answer to train on")
     if repeats := statistics["val_samples_also_trained"]:
         counts = f"{repeats:,} of {statistics['val_samples']:,}"
         notes.append(f"{counts} held-out samples are also trained on: the validation loss is biased low")

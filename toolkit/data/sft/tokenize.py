@@ -73,6 +73,7 @@ class Counts:
     Args:
         samples: Rows read.
         conversations: Samples that are conversations.
+        unanswered: Conversations that end with a user's message.
         truncated: Truncated to the row length.
         split: Split into several pieces.
         too_long: Dropped because of their length.
@@ -85,6 +86,7 @@ class Counts:
 
     samples: int = 0
     conversations: int = 0
+    unanswered: int = 0
     truncated: int = 0
     split: int = 0
     too_long: int = 0
@@ -153,6 +155,7 @@ def _tokenize_row(
         counts.empty += 1
         return []
     counts.conversations += record.messages is not None
+    counts.unanswered += bool(record.messages) and record.messages[-1].get("role") == "user"
     encoding = tokenize_record(record, config)
     counts.measure(len(encoding.ids), source, number)
     limit = config.max_seq_length + 1

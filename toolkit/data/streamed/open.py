@@ -69,7 +69,7 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         clean_up(cache_dir)
-        source = _source(text.files, text.column)
+        source = _source(text.files, text.column, text.skips_broken)
         stream = _open_stream(cache_dir, source, tokenizer, text.vocab_size, report)
         prepared = _prepare_rows(text, stream, max_seq_length + 1, report)
     except StorageError as error:
@@ -80,7 +80,7 @@ def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int
     return prepared
 
 
-def _source(files: list[SourceFile], column: str) -> Source:
+def _source(files: list[SourceFile], column: str, skips_broken: bool) -> Source:
     if any(file.kind == "parquet" or file.compression == ".zst" for file in files):
         units.import_pyarrow()
     source = Source(files, column, units.UNIT_BYTES, identify(files))
@@ -89,8 +89,9 @@ def _source(files: list[SourceFile], column: str) -> Source:
         next(units.read_part(files[part.file], part, column), None)
     except units.ColumnError as error:
         raise UserError(f"--data.text_column {column}: {files[part.file].name}: {error}") from error
-    except units.BrokenFileError:
-        pass  # reported, or skipped, when the unit is prepared
+    except units.BrokenFileError as error:
+        if not skips_broken:  # before a tokenizer is trained
+            raise UserError(f"--data: {describe_broken({files[part.file].name: str(error)})}") from error
     return source
 
 
@@ -197,7 +198,7 @@ def _require_budget(max_cache_gb: float | None, stream: Stream, first: int) -> i
 
 def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_size: int, report: Report) -> RowSpans:
     """Tokenize as many units of the validation files as ``val_rows`` needs."""
-    source = _source(files, text.column)
+    source = _source(files, text.column, text.skips_broken)
     stream = _open_stream(train.folder.parent, source, train.tokenizer, 0, report)
     spans, left = list[tuple[int, int, int]](), text.val_rows
     for number in range(len(source.units)):

@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 
 from toolkit.checkpoints.store import FINAL
+from toolkit.data.chat.sources import tokenizer_template
+from toolkit.data.sft.instruct import InstructionData
 from toolkit.models.families import export_error
 from toolkit.training.callbacks.base import Callback, TrainerView
 from toolkit.training.evaluate import option_to_trust
@@ -49,8 +51,11 @@ def next_commands(trainer: TrainerView) -> list[str]:
     final, hf = (shlex.quote(str(path)) for path in (final_model(trainer), hf_dir))
     merge = "" if state.base is None else " --merge true"
     trust = "" if option_to_trust(trainer.args.data) is None else " --trust_checkpoint_data true"
+    is_chat = isinstance(trainer.args.data, InstructionData) and data.tokenizer is not None
+    is_chat = is_chat and tokenizer_template(data.tokenizer, strict=False) is not None
     commands = {
-        f'toolkit generate {final} --prompt "..."': data.tokenizer is not None,
+        f"toolkit chat {final}": is_chat,
+        f'toolkit generate {final} --prompt "..."': data.tokenizer is not None and not is_chat,
         f"toolkit evaluate {final}{trust}": data.val is not None,
         f"toolkit convert_to_hf {final} {hf}{merge}": export_error(state.model.config) is None,
     }
