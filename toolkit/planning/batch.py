@@ -24,11 +24,7 @@ class BatchPlan:
 
 
 def plan_batch(global_batch_size: int, micro_batch_size: int, devices: int = 1, num_nodes: int = 1) -> BatchPlan:
-    """Divide the global batch into equal micro-batches.
-
-    Raises:
-        UserError: it does not divide evenly; the message lists the nearest valid values of both flags.
-    """
+    """Divide the global batch into equal micro-batches."""
     world_size = devices * num_nodes
     unit = world_size * micro_batch_size
     if global_batch_size % unit == 0:

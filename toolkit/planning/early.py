@@ -37,9 +37,6 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
     """Check the arguments of a command before torch is imported.
 
     Does nothing where a launcher started this process: others wait for its report, and rank 0 may have begun to write.
-
-    Raises:
-        UserError: an unknown model or logger, a missing package, folder or file, a used folder, an impossible batch.
     """
     if "out_dir" in arguments and "num_nodes" in arguments and command != "plan":
         detect_world(arguments["devices"], arguments["num_nodes"], None)

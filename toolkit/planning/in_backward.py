@@ -8,11 +8,7 @@ from toolkit.errors import UserError
 def check_in_backward(
     *, has_adapters: bool, world_size: int, accumulation: int, max_norm: float, precision: str, is_torch_optimizer: bool
 ) -> None:
-    """Check that every weight can be updated as soon as its gradient is known.
-
-    Raises:
-        UserError: something needs the gradients of all weights, or of all micro-batches, at once.
-    """
+    """Check that every weight can be updated as soon as its gradient is known."""
     reasons = {
         "would save nothing, the gradients of adapters are small; leave it out": has_adapters,
         f"needs one device, and {world_size} are in use; FSDP shards gradients instead": world_size > 1,

@@ -82,9 +82,6 @@ def build_limits(
 
     ``done`` is the progress so far. It is needed because the last batch of an epoch may have been short, so steps and
     samples are not proportional. ``n_rows`` is None if it is unknown; ``tokens_per_row`` is a mean.
-
-    Raises:
-        UserError: epochs are given for data of unknown length.
     """
     ends: list[int] = []
     estimates: list[int] = []
@@ -110,9 +107,6 @@ def require_ahead(args: TrainArgs, done: Progress, limits: Limits, longest_row: 
     """Check that ``checkpoint``, with progress ``done``, is not past a limit.
 
     The last step of a run may exceed ``max_tokens`` by less than a global batch of its longest row.
-
-    Raises:
-        UserError: the checkpoint is past a limit, which the message names.
     """
     checks = {
         "max_steps": (args.max_steps, args.max_steps is not None and done.step > args.max_steps),
@@ -131,11 +125,7 @@ def require_ahead(args: TrainArgs, done: Progress, limits: Limits, longest_row: 
 
 
 def require_profiled_steps(profiler: ProfilerArgs, total_steps: int | None) -> None:
-    """Check that a new run of ``total_steps`` steps (None: unknown) reaches a step that ``--profile`` records.
-
-    Raises:
-        UserError: it ends before.
-    """
+    """Check that a new run of ``total_steps`` steps (None: unknown) reaches a step that ``--profile`` records."""
     before = profiler.wait + profiler.warmup
     if total_steps is not None and total_steps <= before:
         raise UserError(

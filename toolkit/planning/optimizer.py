@@ -26,11 +26,7 @@ UNSUPPORTED = {
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return a class by case-insensitive name: of ``torch.optim``, of :data:`COMBINED`, or of an extension.
-
-    Raises:
-        UserError: no such class, or the training loop does not support it.
-    """
+    """Return a class by case-insensitive name: of ``torch.optim``, of :data:`COMBINED`, or of an extension."""
     base = torch.optim.Optimizer
     known = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base)} | COMBINED
     match = next((n for n in known if n.lower() == name.lower()), None)
@@ -56,9 +52,6 @@ def resolve_optimizer(
 
     The class must take the user's options; those that are "auto" apply if it does. ``defaults`` are those of the
     command. ``given_class`` is a class outside torch.optim.
-
-    Raises:
-        UserError: no such class, or it does not take an option.
     """
     cls = given_class or optimizer_class(args.name)
     takes = inspect.signature(cls).parameters
@@ -131,9 +124,6 @@ def check_low_memory(
     Args:
         options: See :func:`resolve_optimizer`.
         is_own: Whether the class is one of torch.optim or of :data:`COMBINED`.
-
-    Raises:
-        UserError: they do not.
     """
     name, state_dtype = options["name"], options.get("state_dtype")
     chosen = {

@@ -81,11 +81,7 @@ class RunPlan:
 
 
 def plan_run(args: RunArgs, devices: DeviceSpec) -> RunPlan:
-    """Plan a run.
-
-    Raises:
-        UserError: an error in the arguments, with the run's message.
-    """
+    """Plan a run."""
     try:
         args = with_length(args)
     except UserError:  # the length does not matter for the memory; an epoch has an unknown number of steps
@@ -110,9 +106,6 @@ def require_memory(config: ResolvedConfig, model: ModelConfig, module: GPT) -> N
         config: Of the run.
         model: The architecture, including the vocabulary size.
         module: The model on the meta device.
-
-    Raises:
-        UserError: the memory does not suffice; the message names the model and both sizes.
     """
     limit = config.devices.memory
     memory = plan_memory(setup_of(config, model), module)
@@ -139,9 +132,6 @@ def device_spec_of(args: RunArgs, device_memory_gb: float | None = None) -> Devi
     Args:
         args: The arguments of the run.
         device_memory_gb: Memory of one device in GB (1e9 bytes); None: of one of this machine, if there is one.
-
-    Raises:
-        UserError: an invalid number of devices or nodes.
     """
     device = "cuda" if args.accelerator == "auto" else args.accelerator
     available = count_devices(device) if args.devices == "auto" else None
@@ -156,9 +146,6 @@ def run_args_of(command: TrainingCommand, given: dict[str, Any]) -> Iterator[Run
     """Yield the run arguments that a training command derives from its options.
 
     A missing checkpoint folder is replaced by a temporary folder with the config of the named architecture.
-
-    Raises:
-        UserError: the options conflict, or there is neither a folder nor an architecture of that name.
     """
     option = "initial_checkpoint_dir" if command == "pretrain" else "checkpoint_dir"
     value = given[option]

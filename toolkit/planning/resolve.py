@@ -110,11 +110,7 @@ class ResolvedConfig:
 
 
 def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
-    """Resolve what the user left open, and check that the options go together.
-
-    Raises:
-        UserError: options that do not go together, or would have no effect.
-    """
+    """Resolve what the user left open, and check that the options go together."""
     _check_options(args)
     args = with_length(args)
     given = choose_seq_length(args.data, none_if_auto(args.train.max_seq_length), "train.max_seq_length")
@@ -217,9 +213,6 @@ def choose_accumulate(config: ResolvedConfig) -> Literal["unsharded", "sharded"]
 
     Unsharded where that is not known before the run: the memory of the device, the vocabulary, a user-provided module
     or optimizer.
-
-    Raises:
-        UserError: the option would have no effect.
     """
     args, model, memory = config.args, config.model, config.devices.memory
     choice = args.fsdp.accumulate
@@ -290,11 +283,7 @@ def _check_units(args: RunArgs, strategy: StrategyPlan) -> None:
 
 
 def choose_precision(args: RunArgs, devices: DeviceSpec) -> Precision:
-    """Return the precision of the run; auto is one that goes with its other options.
-
-    Raises:
-        UserError: the devices do not support it.
-    """
+    """Return the precision of the run; auto is one that goes with its other options."""
     on_cuda: Precision = "bf16-mixed" if args.lora is None else "bf16-true"
     has_bf16 = True if devices.has_bf16 is None and not torch.cuda.is_available() else devices.has_bf16
     precision = pick_precision(args.precision, devices.device, on_cuda, has_bf16)
@@ -321,11 +310,7 @@ def has_length(train: TrainArgs) -> bool:
 
 
 def with_length(args: RunArgs) -> RunArgs:
-    """Give a run without a limit its default length.
-
-    Raises:
-        UserError: it has none.
-    """
+    """Give a run without a limit its default length."""
     if has_length(args.train):
         return args
     if args.defaults.epochs is not None:
@@ -372,11 +357,7 @@ def choose_model(args: RunArgs) -> ModelConfig | None:
 
 
 def choose_length(train: TrainArgs, config: ModelConfig | None) -> int | None:
-    """Tokens per sequence; None where the data decides.
-
-    Raises:
-        UserError: longer than the model's context.
-    """
+    """Tokens per sequence; None where the data decides."""
     given = none_if_auto(train.max_seq_length)
     if config is None:
         return given

@@ -102,11 +102,7 @@ class RunArgs(RunOptions):
 
 
 def run_args(command: TrainingCommand, options: Mapping[str, Any]) -> RunArgs:
-    """Build the arguments of a run from the options of a command, by name; other names are ignored.
-
-    Raises:
-        UserError: the options conflict, or the checkpoint to finetune has adapters only.
-    """
+    """Build the arguments of a run from the options of a command, by name; other names are ignored."""
     values = {f.name: options[f.name] for f in fields(RunArgs) if f.name in options}
     values.setdefault("groups", take_option_groups(dict(options)))
     if command == "pretrain":
@@ -121,11 +117,7 @@ def run_args(command: TrainingCommand, options: Mapping[str, Any]) -> RunArgs:
 
 
 def read_lora(options: Mapping[str, Any]) -> LoRAConfig:
-    """Return the configuration of the adapters: from the flags, or from the peft folder.
-
-    Raises:
-        UserError: both define it, or the peft folder does not fit the checkpoint.
-    """
+    """Return the configuration of the adapters: from the flags, or from the peft folder."""
     if options["from_peft"] is None:
         return LoRAConfig.from_options(options)
     for name, default in LoRAConfig().to_options().items():

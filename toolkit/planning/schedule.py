@@ -88,11 +88,7 @@ def describe_scaling(args: TrainArgs, schedule: Schedule, defaults: CommandDefau
 
 
 def build_schedule(args: TrainArgs, total_steps: int | None, defaults: CommandDefaults) -> Schedule:
-    """Build the LR schedule of a run, scaled to its global batch; ``defaults`` are those of its command.
-
-    Raises:
-        UserError: the warm-up is longer than the run, or the shape needs a known end.
-    """
+    """Build the LR schedule of a run, scaled to its global batch; ``defaults`` are those of its command."""
     if total_steps is None and args.lr_schedule != "constant":
         raise UserError(
             f"--train.lr_schedule {args.lr_schedule}: needs the length of the run, which --train.max_time alone does "

@@ -103,11 +103,7 @@ class TrainingSetup:
 
 
 def with_known_vocabulary(config: ModelConfig | None, args: RunArgs) -> ModelConfig:
-    """Return the config with the vocabulary size of the given tokenizer, or of the one trained on the data.
-
-    Raises:
-        UserError: the vocabulary size is unknown before the data is prepared.
-    """
+    """Return the config with the vocabulary size of the given tokenizer, or of the one trained on the data."""
     assert config is not None, "user-provided modules have no plan"
     if config.vocab_size is not None:
         return config

@@ -102,9 +102,6 @@ def card_for(name: str, accelerator: str = "cuda") -> tuple[str, Card]:
     """Return a card and its name here, from the name that a user, a vendor or a driver writes.
 
     Case, spaces, hyphens, NVIDIA, GeForce, RTX, SXM and the kind of memory do not matter; GB must be those of the card.
-
-    Raises:
-        UserError: unknown, or the run is not for a GPU.
     """
     if accelerator in ("cpu", "mps"):
         raise UserError(f"--speed {name}: predicts NVIDIA GPUs, not --accelerator {accelerator}; leave one out")

@@ -91,11 +91,7 @@ class Prediction:
 
 
 def predict(plan: RunPlan, card: Card) -> Prediction:
-    """Predict a step of ``plan`` on GPUs of this kind.
-
-    Raises:
-        UserError: an operator of the model or the optimizer cannot run on the meta device.
-    """
+    """Predict a step of ``plan`` on GPUs of this kind."""
     try:
         return _predict(plan, card)
     except (NotImplementedError, RuntimeError, TypeError) as error:
