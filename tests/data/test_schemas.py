@@ -405,6 +405,20 @@ def test_missing_extras_are_named(tmp_path, monkeypatch):
         load_hub_split("x", None, "train", "--data.repo_id x")
 
 
+def test_hub_that_cannot_be_reached_is_one_line_at_once(monkeypatch):
+    pytest.importorskip("datasets")
+    from huggingface_hub import constants
+
+    from toolkit.data.sft.readers import load_hub_split
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"--data.repo_id no/such: no download from http://127.0.0.1:9 .*; check the"):
+        load_hub_split("no/such", None, "train", "--data Alpaca")
+    assert time.monotonic() - started < 30
+
+
 def test_rows_of_tables_have_no_fields_of_other_rows(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     datasets = pytest.importorskip("datasets")

@@ -402,10 +402,28 @@ def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) ->
         import datasets
     except ImportError as error:
         raise UserError("--data HuggingFace: needs datasets; run: pip install 'datasets>=3'") from error
+    from huggingface_hub import HfApi
+
+    from toolkit.data.hub_errors import describe_hub_error, hub_error_types
+
+    config, unreachable = datasets.config, None
+    was_offline = config.HF_HUB_OFFLINE
     try:
+        if not was_offline and not Path(repo_id).exists():
+            HfApi().dataset_info(repo_id, timeout=10)
+    except hub_error_types() as error:
+        unreachable = error
+    try:
+        config.HF_HUB_OFFLINE = was_offline or unreachable is not None  # the cache; the library tries for a minute
         dataset = datasets.load_dataset(repo_id, subset, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        if unreachable is not None:
+            raise UserError(
+                describe_hub_error(unreachable, repo_id, "main", kind="dataset", option="--data.")
+            ) from error
         raise UserError(f"{option}: {repo_id}, split {split}: cannot be loaded: {one_line(error)}") from error
+    finally:
+        config.HF_HUB_OFFLINE = was_offline
     name = " ".join(filter(None, [repo_id, subset, split]))
     if not len(dataset):
         raise UserError(f"{option}: {name} contains no rows")
