@@ -34,7 +34,8 @@ format: $(VENV)/.test
 # A small Free Transformer and its baseline (extensions/free_transformer), each sharded over all GPUs of this machine,
 # without one over two processes; then a picture and a table of both.
 FREE := extensions/free_transformer
-DEVICES := $(BIN)/python -c "import torch; n = 1 << ((torch.cuda.device_count() or 2).bit_length() - 1); \
+DEVICES := $(BIN)/python -c "import sys, torch; found = torch.cuda.device_count() or 2; n = 1 << (found.bit_length() - 1); \
+  n == found or print(f'note: {n} of {found} GPUs, to divide the global batch of 64', file=sys.stderr); \
   print('--devices', n, '--train.micro_batch_size', 64 // n)"
 
 train-free-fsdp: $(VENV)/.free

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.cases import check_each
+from lightning.fabric.strategies import FSDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -83,6 +84,8 @@ def test_every_name_has_its_meaning(monkeypatch):
 
 
 def test_names_of_other_libraries_are_answered():
+    with pytest.raises(UserError, match="^strategy FSDPStrategy: give a name, such as 'fsdp'"):
+        toolkit.train("pico-llama", ROWS, strategy=FSDPStrategy())
     for name, text in (("DDPTrainer", 'strategy="ddp"'), ("HFTokenizer", "tokenizer_dir"), ("nothing", "it offers")):
         with pytest.raises(AttributeError, match=text):
             getattr(toolkit, name)

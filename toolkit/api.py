@@ -213,6 +213,8 @@ def train(
         GuardError, StoppedBySignalError, PeerLostError: as on the command line, see :mod:`toolkit.errors`.
         SystemExit: on the other ranks, where rank 0 raises one of these.
     """
+    if not isinstance(strategy := options.get("strategy", AUTO), str):
+        raise UserError(f"strategy {type(strategy).__name__}: give a name, such as 'fsdp', and options as fsdp={{...}}")
     chosen, cls = _read_optimizer(optimizer)
     arguments = parse_object(pretrain.setup, options | {"optimizer": chosen})
     arguments |= _read_model(model, block_classes, arguments) | {"optimizer_class": cls}

@@ -406,13 +406,14 @@ def test_missing_extras_are_named(tmp_path, monkeypatch):
 
 
 def test_hub_that_cannot_be_reached_is_one_line_at_once(monkeypatch):
-    pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets")
     from huggingface_hub import constants
 
     from toolkit.data.sft.readers import load_hub_split
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for module in (constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
     started = time.monotonic()
     with pytest.raises(UserError, match=r"--data.repo_id no/such: no download from http://127.0.0.1:9 .*; check the"):
         load_hub_split("no/such", None, "train", "--data Alpaca")

@@ -29,6 +29,11 @@ def test_first_limit_ends_the_run(options, total_steps):
     assert limits(**options).total_steps == total_steps
 
 
+def test_another_limit_ends_a_run_whose_epochs_cannot_be_counted():
+    args = TrainArgs(global_batch_size=10, epochs=1, max_steps=7)
+    assert build_limits(args, Progress(), n_rows=None, tokens_per_row=8).total_steps == 7
+
+
 def test_extended_limits_count_from_the_progress():
     """A run of one epoch ended with a short batch: 3 steps for 25 rows. The next epoch begins with row 26."""
     done = Progress(step=3, tokens=200, samples=25)

@@ -65,8 +65,10 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
     _check_batch(arguments, command == "finetune_lora")
     if arguments["profile"] and arguments["resume"] is False:
         require_profiled_steps(arguments["profiler"], arguments["train"].max_steps)
-    if arguments["train"].epochs is not None and isinstance(arguments["data"], HuggingFaceText):
-        raise unknown_rows_error(arguments["train"].epochs)
+    train = arguments["train"]
+    has_limit = train.max_steps is not None or train.max_tokens is not None
+    if train.epochs is not None and not has_limit and isinstance(arguments["data"], HuggingFaceText):
+        raise unknown_rows_error(train.epochs)
     is_untokenized = folder is None and arguments["tokenizer_dir"] is None
     if is_untokenized and isinstance(arguments["data"], InstructionData):
         name = type(arguments["data"]).__name__

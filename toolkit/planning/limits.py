@@ -92,9 +92,9 @@ def build_limits(
         left = max(0, args.max_tokens - done.tokens)
         end = done.step + math.ceil(left / (args.global_batch_size * tokens_per_row))
         (estimates if is_ragged else ends).append(end)
-    if args.epochs is not None:
-        if n_rows is None:
-            raise unknown_rows_error(args.epochs)
+    if args.epochs is not None and n_rows is None and not (ends or estimates):
+        raise unknown_rows_error(args.epochs)
+    if args.epochs is not None and n_rows is not None:
         total_samples = math.ceil(args.epochs * n_rows)
         ends.append(done.step + math.ceil(max(0, total_samples - done.samples) / args.global_batch_size))
     assert ends or estimates or args.max_time is not None

@@ -35,6 +35,8 @@ def describe_run(config: ResolvedConfig, state: RunState, reader: TrainReader) -
         yield f"Micro-batch: {config.batch.micro_batch_size} ({reason})"
     if (hint := precision_hint(config.device, config.precision)) is not None:
         yield hint
+    if args.train.epochs is not None and state.limits.total_samples is None:
+        yield "note: epochs are not counted: the number of rows of this data is unknown; another limit ends the run"
     if config.preset:
         yield f"Preset {config.preset}"
     yield f"Strategy: {config.strategy}"
