@@ -155,7 +155,7 @@ def _tokenize_row(
         counts.empty += 1
         return []
     counts.conversations += record.messages is not None
-    counts.unanswered += bool(record.messages) and record.messages[-1].get("role") == "user"
+    counts.unanswered += (record.messages or ({},))[-1].get("role") == "user"
     encoding = tokenize_record(record, config)
     counts.measure(len(encoding.ids), source, number)
     limit = config.max_seq_length + 1

@@ -51,8 +51,8 @@ def next_commands(trainer: TrainerView) -> list[str]:
     final, hf = (shlex.quote(str(path)) for path in (final_model(trainer), hf_dir))
     merge = "" if state.base is None else " --merge true"
     trust = "" if option_to_trust(trainer.args.data) is None else " --trust_checkpoint_data true"
-    is_chat = isinstance(trainer.args.data, InstructionData) and data.tokenizer is not None
-    is_chat = is_chat and tokenizer_template(data.tokenizer, strict=False) is not None
+    has_template = data.tokenizer is not None and tokenizer_template(data.tokenizer, strict=False) is not None
+    is_chat = has_template and isinstance(trainer.args.data, InstructionData)
     commands = {
         f"toolkit chat {final}": is_chat,
         f'toolkit generate {final} --prompt "..."': data.tokenizer is not None and not is_chat,
