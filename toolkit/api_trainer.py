@@ -67,7 +67,8 @@ class Trainer:
         **options: Any,
     ) -> None:
         if inspect.isclass(dataset) and issubclass(dataset, Optimizer):  # Trainer(model, optimizer class, loader)
-            options["optimizer"], dataset, more = dataset, *((more[0], more[1:]) if more else (None, ()))
+            options["optimizer"] = dataset
+            dataset, more = (more[0], more[1:]) if more else (None, ())
         if more:
             raise UserError(f"Trainer(model, dataset): {len(more)} further positional arguments; name them")
         if "dataloader" in options:
