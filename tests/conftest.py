@@ -24,3 +24,33 @@ def web(monkeypatch):
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.fixture
+def ragged():
+    from helpers.ragged import RaggedRows
+
+    from toolkit.data.base import PreparedData
+
+    return PreparedData(RaggedRows(40), RaggedRows(13), None, "key", "ragged rows")
+
+
+@pytest.fixture
+def fabric():
+    from lightning.fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=1)
+
+
+@pytest.fixture
+def pico():
+    """A small model of the vocabulary of ``ragged``."""
+    from helpers.initialize import initialize
+    from helpers.ragged import VOCABULARY
+
+    from toolkit.models.families import get_config
+    from toolkit.models.gpt import GPT
+
+    model = GPT(get_config("pico-llama").with_vocab_size(VOCABULARY))
+    initialize(model, seed=1)
+    return model

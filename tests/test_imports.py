@@ -24,8 +24,10 @@ LAYERS = [
     {"models"},
     {"data"},
     {"distributed"},
+    {"optim"},
     {"checkpoints"},
     {"inference"},
+    {"objectives"},
     {"planning"},
     {"training"},
     {"diagnostics"},
@@ -39,7 +41,8 @@ LIGHT = [
     "toolkit.errors", "toolkit.checksums",
     "toolkit.leftovers", "toolkit.paths", "toolkit.untrusted", "toolkit.models.config",
     "toolkit.models.config_checks",
-    "toolkit.models.families", "toolkit.data", "toolkit.ui", *(module for module, *_ in COMMANDS.values()),
+    "toolkit.models.families", "toolkit.data", "toolkit.objectives", "toolkit.ui",
+    *(module for module, *_ in COMMANDS.values()),
 ]  # fmt: skip
 HEAVY = {"torch", "lightning", "litdata", "transformers", "tokenizers", "numpy", "rich"}
 
@@ -56,12 +59,12 @@ def level(module: str) -> int | None:
     return LEVEL["models.config"] if is_config else LEVEL.get(rest.partition(".")[0])
 
 
-def imported(tree: ast.AST, module: str, is_package: bool, with_types: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield (line, module) for all imports of a file from toolkit; those of TYPE_CHECKING blocks if ``with_types``."""
+def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Yield (line, module) for all imports of a file from toolkit; without those for types only."""
     for_types = {
         id(inner)
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not with_types
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
@@ -112,14 +115,14 @@ def test_upward_imports_are_detected():
 
 
 def import_graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
-    """Return the modules that each module imports, late and for types only included.
+    """Return the modules that each module imports, late ones included.
 
     Args:
         sources: Content of each module, and whether it is a package.
     """
     graph = {}
     for module, (source, is_package) in sources.items():
-        names = {name for _, name in imported(ast.parse(source), module, is_package, with_types=True)}
+        names = {name for _, name in imported(ast.parse(source), module, is_package)}
         # `from toolkit.models.config import ModelConfig` imports toolkit.models.config
         graph[module] = {name if name in sources else name.rpartition(".")[0] for name in names} - {module}
     return graph
@@ -148,8 +151,7 @@ def test_no_circular_imports():
 
 def test_circular_imports_are_detected():
     late = "def f():\n    from toolkit.ui import b"
-    for_types = "if TYPE_CHECKING:\n    from toolkit.ui.a import A"
-    graph = import_graph({"toolkit.ui.a": (late, False), "toolkit.ui.b": (for_types, False)})
+    graph = import_graph({"toolkit.ui.a": (late, False), "toolkit.ui.b": ("from toolkit.ui.a import A", False)})
     assert import_circles(graph) == {frozenset({"toolkit.ui.a", "toolkit.ui.b"})}
     assert not import_circles(import_graph({"toolkit.ui.a": (late, False), "toolkit.ui.b": ("", False)}))
 

@@ -46,9 +46,9 @@ def path_options() -> list[tuple[str, list[str], str]]:
                 command.chosen[group], words = cls, [f"--{group}", short]
             for option, (kind, *_) in command.options().items():
                 group, _, field = option.rpartition(".")
-                is_own = group not in registered("option_groups")  # packages may be installed
+                is_builtin = group not in registered("option_groups")  # packages may be installed
                 is_local = field not in getattr(command.chosen.get(group), "takes_urls", ())
-                if is_own and is_local and re.search(r"\bstr\b", str(kind)) and field not in NO_PATHS:
+                if is_builtin and is_local and re.search(r"\bstr\b", str(kind)) and field not in NO_PATHS:
                     found.append((name, words, option))
     return found
 

@@ -21,7 +21,8 @@ from toolkit.errors import UserError, one_line
 
 GROUP = "toolkit.extensions"
 KINDS = (
-    "families", "data", "compilers", "strategies", "loggers", "callbacks", "optimizers", "option_groups",
+    "families", "data", "compilers", "strategies", "loggers", "callbacks", "optimizers", "objectives",
+    "option_groups",
 )  # fmt: skip
 """The fields of :class:`Extension` that hold names."""
 Names = Mapping[str, str]
@@ -42,6 +43,7 @@ class Extension:
             ``--logger_name``.
         callbacks: Classes derived from :class:`toolkit.Callback`, for ``--callbacks``.
         optimizers: Classes derived from torch.optim.Optimizer, for ``--optimizer.name``.
+        objectives: Classes derived from :class:`toolkit.objectives.Objective`, for ``--objective``.
         option_groups: Frozen dataclasses, whose fields are options of the training commands: ``--GROUP.FIELD``.
         check: Path of a function that gets the :class:`toolkit.planning.run_args.RunArgs` of every run and raises a
             UserError where options of the extension would have no effect, or do not go together.
@@ -54,6 +56,7 @@ class Extension:
     loggers: Names = field(default_factory=dict)
     callbacks: Names = field(default_factory=dict)
     optimizers: Names = field(default_factory=dict)
+    objectives: Names = field(default_factory=dict)
     option_groups: Names = field(default_factory=dict)
     check: str | None = None
 

@@ -7,7 +7,8 @@ import zipfile
 import pytest
 import torch
 
-from toolkit.checkpoints.weights import canonical_name, load_state, load_weights, save_state, save_weights
+from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
+from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
 
 

@@ -104,9 +104,9 @@ toolkit.rank_print(json.dumps([seen, toolkit.get_rank(), toolkit.get_world_size(
 def test_helpers_under_every_launcher_and_around_a_run(launcher, tmp_path):
     """toolkit's own launcher connects the processes in train(); before, each is on its own."""
     script = tmp_path / "script.py"
-    is_own = launcher == "toolkit"
-    text = (RESULTS.replace("toolkit.setup_distributed()\n", "") if is_own else RESULTS) + TRAIN
-    script.write_text(text.replace("DEVICES", "2" if is_own else "'auto'"))
+    is_builtin = launcher == "toolkit"
+    text = (RESULTS.replace("toolkit.setup_distributed()\n", "") if is_builtin else RESULTS) + TRAIN
+    script.write_text(text.replace("DEVICES", "2" if is_builtin else "'auto'"))
     env = {k: v for k, v in os.environ.items() if k not in LAUNCHERS} | {"OMP_NUM_THREADS": "1"}
     commands = [[sys.executable, script.name]]
     environments = [env]
@@ -133,5 +133,5 @@ def test_helpers_under_every_launcher_and_around_a_run(launcher, tmp_path):
     for rank in range(2):
         seen, *after = json.loads(lines[str(rank)])
         assert after == [rank, 2, 3]
-        assert is_own or seen == of_two(rank)
+        assert is_builtin or seen == of_two(rank)
     assert (tmp_path / "out/final/COMPLETE").exists()

@@ -5,8 +5,8 @@ import signal
 
 from helpers.slow_writes import slow_fsync
 from toolkit import Callback
-from toolkit.checkpoints.weights import canonical_name
 from toolkit.distributed import ranks
+from toolkit.distributed.names import canonical_name
 from toolkit.training.model import unwrapped
 
 

@@ -242,7 +242,8 @@ def with_inf(train_step):
     """Make an optimizer state of rank 1 non-finite after the third step; the loss stays finite."""
     steps = iter(range(10**9))
 
-    def step(fabric, model, optimizer, micro_batches, **options):
+    def step(fabric, objective, update, *arguments):
+        model, optimizer = update.model, update.optimizer
         result = train_step(fabric, model, optimizer, micro_batches, **options)
         if next(steps) == 2 and dist.get_rank() == 1:
             state = next(s for s in optimizer.state.values() if s["exp_avg_sq"].numel())
@@ -272,12 +273,13 @@ def with_nan(train_step):
     """Make rank 1's third loss non-finite; that step must leave weights and optimizer state alone on every rank."""
     steps = iter(range(10**9))
 
-    def step(fabric, model, optimizer, micro_batches, **options):
+    def step(fabric, objective, update, *arguments):
+        model, optimizer = update.model, update.optimizer
         if next(steps) == 2 and dist.get_rank() == 1:
             unwrapped(model).register_forward_hook(lambda module, inputs, out: (out[0] * float("nan"), out[1]))
         before = copy.deepcopy([list(model.parameters()), list(optimizer.state.values())])
         try:
-            return train_step(fabric, model, optimizer, micro_batches, **options)
+            return train_step(fabric, objective, update, *arguments)
         except GuardError:
             torch.testing.assert_close(
                 [list(model.parameters()), list(optimizer.state.values())], before, rtol=0, atol=0

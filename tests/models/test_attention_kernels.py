@@ -23,7 +23,7 @@ from toolkit.models.attention_choice import KernelCase, check_kernel, kernel_of
 from toolkit.models.attention_kernels import document_bounds, make_flash_mask, make_flex_mask
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.masks import AttentionMask, KernelChoice
-from toolkit.training.loss_parts import forward_inputs
+from toolkit.objectives.inputs import forward_inputs
 
 CPU = torch.device("cpu")
 WINDOWS = {"n_layer": 3, "sliding_window_size": 7, "sliding_window_indices": [1, 0, 1]}

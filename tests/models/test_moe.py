@@ -18,7 +18,7 @@ from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.moe import LLaMAMoE, load_balancing_loss, mask_until_last_label
 from toolkit.models.quantize import quantize_linears
-from toolkit.planning.optimizer import no_decay_params
+from toolkit.optim.groups import no_decay_params
 
 transformers = pytest.importorskip("transformers")
 

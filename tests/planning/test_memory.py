@@ -26,12 +26,12 @@ from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import quantize_linears
+from toolkit.optim.classes import build_optimizer
+from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.planning import activations
 from toolkit.planning.memory import count_parameters, plan_memory
-from toolkit.planning.optimizer import block_params, no_decay_params
 from toolkit.planning.optimizer_memory import state_bytes
 from toolkit.planning.setup import TrainingSetup
-from toolkit.training.optimizer import build_optimizer
 
 SINGLE = StrategyPlan("single", None, (1, 1), "")
 ADAMW = {"name": "AdamW", "weight_decay": 0.1}

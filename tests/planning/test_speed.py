@@ -21,8 +21,8 @@ from toolkit.models.gpt import Block, model_on_meta
 from toolkit.models.lora import adapted_on_meta
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.loss import chunk_rows
-from toolkit.planning.combined import NS_STEPS
-from toolkit.planning.optimizer import block_params
+from toolkit.optim.groups import block_params
+from toolkit.optim.hybrid import NS_STEPS
 from toolkit.planning.optimizer_memory import main_params, orthogonalization_flops
 from toolkit.planning.plan import plan_run
 from toolkit.planning.resolve import DeviceSpec

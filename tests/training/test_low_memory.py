@@ -30,14 +30,14 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block, model_on_meta
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.optim.bf16 import round_stochastically
+from toolkit.optim.classes import build_optimizer, resolve_optimizer
+from toolkit.optim.groups import block_params, no_decay_params, parameter_groups
+from toolkit.optim.hybrid import Muon
+from toolkit.optim.update import clip_gradients
 from toolkit.planning import optimizer_memory
-from toolkit.planning.combined import Muon
-from toolkit.planning.optimizer import block_params, no_decay_params, resolve_optimizer
 from toolkit.planning.resolve import DeviceSpec, resolve
-from toolkit.training.bf16_optimizer import round_stochastically
 from toolkit.training.callbacks import Callback
-from toolkit.training.guarded_update import clip_gradients
-from toolkit.training.optimizer import build_optimizer, parameter_groups
 from toolkit.training.run import run_training
 
 NAMES = ("AdamW", "SGD", "NAdam", "Adafactor", "Muon", "AdamW8bit")

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.initialize import initialize
+from helpers.ragged import VOCABULARY
+from helpers.steps import NEXT_TOKEN, one_step
 
-from tests.training.conftest import VOCABULARY
 from toolkit.data.loader import NO_ROUNDING, Padding, train_batches, val_batches
 from toolkit.data.order import ShuffledOrder
 from toolkit.errors import GuardError
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
-from toolkit.training.step import train_step
 from toolkit.training.validate import validate
 
 
@@ -31,11 +31,8 @@ def gradients(fabric, model, rows, micro_batch_size, max_norm=None, padding=NO_R
             micro_batch_size=micro_batch_size, rank=0, world_size=1, num_workers=0, padding=padding,
         )
     )  # fmt: skip
-    n_tokens = sum(batch.n_tokens for batch in batches)
-    result = train_step(
-        fabric, wrapped, optimizer, batches, n_tokens=n_tokens, learning_rate=1.0, max_norm=max_norm
-    )  # fmt: skip
-    return seen, result, batches, n_tokens
+    result = one_step(fabric, wrapped, optimizer, batches, 1.0, max_norm=max_norm)
+    return seen, result, batches, sum(batch.n_tokens for batch in batches)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
@@ -115,7 +112,7 @@ def test_n7_nonfinite_loss_never_reaches_the_weights(fabric, pico, ragged, value
         )
     )  # fmt: skip
     with pytest.raises(GuardError, match="rank 0, its samples") as error:
-        train_step(fabric, model, optimizer, batches, n_tokens=50, learning_rate=1.0, max_norm=1.0)
+        one_step(fabric, model, optimizer, batches, 1.0, max_norm=1.0)
     assert str([row for batch in batches for row in batch.ids]) in str(error.value)
     assert all(torch.equal(before[n].nan_to_num(), p.nan_to_num()) for n, p in pico.named_parameters())
 
@@ -128,7 +125,7 @@ def test_n6_validation_is_the_token_weighted_mean(fabric, pico, ragged):
     mean = float(sum(losses).detach()) / sum(int((r["labels"] != -100).sum()) for r in rows)
     for micro_batch_size in (1, 4, 13):
         batches = val_batches(ragged.val, micro_batch_size=micro_batch_size, rank=0, world_size=1, max_rows=None)
-        metrics = validate(fabric, fabric.setup(pico), batches, None)
+        metrics = validate(fabric, NEXT_TOKEN, fabric.setup(pico), batches, None)
         assert metrics["val_loss"] == pytest.approx(mean, rel=1e-5)
         assert metrics["val_ppl"] == pytest.approx(math.exp(mean), rel=1e-4)
 
@@ -136,4 +133,4 @@ def test_n6_validation_is_the_token_weighted_mean(fabric, pico, ragged):
 def test_n6_validation_without_supervised_tokens_has_no_metrics(fabric, pico, ragged):
     batches = list(val_batches(ragged.val, micro_batch_size=1, rank=0, world_size=1, max_rows=1))
     assert batches[0].n_tokens == 0
-    assert validate(fabric, fabric.setup(pico), batches, None) == {}
+    assert validate(fabric, NEXT_TOKEN, fabric.setup(pico), batches, None) == {}

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import ADAPTERS
-from toolkit.checkpoints.weights import canonical_name, load_state, load_weights, named_tensors
+from toolkit.checkpoints.weights import load_state, load_weights, named_tensors
+from toolkit.distributed.names import canonical_name
 from toolkit.distributed.private_torch import local_shard, tensor_norms
 from toolkit.errors import UserError, join_first
 

@@ -12,16 +12,9 @@ from torch import Tensor
 
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.torch_zip import ZIP_MAGIC, describe_load_error, require_uncompressed_zip
+from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError, join_first
 from toolkit.untrusted import open_regular
-
-# Name parts added by the wrappers of DDP, FSDP, torch.compile, activation checkpointing and Fabric.
-_WRAPPERS = {"module", "_forward_module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-
-
-def canonical_name(name: str) -> str:
-    """Return a weight's name without the parts that wrappers of strategies and compilers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def save_weights(state_dict: dict[str, Tensor], path: Path) -> None:

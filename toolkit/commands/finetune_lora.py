@@ -7,6 +7,7 @@ from typing import Any, Literal
 from toolkit.config import AUTO, FINETUNE, Auto, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
 from toolkit.data import JSON, DataModule
 from toolkit.extension import take_option_groups
+from toolkit.objectives import NextToken, Objective
 
 
 def setup(
@@ -29,6 +30,7 @@ def setup(
     train: TrainArgs = TrainArgs(global_batch_size=FINETUNE.global_batch_size, learning_rate=2e-4, keep_last=2),
     eval: EvalArgs = EvalArgs(max_new_tokens=AUTO),
     optimizer: OptimizerArgs = OptimizerArgs(),
+    objective: Objective = NextToken(),
     out_dir: str = "out/finetune/lora",
     precision: Precision | Auto = AUTO,
     **shared: Any,
@@ -55,6 +57,7 @@ def setup(
         train: Training options.
         eval: Validation options.
         optimizer: Optimizer options.
+        objective: What the run minimizes.
         out_dir: Folder for checkpoints and logs; also on remote storage, such as s3://bucket/run.
         precision: Precision of the base; adapters are fp32. auto: 32-true on CPU, bf16-true on CUDA.
         shared: See :class:`toolkit.config.RunOptions`.

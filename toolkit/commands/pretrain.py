@@ -10,6 +10,7 @@ from toolkit.config import AUTO, Auto, EvalArgs, OptimizerArgs, Precision, RunOp
 from toolkit.data import DataModule, PythonStdlib
 from toolkit.extension import describe_extensions, take_option_groups
 from toolkit.models.config import ModelOverrides
+from toolkit.objectives import NextToken, Objective
 
 
 def setup(
@@ -19,6 +20,7 @@ def setup(
     train: TrainArgs = TrainArgs(global_batch_size=64, learning_rate=4e-4, keep_last=3),
     eval: EvalArgs = EvalArgs(),
     optimizer: OptimizerArgs = OptimizerArgs(),
+    objective: Objective = NextToken(),
     out_dir: str = "out/pretrain",
     initial_checkpoint_dir: str | None = None,
     precision: Precision | Auto = AUTO,
@@ -35,6 +37,7 @@ def setup(
         train: Training options.
         eval: Validation options.
         optimizer: Optimizer options.
+        objective: What the run minimizes.
         out_dir: Folder for checkpoints and logs; also on remote storage, such as s3://bucket/run.
         initial_checkpoint_dir: Start from the weights of this checkpoint folder, or of a name below checkpoints/.
         precision: auto: 32-true on CPU, bf16-mixed on CUDA.

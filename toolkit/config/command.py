@@ -145,6 +145,8 @@ class CommandOptions:
         for name, cls in self.extension_groups.items():
             self.parameters[name] = SimpleNamespace(annotation=cls, default=cls(), doc=inspect.getdoc(cls))
         self.bases = {n: p.annotation for n, p in self.parameters.items() if inspect.isabstract(p.annotation)}
+        for name in [name for name, base in self.bases.items() if len(classes_of(base)) == 1]:  # nothing to choose
+            self.bases.pop(name), self.parameters.pop(name)
         groups = {n: p.annotation for n, p in self.parameters.items() if is_dataclass(p.annotation)}
         self.groups: dict[str, Any] = groups
         self.chosen = {name: type(self.parameters[name].default) for name in self.bases}

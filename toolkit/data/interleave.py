@@ -217,9 +217,9 @@ class MixtureOrder:
         own = self._base[source_of] + periods * self.slots[source_of] + self._ranks[slot]
         found = np.empty_like(own)
         for i in np.unique(source_of):
-            is_own = source_of == i
-            self._require_rows(self.sources[i], own[is_own])
-            found[is_own] = self.first_ids[i] + self.orders[i].ids(own[is_own])
+            in_source = source_of == i
+            self._require_rows(self.sources[i], own[in_source])
+            found[in_source] = self.first_ids[i] + self.orders[i].ids(own[in_source])
         return found
 
     def _require_rows(self, source: SourceRows, positions: np.ndarray) -> None:

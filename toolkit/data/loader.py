@@ -11,9 +11,10 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import count as count_from
+from itertools import islice
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,10 +25,11 @@ from toolkit.data.base import TokenDataset, row_count, row_lengths
 from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError
 from toolkit.models.attention_kernels import DocumentBounds, document_bounds
-from toolkit.models.labels import IGNORE_INDEX
+from toolkit.models.labels import IGNORE_INDEX, TOKENS
 
 FILLER = -1  # row index of a filler row, which only completes a batch
 PAD_MULTIPLE = 64  # tokens
+Count = Callable[["Batch"], dict[str, int]]
 
 
 class Padding(NamedTuple):
@@ -85,6 +87,11 @@ class Batch:
     the stream of samples, which a later epoch does not repeat and a resumed run does; in validation its index."""
     bounds: DocumentBounds | None = None
     """Of packed documents, for attention kernels without masks."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """What an objective divides its sums by: the supervised tokens, and what it counts itself."""
+
+    def __post_init__(self) -> None:
+        self.counts = {TOKENS: self.n_tokens} | self.counts
 
     def inputs(
         self, device: torch.device, with_keys: bool = False, with_bounds: bool = False
@@ -148,20 +155,31 @@ def _collate(
 class _MicroBatches(Dataset):
     """Maps row indices and sample keys to a Batch, so that a worker returns complete micro-batches."""
 
-    def __init__(self, rows: TokenDataset, padding: Padding) -> None:
-        self.rows = rows
-        self.padding = padding
+    def __init__(self, rows: TokenDataset, padding: Padding, count: Count | None) -> None:
+        self.rows, self.padding, self.count = rows, padding, count
+        self.group_size = getattr(rows, "group_size", 1)
 
     def __getitem__(self, ids_and_keys: list[list[int]] | DataError) -> Batch | DataError:
         if isinstance(ids_and_keys, DataError):
             return ids_and_keys
         ids, keys = ids_and_keys
         try:
-            rows = [None if i == FILLER else self.rows[i] for i in ids]
-            longest = len(self.rows[0]["input_ids"]) if all(row is None for row in rows) else 0
+            rows = [row for i in ids for row in self._read(i)]
+            longest = len(self._read(0)[0]["input_ids"]) if all(row is None for row in rows) else 0
         except DataError as error:
             return error  # raised there, a worker's error would arrive with its traceback in the message
-        return _collate(rows, ids, keys, longest, self.padding)
+        ids, keys = ([number for number in numbers for _ in range(self.group_size)] for numbers in (ids, keys))
+        batch = _collate(rows, ids, keys, longest, self.padding)
+        if self.count is not None:
+            batch.counts |= self.count(batch)
+        return batch
+
+    def _read(self, index: int) -> list[Any]:
+        """Return the rows of an index: those of a group are neighbors in one micro-batch."""
+        if index == FILLER:
+            return [None] * self.group_size
+        row = self.rows[index]
+        return list(row) if self.group_size > 1 else [row]
 
 
 def _start_worker(_worker: int) -> None:
@@ -186,10 +204,14 @@ def exit_with_parent() -> None:
 
 
 def _load(
-    rows: TokenDataset, micro_batches: Iterable[list[list[int]] | DataError], num_workers: int, padding: Padding
+    rows: TokenDataset,
+    micro_batches: Iterable[list[list[int]] | DataError],
+    num_workers: int,
+    padding: Padding,
+    count: Count | None,
 ) -> Iterator[Batch]:
     loader = DataLoader(
-        _MicroBatches(rows, padding),
+        _MicroBatches(rows, padding, count),
         sampler=micro_batches,
         batch_size=None,
         num_workers=num_workers,
@@ -282,6 +304,7 @@ def train_batches(
     world_size: int,
     num_workers: int,
     padding: Padding = NO_ROUNDING,
+    count: Count | None = None,
 ) -> Iterator[list[Batch]]:
     """Yield the micro-batches of this rank for each optimizer step, starting at ``start_position``.
 
@@ -300,6 +323,7 @@ def train_batches(
         world_size: Number of data-parallel ranks.
         num_workers: Data loading processes; 0 reads in this process. The result is the same.
         padding: How to pad rows of unequal length.
+        count: What an objective counts in each micro-batch.
 
     Raises:
         ValueError: The global batch is not divisible (N1), or there are no rows.
@@ -311,7 +335,9 @@ def train_batches(
         )
     batch_shape = (global_batch_size, micro_batch_size, rank, world_size)
     size = global_batch_size
-    starts = count(start_position, size) if total_positions is None else range(start_position, total_positions, size)
+    starts = (
+        count_from(start_position, size) if total_positions is None else range(start_position, total_positions, size)
+    )
     if row_count(rows) == 0:
         raise ValueError("there are no rows to train on")
     lengths = row_lengths(rows)
@@ -323,7 +349,7 @@ def train_batches(
         except DataError as error:
             yield error  # in its place: the loader reads ahead
 
-    batches = _load(rows, micro_batches(), num_workers, padding)
+    batches = _load(rows, micro_batches(), num_workers, padding, count)
     accumulation = global_batch_size // (world_size * micro_batch_size)
     return iter(lambda: list(islice(batches, accumulation)), [])
 
@@ -336,6 +362,7 @@ def val_batches(
     world_size: int,
     max_rows: int | None,
     padding: Padding = NO_ROUNDING,
+    count: Count | None = None,
 ) -> Iterator[Batch]:
     """Yield the validation batches of this rank: rows in order, or longest first, each exactly once over all ranks.
 
@@ -349,4 +376,4 @@ def val_batches(
     if (lengths := row_lengths(rows)) is not None:
         ids = ids[_longest_first(ids, lengths)]
     micro_batches = ids.reshape(rounds, world_size, micro_batch_size)[:, rank].tolist()
-    return _load(rows, [[one, one] for one in micro_batches], 0, padding)
+    return _load(rows, [[one, one] for one in micro_batches], 0, padding, count)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
-from toolkit.checkpoints.weights import canonical_name
 from toolkit.distributed import ranks
+from toolkit.distributed.names import canonical_name
 from toolkit.distributed.private_torch import local_parts, local_shard
 from toolkit.distributed.replicas import checksum
 from toolkit.errors import DifferenceError
 from toolkit.training.callbacks import Callback
-from toolkit.training.callbacks.base import TrainerView
 from toolkit.training.model import unwrapped
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 _CHUNK = 1 << 22  # elements
 
@@ -48,7 +50,7 @@ class GradientRecorder(Callback):
         self.records: list[StepRecord] = []
         self._gradients: dict[str, float] = {}
 
-    def on_before_optimizer_step(self, trainer: TrainerView) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
         """
         Raises:
             DifferenceError: the gradients of copies differ; the message names step, parameter and ranks.
@@ -59,7 +61,7 @@ class GradientRecorder(Callback):
         except DifferenceError as error:
             raise DifferenceError(f"step {trainer.progress.step + 1}: {error}") from None
 
-    def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         norm, limit = metrics["grad_norm"], trainer.args.train.max_norm
         clipped_by = max(1.0, (norm + 1e-6) / limit) if limit else 1.0  # as torch.nn.utils.clip_grad_norm_
         gradients = {name: value * clipped_by for name, value in self._gradients.items()}

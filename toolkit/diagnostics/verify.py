@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from toolkit.diagnostics.alone import run_alone
 from toolkit.diagnostics.comparison import VALUES, Difference, choose_splits, choose_tolerance, compare
@@ -16,10 +17,12 @@ from toolkit.models.config import ModelOverrides
 from toolkit.planning.plan import format_needs, plan_run
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.callbacks.base import TrainerView
 from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.run import detect_devices
 from toolkit.training.trial import TrialTrainer, single_process_args, trial_args
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 _NAMES = {
     "loss": "the loss",
@@ -86,7 +89,7 @@ class LayoutCheck(GradientRecorder):
                 splits.append(run_alone(args, steps, config.device, size, quiet=True))
         self.tolerance = choose_tolerance(config.precision, self.reference, splits)
 
-    def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, metrics)
         if len(self.records) <= len(self.reference):
             record, reference = self.records[-1], self.reference[len(self.records) - 1]
@@ -96,7 +99,7 @@ class LayoutCheck(GradientRecorder):
             self.differences.append(difference)
             trainer.display.message(format_step(trainer.progress.step, record, reference, difference))
 
-    def on_train_end(self, trainer: TrainerView) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         """
         Raises:
             DifferenceError: on every rank, if a difference exceeds the tolerance.

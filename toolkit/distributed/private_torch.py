@@ -24,6 +24,16 @@ def tensor_norms(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) ->
     return torch._foreach_norm(list(tensors), dtype=dtype)
 
 
+def divide_(tensors: Sequence[Tensor], divisor: Tensor) -> None:
+    """Divide tensors in place by a scalar tensor on their device."""
+    torch._foreach_div_(list(tensors), divisor)
+
+
+def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors in place."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
 def local_parts(module: nn.Module) -> dict[int, tuple[torch.Size, int]]:
     """Return the unsharded shape and the local start index of each parameter that may be sharded, by ``id``.
 

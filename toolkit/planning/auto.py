@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.config import AUTO, none_if_auto
 from toolkit.distributed.strategy import implied_strategy
-from toolkit.planning.optimizer import COMBINED
+from toolkit.optim.classes import HYBRID
 
 if TYPE_CHECKING:
     from toolkit.planning.run_args import RunArgs
@@ -126,7 +126,7 @@ def choose_size(needed: Mapping[int, float], default: int, length: int, memory: 
 def unsharded(args: RunArgs) -> Changes:
     """Return the options that fsdp does not support, with values that it supports."""
     optimizer = args.optimizer
-    whole = (*COMBINED, "Adafactor")  # optimizers that need unsharded matrices
+    whole = (*HYBRID, "Adafactor")  # optimizers that need unsharded matrices
     changes = {
         "precision": ("bf16-mixed", args.precision == "bf16-master"),
         "optimizer.name": ("AdamW", optimizer.name.lower() in map(str.lower, whole)),

@@ -27,7 +27,7 @@ from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.paths import is_url
 from toolkit.planning.batch import plan_batch
-from toolkit.planning.in_backward import check_in_backward
+from toolkit.planning.compatibility import check_in_backward
 from toolkit.planning.limits import require_profiled_steps, unknown_rows_error
 from toolkit.planning.speed.cards import card_for
 from toolkit.ui.loggers import check_loggers

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from inspect import signature
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import is_adapter
-from toolkit.planning.combined import NS_STEPS, AdamW8bit, Muon, state_bytes_8bit
-from toolkit.planning.optimizer import COMBINED, block_params, no_decay_params, optimizer_class
+from toolkit.optim.bf16 import UPDATE_CHUNK, chunks
+from toolkit.optim.classes import HYBRID, optimizer_class
+from toolkit.optim.groups import block_params, no_decay_params
+from toolkit.optim.hybrid import NS_STEPS, AdamW8bit, Muon, state_bytes_8bit
 from toolkit.planning.setup import FP32, TrainingSetup
 
-UPDATE_CHUNK = 2**27
-"""Elements that an optimizer step holds in fp32 at once, of what is stored in bf16; or one parameter, if larger."""
 BF16 = 2
 TABLES_8BIT = 2 * 256 * FP32
 """bitsandbytes' two tables of the values of 8 bits, which all parameters share."""
-
-
-class Sized(Protocol):
-    def numel(self) -> int:
-        """Return the number of elements."""
-
-
-T = TypeVar("T", bound=Sized)
 
 
 def optimizer_bytes(setup: TrainingSetup, model: GPT, adapters_only: bool = False) -> float:
@@ -48,7 +39,7 @@ def optimizer_bytes(setup: TrainingSetup, model: GPT, adapters_only: bool = Fals
 
 
 def update_bytes(setup: TrainingSetup, model: GPT) -> float:
-    """Return what a step holds beside gradients and state: see :class:`toolkit.training.bf16_optimizer.BF16Optimizer`.
+    """Return what a step holds beside gradients and state: see :class:`toolkit.optim.bf16.BF16Optimizer`.
 
     Those are the fp32 gradients and moments of some parameters, and for one of them the random numbers, the rounded
     values in fp32 and bf16, and where the values are finite; for Muon the update of one matrix in fp32 and bf16, its
@@ -85,7 +76,7 @@ def update_bytes(setup: TrainingSetup, model: GPT) -> float:
 def _is_foreach(setup: TrainingSetup) -> bool:
     """Whether the optimizer takes a group of weights at once on CUDA: with intermediate values of their size.
 
-    See :func:`toolkit.training.optimizer.build_optimizer` for which ones are fused.
+    See :func:`toolkit.optim.build.build_optimizer` for which ones are fused.
     """
     options = setup.optimizer
     takes = signature(setup.optimizer_class or optimizer_class(options["name"])).parameters
@@ -117,21 +108,9 @@ def muon_shapes(setup: TrainingSetup, model: GPT) -> list[tuple[int, int]]:
     return shapes
 
 
-def chunks(parameters: Iterable[T], limit: int = UPDATE_CHUNK) -> Iterator[list[T]]:
-    """Yield the parameters in parts of at most ``limit`` elements, or of one parameter."""
-    part: list[T] = []
-    for parameter in parameters:
-        if part and sum(p.numel() for p in part) + parameter.numel() > limit:
-            yield part
-            part = []
-        part.append(parameter)
-    if part:
-        yield part
-
-
 def main_params(setup: TrainingSetup, model: GPT) -> set[str]:
     """Return the names of the parameters that a combined optimizer's main one takes."""
-    combined = None if setup.optimizer_class else COMBINED.get(setup.optimizer["name"])
+    combined = None if setup.optimizer_class else HYBRID.get(setup.optimizer["name"])
     if combined is None:
         return set()
     no_decay, inside = no_decay_params(model), block_params(model, (Block,))

@@ -19,11 +19,11 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config, suggest_names
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta
+from toolkit.optim.schedule import build_schedule, describe_scaling
 from toolkit.planning.compiler import choose_compiler, has_ragged_rows, planned_steps
 from toolkit.planning.memory import Memory, Parameters, count_parameters, plan_memory
 from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve, setup_of, with_length
 from toolkit.planning.run_args import RunArgs, run_args
-from toolkit.planning.schedule import build_schedule, describe_scaling
 from toolkit.planning.setup import with_known_vocabulary
 
 

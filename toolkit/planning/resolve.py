@@ -23,12 +23,12 @@ from toolkit.models.config import ModelConfig
 from toolkit.models.families import DEFAULT_MODEL, family_of, get_config
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta
+from toolkit.optim.classes import HYBRID, has_moments, resolve_optimizer
+from toolkit.optim.hybrid import Muon
 from toolkit.planning.auto import choose_options
 from toolkit.planning.batch import BatchPlan, plan_batch
-from toolkit.planning.combined import Muon
-from toolkit.planning.in_backward import check_in_backward
+from toolkit.planning.compatibility import check_in_backward, check_low_memory
 from toolkit.planning.memory import plan_memory
-from toolkit.planning.optimizer import check_low_memory, resolve_optimizer
 from toolkit.planning.run_args import RunArgs, hyperparameters
 from toolkit.planning.setup import TrainingSetup, with_known_vocabulary
 
@@ -68,7 +68,7 @@ class ResolvedConfig:
         batch: Division of the global batch.
         model: The architecture; None for a user-provided module. The data may define its vocabulary.
         max_seq_length: Tokens of the longest row; None where the rows of a user-provided module decide.
-        optimizer: See :func:`toolkit.planning.optimizer.resolve_optimizer`.
+        optimizer: See :func:`toolkit.optim.classes.resolve_optimizer`.
         accumulate: How FSDP keeps gradients between micro-batches.
         reasons: Why options that were "auto" have their values, for display.
         preset: What ``--preset`` has set, for display.
@@ -172,10 +172,13 @@ def resolve(args: RunArgs, devices: DeviceSpec) -> ResolvedConfig:
     check_low_memory(
         optimizer,
         precision,
-        strategy,
+        strategy.kind,
+        is_extension=strategy.extension is not None,
         has_adapters=args.lora is not None,
         has_blocks=args.module is None or bool(args.block_classes),
-        is_own=args.optimizer_class is None and optimizer["name"] not in registered("optimizers"),
+        is_hybrid=optimizer["name"] in HYBRID,
+        has_moments="state_dtype" not in optimizer or has_moments(optimizer),
+        is_builtin=args.optimizer_class is None and optimizer["name"] not in registered("optimizers"),
     )
     config = ResolvedConfig(args, devices, precision, strategy, batch, model, length, optimizer)
     return replace(config, accumulate=choose_accumulate(config), reasons=chosen.reasons, preset=chosen.preset)

@@ -39,6 +39,7 @@ from toolkit.models.config import ModelOverrides
 from toolkit.models.families import extension_of
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize
+from toolkit.objectives import NextToken, Objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ class RunArgs(RunOptions):
         module: A user-provided model with its weights; then there is no ``model_name``.
         block_classes: The blocks of that model.
         optimizer_class: A class outside torch.optim; ``optimizer.name`` is its name.
+        objective: What the run minimizes.
         groups: Options of extensions by group, see :class:`toolkit.extension.Extension`.
     """
 
@@ -75,6 +77,7 @@ class RunArgs(RunOptions):
     module: nn.Module | None = None
     block_classes: tuple[type[nn.Module], ...] = ()
     optimizer_class: type[torch.optim.Optimizer] | None = None
+    objective: Objective = field(default_factory=NextToken)
     groups: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -150,6 +153,9 @@ def hyperparameters(args: RunArgs) -> dict[str, Any]:
         plain["model_config"] = {k: v for k, v in plain["model_config"].items() if v is not None}
     options = {} if isinstance(args.data, PythonData) else plain["data"]
     plain["data"] = {"class_path": class_path(type(args.data), DataModule), "init_args": options}
+    if args.objective != NextToken():
+        name = class_path(type(args.objective), Objective)
+        plain["objective"] = {"class_path": name, "init_args": vars(args.objective)}
     return plain | ({"extensions": extensions} if (extensions := used_extensions(args)) else {})
 
 
@@ -172,6 +178,7 @@ def used_extensions(args: RunArgs) -> list[str]:
         "loggers": split_names(args.logger_name),
         "callbacks": [e if isinstance(e, str) else e.get("class_path") for e in callback_entries(args.callbacks)],
         "optimizers": [args.optimizer.name],
+        "objectives": [type(args.objective).__name__],
         "option_groups": [name for name, group in args.groups.items() if group != type(group)()],
     }
     origins = [entry.origin for kind, names in used.items() for n, entry in registered(kind).items() if n in names]

@@ -31,7 +31,7 @@ class TrainingSetup:
         micro_batch_size: Sequences per forward pass on one device.
         accumulation: Micro-batches per optimizer step.
         seq_length: Tokens per sequence.
-        optimizer: What :func:`toolkit.planning.optimizer.resolve_optimizer` returns.
+        optimizer: What :func:`toolkit.optim.classes.resolve_optimizer` returns.
         device: "cuda", "cpu" or "mps".
         lora: Adapter configuration; None trains all weights.
         quantize: One of :data:`toolkit.planning.memory.QUANTIZED_BYTES`; None does not quantize.

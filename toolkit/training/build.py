@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric import Fabric
@@ -21,6 +23,10 @@ from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
 from toolkit.leftovers import sweep
 from toolkit.models.attention_choice import needs_masks
+from toolkit.objectives.base import LOSS
+from toolkit.objectives.inputs import original_module
+from toolkit.optim.classes import build_optimizer
+from toolkit.optim.update import Update, choose_update
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.speed.cards import peak_flops
 from toolkit.training import adapters
@@ -37,16 +43,18 @@ from toolkit.training.callbacks import (
     Sampler,
     ThroughputMonitor,
     Upload,
+    notify,
+    overrides,
 )
-from toolkit.training.callbacks.base import TrainerView
 from toolkit.training.checkpointer import Checkpointer, seed_generators
-from toolkit.training.loss_parts import loss_parts
 from toolkit.training.model import set_up_model, unwrapped
-from toolkit.training.optimizer import build_optimizer
 from toolkit.training.run_state import RunState
 from toolkit.training.throughput import Throughput
 from toolkit.training.verify import require_intact_together
 from toolkit.ui.loggers import MetricsCSV, make_loggers
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 
 def build_model(config: ResolvedConfig, state: RunState, fabric: Fabric, report: Callable[[str], None]) -> FabricModule:
@@ -101,8 +109,29 @@ def build_checkpointer(
     return Checkpointer(config, state, tokenizer, module, optimizer, scaler, fabric.device, report)
 
 
+def build_update(trainer: Trainer) -> Update:
+    """Choose how gradients change the weights, the same on all ranks.
+
+    If any rank has a gradient callback, all ranks take the unfused path; otherwise replicas would round differently
+    (N4).
+    """
+    has_gradient_callbacks = any(overrides(callback, "on_before_optimizer_step") for callback in trainer.callbacks)
+    return choose_update(
+        trainer.fabric,
+        trainer.model,
+        trainer.optimizer,
+        trainer.args.train.max_norm,
+        before_update=(
+            partial(notify, trainer.callbacks, "on_before_optimizer_step", trainer)
+            if any(ranks.all_gather_object(has_gradient_callbacks))
+            else None
+        ),
+        in_backward=trainer.args.optimizer.in_backward,
+    )
+
+
 def build_callbacks(
-    trainer: TrainerView, sampler: Sampler | None, user_callbacks: Sequence[Callback], stack: ExitStack
+    trainer: Trainer, sampler: Sampler | None, user_callbacks: Sequence[Callback], stack: ExitStack
 ) -> list[Callback]:
     """Return all callbacks of a run: checks and throughput, the user's, the outputs, what validations decide.
 
@@ -126,7 +155,8 @@ def build_callbacks(
     callbacks += user_callbacks
     columns = [f"val_loss_{name}" for name in trainer.data.val_sources]
     columns += [name for callback in callbacks for name in callback.columns]
-    columns += [f"{prefix}{part}" for prefix in ("", "val_") for part in loss_parts(trainer.model)]
+    parts = [part.name for part in trainer.objective.parts(original_module(trainer.model)) if part.name != LOSS]
+    columns += [f"{prefix}{name}" for prefix in ("", "val_") for name in parts]
     callbacks += ranks.run_on_rank0(lambda: open_outputs(trainer, columns, stack)) or []
     if trainer.remote is not None:
         callbacks.append(open_uploads(trainer.remote, trainer, stack))
@@ -141,7 +171,7 @@ def build_callbacks(
     return callbacks
 
 
-def open_outputs(trainer: TrainerView, columns: list[str], stack: ExitStack) -> list[Callback]:
+def open_outputs(trainer: Trainer, columns: list[str], stack: ExitStack) -> list[Callback]:
     """Lock the folder for this run, rename damaged checkpoints, and open metrics.csv and the loggers. On rank 0."""
     args, state, out_dir = trainer.args, trainer.state, trainer.out_dir
     stack.enter_context(exclusive_lock(out_dir))
@@ -161,7 +191,7 @@ def open_outputs(trainer: TrainerView, columns: list[str], stack: ExitStack) -> 
     return [MetricsFile(csv), ExternalLoggers(loggers)]
 
 
-def open_uploads(remote: RemoteRun, trainer: TrainerView, stack: ExitStack) -> Upload:
+def open_uploads(remote: RemoteRun, trainer: Trainer, stack: ExitStack) -> Upload:
     """Take the run's folder on remote storage and start to upload there. On rank 0 the staging folder is locked."""
 
     def start() -> Uploader:
@@ -172,7 +202,7 @@ def open_uploads(remote: RemoteRun, trainer: TrainerView, stack: ExitStack) -> U
     return Upload(ranks.run_on_rank0(start))
 
 
-def upload_missing(remote: RemoteRun, trainer: TrainerView, stack: ExitStack) -> None:
+def upload_missing(remote: RemoteRun, trainer: Trainer, stack: ExitStack) -> None:
     """Upload what an earlier launch of a finished run could not; every rank calls this.
 
     Raises:

@@ -26,9 +26,10 @@ from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
 from toolkit.checkpoints.run.states import adapter_state, full_state, sharded_state
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import canonical_name, load_state, save_state
+from toolkit.checkpoints.weights import load_state, save_state
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
+from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
 from toolkit.planning.limits import Progress
 from toolkit.planning.resolve import ResolvedConfig

@@ -31,6 +31,7 @@ from toolkit.inference.text import require_embedded
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.quantize import Quantize
+from toolkit.objectives import NextToken
 from toolkit.paths import is_path_option
 from toolkit.planning.run_args import data_modules
 from toolkit.training.validate import batches_by_source, validate
@@ -133,7 +134,7 @@ def evaluate(
     checked = {name: _embedded(one, checkpoint.model.config, source, read) for name, one in batches.items()}
     token_bytes = prepared.tokenizer.token_bytes() if prepared.tokenizer is not None else None
     model = checkpoint.fabric.setup(checkpoint.model)
-    metrics = validate(checkpoint.fabric, model, checked, token_bytes)
+    metrics = validate(checkpoint.fabric, NextToken(), model, checked, token_bytes)
     names = {"val_loss": "loss", "val_ppl": "perplexity", "val_bpb": "bits_per_byte"}
     named = {names.get(name, name.removeprefix("val_")): value for name, value in metrics.items()}
     result = {"data": f"{type(data).__name__}, {split}"} | named

@@ -18,11 +18,12 @@ from toolkit.checkpoints.folder import load_compatible_weights, read_model_confi
 from toolkit.checkpoints.run.sharded import is_sharded
 from toolkit.checkpoints.run.states import load_sharded_weights, tied_names
 from toolkit.checkpoints.store import WEIGHTS
-from toolkit.checkpoints.weights import canonical_name, load_weights
+from toolkit.checkpoints.weights import load_weights
 from toolkit.config import ActivationCheckpointing
 from toolkit.distributed import ranks
 from toolkit.distributed.fabric import block_dtype, materialize_with
 from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.distributed.names import canonical_name
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
 from toolkit.extension import load_registered
@@ -33,7 +34,7 @@ from toolkit.models.init import Materializer, init_weight
 from toolkit.models.lora import adapted_on_meta, adapter_values, is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize, quantize_linears, reserve_quantized
-from toolkit.planning.optimizer import block_params, no_decay_params
+from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.planning.speed.flops import flops_per_token
 
 
@@ -48,8 +49,8 @@ class ModelSpec:
         blocks: The classes of its blocks.
         sizes: Elements of each parameter, by name.
         tied: See :func:`toolkit.checkpoints.run.states.tied_names`.
-        no_decay_params: See :func:`toolkit.planning.optimizer.no_decay_params`.
-        block_params: See :func:`toolkit.planning.optimizer.block_params`.
+        no_decay_params: See :func:`toolkit.optim.classes.no_decay_params`.
+        block_params: See :func:`toolkit.optim.classes.block_params`.
         fingerprint: What may not change on resume.
         lora: The adapters; then the weights are frozen.
         quantize: Quantization of the blocks' weights as they are read.

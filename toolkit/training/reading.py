@@ -53,6 +53,7 @@ class TrainReader:
             world_size=ranks.world_size(),
             num_workers=config.args.data.num_workers,
             padding=padding,
+            count=config.args.objective.count,
         )
         if state.limits.last_step is not None:  # nothing is read after it
             steps = islice(steps, max(0, state.limits.last_step - progress.step))

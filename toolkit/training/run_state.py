@@ -13,10 +13,11 @@ from toolkit.config import EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, is_ragged, mean_length, row_count, row_lengths
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
+from toolkit.objectives import NextToken
+from toolkit.optim.schedule import Schedule, build_schedule
 from toolkit.planning.limits import Limits, Progress, build_limits, require_ahead, require_profiled_steps
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
-from toolkit.planning.schedule import Schedule, build_schedule
 from toolkit.planning.speed.flops import flops_per_token
 from toolkit.training import adapters
 from toolkit.training.agreement import require_own_samples, require_same_options, require_same_weights
@@ -79,6 +80,9 @@ def prepare_run_state(
         seed=args.seed,
         precision=resolved.precision,
         optimizer=resolved.optimizer,
+        objective={}
+        if args.objective == NextToken()
+        else {"name": type(args.objective).__name__} | vars(args.objective),
         adapters={} if base is None else adapters.fingerprint(base),
     )
     require_same_weights(args, base, resume_from)

@@ -8,31 +8,22 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.distributed import ranks
-from toolkit.distributed.launch import Timeouts
-from toolkit.training.callbacks import Callback, notify
-from toolkit.training.callbacks.base import TrainerView
+from toolkit.training.callbacks import notify
 from toolkit.training.callbacks.upload import submit_upload
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.pending_save import PendingSave
 from toolkit.training.trace import SAVE
 
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
+
 MENTIONED_SECONDS = 1.0  # a wait for the previous checkpoint that is longer is reported
-
-
-class SavingTrainer(TrainerView, Protocol):
-    """What a :class:`Saver` needs of the trainer, besides what callbacks may use."""
-
-    callbacks: list[Callback]
-    timeouts: Timeouts
-
-    def update_progress(self) -> None:
-        """Bring up to date what of the progress only checkpoints need."""
 
 
 class Saver:
@@ -46,7 +37,7 @@ class Saver:
         checkpointer: Of the run.
     """
 
-    def __init__(self, trainer: SavingTrainer, checkpointer: Checkpointer) -> None:
+    def __init__(self, trainer: Trainer, checkpointer: Checkpointer) -> None:
         self._trainer, self._checkpointer = trainer, checkpointer
         self._keep_last = trainer.args.train.keep_last
         self._copies = HostCopies() if trainer.args.train.async_save else None

@@ -13,8 +13,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import step_in_name
 from toolkit.errors import UserError, one_line
+from toolkit.optim.schedule import Schedule
 from toolkit.planning.limits import Progress
-from toolkit.planning.schedule import Schedule
 from toolkit.untrusted import read_json
 
 FORMAT_VERSION = 1
@@ -31,6 +31,8 @@ class RunFingerprint:
     seed: int
     precision: str
     optimizer: dict[str, Any]
+    objective: dict[str, Any] = field(default_factory=dict)
+    """Name and options; empty for next-token prediction."""
     adapters: dict[str, Any] = field(default_factory=dict)
     """Options of low-rank adapters and the hash of their base, by flag; empty if all weights are trained."""
 
@@ -51,7 +53,10 @@ def by_flag(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a :class:`RunFingerprint` by flag; of the data only its hash."""
     values = {f"--{name}": fingerprint.get(name) for name in ("data", "train.global_batch_size", "seed", "precision")}
     values["--train.global_batch_size"] = fingerprint.get("global_batch_size")
-    for group, prefix in (("optimizer", "--optimizer."), ("model_config", "--model_config."), ("adapters", "--")):
+    for group, prefix in (
+        ("optimizer", "--optimizer."), ("model_config", "--model_config."), ("objective", "--objective."),
+        ("adapters", "--"),
+    ):  # fmt: skip
         values |= {prefix + name: value for name, value in sorted(fingerprint.get(group, {}).items())}
     if (ratio := values.pop("--optimizer.loraplus_lr_ratio", None)) is not None:
         values["--loraplus_lr_ratio"] = ratio

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,15 @@ from toolkit.distributed.signals import SignalWatch
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import GuardError, StoppedBySignalError
 from toolkit.models.gpt import Block
+from toolkit.optim.update import set_learning_rate
 from toolkit.paths import is_url
 from toolkit.planning.advice import oom_advice
-from toolkit.planning.limits import build_intervals, is_due
+from toolkit.planning.limits import Intervals, build_intervals, is_due
 from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training.agreement import require_shared_disk
-from toolkit.training.build import build_callbacks, build_checkpointer, build_model, upload_missing
-from toolkit.training.callbacks import Callback, Sampler, notify, notify_exception, overrides
+from toolkit.training.build import build_callbacks, build_checkpointer, build_model, build_update, upload_missing
+from toolkit.training.callbacks import Callback, Sampler, notify, notify_exception
 from toolkit.training.callbacks.metrics import plot_run
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.upload import finish_uploads
@@ -47,8 +47,7 @@ from toolkit.training.reading import TrainReader
 from toolkit.training.run_state import keep_fused_qkv, prepare_run_state
 from toolkit.training.saving import Saver
 from toolkit.training.state import read_meta
-from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, set_learning_rate, train_step
-from toolkit.training.step_in_backward import StepInBackward
+from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
 from toolkit.training.throughput import StepTimes
 from toolkit.training.trace import DATA_WAIT, VALIDATE
 from toolkit.training.validate import batches_by_source, validate
@@ -76,9 +75,11 @@ class Trainer:
         self.callbacks: list[Callback] = []
         self.skipped_steps = 0  # of this launch, by the fp16 scaler
         self.step_times = StepTimes()
-        self.in_backward: StepInBackward | None = None
         self.garbage = GarbageCollection()
+        self.objective = config.args.objective
         self._stop_reason: str | None = None
+        # the other ranks wait for what a rank does from _ready_at to its call of _agree
+        self._ready_at = self._saved_at = self._validated_at = 0.0
 
     # ---- the run
 
@@ -157,9 +158,8 @@ class Trainer:
             if resume_from is not None:
                 self.restore(resume_from)
             self.optimizer: Any = self.fabric.setup_optimizers(self.checkpointer.optimizer)
-            if args.optimizer.in_backward:
-                self.in_backward = StepInBackward(self.checkpointer.optimizer)
             self.callbacks = self._build_callbacks(sampler, stack)
+            self.update = build_update(self)
             self.saver = Saver(self, self.checkpointer)
             if self.checkpointer.sharded:
                 require_shared_disk(self.out_dir)
@@ -185,102 +185,112 @@ class Trainer:
         notify(self.callbacks, "on_train_end", self)
 
     def _loop(self, signals: SignalWatch) -> None:
-        """Optimizer steps until a limit is reached; validations and checkpoints where they are due."""
-        progress, limits, evaluation = self.progress, self.state.limits, self.args.eval
+        """Run optimizer steps until a limit is reached, with what is due in between."""
+        progress, limits = self.progress, self.state.limits
         if limits.reached(progress.step, progress.tokens):
             return
-        intervals = build_intervals(self.args.train, evaluation, limits)
-        # the other ranks wait for what a rank does from here to the vote
-        ready_at = last_saved = last_validated = time.perf_counter()
-        step_seconds, skipped_in_a_row = 0.0, 0
-        first_step = progress.step + 1
+        intervals = build_intervals(self.args.train, self.args.eval, limits)
+        self._ready_at = self._saved_at = self._validated_at = time.perf_counter()
+        step_seconds, skipped_in_a_row, first_step = 0.0, 0, progress.step + 1
         self.model.train()
         self.display.phase("training")
         while True:
-            step_started = time.perf_counter()
+            started_at = time.perf_counter()
             with record_function(DATA_WAIT):
                 micro_batches = self.reader.read()
-
-            # The one collective of the step for what the ranks must agree on, and for their times.
-            has_data = time.perf_counter()
-            left = math.inf if limits.max_seconds is None else self.launched_at + limits.max_seconds - step_started
-            agreed, microseconds = ranks.all_reduce_and_gather(
-                [round(1e6 * (has_data - ready_at)), round(1e6 * (has_data - step_started))],
-                n_tokens=sum(batch.n_tokens for batch in micro_batches),
-                n_inputs=sum(batch.n_inputs for batch in micro_batches),
-                signalled=int(signals.received > 0),
-                should_stop=int(self._stop_reason is not None),
-                cannot_read=int(self.reader.error is not None),
-                writing=int(self.saver.is_writing),
-                # on one rank is on all: a gradient that is looked at is rounded to its dtype once more (N4)
-                watched=int(any(overrides(callback, "on_before_optimizer_step") for callback in self.callbacks)),
-                time_is_up=int(left <= step_seconds),
-                eval_is_due=int(step_started - last_validated >= (intervals.eval_seconds or math.inf)),
-                save_is_due=int(step_started - last_saved >= (intervals.save_seconds or math.inf)),
-            )
+            agreed, microseconds = self._agree(micro_batches, signals, intervals, started_at, step_seconds)
             if not agreed["writing"]:
                 self.saver.finish()
-            voted_at = time.perf_counter()
-            if agreed["signalled"]:
-                self._stop_for_signal(signals)
-            if agreed["cannot_read"]:
-                self._stop_for_data(is_first=progress.step + 1 == first_step)
-            if agreed["should_stop"]:
-                self.display.message(
-                    f"stopping after step {progress.step}: {self._stop_reason or 'requested by another rank'}"
-                )
+            synced_at = time.perf_counter()
+            if self._stops_before_step(agreed, signals, is_first=progress.step + 1 == first_step):
                 return
 
             learning_rate = self.state.schedule.learning_rate(progress.step)
-            result = self._step(micro_batches, agreed["n_tokens"], learning_rate, agreed["watched"] > 0)
+            counts = {name: agreed[f"n_{name}"] for name in self.objective.normalizers}
+            result = self._step(micro_batches, counts, learning_rate)
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             if skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
                 raise GuardError(
                     f"step {progress.step + 1}: no fp16 loss scale gave a finite gradient in {skipped_in_a_row} steps"
                 )
             self._advance(agreed["n_inputs"])
-            ready_at = time.perf_counter()
-            step_seconds = ready_at - step_started
-            self.step_times.add(microseconds, ready_at - voted_at)
+            self._ready_at = time.perf_counter()
+            step_seconds = self._ready_at - started_at
+            self.step_times.add(microseconds, self._ready_at - synced_at)
             metrics = {"loss": result.loss, "learning_rate": learning_rate, "grad_norm": result.grad_norm}
             metrics |= result.parts
             sizes = {"step_tokens": agreed["n_inputs"], "step_seconds": step_seconds}
             notify(self.callbacks, "on_step_end", self, metrics | sizes)
             if progress.step == first_step:
                 ranks.set_timeout(self.timeouts.later)
-
             is_last = limits.reached(progress.step, progress.tokens) or agreed["time_is_up"] > 0
-            is_eval_due = is_due(intervals.eval_steps, progress.step) or agreed["eval_is_due"] > 0
-            should_validate = evaluation.final_validation if is_last else is_eval_due
-            validation = self.validate() if should_validate else {}
-            if is_due(self.args.train.log_interval, progress.step) or is_last or validation:
-                self._log(metrics | validation)
-            if should_validate:
-                notify(self.callbacks, "on_validation_end", self, validation)
-                self.garbage.collect()
-                ready_at = last_validated = time.perf_counter()
+            self._after_step(metrics, agreed, intervals, is_last)
             if is_last:
                 return
-            if is_due(intervals.save_steps, progress.step) or agreed["save_is_due"]:
-                self.saver.start(f"step-{progress.step:08d}")
-                self.garbage.collect()
-                ready_at = last_saved = time.perf_counter()
 
-    def _step(self, micro_batches: list[Batch], n_tokens: int, learning_rate: float, is_watched: bool) -> StepResult:
-        look = partial(notify, self.callbacks, "on_before_optimizer_step", self)
+    def _agree(
+        self,
+        micro_batches: list[Batch],
+        signals: SignalWatch,
+        intervals: Intervals,
+        started_at: float,
+        step_seconds: float,
+    ) -> tuple[dict[str, int], list[list[int]]]:
+        """Sum over the ranks what they must agree on in this step: the step's one collective beside the gradient's.
+
+        Returns:
+            The sums by name, and for each rank its microseconds from the last step's end to this call, during which the
+            other ranks waited, and those of them in which it waited for data.
+        """
+        data_ready_at, max_seconds = time.perf_counter(), self.state.limits.max_seconds
+        seconds_left = math.inf if max_seconds is None else self.launched_at + max_seconds - started_at
+        return ranks.all_reduce_and_gather(
+            [round(1e6 * (data_ready_at - self._ready_at)), round(1e6 * (data_ready_at - started_at))],
+            **{f"n_{name}": sum(batch.counts[name] for batch in micro_batches) for name in self.objective.normalizers},
+            n_inputs=sum(batch.n_inputs for batch in micro_batches),
+            signalled=int(signals.received > 0),
+            should_stop=int(self._stop_reason is not None),
+            cannot_read=int(self.reader.error is not None),
+            writing=int(self.saver.is_writing),
+            time_is_up=int(seconds_left <= step_seconds),
+            eval_is_due=int(started_at - self._validated_at >= (intervals.eval_seconds or math.inf)),
+            save_is_due=int(started_at - self._saved_at >= (intervals.save_seconds or math.inf)),
+        )
+
+    def _stops_before_step(self, agreed: dict[str, int], signals: SignalWatch, is_first: bool) -> bool:
+        """Whether a callback has requested the end; after a signal, or where data cannot be read, raise."""
+        if agreed["signalled"]:
+            self._stop_for_signal(signals)
+        if agreed["cannot_read"]:
+            self._stop_for_data(is_first)
+        if agreed["should_stop"]:
+            reason = self._stop_reason or "requested by another rank"
+            self.display.message(f"stopping after step {self.progress.step}: {reason}")
+        return agreed["should_stop"] > 0
+
+    def _after_step(
+        self, metrics: dict[str, float], agreed: dict[str, int], intervals: Intervals, is_last: bool
+    ) -> None:
+        """Validate, log and save where it is due."""
+        step, evaluation = self.progress.step, self.args.eval
+        is_eval_due = is_due(intervals.eval_steps, step) or agreed["eval_is_due"] > 0
+        should_validate = evaluation.final_validation if is_last else is_eval_due
+        validation = self.validate() if should_validate else {}
+        if is_due(self.args.train.log_interval, step) or is_last or validation:
+            self._log(metrics | validation)
+        if should_validate:
+            notify(self.callbacks, "on_validation_end", self, validation)
+            self.garbage.collect()
+            self._ready_at = self._validated_at = time.perf_counter()
+        if not is_last and (is_due(intervals.save_steps, step) or agreed["save_is_due"]):
+            self.saver.start(f"step-{step:08d}")
+            self.garbage.collect()
+            self._ready_at = self._saved_at = time.perf_counter()
+
+    def _step(self, micro_batches: list[Batch], counts: dict[str, int], learning_rate: float) -> StepResult:
+        set_learning_rate(self.optimizer, learning_rate)
         try:
-            result = train_step(
-                self.fabric,
-                self.model,
-                self.optimizer,
-                micro_batches,
-                n_tokens=n_tokens,
-                learning_rate=learning_rate,
-                max_norm=self.args.train.max_norm,
-                before_update=look if is_watched else None,
-                in_backward=self.in_backward,
-                meanwhile=self._while_computing,
-            )
+            result = train_step(self.fabric, self.objective, self.update, micro_batches, counts, self._overlap)
         except GuardError as error:
             self.saver.finish_after(error, is_on_all_ranks=True)
             raise GuardError(
@@ -290,7 +300,8 @@ class Trainer:
         self.skipped_steps += result.skipped
         return result
 
-    def _while_computing(self) -> None:
+    def _overlap(self) -> None:
+        """Host work while the device computes a step."""
         self.reader.copy_ahead()
         self.garbage.collect(is_due=False)
 
@@ -330,9 +341,10 @@ class Trainer:
             rank=self.fabric.global_rank,
             world_size=self.fabric.world_size,
             padding=self.padding,
+            count=self.objective.count,
         )
         with record_function(VALIDATE):
-            metrics = validate(self.fabric, self.model, batches, self.token_bytes)
+            metrics = validate(self.fabric, self.objective, self.model, batches, self.token_bytes)
         if not math.isfinite(metrics.get("val_loss", 0.0)):
             raise GuardError(
                 f"the validation loss after step {self.progress.step} is {metrics['val_loss']}: weights contain "

@@ -14,7 +14,8 @@ from torch import nn
 from toolkit.data.base import TokenDataset
 from toolkit.data.loader import Batch, val_batches
 from toolkit.distributed import ranks
-from toolkit.training.loss_parts import forward_inputs, loss_parts, pop_loss_parts
+from toolkit.objectives.base import LOSS, Objective, Part, means
+from toolkit.objectives.inputs import original_module
 
 
 def batches_by_source(
@@ -41,46 +42,60 @@ def rows_of_source(size: int, total: int, max_rows: int | None) -> int:
 @torch.no_grad()
 def validate(
     fabric: Fabric,
+    objective: Objective,
     model: nn.Module,
     batches: Iterable[Batch] | Mapping[str, Iterable[Batch]],
     token_bytes: np.ndarray | None,
 ) -> dict[str, float]:
-    """Return the loss (nats per token), the perplexity, and bits per byte where the tokenizer is known.
+    """Return the metrics of held-out rows.
 
     Args:
+        model: As Fabric has wrapped it.
         batches: The same number on every rank; a batch may hold no supervised token. Or such batches by source, in the
             same order on every rank.
         token_bytes: UTF-8 bytes that each token stands for, (vocabulary,).
 
     Returns:
-        val_loss, val_ppl and val_bpb over all sources, the means of the parts of the loss, val_<part>, and
-        val_loss_<source>; an empty dictionary if no token at all was supervised.
+        val_loss over all sources and val_loss_<source>, the means of the objective's further parts as val_<part>, and
+        where the loss is a negative log-likelihood val_ppl and, with ``token_bytes``, val_bpb; an empty dictionary if
+        nothing was supervised.
     """
     was_training = model.training
     model.eval()
-    names = loss_parts(model)
+    parts, normalizers = objective.parts(original_module(model)), objective.normalizers
     by_source = batches if isinstance(batches, Mapping) else {"": batches}
-    totals = torch.zeros(len(by_source), 3 + len(names), dtype=torch.float64)  # nats, tokens, bytes, parts of the loss
-    pop_loss_parts(model)
+    n_counts = len(normalizers) + 1
+    totals = torch.zeros(len(by_source), n_counts + len(parts), dtype=torch.float64)  # counts, bytes, sums
     for row, of_source in zip(totals, by_source.values(), strict=True):
         for batch in of_source:
-            loss_sum, n_tokens = model(**forward_inputs(model, batch, fabric.device))
-            parts = pop_loss_parts(model)
+            sums = objective.sums(model, batch, fabric.device)
             targets = batch.labels[batch.labels >= 0].numpy()
             # ids beyond the tokenizer's own (padding of the vocabulary, foreign data) stand for no text
             n_bytes = int(token_bytes[targets[targets < len(token_bytes)]].sum()) if token_bytes is not None else 0
-            sums = [float(loss_sum), int(n_tokens), n_bytes, *(float(parts.get(name, math.nan)) for name in names)]
-            row += torch.tensor(sums, dtype=torch.float64)
+            counts = [batch.counts[name] for name in normalizers]
+            # nan: the model does not compute this part in validation
+            values = [float(sums.get(part.name, math.nan)) for part in parts]
+            row += torch.tensor([*counts, n_bytes, *values], dtype=torch.float64)
     model.train(was_training)
     totals = ranks.sum_over_ranks(totals.flatten()).reshape(totals.shape)
-    nats, tokens, n_bytes, *part_sums = totals.sum(0).tolist()
-    if not tokens:
+    metrics = _metrics(objective, parts, totals.sum(0).tolist())
+    for name, row in zip(by_source, totals.tolist(), strict=True):
+        if name and (of_source := _metrics(objective, parts, row)):
+            metrics[f"val_loss_{name}"] = of_source["val_loss"]
+    return metrics
+
+
+def _metrics(objective: Objective, parts: tuple[Part, ...], totals: list[float]) -> dict[str, float]:
+    """Return the metrics from the counts, the bytes and the sums of the parts."""
+    n = len(objective.normalizers)
+    counts, n_bytes = dict(zip(objective.normalizers, totals[:n], strict=True)), totals[n]
+    sums = {p.name: value for p, value in zip(parts, totals[n + 1 :], strict=True) if not math.isnan(value) or p.weight}
+    if not all(counts[part.normalizer] for part in parts if part.weight):
         return {}
-    loss = nats / tokens
-    metrics = {"val_loss": loss, "val_ppl": math.exp(min(loss, 700.0))}
-    if n_bytes:
-        metrics["val_bpb"] = nats / math.log(2) / n_bytes
-    by_name = zip(names, part_sums, strict=True)  # nan: the model does not compute this part in validation
-    metrics |= {f"val_{name}": part / tokens for name, part in by_name if not math.isnan(part)}
-    of_sources = zip(by_source, totals[:, :2].tolist(), strict=True)
-    return metrics | {f"val_loss_{name}": nats / tokens for name, (nats, tokens) in of_sources if name and tokens}
+    loss, further = means(parts, sums, counts)
+    metrics = {"val_loss": loss}
+    if objective.is_likelihood:
+        metrics["val_ppl"] = math.exp(min(loss, 700.0))
+        if n_bytes:
+            metrics["val_bpb"] = sums[LOSS] / math.log(2) / n_bytes
+    return metrics | {f"val_{name}": value for name, value in further.items()}

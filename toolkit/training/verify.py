@@ -85,8 +85,8 @@ def fetch_on_other_nodes(
     """
     if world.num_nodes == 1 or not (remote is not None or is_url(resume)):
         return
-    is_own = remote is not None and resume_from is not None and resume_from.parent == remote.out_dir
-    manifest = (resume_from / COMPLETE).read_bytes() if is_own and resume_from is not None else None
+    is_in_run_folder = remote is not None and resume_from is not None and resume_from.parent == remote.out_dir
+    manifest = (resume_from / COMPLETE).read_bytes() if is_in_run_folder and resume_from is not None else None
     name, manifest = ranks.broadcast_from_rank0((None if resume_from is None else resume_from.name, manifest))
     error: UserError | None = None
     if name is not None and world.local_rank == 0 and world.global_rank != 0:

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from toolkit.checkpoints.run.sharded import ShardReader, is_sharded
 from toolkit.checkpoints.scratch import SMALL
-from toolkit.checkpoints.weights import canonical_name, load_weights
+from toolkit.checkpoints.weights import load_weights
 from toolkit.distributed import ranks
 from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.distributed.names import canonical_name
 from toolkit.distributed.private_torch import local_parts, local_shard
 from toolkit.errors import UserError
+from toolkit.optim.bf16 import MASTER
 
 SEPARATOR = "|"  # in names of sharded tensors: parameter|key
-MASTER = "master"
-"""Key of the fp32 copy of a bf16 weight in the optimizer state. Checkpoints save it as the weight, and only there."""
 # The schedule sets lr; the others depend on the device.
 _NEVER_RESTORED = {"params", "lr", "fused", "foreach", "capturable"}
 

@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from toolkit.checkpoints.run.optimizer_state import MASTER, SEPARATOR, group_values
+from toolkit.checkpoints.run.optimizer_state import SEPARATOR, group_values
 from toolkit.checkpoints.run.sharded import load_sharded
-from toolkit.checkpoints.weights import canonical_name
+from toolkit.distributed.names import canonical_name
 from toolkit.models.lora import is_adapter
+from toolkit.optim.bf16 import MASTER
 
 
 def full_state(

@@ -23,7 +23,7 @@ from toolkit.models.cross_entropy import _pointwise as pointwise_cross_entropy
 from toolkit.models.families import family_of
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.lora import adapted_on_meta, is_adapter
-from toolkit.planning.optimizer import COMBINED, optimizer_class
+from toolkit.optim.classes import HYBRID, optimizer_class
 from toolkit.planning.setup import TrainingSetup
 from toolkit.planning.speed.cuda_on_meta import cuda_on_meta
 from toolkit.planning.speed.operators import Op, Recorder
@@ -189,9 +189,9 @@ def trace_update(setup: TrainingSetup, shape: torch.Size, dtype: torch.dtype) ->
     """Return the operators of the optimizer's step for a parameter, fused where the class supports it, as in a run.
 
     Raises:
-        NotImplementedError: it is one of those of :mod:`toolkit.planning.combined`, or updates copies in fp32.
+        NotImplementedError: it is one of those of :mod:`toolkit.optim.hybrid`, or updates copies in fp32.
     """
-    if setup.has_masters or "state_dtype" in setup.optimizer or setup.optimizer["name"] in COMBINED:
+    if setup.has_masters or "state_dtype" in setup.optimizer or setup.optimizer["name"] in HYBRID:
         raise NotImplementedError(setup.optimizer["name"])
     options = {k: v for k, v in setup.optimizer.items() if k not in ("name", "weight_decay")}
     cls: Any = setup.optimizer_class or optimizer_class(setup.optimizer["name"])

@@ -5,57 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from lightning.fabric import Fabric
-
-from toolkit.checkpoints.remote.run import RemoteRun
-from toolkit.data.base import PreparedData
-from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import CallbackError, CommandError
-from toolkit.planning.limits import Progress
-from toolkit.planning.resolve import ResolvedConfig
-from toolkit.planning.run_args import RunArgs
-from toolkit.training.reading import TrainReader
-from toolkit.training.run_state import RunState
-from toolkit.training.throughput import StepTimes
 
-
-class TrainerView(Protocol):
-    """What callbacks may use of :class:`toolkit.training.trainer.Trainer`.
-
-    Args:
-        args: What the user asked for.
-        config: What that was resolved to.
-        out_dir: The local folder of the run.
-        remote: The folder on remote storage, where ``--out_dir`` is one.
-        model, optimizer: As Fabric has wrapped them.
-        display: Shows the run on rank 0, see :mod:`toolkit.ui.progress`.
-        skipped_steps: Of this launch, by the fp16 scaler.
-        step_times: Since the last row of metrics.
-        reader: Of the training data, with its sample order.
-    """
-
-    args: RunArgs
-    config: ResolvedConfig
-    out_dir: Path
-    remote: RemoteRun | None
-    fabric: Fabric
-    data: PreparedData
-    progress: Progress
-    model: FabricModule
-    optimizer: Any
-    state: RunState
-    display: Any
-    skipped_steps: int
-    step_times: StepTimes
-    reader: TrainReader
-
-    def save(self, name: str) -> Path:
-        """Write the checkpoint ``out_dir/name``; every rank calls this."""
-
-    def request_stop(self, reason: str) -> None:
-        """End the run before the next step, with ``final/``."""
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 
 class Callback:
@@ -73,32 +28,32 @@ class Callback:
     columns: tuple[str, ...] = ()
     """Names that ``on_log`` adds to the metrics. They are columns of metrics.csv, after those of every run."""
 
-    def on_train_start(self, trainer: TrainerView) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         """Before the first step of this launch; the model has its weights, a resumed run its state."""
 
-    def on_before_optimizer_step(self, trainer: TrainerView) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer) -> None:
         """The gradient of the global batch is in ``trainer.model``'s parameters, checked and clipped (with
         bf16-master not clipped yet)."""
 
-    def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """After an optimizer step. Metrics: loss (nats per token), learning_rate, grad_norm, step_tokens (inputs over
         all ranks), step_seconds."""
 
-    def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """A row of metrics is due: every ``--train.log_interval`` steps, and with every validation; without ``loss``
         before the first step. What is added to ``metrics`` here is seen by the callbacks that follow."""
 
-    def on_validation_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """After a validation: val_loss (nats per token), val_ppl and, with a tokenizer, val_bpb; empty without
         held-out data."""
 
-    def on_checkpoint_saved(self, trainer: TrainerView, folder: Path) -> None:
+    def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
         """A checkpoint is complete on disk; with ``--train.async_save`` some steps after its own."""
 
-    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """The run ends with an error, or after a signal."""
 
-    def on_train_end(self, trainer: TrainerView) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         """The run has reached its end, and ``final/`` is complete."""
 
 
@@ -123,7 +78,7 @@ def notify(callbacks: Iterable[Callback], moment: str, *args: Any) -> None:
             raise CallbackError(f"callback {name} failed in {moment}: {type(error).__name__}: {error}") from error
 
 
-def notify_exception(callbacks: Iterable[Callback], trainer: TrainerView, error: BaseException) -> None:
+def notify_exception(callbacks: Iterable[Callback], trainer: Trainer, error: BaseException) -> None:
     """Call ``on_exception`` of each callback; one that fails is a warning, because ``error`` is what ends the run."""
     for callback in callbacks:
         try:

@@ -6,15 +6,20 @@ checkpoint's progress, so that a resumed run decides as an uninterrupted one.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from toolkit.checkpoints.store import BEST
 from toolkit.distributed import ranks
-from toolkit.training.callbacks.base import Callback, TrainerView
+from toolkit.training.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 
 class KeepBest(Callback):
     """Saves ``best/`` after every validation with a lower loss than all before, for ``--train.keep_best``."""
 
-    def on_validation_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if is_lower(metrics, trainer.progress.best_val_loss):
             trainer.progress.best_val_loss = metrics["val_loss"]
             trainer.save(BEST)
@@ -26,10 +31,10 @@ class EarlyStopping(Callback):
     def __init__(self, patience: int) -> None:
         self.patience = patience
 
-    def on_train_start(self, trainer: TrainerView) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         self._stop_if_due(trainer)
 
-    def on_validation_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         progress = trainer.progress
         if is_lower(metrics, progress.lowest_val_loss):
             progress.lowest_val_loss, progress.stale_validations = metrics["val_loss"], 0
@@ -37,7 +42,7 @@ class EarlyStopping(Callback):
             progress.stale_validations += 1
         self._stop_if_due(trainer)
 
-    def _stop_if_due(self, trainer: TrainerView) -> None:
+    def _stop_if_due(self, trainer: Trainer) -> None:
         if trainer.progress.stale_validations >= self.patience:
             trainer.request_stop(f"no lower validation loss in {self.patience} validations (--train.patience)")
 

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.checkpoints.store import FINAL
 from toolkit.data.chat.sources import tokenizer_template
 from toolkit.data.sft.instruct import InstructionData
 from toolkit.models.families import export_error
-from toolkit.training.callbacks.base import Callback, TrainerView
+from toolkit.training.callbacks.base import Callback
 from toolkit.training.evaluate import option_to_trust
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 
 class Console(Callback):
     """Reports to the trainer's display, see :mod:`toolkit.ui.progress`."""
 
-    def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         step = trainer.progress.step
         if "loss" in metrics:
             trainer.display.step(step, {k: v for k, v in metrics.items() if not k.startswith("val_")})
         if "val_loss" in metrics:
             trainer.display.validation(step, {k: v for k, v in metrics.items() if k.startswith("val_")})
 
-    def on_checkpoint_saved(self, trainer: TrainerView, folder: Path) -> None:
+    def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
         trainer.display.checkpoint(trainer.progress.step, folder)
 
-    def on_train_end(self, trainer: TrainerView) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         progress, display = trainer.progress, trainer.display
         if trainer.skipped_steps:
             display.message(f"GradScaler skipped {trainer.skipped_steps} steps")
@@ -37,12 +41,12 @@ class Console(Callback):
             display.message(f"  {command}")
 
 
-def final_model(trainer: TrainerView) -> Path | str:
+def final_model(trainer: Trainer) -> Path | str:
     """The folder of the run's model, or its URL."""
     return trainer.out_dir / FINAL if trainer.remote is None else f"{trainer.remote.url}/{FINAL}"
 
 
-def next_commands(trainer: TrainerView) -> list[str]:
+def next_commands(trainer: Trainer) -> list[str]:
     """Commands for the model that the run has written; none for a module from Python."""
     state, data = trainer.state, trainer.data
     if state.model.config is None or not trainer.args.is_repeatable:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toolkit.training.callbacks.base import Callback, TrainerView
+from toolkit.training.callbacks.base import Callback
 from toolkit.training.throughput import StepTimes, Throughput, peak_memory_gb
 from toolkit.ui.loggers import MetricsCSV, log_metrics
 from toolkit.ui.plots import plot_loss
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 
 class ThroughputMonitor(Callback):
@@ -20,10 +23,10 @@ class ThroughputMonitor(Callback):
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput
 
-    def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self.throughput.add(int(metrics["step_tokens"]), metrics["step_seconds"])
 
-    def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if "loss" in metrics:  # not for a validation before the first step
             metrics |= self.throughput.read() | {"peak_memory_gb": peak_memory_gb(trainer.fabric.device)}
             metrics |= trainer.step_times.read()
@@ -35,13 +38,13 @@ class MetricsFile(Callback):
     def __init__(self, csv: MetricsCSV) -> None:
         self.csv = csv
 
-    def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self.csv.write(metrics)
 
-    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         self.on_train_end(trainer)
 
-    def on_train_end(self, trainer: TrainerView) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         self.csv.close()
         plot_run(trainer.out_dir)
 
@@ -57,14 +60,14 @@ class ExternalLoggers(Callback):
     def __init__(self, loggers: list[Any]) -> None:
         self.loggers = loggers
 
-    def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         axes = ("step", "tokens", "seconds")
         log_metrics(self.loggers, {k: v for k, v in metrics.items() if k not in axes}, trainer.progress.step)
 
-    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         self._finalize("failed")
 
-    def on_train_end(self, trainer: TrainerView) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         self._finalize("success")
 
     def _finalize(self, status: str) -> None:

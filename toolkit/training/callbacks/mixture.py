@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from toolkit.data.interleave import MixtureOrder
-from toolkit.training.callbacks.base import Callback, TrainerView
+from toolkit.training.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 
 class MixtureShares(Callback):
@@ -17,11 +22,11 @@ class MixtureShares(Callback):
         self.order = order
         self.columns = tuple(f"share_{name}" for name in order.weights)
 
-    def on_log(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         shares = self.order.shares(trainer.progress.samples)
         metrics |= {f"share_{name}": share for name, share in shares.items()}
 
-    def on_train_end(self, trainer: TrainerView) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         position = trainer.progress.samples
         epochs, shares = self.order.epochs(position), self.order.shares(position)
         if not shares:

@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import profiler
@@ -16,8 +16,11 @@ from torch.autograd import DeviceType
 from toolkit.config import ProfilerArgs
 from toolkit.distributed import ranks
 from toolkit.distributed.private_torch import dump_memory_history, record_memory_history
-from toolkit.training.callbacks.base import Callback, TrainerView
+from toolkit.training.callbacks.base import Callback
 from toolkit.training.trace import Shares, read_shares
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 SHOWN_OPERATORS, SHOWN_RANKS = 10, 8
 SECONDS_TO_WRITE = 30 * 60.0  # the trace of a large model takes minutes
@@ -43,7 +46,7 @@ class Profile(Callback):
 
     # ---- moments
 
-    def on_train_start(self, trainer: TrainerView) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         args, on_cuda = self.args, trainer.fabric.device.type == "cuda"
         self._first = trainer.progress.step + args.wait + args.warmup + 1  # active step
         self._last = self._first + args.active - 1
@@ -63,7 +66,7 @@ class Profile(Callback):
             )
         )
 
-    def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         if self._profiler is None:
             return
         if trainer.progress.step < self._last:
@@ -74,13 +77,13 @@ class Profile(Callback):
                 self._end(trainer)
                 self._report(trainer)
 
-    def on_train_end(self, trainer: TrainerView) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         if self._profiler is not None:
             self._end(trainer)
             if trainer.progress.step >= self._first:  # on every rank
                 self._report(trainer)
 
-    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         if self._profiler is None:
             return
         if self._on_cuda and isinstance(error, torch.OutOfMemoryError):
@@ -92,7 +95,7 @@ class Profile(Callback):
 
     # ---- parts
 
-    def _end(self, trainer: TrainerView) -> None:
+    def _end(self, trainer: Trainer) -> None:
         """Stop profiling; what is recorded is written, also where the run ends before the last active step."""
         step = trainer.progress.step
         self._stack.close()
@@ -131,7 +134,7 @@ class Profile(Callback):
     def _self_time(self) -> str:
         return "self_device_time_total" if self._on_cuda else "self_cpu_time_total"
 
-    def _report(self, trainer: TrainerView) -> None:
+    def _report(self, trainer: Trainer) -> None:
         """Write and show the shares of all ranks, and the slowest operators of rank 0; every rank calls this."""
         results = ranks.all_gather_object(self._result)
         found = {rank: result for rank, result in enumerate(results) if isinstance(result, Shares)}

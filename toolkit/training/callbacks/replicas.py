@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from toolkit.checkpoints.weights import canonical_name
+from typing import TYPE_CHECKING
+
+from toolkit.distributed.names import canonical_name
 from toolkit.distributed.replicas import require_equal_replicas
-from toolkit.training.callbacks.base import Callback, TrainerView
+from toolkit.training.callbacks.base import Callback
 from toolkit.training.model import ModelSpec, unwrapped
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 
 class ReplicaCheck(Callback):
@@ -19,7 +24,7 @@ class ReplicaCheck(Callback):
     def __init__(self, spec: ModelSpec, shards: int) -> None:
         self.spec, self.shards, self.is_done = spec, shards, False
 
-    def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """
         Raises:
             GuardError: replicas differ.

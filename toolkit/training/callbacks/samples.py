@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,10 @@ from toolkit.inference.generate import generate
 from toolkit.inference.text import stop_tokens
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
-from toolkit.training.callbacks.base import Callback, TrainerView
+from toolkit.training.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 PLAIN_PROMPT = 32  # tokens of plain text, which has no prompt of its own
 _SHOWN = 60  # characters of the prompt
@@ -39,7 +42,7 @@ class Sampler(Callback):
     max_new_tokens: int
     tokenizer: Tokenizer | None
 
-    def on_validation_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self.show(trainer.model, trainer.progress.step, trainer.display)
 
     def show(self, model: nn.Module, step: int, display: Any) -> None:

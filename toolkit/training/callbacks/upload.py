@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.store import BEST, FINAL, prune
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError
-from toolkit.training.callbacks.base import Callback, TrainerView
+from toolkit.training.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from toolkit.training.trainer import Trainer
 
 MAX_WAITING = 2  # checkpoints that training may be ahead of the uploads
 SECONDS_AFTER_FAILURE = 20.0  # less than other ranks have patience for
@@ -28,10 +32,10 @@ class Upload(Callback):
     def __init__(self, uploader: Uploader | None) -> None:
         self.uploader = uploader
 
-    def on_step_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         self._report(trainer)
 
-    def on_checkpoint_saved(self, trainer: TrainerView, folder: Path) -> None:
+    def on_checkpoint_saved(self, trainer: Trainer, folder: Path) -> None:
         """
         Raises:
             GuardError: another run has taken over the folder on the storage; on every rank.
@@ -47,7 +51,7 @@ class Upload(Callback):
                 f"{trainer.progress.step}, {folder} is saved. Run only one of them"
             )
 
-    def on_train_end(self, trainer: TrainerView) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         """
         Raises:
             GuardError: the last checkpoint could not be uploaded.
@@ -63,12 +67,12 @@ class Upload(Callback):
                     f"it is complete in {trainer.out_dir / name}, and the same command with --resume auto uploads it"
                 )
 
-    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         if self.uploader is not None:
             self.uploader.wait(None if ranks.world_size() == 1 else SECONDS_AFTER_FAILURE)
             self._finish(trainer)
 
-    def wait(self, trainer: TrainerView, at_most: int = 0) -> None:
+    def wait(self, trainer: Trainer, at_most: int = 0) -> None:
         """Wait until at most so many checkpoints are left to upload; every rank calls this."""
         ranks.wait_for_all(
             lambda seconds: self.uploader is None or self.uploader.wait(seconds, at_most),
@@ -76,13 +80,13 @@ class Upload(Callback):
         )
         self._report(trainer)
 
-    def _finish(self, trainer: TrainerView) -> None:
+    def _finish(self, trainer: Trainer) -> None:
         assert self.uploader is not None
         if (reason := self.uploader.upload_outputs()) is not None:
             trainer.display.message(f"warning: logs could not be uploaded to {trainer.args.out_dir}: {reason}")
         self._report(trainer)
 
-    def _report(self, trainer: TrainerView) -> None:
+    def _report(self, trainer: Trainer) -> None:
         for line in [] if self.uploader is None else self.uploader.take_messages():
             trainer.display.message(line)
 
@@ -94,7 +98,7 @@ def submit_upload(callbacks: Iterable[Callback], folder: Path) -> None:
             callback.uploader.submit(folder)
 
 
-def finish_uploads(callbacks: Iterable[Callback], trainer: TrainerView) -> None:
+def finish_uploads(callbacks: Iterable[Callback], trainer: Trainer) -> None:
     """Wait for all uploads, where a run has any; every rank calls this."""
     for callback in callbacks:
         if isinstance(callback, Upload):

@@ -4,8 +4,8 @@ from torch import nn
 
 from toolkit.config import PRETRAIN, OptimizerArgs
 from toolkit.errors import UserError
-from toolkit.planning.optimizer import no_decay_params, resolve_optimizer
-from toolkit.training.optimizer import build_optimizer, parameter_groups
+from toolkit.optim.classes import build_optimizer, resolve_optimizer
+from toolkit.optim.groups import no_decay_params, parameter_groups
 
 
 class Small(nn.Module):

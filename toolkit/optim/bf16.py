@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from toolkit.checkpoints.run.optimizer_state import MASTER
-from toolkit.planning.optimizer_memory import chunks
+from toolkit.distributed.private_torch import copy_
 
+MASTER = "master"
+"""Key of the fp32 copy of a bf16 weight in the optimizer state. Checkpoints save it as the weight, and only there."""
 ROUNDING = "rounding"
 """Seed of the last stochastic rounding of a parameter's moments; in the state, so that a resume is bit-equal."""
 SEED_STEP = 2654435761
 """Distance of the first seeds of two parameters: a prime near 2^32 divided by the golden ratio. A CPU generator uses
 only the lower 32 bits of a seed; those of 1,000 parameters are a million steps apart."""
+UPDATE_CHUNK = 2**27
+"""Elements that an optimizer step holds in fp32 at once, of what is stored in bf16; or one parameter, if larger."""
+
+
+class Sized(Protocol):
+    def numel(self) -> int:
+        """Return the number of elements."""
+
+
+T = TypeVar("T", bound=Sized)
 
 
 class BF16Optimizer(torch.optim.Optimizer):
@@ -30,7 +42,7 @@ class BF16Optimizer(torch.optim.Optimizer):
     a moment with a decay rate of 0.999. Random numbers depend on weight and step only: all ranks draw the same.
 
     Args:
-        inner: One of torch's optimizers, or of :mod:`toolkit.planning.combined`, over the weights.
+        inner: One of torch's optimizers, or of :mod:`toolkit.optim.hybrid`, over the weights.
         has_masters: Whether the weights are bf16.
         has_bf16_moments: Whether to store the moments in bf16.
 
@@ -72,7 +84,7 @@ class BF16Optimizer(torch.optim.Optimizer):
         if self.has_masters:
             for target in targets:
                 target.grad = None
-            torch._foreach_copy_(parameters, targets)
+            copy_(parameters, targets)
 
     def _master(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -116,3 +128,15 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()
+
+
+def chunks(parameters: Iterable[T], limit: int = UPDATE_CHUNK) -> Iterator[list[T]]:
+    """Yield the parameters in parts of at most ``limit`` elements, or of one parameter."""
+    part: list[T] = []
+    for parameter in parameters:
+        if part and sum(p.numel() for p in part) + parameter.numel() > limit:
+            yield part
+            part = []
+        part.append(parameter)
+    if part:
+        yield part

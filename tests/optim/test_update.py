@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from helpers.cases import check_each, slow_except
+from helpers.steps import one_step
 from lightning.fabric import Fabric
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,8 +20,7 @@ from toolkit.models.families import config_from_hf
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.training.guarded_update import can_guard
-from toolkit.training.step import train_step
+from toolkit.optim.update import FusedUpdate
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount", "equal"}
 READS = {"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__"}
@@ -32,10 +32,7 @@ def batch(seed: int = 0, vocab_size: int = 96) -> Batch:
 
 
 def step(fabric, model, optimizer, seed=0, max_norm=1.0, **options):
-    return train_step(
-        fabric, model, optimizer, [batch(seed), batch(seed + 50)], n_tokens=64, learning_rate=1e-2, max_norm=max_norm,
-        **options,
-    )  # fmt: skip
+    return one_step(fabric, model, optimizer, [batch(seed), batch(seed + 50)], 1e-2, max_norm=max_norm, **options)
 
 
 def adamw(model, **options):
@@ -54,7 +51,7 @@ def test_update_equals_clipping_first(fabric, pico, max_norm):
     for options in ({}, {"before_update": lambda: None}):
         model = copy.deepcopy(pico)
         wrapped, optimizer = fabric.setup(model, adamw(model))
-        assert can_guard(fabric, optimizer)
+        assert FusedUpdate.supports(fabric, optimizer)
         results = [step(fabric, wrapped, optimizer, seed, max_norm, **options) for seed in range(6)]
         found.append((results, tensors(model, optimizer)))
         assert not hasattr(optimizer.optimizer, "found_inf") and not hasattr(optimizer.optimizer, "grad_scale")
@@ -109,15 +106,15 @@ def test_other_optimizers_are_updated_after_the_check(fabric, pico):
         before, seen = [p.detach().clone() for p in model.parameters()], []
         step(
             fabric, wrapped, optimizer,
-            meanwhile=lambda: seen.append(all(map(torch.equal, before, model.parameters()))),
+            overlap=lambda: seen.append(all(map(torch.equal, before, model.parameters()))),
         )  # fmt: skip
-        assert can_guard(fabric, optimizer) == expected and seen == [not expected]
+        assert FusedUpdate.supports(fabric, optimizer) == expected and seen == [not expected]
         assert not all(map(torch.equal, before, model.parameters()))
 
     check_each(check, made)
     scaled = Fabric(accelerator="cpu", devices=1)
     scaled.strategy.precision.scaler = object()
-    assert not can_guard(scaled, scaled.setup_optimizers(adamw(pico)))
+    assert not FusedUpdate.supports(scaled, scaled.setup_optimizers(adamw(pico)))
 
 
 class Waits(TorchDispatchMode):
@@ -180,7 +177,7 @@ def test_device_is_waited_for_only_after_the_update(pico):
         step(fabric, wrapped, optimizer, seed)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    try:  # forward, backward and update do not wait; meanwhile is called before the one wait
-        step(fabric, wrapped, optimizer, 2, meanwhile=lambda: torch.cuda.set_sync_debug_mode("default"))
+    try:  # forward, backward and update do not wait; overlap is called before the one wait
+        step(fabric, wrapped, optimizer, 2, overlap=lambda: torch.cuda.set_sync_debug_mode("default"))
     finally:
         torch.cuda.set_sync_debug_mode("default")

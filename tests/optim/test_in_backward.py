@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.cases import check_each, slow_except
+from helpers.steps import one_step
 
 from tests.training.test_run import arguments, assert_same_weights, rows_of
 from toolkit.checkpoints.weights import load_state
@@ -16,8 +17,6 @@ from toolkit.models.lora_config import LoRAConfig
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.training.callbacks import Callback
 from toolkit.training.run import run_training
-from toolkit.training.step import train_step
-from toolkit.training.step_in_backward import StepInBackward
 
 TRAIN = {"micro_batch_size": 8, "max_norm": 0.0, "max_steps": 6, "save_interval": 3, "tie_embeddings": True}
 
@@ -47,12 +46,9 @@ def test_s2_run_and_resume_are_bit_equal_to_the_ordinary_step(corpus, tmp_path, 
         assert all(row[column] == expected[column] for column in ("loss", "grad_norm", "val_loss"))
 
 
-def step(fabric, model, optimizer, updates):
+def step(fabric, model, optimizer):
     ids = torch.arange(32).view(2, 16)
-    batch = Batch(ids, ids, [0, 1], ids.numel(), ids.numel())
-    return train_step(
-        fabric, model, optimizer, [batch], n_tokens=32, learning_rate=1e-3, max_norm=None, in_backward=updates
-    )
+    return one_step(fabric, model, optimizer, [Batch(ids, ids, [0, 1], 32, 32)], 1e-3, in_backward=True)
 
 
 def test_one_gradient_is_in_memory_at_a_time(fabric, pico):
@@ -61,7 +57,7 @@ def test_one_gradient_is_in_memory_at_a_time(fabric, pico):
     optimizer.optimizer.register_step_pre_hook(
         lambda *_: most.append(sum(p.grad.numel() for p in pico.parameters() if p.grad is not None))
     )
-    step(fabric, model, optimizer, StepInBackward(optimizer.optimizer))
+    step(fabric, model, optimizer)
     assert sorted(most) == sorted(p.numel() for p in pico.parameters())
     assert all(p.grad is None for p in pico.parameters())
 
@@ -72,7 +68,7 @@ def test_n7_nonfinite_gradients_never_reach_the_weights(fabric, pico, value):
         pico.transformer.h[0].norm_1.weight.register_hook(lambda gradient: gradient * value)
     model, optimizer = fabric.setup(pico, torch.optim.AdamW(pico.parameters()))
     with pytest.raises(GuardError, match="gradient norm (nan|inf), loss"):
-        step(fabric, model, optimizer, StepInBackward(optimizer.optimizer))
+        step(fabric, model, optimizer)
     assert all(p.isfinite().all() for p in pico.parameters())
     moments = [t for state in optimizer.optimizer.state.values() for t in state.values()]
     assert moments and all(t.isfinite().all() for t in moments)

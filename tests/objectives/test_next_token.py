@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.initialize import initialize
+from helpers.steps import NEXT_TOKEN, one_step
 
 from toolkit.data.loader import train_batches, val_batches
 from toolkit.data.order import ShuffledOrder
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT
-from toolkit.training.step import train_step
 from toolkit.training.validate import validate
 
 CONFIG = replace(get_config("pico-llama").with_vocab_size(128), n_layer=1)
@@ -49,8 +49,7 @@ def batches_of(ragged, micro_batch_size, start=0):
 
 def step(fabric, model, batches):
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    n_tokens = sum(batch.n_tokens for batch in batches)
-    return train_step(fabric, wrapped, optimizer, batches, n_tokens=n_tokens, learning_rate=0.0, max_norm=None)
+    return one_step(fabric, wrapped, optimizer, batches, 0.0)
 
 
 @pytest.mark.parametrize("start", [0, 40])  # 40 rows: the second epoch has other keys
@@ -69,7 +68,7 @@ def test_n6_validation_has_the_parts_and_uses_row_indices(fabric, ragged, noisy)
     rows = ragged.val
     for size in (1, 4):
         batches = list(val_batches(rows, micro_batch_size=size, rank=0, world_size=1, max_rows=None))
-        metrics = validate(fabric, fabric.setup(noisy), batches, None)
+        metrics = validate(fabric, NEXT_TOKEN, fabric.setup(noisy), batches, None)
         counts = [int((rows[i]["labels"] != -100).sum()) for i in range(len(rows))]
         noise = 1e-3 * sum((i + 1) * n for i, n in enumerate(counts)) / sum(counts)
         assert metrics["val_noise"] == pytest.approx(noise, rel=1e-6) and "val_never" not in metrics

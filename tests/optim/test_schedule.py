@@ -7,7 +7,7 @@ from toolkit.cli_parser import parse
 from toolkit.commands.pretrain import setup
 from toolkit.config import PRETRAIN, TrainArgs
 from toolkit.errors import UserError
-from toolkit.planning.schedule import build_schedule, describe_scaling
+from toolkit.optim.schedule import build_schedule, describe_scaling
 
 
 def schedule(total_steps=100, **options):

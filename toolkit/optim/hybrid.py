@@ -24,7 +24,7 @@ QUANTIZED_BLOCK = 256
 """Elements of the state that share a scale in bitsandbytes."""
 
 
-class CombinedOptimizer(torch.optim.Optimizer):
+class HybridOptimizer(torch.optim.Optimizer):
     """The main optimizer for the groups with ``main`` true, AdamW for the others.
 
     The groups may be replaced between two steps: each step hands the current ones to the two optimizers.
@@ -73,7 +73,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return [g for g in self.param_groups if g["main"]], [g for g in self.param_groups if not g["main"]]
 
 
-class Muon(CombinedOptimizer):
+class Muon(HybridOptimizer):
     """``torch.optim.Muon`` for the matrices of the blocks, AdamW for all other parameters.
 
     With ``adjust_lr_fn`` "match_rms_adamw" Muon's updates have the size of AdamW's, so that one learning rate and one
@@ -118,7 +118,7 @@ class Muon(CombinedOptimizer):
         return is_in_block and decays and parameter.ndim == 2
 
 
-class AdamW8bit(CombinedOptimizer):
+class AdamW8bit(HybridOptimizer):
     """bitsandbytes' AdamW with 8-bit moments; fp32 moments for embeddings, norms and biases, which are less robust.
 
     See Dettmers et al. 2022 (arXiv 2110.02861), sections 2.1 and 2.3.

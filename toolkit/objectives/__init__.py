@@ -1,0 +1,6 @@
+"""What a run minimizes. Imports no torch, because the command line lists the objectives."""
+
+from toolkit.objectives.base import Objective, Part
+from toolkit.objectives.next_token import NextToken
+
+__all__ = ["NextToken", "Objective", "Part"]

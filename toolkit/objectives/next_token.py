@@ -1,0 +1,37 @@
+"""Cross-entropy of the next token: the objective of pretraining and of supervised finetuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from toolkit.objectives.base import LOSS, Objective, Part
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from toolkit.data.loader import Batch
+
+
+@dataclass
+class NextToken(Objective):
+    """The mean cross-entropy of the supervised tokens, in nats, as the model's forward returns it.
+
+    The ``loss_parts`` of a model, see :class:`toolkit.models.gpt.GPT`, are logged as well.
+    """
+
+    is_likelihood = True
+
+    def parts(self, module: nn.Module) -> tuple[Part, ...]:
+        return (Part(LOSS), *(Part(name, weight=0) for name in getattr(module, "loss_parts", ())))
+
+    def sums(self, model: nn.Module, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        from toolkit.objectives.inputs import forward_inputs, original_module
+
+        module: Any = original_module(model)
+        if names := getattr(module, "loss_parts", ()):
+            module.loss_part_sums = {}
+        loss_sum, _ = model(**forward_inputs(model, batch, device))
+        parts = module.loss_part_sums if names else {}
+        return {LOSS: loss_sum} | {name: parts[name] for name in names if name in parts}

@@ -1,0 +1,127 @@
+"""Choice of the optimizer: its class, its options, and the object over a model's parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.config import AUTO, CommandDefaults, OptimizerArgs
+from toolkit.errors import UserError, did_you_mean
+from toolkit.extension import load_registered, registered
+from toolkit.optim.bf16 import BF16Optimizer
+from toolkit.optim.groups import parameter_groups
+from toolkit.optim.hybrid import AdamW8bit, HybridOptimizer, Muon
+
+HYBRID: dict[str, type[HybridOptimizer]] = {"Muon": Muon, "AdamW8bit": AdamW8bit}
+UNSUPPORTED = {
+    "Optimizer": "is the base class",
+    "LBFGS": "evaluates the loss several times per step",
+    "SparseAdam": "needs sparse gradients",
+}
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return a class by case-insensitive name: of ``torch.optim``, of :data:`HYBRID`, or of an extension."""
+    base = torch.optim.Optimizer
+    known = {n: c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, base)} | HYBRID
+    match = next((n for n in known if n.lower() == name.lower()), None)
+    if match is None and name in (added := registered("optimizers", known)):
+        return load_registered("optimizers", name)
+    if match is None:
+        usable = sorted({*added, *known} - UNSUPPORTED.keys())
+        raise UserError(
+            f"--optimizer.name {name}: not in torch.optim{did_you_mean(name, usable)} ({', '.join(usable)})"
+        )
+    if match in UNSUPPORTED:
+        raise UserError(f"--optimizer.name {name}: {UNSUPPORTED[match]}; use AdamW, for example")
+    return known[match]
+
+
+def resolve_optimizer(
+    args: OptimizerArgs,
+    precision: str,
+    defaults: CommandDefaults,
+    given_class: type[torch.optim.Optimizer] | None = None,
+) -> dict[str, Any]:
+    """Return the resolved options of the optimizer, with its ``name``.
+
+    The class must take the user's options; those that are "auto" apply if it does. ``defaults`` are those of the
+    command. ``given_class`` is a class outside torch.optim.
+    """
+    cls = given_class or optimizer_class(args.name)
+    takes = inspect.signature(cls).parameters
+    requested = {k: v for k in ("weight_decay", "betas", "eps") if (v := getattr(args, k)) != AUTO} | args.options
+    if "lr" in requested:
+        raise UserError(
+            f"--optimizer.options lr {requested['lr']}: --train.learning_rate sets the learning rate; remove this"
+        )
+    for option in requested:
+        if option not in takes or option == "params":
+            options = sorted(takes.keys() - {"params", "lr"})
+            where = f"options {option}" if option in args.options else option
+            hint = did_you_mean(option, options) or f"; it takes {', '.join(options)}"
+            raise UserError(f"--optimizer.{where} {requested[option]}: {cls.__name__} takes no such option{hint}")
+    # those of the command are Adam's; an extension's optimizer has its own
+    names = ("weight_decay",) if args.name in registered("optimizers") else ("weight_decay", "betas")
+    given = {k: getattr(defaults, k) for k in names if k in takes} | requested
+    if given.get("fused") and precision == "16-mixed":
+        raise UserError(
+            "--optimizer.options fused: not supported with --precision 16-mixed, whose gradients are scaled"
+        )
+    if cls is Muon and not given.setdefault("split_qkv", True):
+        del given["split_qkv"]  # as in the checkpoints of versions without it
+    if args.state_dtype != AUTO:
+        given["state_dtype"] = args.state_dtype
+    return {"name": args.name if given_class else cls.__name__, **given}
+
+
+def build_optimizer(
+    model: nn.Module,
+    options: dict[str, Any],
+    learning_rate: float,
+    precision: str,
+    no_decay: frozenset[str],
+    given_class: type[torch.optim.Optimizer] | None = None,
+    in_blocks: Mapping[str, tuple[int, ...]] | None = None,
+) -> torch.optim.Optimizer:
+    """Build the optimizer from :func:`resolve_optimizer`'s options, fused where class and device support it.
+
+    It is not fused under 16-mixed: a fused optimizer unscales the gradients itself, after clipping. ``no_decay`` and
+    ``in_blocks`` are the results of ``no_decay_params`` and ``block_params`` in :mod:`toolkit.optim.groups`.
+    """
+    given = dict(options)
+    name, state_dtype = given.pop("name"), given.pop("state_dtype", "auto")
+    cls: type = given_class or optimizer_class(name)  # its arguments are not those of the base class
+    takes = inspect.signature(cls).parameters
+    combined = cls if issubclass(cls, HybridOptimizer) else None
+    split_qkv, ratio = given.get("split_qkv", False), given.pop("loraplus_lr_ratio", 1.0)
+    decay = given.pop("weight_decay", 0.0)
+    groups = parameter_groups(model, decay, no_decay, combined, in_blocks, split_qkv=split_qkv, b_lr_ratio=ratio)
+    if "weight_decay" not in takes and ratio == 1:
+        groups = [{"params": [p for group in groups for p in group["params"]]}]
+    if "fused" in takes and precision != "16-mixed" and not {"fused", "foreach"} & given.keys():
+        given["fused"] = all(p.device.type in ("cuda", "cpu", "mps") for p in model.parameters())
+    try:
+        optimizer = cls(groups, lr=learning_rate, **given)
+    except UserError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"--optimizer.name {cls.__name__}: {str(error).splitlines()[0]}") from error
+    has_masters, has_bf16_moments = precision == "bf16-master", state_dtype == "bf16"
+    if has_masters or has_bf16_moments:
+        return BF16Optimizer(optimizer, has_masters=has_masters, has_bf16_moments=has_bf16_moments)
+    return optimizer
+
+
+def has_moments(options: dict[str, Any]) -> bool:
+    """Whether an optimizer has state of the shape of the weights, with :func:`resolve_optimizer`'s options."""
+    cls = optimizer_class(options["name"])
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = cls([parameter], **{k: v for k, v in options.items() if k not in ("name", "state_dtype", "fused")})
+    optimizer.step()
+    return any(getattr(value, "shape", None) == parameter.shape for value in optimizer.state[parameter].values())

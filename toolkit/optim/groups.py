@@ -1,0 +1,81 @@
+"""Parameter groups: which parameters decay (N5), and which the primary optimizer of a hybrid one updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from toolkit.distributed.names import canonical_name
+from toolkit.models.attention import CausalSelfAttention
+from toolkit.models.latent_attention import LatentAttention
+from toolkit.models.lora import is_adapter
+from toolkit.optim.hybrid import HybridOptimizer
+
+
+def no_decay_params(model: nn.Module) -> frozenset[str]:
+    """Return the canonical names of the parameters without weight decay (N5): biases, norms and embeddings.
+
+    Tied heads are embeddings; experts' biases are matrices. Call this before a strategy wraps the model, because shards
+    are all one-dimensional.
+    """
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+
+    return frozenset(
+        canonical_name(name)
+        for name, p in model.named_parameters()
+        if p.ndim < 2 or name.endswith(".bias") or id(p) in embeddings
+    )
+
+
+def block_params(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> dict[str, tuple[int, ...]]:
+    """Return the canonical names of the parameters inside blocks, and the rows of each of the matrices stacked in one.
+
+    These are queries, keys and values; ``()`` for other parameters. Call this before a strategy wraps the model.
+    """
+    inside = {id(p) for m in model.modules() if isinstance(m, blocks) for p in m.parameters()}
+    rows: dict[str, tuple[int, ...]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, CausalSelfAttention | LatentAttention):
+            layer, sizes = module.stacked_rows
+            rows[canonical_name(f"{name}.{layer}.weight")] = sizes
+    names = [canonical_name(name) for name, p in model.named_parameters() if id(p) in inside]
+    return {name: rows.get(name, ()) for name in names}
+
+
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    no_decay: frozenset[str],
+    combined: type[HybridOptimizer] | None = None,
+    in_blocks: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    split_qkv: bool = False,
+    b_lr_ratio: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Split the trainable parameters, sharded or not, into groups with and without weight decay.
+
+    Args:
+        combined: Each group is split into the parameters that its main optimizer takes, ``main`` true, and the rest.
+        in_blocks: See :func:`~toolkit.optim.classes.block_params`.
+        split_qkv: Give the main optimizer weights with stacked matrices in groups of the same ``rows``.
+        b_lr_ratio: Learning rate of the adapters' B relative to the others, ``lr_ratio`` of its groups.
+    """
+    in_blocks = in_blocks or {}
+    parts: dict[tuple[bool, bool, tuple[int, ...], float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            name = canonical_name(name)
+            decays = name not in no_decay
+            is_main = combined is not None and combined.is_main(parameter, name in in_blocks, decays)
+            rows = in_blocks[name] if is_main and split_qkv else ()
+            ratio = b_lr_ratio if is_adapter(name) and name.endswith(".B") else 1.0
+            parts.setdefault((decays, is_main, rows, ratio), []).append(parameter)
+    return [
+        {"params": parts[key], "weight_decay": weight_decay if key[0] else 0.0}
+        | ({} if combined is None else {"main": key[1]})
+        | ({"rows": key[2]} if split_qkv else {})
+        | ({"lr_ratio": key[3]} if b_lr_ratio != 1 else {})
+        for key in sorted(parts, reverse=True)
+    ]

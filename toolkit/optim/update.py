@@ -1,0 +1,205 @@
+"""How a complete gradient changes the weights. A run chooses one :class:`Update` when it is built.
+
+torch's fused Adam and AdamW divide gradients by ``grad_scale``, and leave weights, moments and step counters alone
+where ``found_inf`` is set, as ``torch.amp.GradScaler`` uses them. So :class:`FusedUpdate` clips without a pass over the
+gradients, and the host reads norm and loss while the update runs. :class:`Update` divides in the same way: a callback
+that looks at the gradients changes no update of fp32 weights. Not tried on CUDA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW
+
+from toolkit.distributed.fabric import gradient_norm, knows_gradient_norm
+from toolkit.distributed.private_lightning import FabricModule
+from toolkit.distributed.private_torch import divide_, tensor_norms
+from toolkit.optim.bf16 import BF16Optimizer
+
+
+class Update:
+    """Clips the gradient, and updates the weights after the host has read that norm and loss are finite.
+
+    Args:
+        model, optimizer: As Fabric has wrapped them.
+        max_norm: Clip the norm of the gradient to this; None or 0 does not clip.
+        before_update: Called when the gradient is complete, checked and clipped.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        model: FabricModule,
+        optimizer: Any,
+        max_norm: float | None,
+        before_update: Callable[[], None] | None = None,
+    ) -> None:
+        self.fabric, self.model, self.optimizer = fabric, model, optimizer
+        self.max_norm, self.before_update = max_norm or math.inf, before_update
+        self.scaler = getattr(fabric.strategy.precision, "scaler", None)
+
+    def norm(self) -> Tensor:
+        """Complete the reduction of the gradient and clip it.
+
+        Returns:
+            Its norm before clipping, an fp32 scalar, the same on every rank.
+        """
+        if not norm_before_clip(self.fabric):
+            # max_norm=inf computes the norm without clipping
+            norm: Any = self.fabric.clip_gradients(
+                self.model, self.optimizer, max_norm=self.max_norm, error_if_nonfinite=False
+            )
+            return norm
+        norm = gradient_norm(self.fabric, self.model, self.optimizer)
+        if math.isfinite(self.max_norm):
+            clip_gradients(self.optimizer, norm, self.max_norm)
+        return norm
+
+    def apply(self, totals: Tensor, n_checked: int, overlap: Callable[[], None]) -> list[float]:
+        """Update the weights if the first ``n_checked`` totals are finite (N7), and free the gradients.
+
+        Args:
+            totals: The norm, then sums of losses; fp32, the same on every rank.
+            overlap: Host work to do before the host waits for the device.
+
+        Returns:
+            The totals: the step's one synchronization.
+        """
+        overlap()
+        values = totals.tolist()
+        if self.accepts(values[:n_checked]):
+            if self.before_update is not None:
+                self.before_update()
+            self.optimizer.step()  # with a scaler, this leaves the weights alone where the gradient is not finite
+            self.optimizer.zero_grad(set_to_none=True)
+        return values
+
+    def accepts(self, values: list[float]) -> bool:
+        """Whether the losses are finite, and the norm, which a GradScaler checks itself."""
+        return all(map(math.isfinite, values[1:] if self.scaler is not None else values))
+
+
+class FusedUpdate(Update):
+    """Clips, checks and updates on the device; the host waits afterwards."""
+
+    @staticmethod
+    def supports(fabric: Fabric, optimizer: Any) -> bool:
+        """Whether torch's fused step does it for Fabric's ``optimizer``; a subclass of Adam may not."""
+        inner = optimizer.optimizer
+        if type(inner) not in (Adam, AdamW) or not norm_before_clip(fabric):
+            return False
+        is_fused = all(group["fused"] for group in inner.param_groups) and fabric.device.type in ("cpu", "cuda")
+        # the update of offloaded weights runs on the CPU, which would have to wait for the norm
+        return is_fused and all(p.device == fabric.device for group in inner.param_groups for p in group["params"])
+
+    def norm(self) -> Tensor:
+        return gradient_norm(self.fabric, self.model, self.optimizer)
+
+    def apply(self, totals: Tensor, n_checked: int, overlap: Callable[[], None]) -> list[float]:
+        inner = self.optimizer.optimizer
+        inner.found_inf = 1.0 - totals[:n_checked].isfinite().all().float()
+        inner.grad_scale = _divisor(totals[0], self.max_norm) if math.isfinite(self.max_norm) else None
+        try:
+            self.optimizer.step()
+        finally:
+            del inner.found_inf, inner.grad_scale
+        self.optimizer.zero_grad(set_to_none=True)
+        overlap()
+        return totals.tolist()
+
+
+class BackwardUpdate(Update):
+    """``--optimizer.in_backward``: updates each weight in the backward pass, and frees its gradient.
+
+    Its state is the same as after ``optimizer.step()``, bit for bit: torch's optimizers update each parameter by
+    itself. So checkpoints do not depend on it.
+
+    N7: whether a gradient is finite is known on the device only, and asking would wait for it at every parameter. A
+    gradient with NaN or Inf is therefore set to zero there; :meth:`norm` is not finite then, and the run stops before
+    anything is saved.
+    """
+
+    def __init__(self, fabric: Fabric, model: FabricModule, optimizer: Any, max_norm: float | None) -> None:
+        super().__init__(fabric, model, optimizer, max_norm)
+        self._inner = optimizer.optimizer
+        self._parameters = [p for group in self._inner.param_groups for p in group["params"]]
+        self._norms: dict[int, Tensor] = {}  # by id of the parameter, of this step
+        for group in self._inner.param_groups:
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(partial(self._update, group))
+
+    @torch.no_grad()
+    def _update(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        norm = tensor_norms([parameter.grad])[0]
+        self._norms[id(parameter)] = norm
+        parameter.grad.masked_fill_(~norm.isfinite(), 0.0)
+        groups = self._inner.param_groups
+        self._inner.param_groups = [{**group, "params": [parameter]}]
+        try:
+            self._inner.step()
+        finally:
+            self._inner.param_groups = groups
+        parameter.grad = None
+
+    def norm(self) -> Tensor:
+        norms = [self._norms[id(p)] for p in self._parameters if id(p) in self._norms]
+        self._norms = {}
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+    def apply(self, totals: Tensor, n_checked: int, overlap: Callable[[], None]) -> list[float]:
+        overlap()
+        return totals.tolist()
+
+
+def choose_update(
+    fabric: Fabric,
+    model: FabricModule,
+    optimizer: Any,
+    max_norm: float | None,
+    *,
+    before_update: Callable[[], None] | None = None,
+    in_backward: bool = False,
+) -> Update:
+    """Return the fastest update that the optimizer and the strategy support; see :class:`Update` for the arguments."""
+    if in_backward:
+        return BackwardUpdate(fabric, model, optimizer, max_norm)
+    if before_update is None and FusedUpdate.supports(fabric, optimizer):
+        return FusedUpdate(fabric, model, optimizer, max_norm)
+    return Update(fabric, model, optimizer, max_norm, before_update)
+
+
+def norm_before_clip(fabric: Fabric) -> bool:
+    """Whether the norm is known before clipping: not with a GradScaler, nor with strategies of extensions."""
+    return getattr(fabric.strategy.precision, "scaler", None) is None and knows_gradient_norm(fabric)
+
+
+def clip_gradients(optimizer: Any, norm: Tensor, max_norm: float) -> None:
+    """Clip the gradients of Fabric's ``optimizer`` from ``norm``, an fp32 scalar, in place or in its next step."""
+    divisor = _divisor(norm, max_norm)
+    if isinstance(optimizer.optimizer, BF16Optimizer) and optimizer.optimizer.has_masters:
+        optimizer.optimizer.divisor = divisor  # gradients may be bf16, which dividing would round again
+        return
+    by_device: dict[torch.device, list[Tensor]] = {}  # offloaded gradients are in CPU memory
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.grad is not None:
+            by_device.setdefault(parameter.grad.device, []).append(parameter.grad)
+    for device, gradients in by_device.items():
+        divide_(gradients, divisor.to(device))
+
+
+def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
+    """Set the learning rate of all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
+
+
+def _divisor(norm: Tensor, max_norm: float) -> Tensor:
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
