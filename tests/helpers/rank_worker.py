@@ -243,8 +243,8 @@ def with_inf(train_step):
     steps = iter(range(10**9))
 
     def step(fabric, objective, update, *arguments):
-        model, optimizer = update.model, update.optimizer
-        result = train_step(fabric, model, optimizer, micro_batches, **options)
+        optimizer = update.optimizer
+        result = train_step(fabric, objective, update, *arguments)
         if next(steps) == 2 and dist.get_rank() == 1:
             state = next(s for s in optimizer.state.values() if s["exp_avg_sq"].numel())
             state["exp_avg_sq"].view(-1)[0] = float("inf")

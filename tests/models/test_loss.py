@@ -16,7 +16,7 @@ from toolkit.models import loss as loss_module
 from toolkit.models.config import ModelConfig
 from toolkit.models.cross_entropy import cross_entropy_
 from toolkit.models.gpt import GPT
-from toolkit.models.loss import _chunks, chunk_rows, head_loss
+from toolkit.models.loss import _chunks, chunk_rows, head_log_probs, head_loss
 
 VOCAB, WIDTH, TOKENS = 160, 24, 50
 
@@ -103,6 +103,25 @@ def test_bf16_weight_gradient_keeps_small_chunks(monkeypatch):
     assert error < 3e-3  # one rounding to 8 bits; fifty would give 1e-2
 
 
+@pytest.mark.parametrize("masked", ["none", "some", "all"])
+def test_log_probs_and_gradients_match_log_softmax(masked, chunks):
+    """With a gradient of its own for each token, and adapters of the head."""
+    x, weight, bias, labels = inputs(bias=True, masked=masked)
+    low_rank = torch.randn(5, TOKENS // 5, 3, requires_grad=True), torch.randn(VOCAB, 3, requires_grad=True)
+    scale = torch.randn(labels.shape)
+    for cap, parts in ((None, None), (0.7, low_rank)):
+        logits = F.linear(x, weight, bias) + (0 if parts is None else parts[0] @ parts[1].T)
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        at = labels.clamp(0)[..., None]
+        expected = logits.log_softmax(-1).gather(-1, at)[..., 0].masked_fill(labels == -100, 0)
+        actual = head_log_probs(x, weight, bias, labels, parts, cap)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        tensors = (x, weight, bias, *(parts or ()))
+        found, known = (torch.autograd.grad((value * scale).sum(), tensors) for value in (actual, expected))
+        for a, e in zip(found, known, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
 def test_only_needed_gradients_are_computed():
     x, weight, bias, labels = inputs(bias=True)
     weight.requires_grad_(False), bias.requires_grad_(False)  # a frozen head
@@ -161,9 +180,10 @@ def test_m1_full_logits_are_never_materialized(training, autocast):
     assert rows * 2 < ids.numel()
     with torch.set_grad_enabled(training), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         with _LargestTensors() as seen:
-            loss, _ = model(ids, ids)
-            if training:
-                loss.backward()
+            for options in ({}, {"log_probs": True}):
+                loss, _ = model(ids, ids, **options)
+                if training:
+                    loss.sum().backward()
     assert max(seen.largest.values()) <= rows * vocab
     with _LargestTensors() as control:  # control: the recorder detects full logits
         model(ids)
@@ -255,7 +275,7 @@ def test_a_chunk_is_at_most_eight_launches_on_cuda(monkeypatch):
         x, weight, bias = (torch.empty(*n, device="meta", dtype=dtype) for n in ((rows, 8), (64, 8), (64,)))
         labels = torch.empty(rows, dtype=torch.int64, device="meta")
         with _CountLaunches() as seen:
-            loss_module._loss_and_grads(labels, torch.bfloat16, [True] * 3, None, True, bias, x, weight)
+            loss_module._losses_and_grads(labels, torch.bfloat16, [True] * 3, None, True, None, bias, x, weight)
         counts[dtype, rows] = len(seen.ops)
         assert "aten.mm.dtype_out" in seen.ops  # no rounding of the logits
     for dtype in (torch.float32, torch.bfloat16):

@@ -37,6 +37,9 @@ class TokenDataset(Protocol):
     A dataset of variable-length rows has ``lengths``, a numpy (n,) int64 array of input tokens per row, or sets
     ``is_ragged`` if the lengths are unknown.
 
+    In a dataset with a ``group_size``, ``dataset[i]`` is a list of so many rows that stay together in one micro-batch,
+    and ``lengths`` are the input tokens of a group. Batch sizes count groups.
+
     A dataset may define its own sample order: ``order(seed, state) -> SampleOrder``, where ``state`` is what the order
     returned when the run's checkpoint was saved, or {} at the start of a run. Its row indices may then be any
     non-negative int64, and it may leave out ``__len__`` if the number of rows is unknown. ``preview`` is then a dataset
@@ -59,6 +62,11 @@ def mean_length(dataset: TokenDataset) -> float:
         return mean
     lengths = row_lengths(dataset)
     return len(dataset[0]["input_ids"]) if lengths is None else float(lengths.mean())
+
+
+def rows_of(item: Any) -> list[dict[str, Any]]:
+    """Return the rows of an item of a dataset: those of a group, or the one."""
+    return list(item) if isinstance(item, list | tuple) else [item]
 
 
 def row_count(dataset: TokenDataset | None) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.data.base import PreparedData, TokenDataset, row_count
+from toolkit.data.base import PreparedData, TokenDataset, row_count, rows_of
 from toolkit.data.tokenizer import UNFINISHED, Tokenizer
 from toolkit.models.labels import IGNORE_INDEX
 
@@ -58,13 +58,13 @@ def _count_rows(prepared: PreparedData) -> dict[str, Any]:
     """Count the first rows of a dataset without statistics."""
     train, count = getattr(prepared.train, "preview", prepared.train), row_count(prepared.train)
     surveyed = min(len(train), _SURVEY_ROWS)
-    rows = [train[i] for i in range(surveyed)]
+    rows = [row for i in range(surveyed) for row in rows_of(train[i])]
     tokens = sum(len(row["input_ids"]) for row in rows)
     n_targets = sum(int((row["labels"] != IGNORE_INDEX).sum()) for row in rows)
     return ({} if count is None else {"train_rows": count}) | {
         "val_rows": 0 if prepared.val is None else len(prepared.val),
         "surveyed_rows": surveyed,
-        "tokens_per_row": tokens / surveyed,
+        "tokens_per_row": tokens / len(rows),
         "trained_percent": 100 * n_targets / max(tokens, 1),
     }
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from toolkit.data.base import TokenDataset, row_count, row_lengths
+from toolkit.data.base import TokenDataset, row_count, row_lengths, rows_of
 from toolkit.data.order import SampleOrder
 from toolkit.errors import DataError
 from toolkit.models.attention_kernels import DocumentBounds, document_bounds
@@ -178,8 +178,7 @@ class _MicroBatches(Dataset):
         """Return the rows of an index: those of a group are neighbors in one micro-batch."""
         if index == FILLER:
             return [None] * self.group_size
-        row = self.rows[index]
-        return list(row) if self.group_size > 1 else [row]
+        return rows_of(self.rows[index])
 
 
 def _start_worker(_worker: int) -> None:

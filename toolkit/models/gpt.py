@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
@@ -18,7 +19,7 @@ from toolkit.models.init import InitializedModel
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.lora_layers import LoRALinear
-from toolkit.models.loss import head_loss
+from toolkit.models.loss import head_log_probs, head_loss
 from toolkit.models.masks import AttentionMask, AttentionMaskBuilder, FixedShapeMaskBuilder
 from toolkit.models.mlp import make_mlp
 from toolkit.models.moe import LLaMAMoE, mask_until_last_label
@@ -172,8 +173,9 @@ class GPT(nn.Module, metaclass=InitializedModel):
         kv_cache: KVCache | None = None,
         sequence_length: int | torch.Tensor | None = None,
         logits_to_keep: int = 0,
+        log_probs: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Compute logits, or the loss.
+        """Compute logits, the loss, or log-probabilities of the labels.
 
         Args:
             input_ids: (B, T), int64.
@@ -187,6 +189,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             sequence_length: Length of the complete sequence, if this pass and the cache cover only its beginning, or
                 (B, 1), int64, of each row; longrope depends on it.
             logits_to_keep: Compute the logits of only so many last positions; 0: of all.
+            log_probs: Return the log-probability of each label.
 
         Returns:
             Logits (B, T or ``logits_to_keep``, padded_vocab_size); with labels ``(loss_sum, n_tokens)``: the sum of the
@@ -195,6 +198,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
             ``router_aux_loss_coef`` times the mean over layers of :func:`toolkit.models.moe.load_balancing_loss`,
             weighted by the row's supervised tokens. So the loss does not depend on the split of a global batch into
             micro-batches (N2).
+            With ``log_probs`` ``(log_probs, balancing_loss)``: (B, T), fp32, in nats, 0 where the label is -100, and
+            what ``loss_sum`` includes for a model with experts, an fp32 scalar.
 
         Raises:
             ValueError: The sequence is longer than ``config.block_size``.
@@ -214,12 +219,13 @@ class GPT(nn.Module, metaclass=InitializedModel):
         x, balancing_losses = self.run_blocks(x, range(self.config.n_layer), inputs)
         if labels is None:
             return self.logits(x[:, -logits_to_keep:])
-        loss_sum = self.cross_entropy(x, labels)
+        loss = self.log_probs(x, labels) if log_probs else self.cross_entropy(x, labels)
         supervised = (labels != IGNORE_INDEX).sum(1)
         if balancing_losses:
             per_row = torch.stack(balancing_losses).mean(0)
-            loss_sum = loss_sum + self.config.router_aux_loss_coef * (per_row * supervised).sum()
-        return loss_sum, supervised.sum()
+            balancing_loss = self.config.router_aux_loss_coef * (per_row * supervised).sum()
+            return (loss, balancing_loss) if log_probs else (loss + balancing_loss, supervised.sum())
+        return loss, (x.new_zeros((), dtype=torch.float32) if log_probs else supervised.sum())
 
     def embed(
         self,
@@ -307,10 +313,19 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
     def cross_entropy(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The last block's output, (B, T, n_embd), to the sum of the cross-entropies in nats, an fp32 scalar."""
+        return self._through_head(head_loss, x, labels)
+
+    def log_probs(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The last block's output, (B, T, n_embd), to the log-probabilities of the labels in nats, (B, T) fp32."""
+        return self._through_head(head_log_probs, x, labels)
+
+    def _through_head(
+        self, function: Callable[..., torch.Tensor], x: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
         x, head = self._head_input(x), self.lm_head
         low_rank = head.low_rank(x, x.dtype) if isinstance(head, LoRALinear) else None
         softcap = self.config.final_logit_softcapping
-        return head_loss(x, head.weight, head.bias, labels, low_rank, softcap, self.compiled_loss)
+        return function(x, head.weight, head.bias, labels, low_rank, softcap, self.compiled_loss)
 
     def _head_input(self, x: torch.Tensor) -> torch.Tensor:
         x = self.transformer.ln_f(x)

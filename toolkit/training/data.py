@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from toolkit.data.base import PreparedData, TokenDataset, row_count, row_lengths
+from toolkit.data.base import PreparedData, TokenDataset, row_count, row_lengths, rows_of
 from toolkit.data.check import check_rows
 from toolkit.data.interleave import ConcatenatedRows
 from toolkit.data.tokenizer import Tokenizer
@@ -81,6 +81,7 @@ def _largest_token(rows: TokenDataset) -> int:
         return rows.survey()[1]
     return max(
         int(torch.as_tensor(row[name]).max())
-        for row in map(rows.__getitem__, range(len(rows)))
+        for i in range(len(rows))
+        for row in rows_of(rows[i])
         for name in ("input_ids", "labels")
     )

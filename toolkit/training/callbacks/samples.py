@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from toolkit.config import AUTO, Auto
-from toolkit.data.base import PreparedData, TokenDataset
+from toolkit.data.base import PreparedData, TokenDataset, rows_of
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.distributed import ranks
 from toolkit.errors import UserError
@@ -119,7 +119,7 @@ def make_sampler(data: PreparedData, config: ModelConfig | None, max_new_tokens:
 
 def first_prompt(rows: TokenDataset) -> list[int]:
     """The tokens of the first row up to the first that is learned; of text, all of which is, its first tokens."""
-    row = rows[0]
+    row = rows_of(rows[0])[0]
     ids, learned = row["input_ids"].tolist(), (row["labels"] >= 0).tolist()
     size = int((row["documents"] == 0).sum()) if "documents" in row else len(ids)  # of a packed row the first document
     if not any(learned[:size]) or learned[0]:

@@ -1,0 +1,149 @@
+"""An objective of an extension: pairs of rows, its own normalizer, a part that is only logged."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from toolkit import extension
+from toolkit.cli import main
+from toolkit.ui.loggers import read_metrics
+
+EXTENSION = """
+from toolkit.extension import Extension
+
+EXTENSION = Extension(data={"Pairs": "pairs_parts.Pairs"}, objectives={"Margin": "pairs_parts.Margin"})
+"""
+PARTS = '''
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import logsigmoid
+
+from toolkit.data.base import DataModule, PreparedData
+from toolkit.objectives import Objective, Part
+from toolkit.objectives.inputs import forward_inputs
+
+
+class Rows:
+    group_size = 2
+
+    def __init__(self, n):
+        generator = np.random.default_rng(n)
+        self.tokens = generator.integers(1, 60, (n, 2, 17))
+        self.lengths = np.full(n, 32)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, i):
+        rows = torch.from_numpy(self.tokens[i])
+        labels = [row[1:].clone() for row in rows]
+        for label, masked in zip(labels, (3 + i % 5, 4)):
+            label[:masked] = -100
+        return [{"input_ids": row[:-1], "labels": label} for row, label in zip(rows, labels)]
+
+
+@dataclass
+class Pairs(DataModule):
+    """Random pairs."""
+
+    def prepare(self, *, tokenizer, max_seq_length, report=print):
+        return PreparedData(Rows(40), Rows(9), None, "pairs", "random pairs", vocab_size=64)
+
+
+@dataclass
+class Margin(Objective):
+    """The first row of a pair more likely than the second.
+
+    Args:
+        beta: Of the difference.
+    """
+
+    beta: float = 0.1
+    normalizers = ("tokens", "pairs")
+
+    def parts(self, module):
+        return (Part("loss", "pairs"), Part("accuracy", "pairs", weight=0), Part("log_prob", weight=0))
+
+    def count(self, batch):
+        return {"pairs": sum(row >= 0 for row in batch.ids[::2])}
+
+    def sums(self, model, batch, device):
+        log_probs, _ = model(**forward_inputs(model, batch, device), log_probs=True)
+        sums = log_probs.sum(1)
+        is_pair = torch.tensor(batch.ids[::2], device=device) >= 0
+        difference = torch.where(is_pair, sums[::2] - sums[1::2], 0)
+        loss = torch.where(is_pair, -logsigmoid(self.beta * difference), 0)
+        return {"loss": loss.sum(), "accuracy": (difference > 0).sum().float(), "log_prob": log_probs.sum().detach()}
+'''
+RUN = (
+    "--data Pairs --objective Margin --objective.beta 0.3 --train.global_batch_size 8 --train.max_steps 4 "
+    "--train.lr_warmup_steps 0 --train.max_seq_length 16 --train.learning_rate 0.01 --eval.interval 2 --accelerator cpu"
+)
+COLUMNS = {"loss", "accuracy", "log_prob", "val_loss", "val_accuracy", "grad_norm", "learning_rate"}
+
+
+@pytest.fixture(autouse=True)
+def pairs(tmp_path, monkeypatch):
+    for name, text in (("pairs", EXTENSION), ("pairs_parts", PARTS)):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(extension, "_added", {})
+
+
+def curve(out: str) -> list[dict[str, float]]:
+    rows = read_metrics(Path(out) / "logs" / "metrics.csv")
+    return [{name: value for name, value in row.items() if name in COLUMNS} for row in rows]
+
+
+def run(out: str, words: str) -> list[dict[str, float]]:
+    command = ["pretrain", "pico-llama", "--extensions", "pairs", *RUN.split(), *words.split(), "--out_dir", out]
+    assert main(command) == 0
+    return curve(out)
+
+
+def test_n2_pairs_are_one_curve_in_every_split_and_resumed():
+    whole = run("whole", "--train.micro_batch_size 8")
+    assert whole[0]["loss"] == pytest.approx(0.69, abs=0.3) and whole[1].keys() >= COLUMNS
+    assert math.isnan(read_metrics(Path("whole/logs/metrics.csv"))[1]["val_ppl"])  # no likelihood
+    run("split", "--train.micro_batch_size 1 --train.save_interval 2")
+    shutil.rmtree("split/final")
+    rows = run("split", "--train.micro_batch_size 4 --resume split/step-00000002")
+    assert len(rows) == len(whole)
+    for row, expected in zip(rows, whole, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, nan_ok=True)
+    options = yaml.safe_load(Path("split/final/hyperparameters.yaml").read_text())
+    assert options["objective"] == {"class_path": "Margin", "init_args": {"beta": 0.3}}
+
+
+@pytest.mark.slow
+def test_n2_pairs_on_two_ranks():
+    whole = run("whole", "--train.micro_batch_size 8")
+    words = [*RUN.split(), "--devices", "2", "--strategy", "fsdp", "--extensions", "pairs", "--out_dir", "two"]
+    subprocess.run([sys.executable, "-m", "toolkit", "pretrain", "pico-llama", *words], check=True)
+    for row, expected in zip(curve("two"), whole, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, nan_ok=True)
+
+
+def test_mistakes_are_one_line(capsys):
+    cases = {
+        "--objective Margn": "did you mean 'Margin'",
+        "--objective Margin --objective.bet 1": "did you mean --objective.beta",
+    }
+    for words, message in cases.items():
+        assert main(["pretrain", "pico-llama", "--extensions", "pairs", "--data", "Pairs", *words.split()]) == 2
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1
+    extension._added.clear()
+    assert main(["pretrain", "pico-llama", "--objective", "NextToken"]) == 2  # one alone is no choice
+    assert "--objective" in capsys.readouterr().err
