@@ -1,6 +1,8 @@
 """Callbacks: the order of the moments, metrics of one's own, stopping, errors, and --train.patience."""
 
 import csv
+import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -9,9 +11,12 @@ import pytest
 from helpers.small_runs import text_data
 
 from toolkit.cli import main
+from toolkit.training.state import read_callback_states
 from toolkit.training.trainer import Trainer
 
 MODULE = textwrap.dedent("""
+    import torch
+
     import toolkit
 
     class Recorder(toolkit.Callback):
@@ -56,6 +61,23 @@ MODULE = textwrap.dedent("""
         def on_step_end(self, trainer, metrics):
             if trainer.progress.step == self.step and trainer.fabric.global_rank == trainer.fabric.world_size - 1:
                 trainer.request_stop("enough")
+
+    class Counter(toolkit.Callback):
+        def __init__(self, kind="tensor"):
+            self.kind, self.total = kind, torch.zeros(())
+
+        def on_step_end(self, trainer, metrics):
+            self.total += metrics["loss"]
+
+        def on_train_end(self, trainer):
+            with open("totals.txt", "a") as file:
+                print(float(self.total), file=file)
+
+        def state_dict(self):
+            return {"total": self.total if self.kind == "tensor" else self}
+
+        def load_state_dict(self, state):
+            self.total = state["total"].clone()
 
     class Broken(toolkit.Callback):
         def on_step_end(self, trainer, metrics):
@@ -162,6 +184,38 @@ def test_patience_stops_early_and_survives_a_resume(pretrain, tmp_path, monkeypa
     assert "the run is finished, nothing to do" in capsys.readouterr().out
     assert pretrain(*flags, "4", "--resume", "auto", steps=12) == 0
     assert rows(tmp_path)[-1]["step"] == "12"
+
+
+def test_s2_states_of_callbacks_are_resumed_by_name(pretrain, tmp_path, capsys):
+    two = ["--callbacks", "my_callbacks.Counter,my_callbacks.Counter"]
+    assert pretrain(*two, "--train.save_interval", "2", "--train.async_save", "true") == 0
+    shutil.rmtree(tmp_path / "run" / "final")
+    capsys.readouterr()
+    assert pretrain(*two, "--resume", "true") == 0
+    assert "step 2," in (shown := capsys.readouterr().out) and "callback" not in shown
+    assert len(totals := (tmp_path / "totals.txt").read_text().split()) == 4 and len(set(totals)) == 1
+    keep_best = ["--eval.interval", "2", "--train.keep_best", "true"]
+    assert pretrain(*keep_best, "--resume", "true", steps=6) == 0
+    shown = capsys.readouterr().out
+    assert "callback KeepBest: the checkpoint has no state of it; it begins anew" in shown
+    assert "callback Counter 2: the checkpoint has its state, and the run has no such callback" in shown
+    (tmp_path / "callbacks.yaml").write_text("callbacks: [{class_path: my_callbacks.Counter, init_args: {kind: self}}]")
+    assert pretrain("--config", "callbacks.yaml", "--resume", "true", steps=8) == 1
+    assert "callback Counter: state_dict() returns a Counter; return a dictionary of" in capsys.readouterr().err
+
+
+def test_s2_older_checkpoints_have_two_states_in_meta_json(pretrain, tmp_path):
+    flags = ["--eval.interval", "2", "--train.keep_best", "true", "--train.patience", "3"]
+    assert pretrain(*flags) == 0
+    states, folder = [], tmp_path / "run" / "final"
+    for _ in range(2):
+        states.append(read_callback_states(folder))
+        (folder / "trainer" / "callbacks.pth").unlink(missing_ok=True)
+        best, stop = (states[0][name] for name in ("KeepBest", "EarlyStopping"))
+        meta = json.loads((folder / "trainer" / "meta.json").read_text())
+        meta |= {"best_val_loss": best["val_loss"], "lowest_val_loss": stop["val_loss"], "stale_validations": 0}
+        (folder / "trainer" / "meta.json").write_text(json.dumps(meta))
+    assert states[0] == states[1] and states[0]["EarlyStopping"]["stale_validations"] == 0
 
 
 def test_patience_without_validations_is_refused(pretrain, capsys):

@@ -47,7 +47,7 @@ def same_weights(a: Path, b: Path) -> bool:
 
 
 def best_loss(folder: Path) -> float:
-    return json.loads((folder / "trainer" / "meta.json").read_text())["best_val_loss"]
+    return load_state(folder / "trainer" / "callbacks.pth")["KeepBest"]["val_loss"]
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(3, 2), (8, 4), pytest.param(12, 10, marks=pytest.mark.slow)])

@@ -24,9 +24,6 @@ class Progress:
         tokens: Input tokens so far, over all ranks.
         samples: The position in the stream of samples, over all ranks.
         seconds: Of all launches together.
-        best_val_loss: Of the checkpoint in ``best/``, where there is one.
-        lowest_val_loss: Of all validations, where ``--train.patience`` counts them.
-        stale_validations: Validations since the lowest one.
         logged_rows: Rows of metrics.csv.
         data: State of the sample order at ``samples``, see :meth:`toolkit.data.order.SampleOrder.state`.
     """
@@ -35,9 +32,6 @@ class Progress:
     tokens: int = 0
     samples: int = 0
     seconds: float = 0.0
-    best_val_loss: float | None = None
-    lowest_val_loss: float | None = None
-    stale_validations: int = 0
     logged_rows: int = 0
     data: dict[str, Any] = field(default_factory=dict)
 

@@ -35,9 +35,9 @@ from toolkit.planning.limits import Progress
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training.pending_save import PendingSave, Snapshot
 from toolkit.training.run_state import RunState
-from toolkit.training.state import FORMAT_VERSION
+from toolkit.training.state import CALLBACKS, FORMAT_VERSION, TRAINER
 
-TRAINER, STATE, OPTIMIZER = "trainer", "state.pth", "optimizer"
+STATE, OPTIMIZER = "state.pth", "optimizer"
 
 
 @dataclass
@@ -69,19 +69,24 @@ class Checkpointer:
         """Whether every rank writes its shards, instead of rank 0 one file."""
         return self.config.args.fsdp.state_dict_type == "sharded"
 
-    def save(self, name: str, progress: Progress) -> Path:
+    def save(self, name: str, progress: Progress, callbacks: dict[str, Any]) -> Path:
         """Write the checkpoint folder ``out_dir/name``, complete or not at all, then delete what is too old.
 
         Raises:
             UserError: it cannot be written.
             GuardError: weights or optimizer state contain NaN or Inf; no checkpoint is created.
         """
-        pending = self.begin(name, progress)
+        pending = self.begin(name, progress, callbacks)
         pending.write_on_all_ranks()
         return pending.commit(self.config.args.train.keep_last)
 
-    def begin(self, name: str, progress: Progress, copies: HostCopies | None = None) -> PendingSave:
-        """Begin to write the checkpoint ``out_dir/name``; with ``copies`` training may go on while it is written."""
+    def begin(
+        self, name: str, progress: Progress, callbacks: dict[str, Any], copies: HostCopies | None = None
+    ) -> PendingSave:
+        """Begin to write the checkpoint ``out_dir/name``; with ``copies`` training may go on while it is written.
+
+        ``callbacks``: their states by name.
+        """
         # A rank that fails in these collectives must exit at once, because the others wait in them.
         rng = ranks.all_gather_object(rng_state(self.device))
         state, module, optimizer = self.state, self.module, self.optimizer
@@ -99,7 +104,7 @@ class Checkpointer:
                 module, optimizer, state.model.tied, offload or self.config.strategy.kind == "fsdp"
             )
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        snapshot = Snapshot(deepcopy(progress), rng, weights, rest, scaler)
+        snapshot = Snapshot(deepcopy(progress), rng, weights, rest, scaler, deepcopy(callbacks))
         if copies is not None:
             copies.begin(module, optimizer)
         # Every rank searches its own shard on its own device: on a CPU 5 % of the time of the write, on idle cores.
@@ -131,6 +136,8 @@ class Checkpointer:
         (folder / TRAINER / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         trainer_state = {"optimizer": snapshot.optimizer, "scaler": snapshot.scaler, "rng": snapshot.rng}
         save_state(trainer_state, folder / TRAINER / STATE)
+        if snapshot.callbacks:
+            save_state(snapshot.callbacks, folder / TRAINER / CALLBACKS)
 
     def restore(self, folder: Path, step: int) -> None:
         """Restore the optimizer, the scaler and the random generators; the model already has its weights.

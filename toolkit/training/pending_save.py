@@ -37,6 +37,7 @@ class Snapshot:
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
     scaler: dict[str, Any] | None
+    callbacks: dict[str, Any]  # their states by name
 
     def copy(self, copies: HostCopies) -> None:
         """Copy what training would change, where it is written."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoints.adapters import AdapterInfo
-from toolkit.checkpoints.store import BEST, FINAL, has_best
+from toolkit.checkpoints.store import FINAL
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.data.base import PreparedData, is_ragged, mean_length, row_count, row_lengths
-from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.objectives import NextToken
 from toolkit.optim.schedule import Schedule, build_schedule
@@ -23,7 +22,7 @@ from toolkit.training import adapters
 from toolkit.training.agreement import require_own_samples, require_same_options, require_same_weights
 from toolkit.training.data import with_vocabulary
 from toolkit.training.model import ModelSpec, specify_model
-from toolkit.training.state import RunFingerprint, read_meta
+from toolkit.training.state import RunFingerprint, read_callback_states, read_meta
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class RunState:
         longest_ragged: Input tokens of the longest row where rows differ in length; 0 where they do not.
         flops: Per token, counted before layers are packed or sharded; None for a user-provided model.
         damaged: Newer checkpoints of the run that were skipped.
+        callbacks: The states of callbacks by name, of the checkpoint to resume from.
     """
 
     resume_from: Path | None
@@ -54,12 +54,14 @@ class RunState:
     longest_ragged: int
     flops: float | None
     damaged: list[Path]
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def is_finished(self, args: RunArgs) -> bool:
         """Whether nothing is left to do: a limit is reached and ``final/`` is written."""
         patience = args.train.patience
         reached = self.limits.reached(self.progress.step, self.progress.tokens)
-        stopped_early = patience is not None and self.progress.stale_validations >= patience
+        stale = self.callbacks.get("EarlyStopping", {}).get("stale_validations", 0)
+        stopped_early = patience is not None and stale >= patience
         return (reached or stopped_early) and self.resume_from == args.run_dir / FINAL
 
 
@@ -89,7 +91,6 @@ def prepare_run_state(
     require_same_options(replace(args, fsdp=resolved.fsdp), fingerprint)
     require_validations(args.train, args.eval, data)
     progress = Progress() if resume_from is None else read_progress(resume_from, fingerprint)
-    reset_best_if_missing(progress, args.run_dir, damaged)
     limits = build_limits(
         args.train, progress, n_rows=row_count(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
     )
@@ -99,7 +100,10 @@ def prepare_run_state(
         require_profiled_steps(args.profiler, limits.total_steps)
     schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
-    return RunState(resume_from, progress, model, base, fingerprint, limits, schedule, length, longest, flops, damaged)
+    callbacks = {} if resume_from is None else read_callback_states(resume_from)
+    return RunState(
+        resume_from, progress, model, base, fingerprint, limits, schedule, length, longest, flops, damaged, callbacks
+    )
 
 
 def keep_fused_qkv(config: ResolvedConfig, resume_from: Path | None) -> ResolvedConfig:
@@ -136,10 +140,3 @@ def require_validations(train: TrainArgs, evaluation: EvalArgs, data: PreparedDa
             raise UserError(f"--train.{flag}: the run never validates; set --eval.interval")
     if train.patience is not None and not evaluation.interval:
         raise UserError(f"--train.patience {train.patience}: would have no effect without --eval.interval")
-
-
-def reset_best_if_missing(progress: Progress, out_dir: Path, damaged: Collection[Path]) -> None:
-    """Where ``best/`` was deleted, is among the ``damaged``, or belongs to another folder's run, the next validation is
-    the best one again."""
-    if not ranks.broadcast_from_rank0(has_best(out_dir) and out_dir / BEST not in damaged):
-        progress.best_val_loss = None

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.distributed import ranks
 from toolkit.training.callbacks import notify
+from toolkit.training.callbacks.base import callback_states
 from toolkit.training.callbacks.upload import submit_upload
 from toolkit.training.checkpointer import Checkpointer
 from toolkit.training.pending_save import PendingSave
@@ -59,7 +60,7 @@ class Saver:
         self.finish()
         with self._saving():
             self._trainer.update_progress()
-            folder = self._checkpointer.save(name, self._trainer.progress)
+            folder = self._checkpointer.save(name, self._trainer.progress, callback_states(self._trainer.callbacks))
         self._notify(folder)
         return folder
 
@@ -71,7 +72,8 @@ class Saver:
         self.finish()
         with self._saving():
             self._trainer.update_progress()
-            self._pending = self._checkpointer.begin(name, self._trainer.progress, self._copies)
+            states = callback_states(self._trainer.callbacks)
+            self._pending = self._checkpointer.begin(name, self._trainer.progress, states, self._copies)
             self._thread = threading.Thread(target=self._pending.write, name="checkpoint")
             self._thread.start()
 

@@ -12,12 +12,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import step_in_name
+from toolkit.checkpoints.weights import load_state
 from toolkit.errors import UserError, one_line
 from toolkit.optim.schedule import Schedule
 from toolkit.planning.limits import Progress
 from toolkit.untrusted import read_json
 
 FORMAT_VERSION = 1
+TRAINER, CALLBACKS = "trainer", "callbacks.pth"
+_OF_CALLBACKS = ("best_val_loss", "lowest_val_loss", "stale_validations")  # of older checkpoints
 _REQUIRED = ("step", "tokens", "samples", "seconds")
 
 
@@ -111,6 +114,23 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
+def read_callback_states(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read the states of callbacks by name; older checkpoints have those of two in ``meta.json``.
+
+    Raises:
+        UserError: the file is malformed.
+    """
+    file, meta = folder / TRAINER / CALLBACKS, read_meta(folder)
+    if file.exists():
+        states = load_state(file)
+        if not all(isinstance(state, dict) for state in states.values()):
+            raise UserError(f"{file}: must hold a dictionary for each callback; resume from another checkpoint")
+        return states
+    best, lowest, stale = (meta.get(name) for name in _OF_CALLBACKS)
+    states = {} if best is None else {"KeepBest": {"val_loss": best}}
+    return states if lowest is None else states | {"EarlyStopping": {"val_loss": lowest, "stale_validations": stale}}
+
+
 def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
     """Raise ValueError or KeyError for what no run has written, naming the field."""
     for prefix, values, cls in (
@@ -131,6 +151,9 @@ def _check_meta(meta: dict[str, Any], step_in_name: int | None) -> None:
         raise ValueError(f"samples {samples} cannot be those of {step} steps with global_batch_size {batch}")
     if isinstance(context, int) and tokens > samples * context:
         raise ValueError(f"tokens {tokens} are too many for {samples} samples of at most {context} tokens")
+    for name in _OF_CALLBACKS:
+        if not isinstance(meta.get(name) or 0, int | float):
+            raise ValueError(f"{name} {meta[name]!r:.50} is no number")
     tied = meta.get("tied", {})
     if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
         raise ValueError("tied must be a mapping of names")

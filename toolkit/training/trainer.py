@@ -36,6 +36,7 @@ from toolkit.planning.resolve import ResolvedConfig
 from toolkit.training.agreement import require_shared_disk
 from toolkit.training.build import build_callbacks, build_checkpointer, build_model, build_update, upload_missing
 from toolkit.training.callbacks import Callback, Sampler, notify, notify_exception
+from toolkit.training.callbacks.base import callback_states, load_callback_states
 from toolkit.training.callbacks.metrics import plot_run
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.upload import finish_uploads
@@ -159,6 +160,9 @@ class Trainer:
                 self.restore(resume_from)
             self.optimizer: Any = self.fabric.setup_optimizers(self.checkpointer.optimizer)
             self.callbacks = self._build_callbacks(sampler, stack)
+            if resume_from is not None:
+                load_callback_states(self.callbacks, self.state.callbacks, self.display.message)
+            callback_states(self.callbacks)  # what cannot be saved is an error now
             self.update = build_update(self)
             self.saver = Saver(self, self.checkpointer)
             if self.checkpointer.sharded:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from toolkit.errors import CallbackError, CommandError
 
@@ -56,6 +59,14 @@ class Callback:
     def on_train_end(self, trainer: Trainer) -> None:
         """The run has reached its end, and ``final/`` is complete."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know: tensors and plain values, the same on every rank. It is saved in every
+        checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of the checkpoint that the run resumes from, before ``on_train_start``."""
+
 
 def overrides(callback: Callback, moment: str) -> bool:
     """Whether a callback does something at a moment."""
@@ -69,13 +80,68 @@ def notify(callbacks: Iterable[Callback], moment: str, *args: Any) -> None:
         CallbackError: one failed; the message names it and the moment.
     """
     for callback in callbacks:
-        try:
-            getattr(callback, moment)(*args)
-        except CommandError:
-            raise
-        except Exception as error:
-            name = type(callback).__qualname__
-            raise CallbackError(f"callback {name} failed in {moment}: {type(error).__name__}: {error}") from error
+        _call(callback, moment, *args)
+
+
+def _call(callback: Callback, moment: str, *args: Any) -> Any:
+    try:
+        return getattr(callback, moment)(*args)
+    except CommandError:
+        raise
+    except Exception as error:
+        name = type(callback).__qualname__
+        raise CallbackError(f"callback {name} failed in {moment}: {type(error).__name__}: {error}") from error
+
+
+def callback_states(callbacks: Iterable[Callback]) -> dict[str, Any]:
+    """Return the states of the callbacks that have one, by name.
+
+    Raises:
+        CallbackError: one failed, or returns what a checkpoint cannot hold.
+    """
+    states = {name: _call(callback, "state_dict") for name, callback in _by_name(callbacks).items()}
+    for name, state in states.items():
+        if (wrong := _not_plain(state)) is not None or not isinstance(state, dict):
+            raise CallbackError(
+                f"callback {name}: state_dict() returns a {wrong or type(state).__name__}; return a dictionary of "
+                "tensors and plain values"
+            )
+    return {name: state for name, state in states.items() if state}
+
+
+def load_callback_states(callbacks: Iterable[Callback], states: dict[str, Any], report: Callable[[str], None]) -> None:
+    """Give the callbacks their states, and report those that have none and those that no callback takes.
+
+    Raises:
+        CallbackError: a callback failed.
+    """
+    by_name = _by_name(callbacks)
+    for name, callback in by_name.items():
+        if name in states:
+            _call(callback, "load_state_dict", states[name])
+        elif overrides(callback, "load_state_dict"):
+            report(f"callback {name}: the checkpoint has no state of it; it begins anew")
+    for name in states.keys() - by_name.keys():
+        report(f"callback {name}: the checkpoint has its state, and the run has no such callback")
+
+
+def _by_name(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+    """Name callbacks by class; the second of a class is ``NAME 2``."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = type(callback).__qualname__
+        count = sum(type(other).__qualname__ == name for other in named.values())
+        named[f"{name} {count + 1}" if count else name] = callback
+    return named
+
+
+def _not_plain(value: Any) -> str | None:
+    """Return the type of what ``torch.load(weights_only=True)`` would refuse, None where there is nothing."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if type(value) in (list, tuple):
+        return next((wrong for part in value if (wrong := _not_plain(part)) is not None), None)
+    return None if type(value) in (str, int, float, bool, NoneType, Tensor) else type(value).__name__
 
 
 def notify_exception(callbacks: Iterable[Callback], trainer: Trainer, error: BaseException) -> None:

@@ -1,14 +1,14 @@
 """What validations decide: ``best/``, the checkpoint with the lowest loss so far, and whether to stop early.
 
 ``best/`` is a checkpoint like the others, replaced by the next better one. The losses to beat are part of every
-checkpoint's progress, so that a resumed run decides as an uninterrupted one.
+checkpoint, so that a resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from toolkit.checkpoints.store import BEST
+from toolkit.checkpoints.store import BEST, has_best
 from toolkit.distributed import ranks
 from toolkit.training.callbacks.base import Callback
 
@@ -19,10 +19,23 @@ if TYPE_CHECKING:
 class KeepBest(Callback):
     """Saves ``best/`` after every validation with a lower loss than all before, for ``--train.keep_best``."""
 
+    def __init__(self) -> None:
+        self.val_loss: float | None = None
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        if not ranks.broadcast_from_rank0(has_best(trainer.out_dir)):
+            self.val_loss = None  # it was deleted or damaged, or is another folder's: the next validation is the best
+
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        if is_lower(metrics, trainer.progress.best_val_loss):
-            trainer.progress.best_val_loss = metrics["val_loss"]
+        if is_lower(metrics, self.val_loss):
+            self.val_loss = metrics["val_loss"]
             trainer.save(BEST)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"val_loss": self.val_loss}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.val_loss = state["val_loss"]
 
 
 class EarlyStopping(Callback):
@@ -30,20 +43,27 @@ class EarlyStopping(Callback):
 
     def __init__(self, patience: int) -> None:
         self.patience = patience
+        self.val_loss: float | None = None
+        self.stale_validations = 0  # since the lowest one
 
     def on_train_start(self, trainer: Trainer) -> None:
         self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        progress = trainer.progress
-        if is_lower(metrics, progress.lowest_val_loss):
-            progress.lowest_val_loss, progress.stale_validations = metrics["val_loss"], 0
+        if is_lower(metrics, self.val_loss):
+            self.val_loss, self.stale_validations = metrics["val_loss"], 0
         else:
-            progress.stale_validations += 1
+            self.stale_validations += 1
         self._stop_if_due(trainer)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"val_loss": self.val_loss, "stale_validations": self.stale_validations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.val_loss, self.stale_validations = state["val_loss"], state["stale_validations"]
+
     def _stop_if_due(self, trainer: Trainer) -> None:
-        if trainer.progress.stale_validations >= self.patience:
+        if self.stale_validations >= self.patience:
             trainer.request_stop(f"no lower validation loss in {self.patience} validations (--train.patience)")
 
 
