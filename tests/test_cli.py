@@ -14,8 +14,9 @@ import pytest
 from helpers.cases import slow_except
 
 from tests.config.test_command import error_of, parse
-from toolkit import cli, cli_parser
-from toolkit.commands import pretrain
+from toolkit import cli
+from toolkit.cli import parser
+from toolkit.commands import COMMANDS, pretrain
 from toolkit.config.command import CommandOptions
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
 from toolkit.extension import registered
@@ -29,7 +30,7 @@ def toolkit(*argv: str, **kwargs) -> subprocess.CompletedProcess:
 # ---- help
 
 
-HELP = [[], ["--help"], *([name, "--help"] for name in cli.COMMANDS)]
+HELP = [[], ["--help"], *([name, "--help"] for name in COMMANDS)]
 
 
 @pytest.mark.parametrize("argv", slow_except([[], ["pretrain", "--help"], ["evaluate", "--help"]], HELP), ids=" ".join)
@@ -50,7 +51,7 @@ def test_help_is_fast_and_does_not_import_torch(argv):
 
 def test_overview_lists_every_command():
     shown = toolkit("--help").stdout
-    assert all(f"  {name} " in shown and text in shown for name, (_, _, text) in cli.COMMANDS.items())
+    assert all(f"  {name} " in shown and text in shown for name, (_, _, text) in COMMANDS.items())
 
 
 def test_only_the_selected_command_is_imported():
@@ -123,7 +124,7 @@ def end_with(monkeypatch, error: BaseException) -> None:
         raise error
 
     monkeypatch.setattr(pretrain, "setup", setup)
-    monkeypatch.setattr(cli_parser, "parse", lambda *args: {})
+    monkeypatch.setattr(parser, "parse", lambda *args: {})
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_simple_mistakes_are_reported_without_importing_torch(tmp_path):
 
 def test_text_that_the_encoding_of_stdout_lacks_is_escaped(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
-    monkeypatch.setattr("toolkit.cli.dispatch", lambda argv: print("é🎉") or 0)
+    monkeypatch.setattr("toolkit.cli.dispatch.dispatch", lambda argv: print("é🎉") or 0)
     assert cli.main() == 0
     assert written.getvalue() == b"\\xe9\\U0001f389\n"
 
@@ -308,6 +309,6 @@ def test_user_error_is_reported_despite_stray_launcher_variables(stray, monkeypa
 
 
 def test_mistake_in_a_command_of_one_process_reaches_out_to_no_other(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "report_failure", lambda *_: pytest.fail("no process waits for it"))
+    monkeypatch.setattr("toolkit.cli.dispatch.report_failure", lambda *_: pytest.fail("no process waits for it"))
     assert cli.main(["generate", "no/such"]) == 2
     assert capsys.readouterr().err.startswith("toolkit generate: checkpoint_dir no/such: ")

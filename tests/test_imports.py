@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 
 import toolkit
-from toolkit.cli import COMMANDS
+from toolkit.commands import COMMANDS
 
 PACKAGE = Path(toolkit.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up; a package may import itself and lower ones. Imports inside functions count too.
 LAYERS = [
-    {"errors", "checksums", "extension", "leftovers", "paths", "untrusted"},
-    {"config", "models.config"},
+    {"errors"},
+    {"io"},
+    {"extension"},
+    {"config"},
     {"ui"},
     {"models"},
     {"data"},
@@ -32,14 +34,14 @@ LAYERS = [
     {"training"},
     {"diagnostics"},
     {"api", "api_trainer", "commands"},
-    {"cli", "cli_help", "cli_parser", "__main__"},
+    {"cli", "__main__"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 LIGHT = [
-    "toolkit", "toolkit.cli", "toolkit.cli_parser", "toolkit.cli_help", "toolkit.config",
+    "toolkit", "toolkit.cli", "toolkit.cli.parser", "toolkit.cli.help", "toolkit.config",
     "toolkit.config.command", "toolkit.planning.early",
-    "toolkit.errors", "toolkit.checksums",
-    "toolkit.leftovers", "toolkit.paths", "toolkit.untrusted", "toolkit.models.config",
+    "toolkit.errors", "toolkit.io.checksums",
+    "toolkit.io.temporary", "toolkit.io.paths", "toolkit.io.untrusted", "toolkit.models.config",
     "toolkit.models.config_checks",
     "toolkit.models.families", "toolkit.data", "toolkit.objectives", "toolkit.ui",
     *(module for module, *_ in COMMANDS.values()),
@@ -56,7 +58,7 @@ def level(module: str) -> int | None:
     """Return the level of a module below ``toolkit``; None for the package itself."""
     rest = module.removeprefix("toolkit.")
     is_config = re.match(r"models\.config(_checks)?(\.|$)", rest)
-    return LEVEL["models.config"] if is_config else LEVEL.get(rest.partition(".")[0])
+    return LEVEL["config"] if is_config else LEVEL.get(rest.partition(".")[0])
 
 
 def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:

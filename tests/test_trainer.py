@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import toolkit
 from toolkit import api_trainer
-from toolkit.cli_parser import parse
+from toolkit.cli.parser import parse
 from toolkit.commands import pretrain
 from toolkit.errors import UserError
 from toolkit.planning.early import check_early

@@ -16,7 +16,7 @@ from helpers.smollm2 import gguf_file
 
 from toolkit import extension
 from toolkit.cli import main
-from toolkit.cli_parser import parse
+from toolkit.cli.parser import parse
 from toolkit.commands import COMMANDS
 from toolkit.config.command import CommandOptions
 

@@ -34,10 +34,10 @@ from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import PeerShutdownError, UserError, did_you_mean
 from toolkit.inference.batch import continue_texts
 from toolkit.inference.load import load_checkpoint
+from toolkit.io.paths import require_folder, require_local
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
-from toolkit.paths import require_folder, require_local
 from toolkit.planning.run_args import RunArgs, run_args
 from toolkit.training.callbacks import Callback
 from toolkit.training.run import detect_devices, run_training
@@ -273,7 +273,7 @@ def _run(command: TrainingCommand, arguments: dict[str, Any], callbacks: Iterabl
     for name, value in vars(data).items() if type(data).__module__.startswith("toolkit.") else ():
         if name not in getattr(data, "takes_urls", ()):
             require_local(f"data.{name}", value)
-    args = run_args(command, arguments)
+    args = run_args(command, **arguments)
     _require_script(args)
     try:
         with handlers_restored():
@@ -338,7 +338,7 @@ def _read_module(
     if isinstance(module, GPT):
         return {"module": module, "block_classes": (Block,)}
     blocks = find_blocks(module, block_classes)
-    if (compiler := arguments["compiler"]) not in (AUTO, "none") and not blocks:
+    if (compiler := arguments["shared"].compiler) not in (AUTO, "none") and not blocks:
         raise UserError(
             f"compiler {compiler}: compiles the blocks, and none were found; name their classes: block_classes"
         )

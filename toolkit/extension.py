@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from toolkit.errors import UserError, one_line
@@ -26,6 +27,8 @@ KINDS = (
 )  # fmt: skip
 """The fields of :class:`Extension` that hold names."""
 Names = Mapping[str, str]
+NO_GROUPS: Mapping[str, Any] = MappingProxyType({})
+"""Default of a parameter that holds options of other functions or of extensions by name."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +170,6 @@ def load_registered(kind: str, name: str) -> Any:
         error_type = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         reason = f"{entry.path}: {error_type}{one_line(error)}"
         raise UserError(f"extension {entry.origin}: {kind} {name}: {reason}") from error
-
-
-def take_option_groups(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the option groups of extensions from options by name, and return them."""
-    return {name: values.pop(name) for name in registered("option_groups") if name in values}
 
 
 def run_checks(args: Any) -> None:

@@ -29,6 +29,7 @@ from toolkit.checkpoints.store import (
 )
 from toolkit.checkpoints.weights import save_state
 from toolkit.errors import UserError
+from toolkit.io import atomic
 
 
 def make(folder: Path, step: int | None = None, content: str = "w") -> Path:
@@ -135,13 +136,14 @@ def test_s1_failed_replacement_keeps_the_old_checkpoint(tmp_path, monkeypatch):
 
 
 def test_s1_manifest_is_synced_last(tmp_path, monkeypatch):
-    synced, order = store._sync, []
+    synced, order = store.sync, []
 
     def spy(path):
         order.append((path.name, (path / "COMPLETE").exists() or (path.parent / "COMPLETE").exists()))
         synced(path)
 
-    monkeypatch.setattr(store, "_sync", spy)
+    for module in (store, atomic):
+        monkeypatch.setattr(module, "sync", spy)
     make(tmp_path / "step-1", step=1)
     before = [name for name, marked in order if not marked]
     assert {"lit_model.pth", "meta.json", "trainer"} <= set(before)

@@ -11,7 +11,8 @@ import yaml
 from helpers.cases import slow_except
 from helpers.small_runs import text_data
 
-from toolkit.cli import COMMANDS, main
+from toolkit.cli import main
+from toolkit.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import torch
 from helpers.cases import slow_except
 
 from toolkit.cli import main
-from toolkit.cli_parser import parse
+from toolkit.cli.parser import parse
 from toolkit.commands import finetune_lora, pretrain
 from toolkit.errors import UserError
 from toolkit.planning import advice

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from jsonargparse.typing import NonNegativeFloat, PositiveInt, restricted_number_type
 
-from toolkit import cli_parser
+from toolkit.cli import parser as cli_parser
 from toolkit.commands import pretrain
 from toolkit.config import EvalArgs, TrainArgs
 from toolkit.config.command import class_path, classes_of
@@ -18,7 +18,11 @@ from toolkit.errors import UserError
 
 
 def parse(*argv: str, setup=pretrain.setup, positionals=("model_name",)) -> dict:
-    return cli_parser.parse("pretrain", setup, positionals, list(argv))
+    """Return the arguments, those in ``shared`` by themselves; None after printing."""
+    found = cli_parser.parse("pretrain", setup, positionals, list(argv))
+    if found and "shared" in found:
+        found |= vars(found.pop("shared")) | found.pop("groups")
+    return found
 
 
 def error_of(*argv: str) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from toolkit import cli_parser
 from toolkit.cli import main
+from toolkit.cli import parser as cli_parser
 from toolkit.commands import pretrain
 from toolkit.config.other_formats import FORMATS
 from toolkit.data import CharText
@@ -57,7 +57,8 @@ def parse(tmp_path, monkeypatch):
         for i, content in enumerate(contents if isinstance(contents, list) else [contents]):
             Path(f"file{i}.yaml").write_text(content if isinstance(content, str) else yaml.safe_dump(content))
             words += ["--config", f"file{i}.yaml"]
-        return cli_parser.parse("pretrain", pretrain.setup, ("model_name",), [*words, *flags])
+        found = cli_parser.parse("pretrain", pretrain.setup, ("model_name",), [*words, *flags])
+        return found | vars(found["shared"])
 
     return run
 

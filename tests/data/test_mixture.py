@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from toolkit.cli import main
-from toolkit.cli_parser import dump, parse
+from toolkit.cli.parser import dump, parse
 from toolkit.commands.pretrain import setup
 from toolkit.config.command import CommandOptions
 from toolkit.data import Mixture, SyntheticTokens, TextFiles

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from toolkit.cli_parser import parse
+from toolkit.cli.parser import parse
 from toolkit.commands import finetune_full, pretrain
 from toolkit.config import TrainArgs
 from toolkit.diagnostics import verify

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from toolkit.checkpoints.manifest import COMPLETE, write_manifest
 from toolkit.checkpoints.store import file_names
-from toolkit.checksums import checksum_files
+from toolkit.io.checksums import checksum_files
 
 
 def seal(folder: Path) -> Path:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli_parser import parse
+from toolkit.cli.parser import parse
 from toolkit.commands.pretrain import setup
 from toolkit.config import PRETRAIN, TrainArgs
 from toolkit.errors import UserError

@@ -17,7 +17,7 @@ def config_of(preset: str, devices: DeviceSpec = EIGHT, **options):
     train = {"max_steps": 1} | options.pop("train", {})
     options = {"model_name": "pythia-14m", "model_config": {"vocab_size": 50304}} | options
     arguments = parse_object(pretrain.setup, options | {"preset": preset, "train": train})
-    return resolve(run_args("pretrain", arguments), devices)
+    return resolve(run_args("pretrain", **arguments), devices)
 
 
 def test_each_preset_does_what_it_says():

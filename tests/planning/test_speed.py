@@ -325,7 +325,7 @@ def test_times_are_shown_in_readable_units():
 
 def planned_run(**options):
     given = {"model_name": "pico-llama", "model_config": {"vocab_size": 512}} | options
-    return plan_run(run_args("pretrain", parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 85e9))
+    return plan_run(run_args("pretrain", **parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 85e9))
 
 
 def test_changes_that_auto_would_not_take_are_not_suggested():
@@ -347,7 +347,7 @@ def test_variants_are_runs_that_start():
 
     def texts(change, options, gb=85.0):
         given = {"model_name": "pythia-14m", "train": {"max_steps": 1, "micro_batch_size": 4, "max_seq_length": 64}}
-        args = run_args("pretrain", parse_object(pretrain.setup, given | options))
+        args = run_args("pretrain", **parse_object(pretrain.setup, given | options))
         planned = plan_run(args, DeviceSpec("cuda", 2, 1, gb * 1e9))
         return [text for text, changed in change(planned) if can_start(changed, planned)], planned
 

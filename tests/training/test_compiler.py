@@ -25,7 +25,7 @@ def wrong(function: Callable) -> Callable:
 
 def test_a_missing_or_wrong_compiler_never_breaks_an_auto_run(monkeypatch):
     given = {"model_name": "pythia-14m", "train": {"max_steps": 1000}, "model_config": {"vocab_size": 256}}
-    config = resolve(run_args("pretrain", parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 80e9))
+    config = resolve(run_args("pretrain", **parse_object(pretrain.setup, given)), DeviceSpec("cuda", 1, 1, 80e9))
     state = SimpleNamespace(longest_ragged=0, limits=SimpleNamespace(total_steps=1000))
 
     def chosen(compiler: Callable) -> tuple[str, str]:

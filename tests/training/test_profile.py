@@ -12,7 +12,7 @@ from helpers.groups import Case, losses, run_group
 
 from tests.training.test_run import arguments, rows_of
 from toolkit.cli import main
-from toolkit.cli_parser import parse
+from toolkit.cli.parser import parse
 from toolkit.commands import COMMANDS, TRAINING
 from toolkit.config import ProfilerArgs
 from toolkit.errors import UserError
@@ -93,7 +93,7 @@ def test_bare_flag_in_every_training_command(command):
     setup = __import__(module, fromlist=["setup"]).setup
     for words in (["--profile"], ["--profile", "true"], ["--profile=true"]):
         arguments = parse(command, setup, positionals, [*(["x"] if command != "pretrain" else []), *words, *SHORT])
-        assert arguments["profile"] is True and arguments["profiler"].active == 2
+        assert arguments["shared"].profile is True and arguments["shared"].profiler.active == 2
 
 
 @pytest.mark.parametrize(

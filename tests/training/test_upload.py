@@ -19,13 +19,14 @@ import toolkit
 from tests.training.test_run import arguments, assert_same_weights, rows_of
 from toolkit import Callback
 from toolkit.checkpoints.adapters import ADAPTERS
-from toolkit.checkpoints.remote import lease, storage
+from toolkit.checkpoints.remote import lease
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import newest, write_model_folder
 from toolkit.checkpoints.weights import load_state
 from toolkit.cli import main
 from toolkit.distributed import ranks
 from toolkit.errors import CallbackError, GuardError, UserError
+from toolkit.io import storage
 from toolkit.training.callbacks import Upload
 from toolkit.training.run import run_training
 from toolkit.training.saving import Saver

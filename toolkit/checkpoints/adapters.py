@@ -19,11 +19,11 @@ from toolkit.checkpoints.remote.cached import local_copy
 from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.checkpoints.weights import load_state, only_tensors, require_compatible, save_weights
 from toolkit.errors import UserError, one_line
+from toolkit.io.paths import is_url
+from toolkit.io.untrusted import read_yaml
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize
-from toolkit.paths import is_url
-from toolkit.untrusted import read_yaml
 
 ADAPTER_CONFIG = "adapter.yaml"
 
@@ -56,11 +56,7 @@ def has_adapters_only(folder: str | Path) -> bool:
 
 
 def require_adapters(folder: str | Path, **flags: Any) -> None:
-    """Reject flags that only apply to adapters without merged weights if the folder holds a complete model.
-
-    Raises:
-        UserError: a flag is set (neither None nor false).
-    """
+    """Reject flags that only apply to adapters without merged weights if the folder holds a complete model."""
     given = next((name for name, value in flags.items() if value not in (None, False)), None)
     if given is not None and not has_adapters_only(folder):
         value = str(flags[given]).lower() if flags[given] is True else flags[given]
@@ -86,11 +82,7 @@ def write_adapter_files(folder: Path, adapters: dict[str, Tensor], info: Adapter
 
 
 def read_adapter_info(folder: str | Path) -> AdapterInfo:
-    """Read ``adapter.yaml``; the base may be missing.
-
-    Raises:
-        UserError: the folder contains no adapters, or the file is missing or malformed.
-    """
+    """Read ``adapter.yaml``; the base may be missing."""
     folder = Path(folder)
     if not is_adapter_dir(folder):
         raise UserError(f"checkpoint_dir {folder}: holds no {ADAPTERS}; give a folder that finetune_lora wrote")
@@ -118,9 +110,6 @@ def read_adapter(folder: str | Path, base_checkpoint_dir: str | Path | None = No
         folder: Adapter checkpoint.
         base_checkpoint_dir: The base model: a folder or a name below ``checkpoints/``; by default the path recorded in
             training.
-
-    Raises:
-        UserError: as :func:`read_adapter_info`, or the base is missing or a different checkpoint.
     """
     info = read_adapter_info(folder)
     base = info.base
@@ -147,11 +136,7 @@ def find_base_dir(base_checkpoint_dir: str | Path) -> Path:
 
 
 def load_adapters(folder: str | Path, model: nn.Module) -> dict[str, Tensor]:
-    """Load a folder's adapters, in fp32 on the CPU, and check that they match ``model`` (on any device).
-
-    Raises:
-        UserError: the file is missing or damaged, or adapters are missing, unexpected or of a different shape.
-    """
+    """Load a folder's adapters, in fp32 on the CPU, and check that they match ``model`` (on any device)."""
     path = Path(folder) / ADAPTERS
     adapters = only_tensors(load_state(path), path, "adapters")
     wanted = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}

@@ -8,17 +8,13 @@ from pathlib import Path
 from toolkit.checkpoints.remote.cached import local_copy
 from toolkit.checkpoints.store import FINAL, WEIGHTS, newest, step_in_name
 from toolkit.errors import UserError
-from toolkit.paths import is_url
+from toolkit.io.paths import is_url
 
 CONFIG, HYPERPARAMETERS = "model_config.yaml", "hyperparameters.yaml"
 
 
 def find_checkpoint_dir(value: str | Path) -> Path:
-    """Return the model folder that ``value`` names: a path, else a name below ``checkpoints/``; of a URL a local copy.
-
-    Raises:
-        UserError: there is no such folder, or it holds no model.
-    """
+    """Return the model folder that ``value`` names: a path, or a name below ``checkpoints/``; for a URL a copy."""
     given = local_copy(str(value), "checkpoint_dir") if is_url(value) else Path(value).expanduser()
     folder = given if given.is_dir() else Path("checkpoints") / value
     if given.is_file():

@@ -11,7 +11,7 @@ from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.checkpoints.torch_zip import DAMAGED, BinaryFile, FileSlice
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
-from toolkit.untrusted import open_regular
+from toolkit.io.untrusted import open_regular
 
 
 def base_fingerprint(folder: str | Path) -> str:
@@ -19,9 +19,6 @@ def base_fingerprint(folder: str | Path) -> str:
 
     The checksums (CRC-32) come from the files' zip directories, so that the weights themselves are not read. The
     fingerprint depends on the layout (one file or shards), not on the path.
-
-    Raises:
-        UserError: the weights are missing or damaged.
     """
     path = Path(folder) / WEIGHTS
     return _hash(_shard_lines(path) if path.is_dir() else _file_lines(path))
@@ -31,19 +28,12 @@ def resume_fingerprint(folder: str | Path) -> str:
     """Return SHA-256 in hex over everything that a resume reads: weights and trainer state.
 
     For tensors, only checksums are read, as in :func:`base_fingerprint`.
-
-    Raises:
-        UserError: a file is missing or damaged.
     """
     return _hash(_resume_lines(Path(folder)))
 
 
 def peft_fingerprint(folder: str | Path) -> str:
-    """Return SHA-256 in hex over the (small) files of adapters in peft's format.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """Return SHA-256 in hex over the (small) files of adapters in peft's format."""
     return _hash(_bytes_line(path) for path in sorted(Path(folder).glob("adapter_*")))
 
 

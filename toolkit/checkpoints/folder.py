@@ -29,12 +29,12 @@ from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_weights, require_compatible, save_weights
 from toolkit.errors import UserError, one_line
 from toolkit.extension import missing_message, registered
+from toolkit.io.untrusted import read_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import families
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta, is_adapter
 from toolkit.models.moe import resolve_weight_dtype
-from toolkit.untrusted import read_yaml
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer
@@ -43,11 +43,7 @@ _HEAD = "lm_head.weight"
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read the architecture of a model folder, in toolkit's or LitGPT's format.
-
-    Raises:
-        UserError: the file is missing or malformed, or describes an unsupported model.
-    """
+    """Read the architecture of a model folder, in toolkit's or LitGPT's format."""
     path = Path(folder) / CONFIG
     try:
         values = read_yaml(path)
@@ -83,7 +79,6 @@ def find_model(
         verify: Verify checksums, see :func:`require_intact_model`, also for ``report`` and ``editable``.
 
     Raises:
-        UserError: there is no such folder, or base_checkpoint_dir would have no effect.
         DamagedCheckpointError: files are damaged.
     """
     folder = find_checkpoint_dir(checkpoint_dir)
@@ -130,10 +125,6 @@ def load_model(
         device: Device to load the weights on, one at a time.
         dtype: Dtype of the weights; by default that of the file. Adapters are always fp32.
         base_checkpoint_dir: Base model of the adapters; by default the path recorded in training.
-
-    Raises:
-        UserError: a file is missing or damaged, the weights do not match the configuration, or the adapters belong to
-            a different base.
     """
     source, lora = Path(folder), None
     if has_adapters_only(folder):
@@ -156,9 +147,6 @@ def load_compatible_weights(folder: Path, model: GPT) -> dict[str, Tensor]:
     """Read a folder's weights under the names that ``model`` (on any device) has, and check names and shapes.
 
     Adapters of the model are no part of them. Tied weights share memory; untied weights do not.
-
-    Raises:
-        UserError: weights are missing, unexpected or of a different shape.
     """
     if has_adapters_only(folder):
         raise UserError(f"{folder}: holds adapters and no merged weights; run toolkit merge_lora on it first")

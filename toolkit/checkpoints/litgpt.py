@@ -27,11 +27,7 @@ _UNSUPPORTED = ("latent_attention", "n_expert_groups")
 
 
 def config_from_litgpt(values: dict[str, Any]) -> ModelConfig:
-    """Build a config from the content of a ``model_config.yaml`` that LitGPT wrote.
-
-    Raises:
-        UserError: the model is not supported with LitGPT's semantics.
-    """
+    """Build a config from the content of a ``model_config.yaml`` that LitGPT wrote."""
     if values.get("vocab_size") is not None and (missing := [name for name in _ALWAYS_THERE if name not in values]):
         raise UserError(f"{missing[0]} is missing")
     if found := [name for name in _UNSUPPORTED if values.get(name)]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from toolkit.errors import UserError
+from toolkit.io.locks import lock
 
 LOCK = ".lock"
 
@@ -19,9 +20,6 @@ def exclusive_lock(out_dir: Path) -> Iterator[None]:
 
     The operating system releases the lock when the process ends. Without support for locks (Windows, some network file
     systems), nothing is locked.
-
-    Raises:
-        UserError: another process holds the lock, or the folder is not writable.
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -57,11 +55,7 @@ if hasattr(os, "register_at_fork"):  # a forked data worker that kept the file o
 
 
 def is_lock_lost(out_dir: Path) -> bool:
-    """Whether the lock file that this process holds was removed with its folder.
-
-    Raises:
-        UserError: another run has started there.
-    """
+    """Whether the lock file that this process holds was removed with its folder."""
     for file in _locks:
         if Path(file.name) == out_dir / LOCK:
             file.seek(0)
@@ -81,26 +75,15 @@ def _open_lock(out_dir: Path, flags: int = 0) -> IO[str]:
 
 def _lock(file: IO[str], out_dir: Path) -> bool:
     """Lock the file until it is closed; return False where locks are not supported."""
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    is_locked = lock(file, wait=False)
+    if is_locked is False:
         file.seek(0)
         owner = file.read().strip() or "?"
-        raise UserError(
-            f"--out_dir {out_dir}: process {owner} is running there; wait for it, or give another folder"
-        ) from None
-    except (ImportError, OSError):
-        return False
-    return True
+        raise UserError(f"--out_dir {out_dir}: process {owner} is running there; wait for it, or give another folder")
+    return is_locked is True
 
 
 def require_unlocked(out_dir: Path) -> None:
-    """Check that no other process is running in the folder, before reading files that it could delete.
-
-    Raises:
-        UserError: another process holds the lock.
-    """
+    """Check that no other process is running in the folder, before reading files that it could delete."""
     with suppress(OSError), _open_lock(out_dir) as file:  # no such file: no run has used the folder
         _lock(file, out_dir)

@@ -11,10 +11,10 @@ import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from toolkit.checksums import Checksum, check_entries, checksum_files, find_damage
 from toolkit.errors import UserError, join_first, one_line
-from toolkit.ui.files import write_atomic
-from toolkit.untrusted import MAX_BYTES, parse_json, read_bounded
+from toolkit.io.atomic import write_atomic
+from toolkit.io.checksums import Checksum, check_entries, checksum_files, find_damage
+from toolkit.io.untrusted import MAX_BYTES, parse_json, read_bounded
 
 COMPLETE = "COMPLETE"
 FORMAT_VERSION = 1
@@ -44,7 +44,6 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
 
     Raises:
         DamagedCheckpointError: the manifest is malformed.
-        UserError: a newer version of toolkit wrote it.
     """
     path = folder / COMPLETE
     try:
@@ -59,7 +58,6 @@ def parse_manifest(content: bytes, path: Path | str) -> dict[str, Checksum]:
 
     Raises:
         DamagedCheckpointError: it is malformed.
-        UserError: a newer version of toolkit wrote it.
     """
     try:
         if len(content) > MAX_SIZE:

@@ -20,11 +20,11 @@ from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import UserError
+from toolkit.io.paths import require_inside
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import adapted_on_meta, add_lora
 from toolkit.models.lora_layers import LoRAMixin
 from toolkit.models.moe import resolve_weight_dtype
-from toolkit.paths import require_inside
 
 
 class MergedWeights(Mapping[str, Tensor]):
@@ -37,9 +37,6 @@ class MergedWeights(Mapping[str, Tensor]):
 
     ``config`` is the merged model's architecture: adapters of a tied head untie it. ``nonfinite`` collects the names of
     the weights that contain NaN or Inf when they are written.
-
-    Raises:
-        UserError: the adapters or their base cannot be read, or do not match.
     """
 
     def __init__(
@@ -79,9 +76,6 @@ def merge_in_place(
     """Write the merged weights atomically into the folder of the adapters.
 
     ``base_checkpoint_dir``, ``dtype``: see :class:`MergedWeights`.
-
-    Raises:
-        UserError: see :class:`MergedWeights`; or the folder already holds merged weights, or the disk is full.
     """
     if is_adapter_dir(folder) and (folder / WEIGHTS).exists():
         raise UserError(
@@ -101,9 +95,6 @@ def merge_to(
     """Write a separate model folder: merged weights, architecture, tokenizer and generation files.
 
     ``base_checkpoint_dir``, ``dtype``: see :class:`MergedWeights`.
-
-    Raises:
-        UserError: see :class:`MergedWeights`; or out_dir is not empty, or the disk is full.
     """
     require_new_folder(out_dir)
     merged = MergedWeights(folder, base_checkpoint_dir, dtype)
@@ -118,11 +109,7 @@ def merge_to(
 
 
 def copy_files(source: Path, target: Path, patterns: tuple[str, ...], exclude: Container[Path] = ()) -> None:
-    """Copy the files of a folder that match one of the patterns, keeping their relative paths.
-
-    Raises:
-        UserError: a symbolic link points outside the folder.
-    """
+    """Copy the files of a folder that match one of the patterns, keeping their relative paths."""
     for file in sorted({match for pattern in patterns for match in source.glob(pattern)}):
         if any(path in exclude for path in (file, *file.parents)):
             continue

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.leftovers import sweep, temporary_prefix
+from toolkit.io.temporary import sweep, temporary_prefix
 
 _sweep_once = functools.cache(sweep)  # once per folder, not per tensor
 SMALL = 65_536  # elements; smaller tensors stay in memory
@@ -25,9 +25,6 @@ def empty_on_disk(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
         dtype: Dtype of the tensor.
         folder: The folder that is read or written. Its disk is tried first, because the system's temporary folder is
             often in memory.
-
-    Raises:
-        UserError: there is not enough disk space.
     """
     if size.numel() < SMALL:
         return torch.empty(size, dtype=dtype)

@@ -1,6 +1,6 @@
 """S1 atomic-checkpoints: folders that are created atomically, the lock of a run's folder, and its list of checkpoints.
 
-Names that begin with ``.tmp-`` are being written or deleted and are never listed; see :mod:`toolkit.leftovers`.
+Names that begin with ``.tmp-`` are being written or deleted and are never listed; see :mod:`toolkit.io.temporary`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 
 from toolkit.checkpoints.lock import LOCK, is_lock_lost
 from toolkit.checkpoints.manifest import COMPLETE, replace_in_manifest, write_manifest
-from toolkit.checksums import Checksum, checksum_files
 from toolkit.errors import UserError
-from toolkit.leftovers import TMP, remove, sweep, temporary_path
-from toolkit.untrusted import read_json
+from toolkit.io.atomic import NO_SPACE, sync, sync_tree
+from toolkit.io.checksums import Checksum, checksum_files
+from toolkit.io.temporary import TMP, remove, sweep, temporary_path
+from toolkit.io.untrusted import read_json
 
 FINAL, BEST = "final", "best"
 WEIGHTS = "lit_model.pth"
@@ -29,7 +30,6 @@ _OLD = ".old-"
 _STEP = re.compile(r"step-(\d+)")
 # Only the process that holds the lock of a run's folder writes such names, so existing ones are stale.
 _UNFINISHED = re.compile(rf"{re.escape(TMP)}(.+-)?({re.escape(_OLD)})?(step-\d+|{FINAL}|{BEST})(-\d+)?")
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
@@ -42,10 +42,6 @@ def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
         folder: The checkpoint. An existing folder of that name is replaced, and stays readable until the new one is
             complete.
         write: Fills the (empty, temporary) folder that it is given.
-
-    Raises:
-        UserError: the disk is full; the temporary folder is deleted and earlier checkpoints are unchanged. Or the run's
-            folder was removed during the run; the checkpoint is still written, unless another run has started there.
     """
     tmp = begin_checkpoint(folder)
     with deleted_on_error(tmp, folder):
@@ -54,11 +50,7 @@ def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def begin_checkpoint(folder: Path) -> Path:
-    """Create the temporary folder of a checkpoint, and clean up after earlier runs; see :func:`write_checkpoint`.
-
-    Raises:
-        UserError: the folder cannot be created, or another run has started there.
-    """
+    """Create the temporary folder of a checkpoint, and clean up after earlier runs; see :func:`write_checkpoint`."""
     is_lock_lost(folder.parent)
     for replaced in folder.parent.glob(f"{_OLD}*"):
         _restore_or_delete(replaced)
@@ -73,14 +65,11 @@ def commit_checkpoint(tmp: Path, folder: Path, files: Mapping[str, Checksum]) ->
         tmp: From :func:`begin_checkpoint`.
         folder: The checkpoint.
         files: Checksums of files in ``tmp``, by relative path; those of the others are computed.
-
-    Raises:
-        UserError: as :func:`write_checkpoint`.
     """
     was_removed = is_lock_lost(folder.parent)
     others = [name for name in file_names(tmp) if name not in files]
     write_manifest(tmp, {**files, **sync_and_checksum(tmp, others)})
-    _sync_tree(tmp)
+    sync_tree(tmp)
     _rename_into_place(tmp, folder)
     if was_removed:
         raise UserError(
@@ -108,12 +97,12 @@ def sync_and_checksum(folder: Path, names: Collection[str]) -> dict[str, Checksu
     """Sync files of a folder to disk, with the folders that contain them, and return their checksums."""
     paths = [folder / name for name in names]
 
-    def sync() -> None:
+    def sync_all() -> None:
         for path in [*paths, *sorted({path.parent for path in paths})]:
-            _sync(path)
+            sync(path)
 
     with ThreadPoolExecutor(1) as pool:  # overlaps disk and CPU work
-        synced = pool.submit(sync)
+        synced = pool.submit(sync_all)
         files = checksum_files(folder, names)
         synced.result()  # the manifest must not reach the disk before the files that it lists
     return files
@@ -123,14 +112,11 @@ def write_folder(folder: Path, write: Callable[[Path], None], flag: str) -> None
     """Write a folder atomically: write a temporary folder beside it, sync it to disk, rename it.
 
     ``write`` fills the folder that it is given; ``flag`` is the option that error messages name.
-
-    Raises:
-        UserError: the disk is full, or the folder cannot be created; no files are left behind.
     """
     tmp = _begin_folder(folder, flag)
     with deleted_on_error(tmp, folder, flag):
         write(tmp)
-        _sync_tree(tmp)
+        sync_tree(tmp)
         _rename_into_place(tmp, folder)
 
 
@@ -147,11 +133,7 @@ def _begin_folder(folder: Path, flag: str) -> Path:
 
 @contextmanager
 def deleted_on_error(tmp: Path, folder: Path, flag: str = "--out_dir") -> Iterator[None]:
-    """Delete the temporary folder of ``folder`` if the block fails.
-
-    Raises:
-        UserError: in the place of an error of the block, if that means that the disk is full or not writable.
-    """
+    """Delete the temporary folder of ``folder`` if the block fails."""
     try:
         yield
     except BaseException as error:
@@ -169,11 +151,7 @@ def discard(tmp: Path) -> None:
 
 
 def require_new_folder(out_dir: Path) -> None:
-    """Reject an output folder that is in use.
-
-    Raises:
-        UserError: out_dir is a file, not empty, or not accessible.
-    """
+    """Reject an output folder that is in use."""
     try:
         is_file = out_dir.exists() and not out_dir.is_dir()
         is_used = is_file or (out_dir.exists() and any(out_dir.iterdir()))
@@ -188,17 +166,14 @@ def write_file(path: Path, write: Callable[[Path], None], flag: str) -> None:
     """Write one file atomically into an existing folder, and add it to the folder's manifest.
 
     ``write`` is given a temporary path. ``flag`` is the option that error messages name.
-
-    Raises:
-        UserError: the disk is full, or the folder is not writable; no files are left behind.
     """
     tmp = temporary_path(path)
     sweep(path.parent)
     try:
         write(tmp)
-        _sync(tmp)
+        sync(tmp)
         replace_in_manifest(path.parent, path.name, lambda: os.replace(tmp, path))
-        _sync(path.parent)
+        sync(path.parent)
     except BaseException as error:
         message = _describe_write_error(error, tmp, path)
         tmp.unlink(missing_ok=True)
@@ -300,7 +275,7 @@ def _rename_into_place(tmp: Path, folder: Path) -> None:
         os.rename(folder, replaced)
     try:
         os.rename(tmp, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         if replaced.exists():
             _restore_or_delete(replaced)
@@ -319,25 +294,6 @@ def _delete_atomically(folder: Path) -> None:
     tmp = temporary_path(folder)
     os.rename(folder, tmp)
     remove([tmp])
-
-
-def _sync_tree(folder: Path) -> None:
-    """Sync every file and folder to disk, so that they survive a power failure after the rename."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(root) / name)
-        _sync(Path(root))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync folders
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _describe_write_error(error: BaseException, tmp: Path, folder: Path) -> str | None:
@@ -367,7 +323,7 @@ def _describe_write_error(error: BaseException, tmp: Path, folder: Path) -> str 
 def disk_full_reason(error: BaseException | None) -> str | None:
     """Return the reason if a full disk, a quota or a file size limit caused the error, else None."""
     while error is not None and not isinstance(error, UserError):
-        if isinstance(error, OSError) and error.errno in _FULL_DISK:
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
             return error.strerror
         # torch's zip writer, given a path, loses the errno and reports a short write like this.
         if isinstance(error, RuntimeError) and re.search(r"unexpected pos|PytorchStreamWriter", str(error)):

@@ -18,11 +18,7 @@ BinaryFile = IO[bytes] | io.RawIOBase
 
 
 def require_uncompressed_zip(file: BinaryFile, path: Path) -> None:
-    """Reject zip bombs (torch.save does not compress) and TorchScript programs.
-
-    Raises:
-        UserError: entries are compressed or overlap, or the file is TorchScript or not a zip.
-    """
+    """Reject zip bombs (torch.save does not compress) and TorchScript programs."""
     try:
         size = file.seek(0, os.SEEK_END)
         with zipfile.ZipFile(file) as archive:

@@ -14,7 +14,7 @@ from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.torch_zip import ZIP_MAGIC, describe_load_error, require_uncompressed_zip
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError, join_first
-from toolkit.untrusted import open_regular
+from toolkit.io.untrusted import open_regular
 
 
 def save_weights(state_dict: dict[str, Tensor], path: Path) -> None:
@@ -41,9 +41,6 @@ def load_weights(checkpoint_dir: Path) -> dict[str, Tensor]:
     """Read the weights of a toolkit or LitGPT checkpoint, in one file or in shards, under canonical names.
 
     Tensors of one file are memory-mapped and shared by all processes of the machine. Tied weights share their storage.
-
-    Raises:
-        UserError: the file is missing, truncated or empty, or holds anything but tensors.
     """
     path = Path(checkpoint_dir) / WEIGHTS
     if path.is_dir():
@@ -57,11 +54,7 @@ def load_weights(checkpoint_dir: Path) -> dict[str, Tensor]:
 
 
 def only_tensors(state: dict[str, Any], path: Path, what: str = "weights") -> dict[str, Tensor]:
-    """Check that the content of a file is named tensors, and return it; ``what`` they are, for messages.
-
-    Raises:
-        UserError: the file holds anything else.
-    """
+    """Check that the content of a file is named tensors, and return it; ``what`` they are, for messages."""
     for name, value in state.items():
         if not (isinstance(name, str) and isinstance(value, Tensor)):
             raise UserError(f"{path}: {name!r:.100} is not a plain tensor; the file must hold {what} only")
@@ -69,11 +62,7 @@ def only_tensors(state: dict[str, Any], path: Path, what: str = "weights") -> di
 
 
 def require_compatible(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path, what: str) -> None:
-    """Compare names and shapes of the weights in ``path`` with those of the model that the file ``what`` describes.
-
-    Raises:
-        UserError: weights are missing, unexpected or of a different shape.
-    """
+    """Compare names and shapes of the weights in ``path`` with those of the model that the file ``what`` describes."""
     missing = [f"missing {name} {_shape(wanted[name])}" for name in wanted.keys() - weights.keys()]
     extra = [f"unknown {name} {_shape(weights[name])}" for name in weights.keys() - wanted.keys()]
     mismatched = [
@@ -90,11 +79,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Read a dictionary that :func:`save_state` or ``torch.save`` wrote, memory-mapped and without running code.
-
-    Raises:
-        UserError: the file is missing, truncated or empty, carries code, or holds no dictionary.
-    """
+    """Read a dictionary that :func:`save_state` or ``torch.save`` wrote, memory-mapped and without running code."""
     path = Path(path)
     _require_zip(path)
     try:

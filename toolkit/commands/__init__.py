@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from typing import get_args
 
 from toolkit.config import TrainingCommand
-from toolkit.errors import UserError, did_you_mean
 
 # name: (module with setup(...), positional parameters, one-line help)
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -34,6 +31,8 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
 TRAINING: tuple[str, ...] = get_args(TrainingCommand)
 DISTRIBUTED = (*TRAINING, "doctor", "verify_parallel")
 """Commands of several processes."""
+WRAPPING = ("plan", "verify_parallel")
+"""Commands that take a training command and its options."""
 
 EXAMPLES = {
     "pretrain": "toolkit pretrain smollm2-135m --devices 4 --train.max_tokens 1e9 --train.learning_rate 3e-4",
@@ -42,29 +41,3 @@ EXAMPLES = {
     "doctor": "toolkit doctor --comm --check_grads --devices 2",
 }
 """Commands to copy, for the help."""
-
-
-def choose_wrapped(
-    setup: Callable[..., None], argv: list[str], verb: str
-) -> tuple[tuple[Callable[..., None], ...], tuple[str, ...]]:
-    """Return the functions whose options a command line takes, ``setup`` and that of the training command that ``argv``
-    begins with, and their positional parameters.
-
-    Args:
-        setup: Of the command that takes another command.
-        argv: The words after it.
-        verb: What it does with that command, for the message.
-
-    Raises:
-        UserError: it does not begin with a training command.
-    """
-    commands = f"the command to {verb} must come first, one of {', '.join(TRAINING)}"
-    if not argv:
-        raise UserError(f"COMMAND: must be given; {commands}")
-    name = argv[0]
-    if name in TRAINING:
-        module, positionals, _ = COMMANDS[name]
-        return (setup, importlib.import_module(module).setup), ("command", *positionals)
-    if name not in ("--help", "-h"):
-        raise UserError(f"{name}: {commands}{did_you_mean(name, TRAINING)}")
-    return (setup,), ("command",)

@@ -149,11 +149,7 @@ def read_stdin(one_line: bool = False) -> str:
 
 
 def require_text(text: str) -> str:
-    """Return the question if it is valid.
-
-    Raises:
-        UserError: the question is empty or not valid UTF-8.
-    """
+    """Return the question if it is valid."""
     try:
         text.encode()
     except UnicodeError as error:

@@ -22,7 +22,7 @@ def setup(checkpoint_dir: str, out_dir: str, verify_checkpoint: bool = True) -> 
     from toolkit.checkpoints.run.consolidate import consolidate
     from toolkit.checkpoints.run.sharded import is_sharded
     from toolkit.checkpoints.store import WEIGHTS
-    from toolkit.paths import is_url
+    from toolkit.io.paths import is_url
 
     if is_url(checkpoint_dir):
         checkpoint_dir = str(local_copy(checkpoint_dir, "checkpoint_dir", with_trainer=True))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config import AUTO, FINETUNE, Auto, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
 from toolkit.data import JSON, DataModule
-from toolkit.extension import take_option_groups
+from toolkit.extension import NO_GROUPS
 from toolkit.objectives import NextToken, Objective
 
 
@@ -19,7 +20,8 @@ def setup(
     objective: Objective = NextToken(),
     out_dir: str = "out/finetune/full",
     precision: Precision | Auto = AUTO,
-    **shared: Any,
+    shared: RunOptions = RunOptions(),
+    groups: Mapping[str, Any] = NO_GROUPS,
 ) -> None:
     """Finetune all weights of a checkpoint on instructions or text; 3 epochs by default.
 
@@ -33,13 +35,14 @@ def setup(
         out_dir: Folder for checkpoints and logs; also on remote storage, such as s3://bucket/run.
         precision: auto: 32-true on CPU, bf16-mixed on CUDA.
         shared: See :class:`toolkit.config.RunOptions`.
+        groups: Options of extensions by group.
     """
-    groups = take_option_groups(shared)
-    options = locals() | vars(RunOptions(**shared))
     from toolkit.planning.run_args import run_args
     from toolkit.training.run import run_training
 
-    run_training(run_args("finetune_full", options))
-
-
-setup.optional = ("data",)  # type: ignore[attr-defined]  # a missing checkpoint_dir is reported first
+    args = run_args(
+        "finetune_full", shared, checkpoint_dir=checkpoint_dir,
+        data=data, train=train, eval=eval, optimizer=optimizer, objective=objective, out_dir=out_dir,
+        precision=precision, groups=groups,
+    )  # fmt: skip
+    run_training(args)

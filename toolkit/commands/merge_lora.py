@@ -36,7 +36,7 @@ def setup(
     from toolkit.checkpoints.merge import logit_difference, merge_in_place, merge_to
     from toolkit.checkpoints.store import WEIGHTS
     from toolkit.errors import require_option
-    from toolkit.paths import is_url
+    from toolkit.io.paths import is_url
 
     require_option(
         out_dir is not None or not is_url(checkpoint_dir),

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 from jsonargparse.typing import PositiveFloat
 
-from toolkit.commands import choose_wrapped
 from toolkit.config import TrainingCommand
+from toolkit.extension import NO_GROUPS
 
 
 def setup(
     command: TrainingCommand,
+    run: Mapping[str, Any] = NO_GROUPS,
     device_memory_gb: PositiveFloat | None = None,
     host_memory_gb: PositiveFloat | None = None,
     speed: str | None = None,
     format: Literal["text", "json"] = "text",
-    **run: Any,
 ) -> None:
     """Show the resolved settings of a run, and its memory per device by component.
 
@@ -33,6 +33,7 @@ def setup(
 
     Args:
         command: The command to plan: pretrain, finetune_full or finetune_lora.
+        run: Its options.
         device_memory_gb: Memory of one device in GB (1e9 bytes), to check whether the run fits and suggest changes.
             Strategy and micro-batch that are auto are chosen from it. Default: that of the GPU of --speed, else of this
             machine's devices.
@@ -71,12 +72,3 @@ def setup(
         print(json.dumps(summary, indent=2))
     else:
         print(format_plan(summary))
-
-
-def choose(argv: list[str]) -> tuple[tuple[Callable[..., None], ...], tuple[str, ...]]:
-    """See :func:`toolkit.commands.choose_wrapped`."""
-    return choose_wrapped(setup, argv, "plan")
-
-
-setup.choose = choose  # type: ignore[attr-defined]
-setup.optional = ("data",)  # type: ignore[attr-defined]  # a plan reads no data

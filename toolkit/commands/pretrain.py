@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 from toolkit.config import AUTO, Auto, EvalArgs, OptimizerArgs, Precision, RunOptions, TrainArgs
 from toolkit.data import DataModule, PythonStdlib
-from toolkit.extension import describe_extensions, take_option_groups
+from toolkit.extension import NO_GROUPS, describe_extensions
 from toolkit.models.config import ModelOverrides
 from toolkit.objectives import NextToken, Objective
 
@@ -24,7 +25,8 @@ def setup(
     out_dir: str = "out/pretrain",
     initial_checkpoint_dir: str | None = None,
     precision: Precision | Auto = AUTO,
-    **shared: Any,
+    shared: RunOptions = RunOptions(),
+    groups: Mapping[str, Any] = NO_GROUPS,
 ) -> None:
     """Train a language model on text, from scratch or from a checkpoint.
 
@@ -42,16 +44,20 @@ def setup(
         initial_checkpoint_dir: Start from the weights of this checkpoint folder, or of a name below checkpoints/.
         precision: auto: 32-true on CPU, bf16-mixed on CUDA.
         shared: See :class:`toolkit.config.RunOptions`.
+        groups: Options of extensions by group.
     """
-    groups = take_option_groups(shared)
-    options = locals() | vars(RunOptions(**shared))
     if model_name == "list":
         _print_names()
         return
     from toolkit.planning.run_args import run_args
     from toolkit.training.run import run_training
 
-    run_training(run_args("pretrain", options))
+    args = run_args(
+        "pretrain", shared, model_name=model_name, model_config=model_config,
+        initial_checkpoint_dir=initial_checkpoint_dir, data=data, train=train, eval=eval, optimizer=optimizer,
+        objective=objective, out_dir=out_dir, precision=precision, groups=groups,
+    )  # fmt: skip
+    run_training(args)
 
 
 def _print_names() -> None:

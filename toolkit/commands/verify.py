@@ -16,7 +16,7 @@ def setup(checkpoint_dir: str) -> None:
         checkpoint_dir: A checkpoint folder, a name below checkpoints/, or the out_dir of a run; also on remote storage.
     """
     from toolkit.errors import UserError
-    from toolkit.paths import is_url
+    from toolkit.io.paths import is_url
 
     checkpoints = find_remote(checkpoint_dir) if is_url(checkpoint_dir) else find_local(checkpoint_dir)
     failed = []
@@ -45,17 +45,13 @@ Checkpoint = tuple[Callable[[], Any], Callable[[Any], dict[str, str]]]
 
 
 def find_local(checkpoint_dir: str) -> dict[str, Checkpoint]:
-    """Return the checkpoints in a folder, by path.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Return the checkpoints in a folder, by path."""
     from pathlib import Path
 
     from toolkit.checkpoints.manifest import COMPLETE, read_manifest
     from toolkit.checkpoints.store import WEIGHTS, is_complete, newest_first
-    from toolkit.checksums import find_damage
     from toolkit.errors import UserError
+    from toolkit.io.checksums import find_damage
 
     given = Path(checkpoint_dir).expanduser()
     given = given if given.is_dir() else Path("checkpoints") / given
@@ -68,15 +64,11 @@ def find_local(checkpoint_dir: str) -> dict[str, Checkpoint]:
 
 
 def find_remote(url: str) -> dict[str, Checkpoint]:
-    """Return the checkpoints of a run on remote storage, or the one of that URL, by URL; their files are not stored.
-
-    Raises:
-        UserError: there are none, or the storage cannot be read.
-    """
+    """Return the checkpoints of a run on remote storage, or the one of that URL, by URL; their files are not stored."""
     from toolkit.checkpoints.manifest import COMPLETE
     from toolkit.checkpoints.remote.checkpoints import newest_first
     from toolkit.checkpoints.remote.download import fetch_files, remote_manifest
-    from toolkit.checkpoints.remote.storage import Storage, StorageError
+    from toolkit.io.storage import Storage, StorageError
 
     storage = Storage(url, "checkpoint_dir")
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from jsonargparse.typing import PositiveInt
 
-from toolkit.commands import choose_wrapped
 from toolkit.config import TrainingCommand
+from toolkit.extension import NO_GROUPS
 
 
-def setup(command: TrainingCommand, steps: PositiveInt = 5, **run: Any) -> None:
+def setup(command: TrainingCommand, run: Mapping[str, Any] = NO_GROUPS, steps: PositiveInt = 5) -> None:
     """Train the first steps of your run on its devices and on one process, and compare them.
 
     Put verify_parallel before the command that you would run:
@@ -29,18 +29,10 @@ def setup(command: TrainingCommand, steps: PositiveInt = 5, **run: Any) -> None:
 
     Args:
         command: The command to verify: pretrain, finetune_full or finetune_lora.
+        run: Its options.
         steps: Optimizer steps to compare.
     """
     from toolkit.diagnostics.verify import verify_parallel
     from toolkit.planning.run_args import run_args
 
-    verify_parallel(run_args(command, run), steps)
-
-
-def choose(argv: list[str]) -> tuple[tuple[Callable[..., None], ...], tuple[str, ...]]:
-    """See :func:`toolkit.commands.choose_wrapped`."""
-    return choose_wrapped(setup, argv, "verify")
-
-
-setup.choose = choose  # type: ignore[attr-defined]
-setup.optional = ("data",)  # type: ignore[attr-defined]  # a missing checkpoint_dir is reported first
+    verify_parallel(run_args(command, **run), steps)

@@ -25,9 +25,9 @@ from toolkit.config.elsewhere import elsewhere
 from toolkit.config.entries import with_entry
 from toolkit.config.types import describe, expand_integer, is_restricted, limits, parts
 from toolkit.errors import UserError, did_you_mean, one_line
-from toolkit.extension import add_extensions, import_object, load_registered, registered
-from toolkit.paths import require_folder, require_local
-from toolkit.untrusted import parse_yaml
+from toolkit.extension import NO_GROUPS, add_extensions, import_object, load_registered, registered
+from toolkit.io.paths import require_folder, require_local
+from toolkit.io.untrusted import parse_yaml
 
 _REMOTE = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # also on remote storage
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command
@@ -73,9 +73,6 @@ def parse_object(setup: Callable[..., Any], values: Mapping[str, Any]) -> dict[s
     Args:
         setup: A function or class as of :class:`CommandOptions`.
         values: Groups as dictionaries or dataclasses, paths as strings or path objects, objects for choices.
-
-    Raises:
-        UserError: an unknown name, with a suggestion, or a value of the wrong type.
     """
     values = dict(values)
     add_extensions(values.pop("extensions", None), "extensions")
@@ -126,15 +123,24 @@ class CommandOptions:
     """The options of a command, the classes chosen, and the values given.
 
     Args:
-        functions: Their parameters are scalars, dataclasses (groups of options), and abstract base classes (choices of
-            a class with its options). Where two functions have a parameter of the same name, the first counts.
+        functions: One, or two, the first of which takes the arguments of the second as ``run``. Their parameters are
+            scalars, dataclasses (groups of options; a flat one's fields are options without a prefix), and abstract
+            base classes (choices of a class with its options). Of two parameters of one name the first counts.
     """
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
         self.functions = functions
         self.parameters = {n: p for function in reversed(functions) for n, p in parameters_of(function).items()}
+        self.flat = {n: p.annotation for n, p in self.parameters.items() if getattr(p.annotation, "is_flat", False)}
+        for name, cls in self.flat.items():
+            del self.parameters[name]
+            self.parameters |= parameters_of(cls)
         self.extension_groups: dict[str, type] = {}
-        if "fsdp" in self.parameters:  # of the training commands
+        # ``run`` and ``groups`` hold options; they are none themselves
+        self.holders = {name for name, p in self.parameters.items() if p.default is NO_GROUPS}
+        for name in self.holders:
+            del self.parameters[name]
+        if "groups" in self.holders:
             kind, known = "option_groups", registered("option_groups", self.parameters)
             self.extension_groups = {name: load_registered(kind, name) for name in known}
             for name, cls in self.extension_groups.items():
@@ -150,7 +156,6 @@ class CommandOptions:
         groups = {n: p.annotation for n, p in self.parameters.items() if is_dataclass(p.annotation)}
         self.groups: dict[str, Any] = groups
         self.chosen = {name: type(self.parameters[name].default) for name in self.bases}
-        self.optional = getattr(functions[0], "optional", ())  # choices whose default lacks required options
         self.given: dict[str, Given] = {}
         self.problems: list[str] = []
         """Of YAML files, to report together."""
@@ -162,7 +167,7 @@ class CommandOptions:
             cls = self.chosen.get(name) or self.groups.get(name)
             is_default = cls is type(parameter.default)
             for key, p in ({"": parameter} if cls is None else parameters_of(cls)).items():
-                is_required = p.default is inspect.Parameter.empty and not (is_default and name in self.optional)
+                is_required = p.default is inspect.Parameter.empty and not (key and is_default)
                 default = getattr(parameter.default, key, p.default) if key and is_default else p.default
                 found[f"{name}.{key}".rstrip(".")] = Option(p.annotation, default, p.doc or "", is_required)
         return found
@@ -245,9 +250,6 @@ class CommandOptions:
 
         Args:
             usage: For the message about a missing positional argument.
-
-        Raises:
-            UserError: an unknown name, a missing option, or a value of the wrong type.
         """
         known = self.options()
         self._merge_into_mappings(known)
@@ -280,7 +282,15 @@ class CommandOptions:
         for values in (ready, *(vars(value) for value in ready.values() if is_dataclass(value))):
             # restricted numbers have a class of their own, which YAML does not write
             values |= {key: value._type(value) for key, value in values.items() if is_restricted(type(value))}
-        return {name: ready[name] for name in self.parameters if name in ready}
+        arguments = {name: ready[name] for name in self.parameters if name in ready}
+        for name, cls in self.flat.items():
+            arguments[name] = cls(**{key: arguments.pop(key) for key in parameters_of(cls)})
+        if "groups" in self.holders:
+            arguments["groups"] = {name: arguments.pop(name) for name in self.extension_groups}
+        if len(self.functions) > 1:  # the second one's are the first one's parameter ``run``
+            own = inspect.signature(self.functions[0]).parameters
+            arguments["run"] = {name: arguments.pop(name) for name in [*arguments] if name not in own}
+        return arguments
 
     def _merge_into_mappings(self, known: Mapping[str, Option]) -> None:
         """Put values for an entry of a mapping, such as of --data.sources.web.weight, into the mapping given before."""
@@ -294,9 +304,11 @@ class CommandOptions:
                 self.given[name] = self.given[name]._replace(value=changed)
 
     def _build_parser(self) -> ArgumentParser:
-        parser, added = ArgumentParser(exit_on_error=False), set(self.bases)
+        parser, added = ArgumentParser(exit_on_error=False), {*self.bases, *self.flat, *self.holders}
         for function in self.functions:
             added |= set(parser.add_function_arguments(function, skip=set(added), as_group=False))
+        for cls in self.flat.values():
+            parser.add_class_arguments(cls, as_group=False, instantiate=False)
         for name, cls in (self.extension_groups | self.chosen).items():
             parser.add_class_arguments(cls, name)
             if type(default := self.parameters[name].default) is cls:

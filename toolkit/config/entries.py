@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from toolkit.errors import UserError, did_you_mean
-from toolkit.untrusted import parse_yaml
+from toolkit.io.untrusted import parse_yaml
 
 
 def with_entry(mapping: Any, path: Sequence[str], value: Any, named: str) -> dict[str, Any]:
@@ -19,9 +19,6 @@ def with_entry(mapping: Any, path: Sequence[str], value: Any, named: str) -> dic
         path: The keys.
         value: The new value.
         named: What the user gave, for the message.
-
-    Raises:
-        UserError: There is no such entry.
     """
     with suppress(ValueError):
         mapping = parse_yaml(mapping) if isinstance(mapping, str) else copy.deepcopy(mapping)

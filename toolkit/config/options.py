@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from toolkit.config.checks import require_not_negative, require_one_of, require_positive
 from toolkit.errors import require_option
@@ -354,6 +354,8 @@ class RunOptions:
         timeout: Minutes before an unresponsive process aborts the run. auto: 30 until the first step, then 5.
         seed: Random seed of initial weights or adapters, and of the data order.
     """
+
+    is_flat: ClassVar[bool] = True  # its fields are options without a prefix
 
     log: LogArgs = LogArgs()
     resume: bool | str = False

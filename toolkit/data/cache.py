@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from toolkit.checksums import check_entries, checksum_files, find_damage
 from toolkit.errors import DataError, UserError
-from toolkit.leftovers import sweep, temporary_prefix
-from toolkit.paths import user_cache
+from toolkit.io.checksums import check_entries, checksum_files, find_damage
+from toolkit.io.locks import lock
+from toolkit.io.paths import user_cache
+from toolkit.io.temporary import sweep, temporary_prefix
 
 T = TypeVar("T")
 
@@ -96,9 +97,6 @@ def load_or_prepare(
         make: Fills the folder that it is given.
         report: Receives progress lines.
         former: Where an earlier version of this package put the same data, in a format that is not read any more.
-
-    Raises:
-        UserError: The cache folder cannot be read or written.
     """
     try:
         found, reason = find_prepared(folder, read, report)
@@ -189,12 +187,10 @@ def _open_stamp(folder: Path) -> Iterator[IO[str] | None]:
     name = hashlib.sha256(f"{socket.gethostname()} {folder.resolve()}".encode()).hexdigest()[:32]
     with contextlib.ExitStack() as stack:
         file = None
-        with contextlib.suppress(OSError, ImportError):  # ImportError: Windows has no fcntl
-            import fcntl
-
+        with contextlib.suppress(OSError):
             stamps.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(open(stamps / f"{name}.json", "a+", encoding="utf-8"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file)
         yield file
 
 

@@ -8,11 +8,7 @@ from toolkit.errors import UserError
 
 
 def check_rows(flag: str, data: PreparedData, seq_length: int | None) -> None:
-    """Check the first rows of a data module from outside toolkit.
-
-    Raises:
-        UserError: They are not as :class:`toolkit.data.TokenDataset` says, or longer than ``seq_length``.
-    """
+    """Check the first rows of a data module from outside toolkit."""
     if not isinstance(data, PreparedData):
         raise UserError(f"{flag}: prepare() returns {type(data).__name__}; it must return PreparedData")
     for split, rows in (("train", data.train), ("val", data.val)):

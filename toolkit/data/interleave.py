@@ -67,9 +67,6 @@ def slots_of(sources: Sequence[SourceRows]) -> np.ndarray:
     """Return each source's rows per ``PERIOD``, (n_sources,) int64, by the method of the largest remainder.
 
     Weights are shares of tokens, so a source of short rows gets more rows.
-
-    Raises:
-        UserError: A weight is too small for one row.
     """
     rows_per_token = np.array([source.weight / source.mean_length for source in sources])
     exact = PERIOD * rows_per_token / rows_per_token.sum()
@@ -146,11 +143,7 @@ class MixtureRows(ConcatenatedRows):
         return CountedRows([getattr(rows, "preview", rows) for rows in self.datasets])
 
     def order(self, seed: int, state: dict[str, Any]) -> MixtureOrder:
-        """See :class:`toolkit.data.base.TokenDataset`.
-
-        Raises:
-            UserError: The run had other weights, and ``change_weights`` is false.
-        """
+        """See :class:`toolkit.data.base.TokenDataset`."""
         weights = {source.name: source.weight for source in self.sources}
         if state and state["weights"] != weights and not self.change_weights:
             raise UserError(
@@ -267,9 +260,6 @@ class MixtureOrder:
 
         Args:
             end: None if it is unknown.
-
-        Raises:
-            UserError: A source would be read more than ``max_epochs`` times.
         """
         lines = []
         ends = {} if end is None else self.epochs(end)

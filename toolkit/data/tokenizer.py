@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.data.tokenizer_growth import require_bounded
 from toolkit.errors import UserError, one_line
-from toolkit.paths import require_inside
-from toolkit.untrusted import parse_json, read_bounded
+from toolkit.io.paths import require_inside
+from toolkit.io.untrusted import parse_json, read_bounded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,11 +94,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, flag: str = "--tokenizer_dir") -> Tokenizer:
-        """Load a folder with a ``tokenizer.json`` (also looked up below checkpoints/), or the file itself.
-
-        Raises:
-            UserError: The tokenizer is missing or invalid; the message names ``flag``.
-        """
+        """Load a folder with a ``tokenizer.json`` (also looked up below checkpoints/), or the file itself."""
         path = Path(path).expanduser()
         if not path.exists() and (Path("checkpoints") / path).is_dir():
             path = Path("checkpoints") / path
@@ -170,11 +166,7 @@ class Tokenizer:
         return encoding.ids, encoding.offsets
 
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
-        """Return the token ids of ``text``; ``bos=None`` adds bos if the tokenizer does by default.
-
-        Raises:
-            UserError: bos or eos is requested, but the tokenizer has none.
-        """
+        """Return the token ids of ``text``; ``bos=None`` adds bos if the tokenizer does by default."""
         return self.encode_batch([text], bos, eos)[0]
 
     def encode_batch(self, texts: list[str], bos: bool | None = None, eos: bool = False) -> list[list[int]]:
@@ -303,9 +295,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Args:
         texts: The corpus, or a sample of it: a few MB suffice for a small vocabulary.
         vocab_size: Target size, including the special token and 256 bytes; short texts yield fewer.
-
-    Raises:
-        UserError: ``vocab_size`` is too small for the bytes.
     """
     if vocab_size < BYTES + 1:
         raise UserError(f"--data.vocab_size {vocab_size}: must be at least {BYTES + 1}: the bytes and {END_OF_TEXT}")

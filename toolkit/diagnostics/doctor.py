@@ -88,7 +88,6 @@ def examine(options: DoctorOptions) -> None:
     """Print the report on rank 0. Every process calls this.
 
     Raises:
-        UserError: an option has no effect here.
         PeerLostError: a process does not answer within the timeout; the message names its rank, host and pid.
         DifferenceError: a collective or a gradient is wrong.
     """

@@ -39,7 +39,6 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
     Rank 0 trains on one process first, while the other ranks wait for it.
 
     Raises:
-        UserError: a mistake in the arguments, one device only, or a model that one process cannot hold.
         DifferenceError: on every rank, if the two trainings differ; the message names step and parameter.
     """
     device, world = detect_devices(args)

@@ -24,11 +24,7 @@ DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 
 
 def pick_accelerator(accelerator: Accelerator) -> str:
-    """Return "cpu", "cuda" or "mps".
-
-    Raises:
-        UserError: the requested accelerator is not available.
-    """
+    """Return "cpu", "cuda" or "mps"."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if accelerator == "auto":
         return next(name for name, is_available in available.items() if is_available)
@@ -62,9 +58,6 @@ def pick_precision(
     """Return the requested precision; auto: ``on_cuda`` on CUDA, or 16-mixed without bfloat16; 32-true elsewhere.
 
     ``has_bf16``: whether the GPU has bfloat16; None: ask that of this machine.
-
-    Raises:
-        UserError: the device does not support it.
     """
     if has_bf16 is None:
         has_bf16 = accelerator == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -112,11 +105,7 @@ def fp32_reductions() -> Iterator[None]:
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Restrict torch to deterministic algorithms; enter it before the first matrix product.
-
-    Raises:
-        UserError: an operation has no deterministic algorithm, or the environment sets another cuBLAS workspace.
-    """
+    """Restrict torch to deterministic algorithms; enter it before the first matrix product."""
     if not enabled:
         yield
         return

@@ -52,9 +52,6 @@ def single_device_fabric(accelerator: Accelerator, precision: Precision | Auto) 
     """Build a launched Fabric on one device, for evaluation. A model keeps its dtypes.
 
     The default on CUDA is bf16-true: mixed precision casts all weights in every forward pass.
-
-    Raises:
-        UserError: the machine has no such device, or the device does not support the precision.
     """
     device = pick_accelerator(accelerator)
     keep_freed_memory(device)

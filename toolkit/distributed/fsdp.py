@@ -100,11 +100,7 @@ class ShardedStrategy(FSDPStrategy):
         return dtype if unit is None or unit.param_dtype is None else unit.param_dtype
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard ``module``.
-
-        Raises:
-            UserError: an option would have no effect on this model.
-        """
+        """Shard ``module``."""
         if self._options.buffer_dtype != "auto" and not any(b.is_floating_point() for b in module.buffers()):
             raise UserError(
                 f"--fsdp.buffer_dtype {self._options.buffer_dtype}: would have no effect, the model has no buffers"

@@ -55,7 +55,6 @@ def launch_processes(fabric: Fabric, world: WorldInfo, timeouts: Timeouts) -> It
     """Launch the processes of a run. They end together, with one message and the exit code of the root cause.
 
     Raises:
-        UserError: the rendezvous does not complete within the timeout.
         PeerLostError: another process exited or does not respond.
         PeerShutdownError: another process reports why the run ends.
     """
@@ -83,11 +82,7 @@ class RunGroup:
         self._store: dist.Store | None = None
 
     def rendezvous(self) -> None:
-        """Connect to the store and wait for all ranks there.
-
-        Raises:
-            UserError: a rank does not arrive within the timeout, or cannot connect.
-        """
+        """Connect to the store and wait for all ranks there."""
         strategy, rank = self.fabric.strategy, self.world.global_rank
         assert isinstance(strategy, ParallelStrategy) and strategy.cluster_environment is not None
         host, port = strategy.cluster_environment.main_address, strategy.cluster_environment.main_port
@@ -136,7 +131,6 @@ class RunGroup:
 
         Raises:
             PeerLostError: a rank does not arrive within the timeout.
-            UserError: the number of processes differs from the world size.
         """
         lifeline = self.shutdown.lifeline
         if self.world.world_size == 1 and isinstance(self.fabric.strategy, ParallelStrategy):

@@ -43,9 +43,6 @@ def setup_distributed(timeout_minutes: float = 30) -> None:
 
     Args:
         timeout_minutes: Wait that long for other processes, here and in collectives.
-
-    Raises:
-        UserError: the variables of the launcher contradict each other, or rank 0 does not answer.
     """
     world = _world()
     if ranks.is_distributed() or world.world_size == 1 or PARENT in os.environ:

@@ -61,9 +61,6 @@ def detect_world(
         available: Devices visible to this process; ``None`` on a CPU, which takes any number of processes and where
             "auto" is one.
         environ: The variables to read.
-
-    Raises:
-        UserError: a number is invalid, an option contradicts the launcher, or a variable is missing.
     """
     if devices != AUTO and (not isinstance(devices, int) or devices < 1):
         raise UserError(f"--devices {devices}: must be auto or at least 1")
@@ -83,11 +80,7 @@ def detect_world(
 
 
 def count_processes(devices: int | Auto, num_nodes: int | Auto, accelerator: Accelerator) -> int:
-    """Return the number of processes of a run from its options. Imports torch only to count GPUs.
-
-    Raises:
-        UserError: as :func:`detect_world`.
-    """
+    """Return the number of processes of a run from its options. Imports torch only to count GPUs."""
     available = None
     if devices == AUTO and accelerator in (AUTO, "cuda", "mps"):
         from toolkit.distributed.device import count_devices, pick_accelerator

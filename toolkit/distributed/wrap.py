@@ -54,11 +54,7 @@ class Unit(NamedTuple):
 
 
 def plan_units(module: nn.Module, options: FSDPArgs, block_classes: tuple[type[nn.Module], ...]) -> list[Unit]:
-    """Return the units in the order of the modules, the root first.
-
-    Raises:
-        UserError: a class of ``options.wrap_classes`` is unknown, or cannot be a unit.
-    """
+    """Return the units in the order of the modules, the root first."""
     if options.auto_wrap == "block":
         chosen = {name for name, part in module.named_modules() if isinstance(part, block_classes)}
     elif options.auto_wrap == "class":

@@ -52,7 +52,6 @@ def continue_texts(
         names: What messages call the prompts. Default: their numbers.
 
     Raises:
-        UserError: A prompt does not fit, before anything is generated; or a setting is out of range.
         GuardError: The logits contain NaN or Inf.
     """
     eos_ids, limit = stop_tokens(tokenizer), model.config.block_size
@@ -86,9 +85,6 @@ def read_prompts(path: str) -> dict[str, dict[str, Any]]:
 
     Returns:
         For each prompt ``--prompts_path FILE:LINE``, and the fields of its row.
-
-    Raises:
-        UserError: The file cannot be read, or a line has no prompt.
     """
     flag = f"--prompts_path {path}"
     # not splitlines, which also splits at characters that JSON and text may contain, such as U+2028

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def find_template(tokenizer: Tokenizer, prompt_style: str | None = None, file: str | None = None) -> ChatTemplate:
-    """Return the prompt style of this name, the template in ``file``, or the tokenizer's chat template.
-
-    Raises:
-        UserError: There is none, or the template is invalid; the message names the flags of ``toolkit chat``.
-    """
+    """Return the prompt style of this name, the template in ``file``, or the tokenizer's chat template."""
     try:
         template = ChatTemplate.from_tokenizer(tokenizer, prompt_style, file)
     except UserError as error:
@@ -53,9 +49,6 @@ class Conversation:
         sampling: ``temperature``, ``top_k`` and ``top_p``, see :func:`toolkit.inference.sampling.sample`.
         seed: Seed of the first answer, incremented for each further answer.
         notice: Called with one line for the user.
-
-    Raises:
-        UserError: The template does not support these messages.
     """
 
     def __init__(
@@ -86,8 +79,6 @@ class Conversation:
         If the generator is closed or interrupted, the partial answer is kept; without any text the question is dropped.
 
         Raises:
-            UserError: At the call: the context is full, or the model has no embedding for a token. The conversation is
-                unchanged.
             GuardError: The logits contain NaN or Inf.
         """
         messages = [*self.messages, {"role": "user", "content": question}]

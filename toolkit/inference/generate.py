@@ -56,7 +56,6 @@ def generate(
         notice: Called with one line for the user.
 
     Raises:
-        UserError: At the call: a setting is out of range, or the prompt is empty or too long.
         GuardError: The logits contain NaN or Inf.
     """
     rows = generate_batch(

@@ -40,9 +40,6 @@ class HarnessLM(TemplateLM):
             factors of shorter sequences.
         template: Chat template for tasks in chat format.
         notice: Called with one line for the user.
-
-    Raises:
-        UserError: The tokenizer has neither bos nor eos, or the model has no embedding for the prefix token.
     """
 
     def __init__(
@@ -83,11 +80,7 @@ class HarnessLM(TemplateLM):
         return self._model.config.block_size
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text; no second bos is added to a text that starts with bos, such as a rendered chat template.
-
-        Raises:
-            UserError: The model has no embedding for a token.
-        """
+        """Encode a text; no second bos is added to a text that starts with bos, such as a rendered chat template."""
         ids = self._tokens.encode(string, bos=False)
         require_embedded(ids, self._model.config, self._tokens.name)
         adds_bos = self._tokens.adds_bos if add_special_tokens is None else add_special_tokens
@@ -191,11 +184,7 @@ class HarnessLM(TemplateLM):
     # ---- continuations
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate until a stop string, end of text, or the maximum number of tokens.
-
-        Raises:
-            UserError: A task requests an unsupported setting, or its limit leaves no room for a prompt.
-        """
+        """Generate until a stop string, end of text, or the maximum number of tokens."""
         groups: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)

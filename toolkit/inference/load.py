@@ -45,9 +45,6 @@ def load_checkpoint(
             checkpoint.
         quantize: See :func:`load_quantized`.
         verify_checkpoint: Whether to verify checksums of the files.
-
-    Raises:
-        UserError: A file is missing or does not match, or base_checkpoint_dir would have no effect.
     """
     folder = find_model(checkpoint_dir, base_checkpoint_dir, verify_checkpoint)
     device = pick_accelerator(accelerator)
@@ -79,9 +76,6 @@ def load_quantized(
         device: Device of the model.
         dtype: Dtype of the other weights; by default that of the file. Adapters stay fp32.
         folder, base_checkpoint_dir: See :func:`toolkit.checkpoints.folder.load_model`.
-
-    Raises:
-        UserError: As for those functions.
     """
     model = load_model(folder, base_checkpoint_dir=base_checkpoint_dir)
     quantize_linears(model, kind, device=device)

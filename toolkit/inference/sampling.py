@@ -66,9 +66,6 @@ def sample(
 
     Returns:
         Ids, (B,) int64; :data:`NONFINITE` where the logits of a row contain NaN or Inf.
-
-    Raises:
-        UserError: A setting is out of range.
     """
     check_sampling(temperature, top_k, top_p)
     logits = logits[:, :vocab_size].float()

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def require_lm_eval(tasks: str) -> None:
-    """Check that lm-eval is installed.
-
-    Raises:
-        UserError: lm-eval is not installed.
-    """
+    """Check that lm-eval is installed."""
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
@@ -47,9 +43,6 @@ def run_tasks(
         include_path: A folder with user-provided task files.
         apply_chat_template: Use the model's chat template, with the examples as previous turns.
         notice: Called with one line for the user.
-
-    Raises:
-        UserError: A task is unknown, its data is unavailable, or it executes code written by the model.
     """
     import datasets
     from lm_eval import evaluator

@@ -47,11 +47,7 @@ class TextStream:
 
 
 def stop_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Return the stop tokens: those of generation_config.json, else the tokenizer's eos.
-
-    Raises:
-        UserError: eos_token_id in generation_config.json is not an id or a list of ids.
-    """
+    """Return the stop tokens: those of generation_config.json, else the tokenizer's eos."""
     configured = tokenizer.settings("generation_config.json").get("eos_token_id")
     eos = tokenizer.eos_id if configured is None else configured
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -61,11 +57,7 @@ def stop_tokens(tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, config: ModelConfig) -> list[int]:
-    """Return the tokens of a prompt; for an empty one the token that begins a document.
-
-    Raises:
-        UserError: the model has no embedding for one.
-    """
+    """Return the tokens of a prompt; for an empty one the token that begins a document."""
     ids = tokenizer.encode(text) or [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None][:1]
     require_embedded(ids, config, tokenizer.name)
     return ids
@@ -78,9 +70,6 @@ def require_embedded(ids: Iterable[int], config: ModelConfig, source: str) -> No
         ids: Inputs of the model.
         config: The model's configuration.
         source: Origin of the ids, for the message.
-
-    Raises:
-        UserError: The model has no embedding for an id; the message names ``source``.
     """
     largest, n_embeddings = max(ids, default=0), config.padded_vocab_size
     if largest >= n_embeddings:

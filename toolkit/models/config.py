@@ -343,11 +343,7 @@ class ModelConfig:
         return int(self.rotary_percentage * self.head_size)
 
     def with_vocab_size(self, vocab_size: int | None) -> ModelConfig:
-        """Return the config with this vocabulary size, unless the config sets one.
-
-        Raises:
-            UserError: Neither is known.
-        """
+        """Return the config with this vocabulary size, unless the config sets one."""
         if self.vocab_size is None and vocab_size is None:
             raise UserError(
                 f"--tokenizer_dir: {self.name} takes its vocabulary from the tokenizer; give one, or {FLAG}vocab_size"
@@ -359,11 +355,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        """Make a config from the content of a ``model_config.yaml``.
-
-        Raises:
-            UserError: An unknown field is set, so this version cannot compute the model.
-        """
+        """Make a config from the content of a ``model_config.yaml``."""
         known = {f.name for f in fields(cls)}
         for name, value in values.items():
             if name not in known and value:  # a field of a later version; it has no effect while unset

@@ -39,9 +39,6 @@ def check_values(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     Args:
         values: Values by name.
         hints: The type of each.
-
-    Raises:
-        UserError: Names the flag, the value and the valid values.
     """
     for name, hint in hints.items():
         value, (types, choices) = values[name], _types_and_choices(hint)
@@ -87,11 +84,7 @@ def _is_in_range(name: str, value: float) -> bool:
 
 
 def rope_kind(adjustments: dict[str, Any] | None) -> str | None:
-    """The key of :data:`ROPE_ADJUSTMENTS` whose keys these are; None without adjustments.
-
-    Raises:
-        UserError: The keys match none.
-    """
+    """The key of :data:`ROPE_ADJUSTMENTS` whose keys these are; None without adjustments."""
     if adjustments is None:
         return None
     for kind, (required, optional) in ROPE_ADJUSTMENTS.items():

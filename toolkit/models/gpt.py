@@ -373,11 +373,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
 
 def build_model(config: ModelConfig) -> GPT:
-    """Return a model of the class that the config's family names: GPT, or an extension's subclass of it.
-
-    Raises:
-        UserError: The family is unknown, or has no such options.
-    """
+    """Return a model of the class that the config's family names: GPT, or an extension's subclass of it."""
     model_class = family_of(config).model_class()
     hint = f"the family {config.family!r} has no options; remove it"
     require_option(model_class or not config.family_options, "model_config.family_options", config.family_options, hint)

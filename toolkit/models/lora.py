@@ -19,11 +19,7 @@ _ALL_ROWS = "whole"  # name of the adapter of a layer that is not fused, in file
 
 
 def adapted_on_meta(config: ModelConfig, lora: LoRAConfig | None) -> GPT:
-    """Return a GPT on the meta device, with adapters and frozen parameters if ``lora`` is given.
-
-    Raises:
-        UserError: See :func:`add_lora`.
-    """
+    """Return a GPT on the meta device, with adapters and frozen parameters if ``lora`` is given."""
     model = model_on_meta(config)
     if lora is not None:
         add_lora(model, lora)
@@ -35,9 +31,6 @@ def add_lora(model: GPT, config: LoRAConfig) -> None:
 
     The adapters are on the device of the weights. Their values (A and B are zero here, magnitudes one) come from
     :func:`adapter_values` or a checkpoint.
-
-    Raises:
-        UserError: Adapters are requested for the MLPs of a model with experts.
     """
     if config.mlp and model.config.n_moe_layer:
         raise UserError("--lora_mlp true: adapters on experts are not supported; remove it")

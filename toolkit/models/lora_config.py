@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from toolkit.errors import UserError, require_option
 
@@ -29,9 +29,6 @@ class LoRAConfig:
         head: Adapt the LM head.
         rslora: Rank-stabilized LoRA (Kalajdzievski 2023): scaling is alpha / sqrt(r).
         dora: Weight-decomposed LoRA (DoRA, Liu et al. 2024): train magnitude and direction separately.
-
-    Raises:
-        UserError: An invalid value; the message names the flag.
     """
 
     r: int = 8
@@ -80,3 +77,42 @@ class LoRAConfig:
     def to_options(self) -> dict[str, Any]:
         """The inverse of :meth:`from_options`."""
         return {f"lora_{name}": value for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class LoRAOptions:
+    """The options of finetune_lora for its adapters and their base.
+
+    Args:
+        lora_r: Rank of the adapters.
+        lora_alpha: LoRA scaling is lora_alpha / lora_r.
+        lora_dropout: LoRA dropout probability.
+        lora_query: Adapt the query projections.
+        lora_key: Adapt the key projections.
+        lora_value: Adapt the value projections.
+        lora_projection: Adapt the attention output projections.
+        lora_mlp: Adapt all linear layers of the MLP.
+        lora_head: Adapt the language model head.
+        lora_rslora: Rank-stabilized LoRA: scaling is lora_alpha / sqrt(lora_r).
+        lora_dora: DoRA: also train the magnitude of each row.
+        loraplus_lr_ratio: LoRA+ (Hayou et al. 2024): learning rate of B relative to that of A, such as 16.
+        from_peft: Start from the adapters in this peft folder, which also determines the adapted layers.
+        quantize: Quantize the base to 4 bits: bnb.nf4, or bnb.nf4-dq with quantized scales (double quantization).
+    """
+
+    is_flat: ClassVar[bool] = True  # its fields are options without a prefix
+
+    lora_r: int = 8
+    lora_alpha: float = 16
+    lora_dropout: float = 0.0
+    lora_query: bool = True
+    lora_key: bool = False
+    lora_value: bool = True
+    lora_projection: bool = False
+    lora_mlp: bool = False
+    lora_head: bool = False
+    lora_rslora: bool = False
+    lora_dora: bool = False
+    loraplus_lr_ratio: float = 1.0
+    from_peft: str | None = None
+    quantize: Literal["bnb.nf4", "bnb.nf4-dq"] | None = None

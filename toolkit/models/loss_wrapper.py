@@ -34,11 +34,7 @@ class LossWrapper(nn.Module):
         self._options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the losses in nats, and the number of supervised tokens.
-
-        Raises:
-            UserError: The module returns another type or shape.
-        """
+        """Return the sum of the losses in nats, and the number of supervised tokens."""
         if self._has_loss:
             result = self.module(input_ids, labels)
             if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()):
@@ -70,9 +66,6 @@ def find_blocks(
     """Return the classes of a module's blocks: the given ones, else those in its longest ``nn.ModuleList``.
 
     Nested lists (experts in a layer) are ignored. Empty if the module has no list.
-
-    Raises:
-        UserError: The module has no submodule of a given class.
     """
     classes = list(dict.fromkeys(type(part) for part in module.modules()))
     if class_names is not None:

@@ -48,9 +48,6 @@ def quantize_linears(
         weight_of: Returns the weight of a name such as ``transformer.h.0.attn.qkv.weight`` in the checkpoint's dtype,
             so that nothing is rounded twice; default: the layers' weights.
         device: Device of the quantized weights.
-
-    Raises:
-        UserError: bitsandbytes is not installed, or it computes a layer of the model incorrectly.
     """
     for name, layer, new in _replaced_linears(model, kind):
         weight = layer.weight if weight_of is None else weight_of(f"{name}.weight")
@@ -71,9 +68,6 @@ def reserve_quantized(
 
     Returns:
         The parameters' names, each with a function that returns the packed values.
-
-    Raises:
-        UserError: as :func:`quantize_linears`.
     """
     values: dict[str, Callable[[], torch.Tensor]] = {}
     for name, _, new in _replaced_linears(model, kind):

@@ -122,9 +122,6 @@ class AdamW8bit(HybridOptimizer):
     """bitsandbytes' AdamW with 8-bit moments; fp32 moments for embeddings, norms and biases, which are less robust.
 
     See Dettmers et al. 2022 (arXiv 2110.02861), sections 2.1 and 2.3.
-
-    Raises:
-        UserError: bitsandbytes is not installed.
     """
 
     def __init__(

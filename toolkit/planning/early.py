@@ -12,7 +12,6 @@ from typing import Any
 
 from toolkit.checkpoints.find import find_checkpoint_dir
 from toolkit.checkpoints.remote.run import check_out_dir
-from toolkit.checkpoints.remote.storage import Storage
 from toolkit.checkpoints.run.resume import resolve_resume
 from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.config import AUTO
@@ -23,9 +22,10 @@ from toolkit.data.sft.instruct import InstructionData
 from toolkit.distributed.world import detect_world
 from toolkit.errors import UserError, did_you_mean, require_bitsandbytes
 from toolkit.extension import find_modules_here, registered
+from toolkit.io.paths import is_url
+from toolkit.io.storage import Storage
 from toolkit.models.families import DEFAULT_MODEL, get_config
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.paths import is_url
 from toolkit.planning.batch import plan_batch
 from toolkit.planning.compatibility import check_in_backward
 from toolkit.planning.limits import require_profiled_steps, unknown_rows_error
@@ -38,6 +38,9 @@ def check_early(command: str, arguments: Mapping[str, Any]) -> None:
 
     Does nothing where a launcher started this process: others wait for its report, and rank 0 may have begun to write.
     """
+    for name in ("run", "shared", "adapters"):
+        value = arguments.get(name, {})
+        arguments = {**arguments, **(value if isinstance(value, Mapping) else vars(value))}
     if "out_dir" in arguments and "num_nodes" in arguments and command != "plan":
         detect_world(arguments["devices"], arguments["num_nodes"], None)
     if command == "plan" and arguments["speed"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -142,7 +142,7 @@ def device_spec_of(args: RunArgs, device_memory_gb: float | None = None) -> Devi
 
 
 @contextmanager
-def run_args_of(command: TrainingCommand, given: dict[str, Any]) -> Iterator[RunArgs]:
+def run_args_of(command: TrainingCommand, given: Mapping[str, Any]) -> Iterator[RunArgs]:
     """Yield the run arguments that a training command derives from its options.
 
     A missing checkpoint folder is replaced by a temporary folder with the config of the named architecture.
@@ -154,8 +154,8 @@ def run_args_of(command: TrainingCommand, given: dict[str, Any]) -> Iterator[Run
             write_model_files(
                 Path(folder), state_dict=None, config=_config_of(option, value), hyperparameters=None, tokenizer=None
             )
-            given = given | {option: folder}
-        yield run_args(command, given)
+            given = {**given, option: folder}
+        yield run_args(command, **given)
 
 
 def _config_of(option: str, value: str) -> ModelConfig:

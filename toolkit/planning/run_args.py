@@ -34,10 +34,10 @@ from toolkit.data.base import DataModule
 from toolkit.data.mixture import Mixture
 from toolkit.data.tokens.rows import PythonData
 from toolkit.errors import UserError
-from toolkit.extension import registered, split_names, take_option_groups
+from toolkit.extension import registered, split_names
 from toolkit.models.config import ModelOverrides
 from toolkit.models.families import extension_of
-from toolkit.models.lora_config import LoRAConfig
+from toolkit.models.lora_config import LoRAConfig, LoRAOptions
 from toolkit.models.quantize import Quantize
 from toolkit.objectives import NextToken, Objective
 
@@ -104,35 +104,41 @@ class RunArgs(RunOptions):
         return None if self.initial_checkpoint_dir is None else find_checkpoint_dir(self.initial_checkpoint_dir)
 
 
-def run_args(command: TrainingCommand, options: Mapping[str, Any]) -> RunArgs:
-    """Build the arguments of a run from the options of a command, by name; other names are ignored."""
-    values = {f.name: options[f.name] for f in fields(RunArgs) if f.name in options}
-    values.setdefault("groups", take_option_groups(dict(options)))
+def run_args(command: TrainingCommand, shared: RunOptions, adapters: LoRAOptions | None = None, **own: Any) -> RunArgs:
+    """Build the arguments of a run.
+
+    Args:
+        command: Its command.
+        shared: The options that the training commands share.
+        adapters: Those of finetune_lora.
+        own: The command's other options, by name.
+    """
+    values = vars(shared) | ({} if adapters is None else vars(adapters)) | own
+    values = {name: value for name, value in values.items() if name in RunArgs.__dataclass_fields__}
     if command == "pretrain":
         return RunArgs(command=command, **values)
-    name = options["checkpoint_dir"]
+    name = own["checkpoint_dir"]
     if has_adapters_only(find_checkpoint_dir(name)):
         raise UserError(
             f"checkpoint_dir {name}: holds adapters, not a model; run `toolkit merge_lora {name}` first, or --resume it"
         )
-    lora = read_lora(options) if command == "finetune_lora" else None
+    lora = None if adapters is None else read_lora(adapters, name, shared.verify_checkpoint)
     return RunArgs(command=command, initial_checkpoint_dir=name, lora=lora, **values)
 
 
-def read_lora(options: Mapping[str, Any]) -> LoRAConfig:
+def read_lora(adapters: LoRAOptions, checkpoint_dir: str, verify_checkpoint: bool) -> LoRAConfig:
     """Return the configuration of the adapters: from the flags, or from the peft folder."""
-    if options["from_peft"] is None:
+    options, peft_dir = vars(adapters), adapters.from_peft
+    if peft_dir is None:
         return LoRAConfig.from_options(options)
     for name, default in LoRAConfig().to_options().items():
         if options[name] != default:
-            raise UserError(
-                f"--{name} {options[name]}: --from_peft {options['from_peft']} defines the adapters; leave it out"
-            )
-    base = find_checkpoint_dir(options["checkpoint_dir"])
-    if options["verify_checkpoint"]:
-        note(*require_intact(Path(options["from_peft"]), f"--from_peft {options['from_peft']}"))
-    lora, *_ = import_peft(Path(options["from_peft"]), read_model_config(base))
-    check_base(options["from_peft"], base)
+            raise UserError(f"--{name} {options[name]}: --from_peft {peft_dir} defines the adapters; leave it out")
+    base = find_checkpoint_dir(checkpoint_dir)
+    if verify_checkpoint:
+        note(*require_intact(Path(peft_dir), f"--from_peft {peft_dir}"))
+    lora, *_ = import_peft(Path(peft_dir), read_model_config(base))
+    check_base(peft_dir, base)
     return lora
 
 

@@ -21,7 +21,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
-from toolkit.leftovers import sweep
+from toolkit.io.temporary import sweep
 from toolkit.models.attention_choice import needs_masks
 from toolkit.objectives.base import LOSS
 from toolkit.objectives.inputs import original_module
@@ -206,7 +206,6 @@ def upload_missing(remote: RemoteRun, trainer: Trainer, stack: ExitStack) -> Non
     """Upload what an earlier launch of a finished run could not; every rank calls this.
 
     Raises:
-        UserError: see :func:`open_uploads`.
         GuardError: the upload fails again.
     """
     ranks.run_on_rank0(lambda: stack.enter_context(exclusive_lock(remote.out_dir)))

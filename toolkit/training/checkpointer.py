@@ -73,7 +73,6 @@ class Checkpointer:
         """Write the checkpoint folder ``out_dir/name``, complete or not at all, then delete what is too old.
 
         Raises:
-            UserError: it cannot be written.
             GuardError: weights or optimizer state contain NaN or Inf; no checkpoint is created.
         """
         pending = self.begin(name, progress, callbacks)

@@ -28,14 +28,14 @@ from toolkit.extension import is_known, missing_message, split_names
 from toolkit.inference.chat import find_template
 from toolkit.inference.load import load_quantized
 from toolkit.inference.text import require_embedded
+from toolkit.io.paths import is_path_option
+from toolkit.io.untrusted import read_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.quantize import Quantize
 from toolkit.objectives import NextToken
-from toolkit.paths import is_path_option
 from toolkit.planning.run_args import data_modules
 from toolkit.training.validate import batches_by_source, validate
-from toolkit.untrusted import read_yaml
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from toolkit.checkpoints.store import (
     prune,
     sync_and_checksum,
 )
-from toolkit.checksums import Checksum
 from toolkit.distributed import ranks
 from toolkit.errors import GuardError, PeerLostError, join_first
+from toolkit.io.checksums import Checksum
 from toolkit.planning.limits import Progress
 
 
@@ -145,7 +145,6 @@ class PendingSave:
         """Make it the checkpoint ``folder`` when every rank has written, and delete the oldest; collective.
 
         Raises:
-            UserError: it could not be written, or the disk is full.
             GuardError: weights or optimizer state contain NaN or Inf.
             PeerLostError: an error of another rank.
         """

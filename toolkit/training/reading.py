@@ -28,9 +28,6 @@ class TrainReader:
         rows: The training rows.
         padding: How to pad rows of unequal length.
         device: Where the steps are computed.
-
-    Raises:
-        UserError: the run cannot go on with this data.
     """
 
     def __init__(
@@ -108,7 +105,6 @@ class TrainReader:
             saved: What was saved, for the message; None before the first step.
 
         Raises:
-            UserError: nothing was trained in this launch.
             DataError: the run stops.
         """
         found = ranks.all_gather_object(None if self.error is None else str(self.error))

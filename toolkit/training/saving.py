@@ -54,7 +54,6 @@ class Saver:
         """Write the checkpoint ``out_dir/name``, after the one that is being written.
 
         Raises:
-            UserError: one of them cannot be written.
             GuardError: weights or optimizer state are not finite.
         """
         self.finish()

@@ -14,9 +14,9 @@ from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import step_in_name
 from toolkit.checkpoints.weights import load_state
 from toolkit.errors import UserError, one_line
+from toolkit.io.untrusted import read_json
 from toolkit.optim.schedule import Schedule
 from toolkit.planning.limits import Progress
-from toolkit.untrusted import read_json
 
 FORMAT_VERSION = 1
 TRAINER, CALLBACKS = "trainer", "callbacks.pth"
@@ -92,7 +92,6 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: it is malformed, or cannot be what a run has written.
-        UserError: it is missing, or of a format that this version does not know.
     """
     path = folder / "trainer" / "meta.json"
     try:
@@ -115,11 +114,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def read_callback_states(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the states of callbacks by name; older checkpoints have those of two in ``meta.json``.
-
-    Raises:
-        UserError: the file is malformed.
-    """
+    """Read the states of callbacks by name; older checkpoints have those of two in ``meta.json``."""
     file, meta = folder / TRAINER / CALLBACKS, read_meta(folder)
     if file.exists():
         states = load_state(file)

@@ -26,9 +26,9 @@ from toolkit.distributed.memory import keep_freed_memory
 from toolkit.distributed.signals import SignalWatch
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import GuardError, StoppedBySignalError
+from toolkit.io.paths import is_url
 from toolkit.models.gpt import Block
 from toolkit.optim.update import set_learning_rate
-from toolkit.paths import is_url
 from toolkit.planning.advice import oom_advice
 from toolkit.planning.limits import Intervals, build_intervals, is_due
 from toolkit.planning.plan import require_memory
@@ -88,7 +88,6 @@ class Trainer:
         """Launch the processes, prepare data, build the model, resume, train, and write ``final/``.
 
         Raises:
-            UserError: a mistake in the configuration; nothing has been written.
             GuardError: the loss, the gradient or the weights are not finite, or replicas differ.
             StoppedBySignalError: a signal came; the state has been saved.
             PeerLostError, PeerShutdownError: see :func:`toolkit.distributed.launch.launch_processes`.
@@ -322,7 +321,6 @@ class Trainer:
         """Write the checkpoint ``out_dir/name`` (S1); every rank calls this.
 
         Raises:
-            UserError: it cannot be written.
             GuardError: weights or optimizer state are not finite.
         """
         return self.saver.save(name)

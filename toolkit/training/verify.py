@@ -20,11 +20,11 @@ from toolkit.checkpoints.manifest import (
 from toolkit.checkpoints.remote.cached import local_copy
 from toolkit.checkpoints.remote.run import RemoteRun
 from toolkit.checkpoints.store import newest_first
-from toolkit.checksums import find_damage
 from toolkit.distributed import ranks
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import UserError
-from toolkit.paths import is_url
+from toolkit.io.checksums import find_damage
+from toolkit.io.paths import is_url
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.agreement import require_same_manifest
 from toolkit.training.state import read_meta

@@ -14,8 +14,8 @@ from typing import Any
 from toolkit.config import LogArgs
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import load_registered, registered
-from toolkit.ui.files import file_error, write_atomic
-from toolkit.untrusted import open_regular
+from toolkit.io.atomic import file_error, write_atomic
+from toolkit.io.untrusted import open_regular
 
 COLUMNS = (
     "step",  # optimizer steps done
@@ -48,9 +48,6 @@ class MetricsCSV:
 
     Attributes:
         n_resumed: Rows of earlier launches.
-
-    Raises:
-        UserError: The file cannot be written, it lacks a column, or the name of a column is not one.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None, more_columns: Iterable[str] = ()) -> None:

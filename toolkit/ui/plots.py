@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.ui.files import write_atomic
+from toolkit.io.atomic import write_atomic
 from toolkit.ui.formats import format_count, format_perplexity
 from toolkit.ui.loggers import read_metrics
 

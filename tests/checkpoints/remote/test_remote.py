@@ -13,15 +13,16 @@ import pytest
 from helpers.cases import check_each
 
 from toolkit.checkpoints.manifest import DamagedCheckpointError, read_manifest
-from toolkit.checkpoints.remote import checkpoints, lease, storage
+from toolkit.checkpoints.remote import checkpoints, lease
 from toolkit.checkpoints.remote.download import fetch_files, remote_manifest
 from toolkit.checkpoints.remote.lease import LEASE, Lease
 from toolkit.checkpoints.remote.run import RemoteRun
-from toolkit.checkpoints.remote.storage import Storage, StorageError, describe
 from toolkit.checkpoints.store import newest, write_checkpoint
-from toolkit.checksums import find_damage
 from toolkit.errors import UserError
-from toolkit.leftovers import temporary_prefix
+from toolkit.io import storage
+from toolkit.io.checksums import find_damage
+from toolkit.io.storage import Storage, StorageError, describe
+from toolkit.io.temporary import temporary_prefix
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +168,7 @@ def test_short_upload_is_repeated(tmp_path):
 
 def test_errors_of_the_storage_are_one_line_with_a_fix():
     def check(error, expected):
-        assert expected in describe(error)[0] and "\n" not in describe(error)[0]
+        assert expected in describe(error, "s3://bucket/run")[0] and "\n" not in describe(error, "s3://bucket/run")[0]
 
     check_each(
         check,

@@ -23,12 +23,12 @@ from toolkit.data.chat.template import GENERATION_FILE, ChatTemplate
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import GuardError, UserError, one_line
+from toolkit.io.untrusted import read_json_object
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import WeightMapping
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.moe import resolve_weight_dtype
-from toolkit.untrusted import read_json_object
 
 MAX_SHARD_BYTES = 5_000_000_000  # of a weights file; a single larger tensor gets its own
 
@@ -56,10 +56,6 @@ def export_hf(
 
     Returns:
         The names of the tensors in the new folder that contain NaN or Inf.
-
-    Raises:
-        UserError: the model cannot be read, out_dir is not empty, the disk is full, unmerged adapters without
-            ``merge``, or ``merge`` or a base for a folder without them; or the changed model has other weights.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_adapters(checkpoint_dir, merge=merge, base_checkpoint_dir=base_checkpoint_dir)
@@ -95,7 +91,6 @@ def verify_hf(checkpoint_dir: str | Path, out_dir: str | Path, base_checkpoint_d
         dtype first, so that one tolerance (1e-4 is ample) holds for every dtype.
 
     Raises:
-        UserError: transformers is not installed.
         GuardError: transformers cannot load the folder.
     """
     require_transformers()

@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from toolkit import untrusted
 from toolkit.checkpoints.weights import load_state, only_tensors
 from toolkit.errors import UserError
+from toolkit.io import untrusted
 
 # Names of dtypes in the safetensors format.
 FORMAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -21,7 +21,7 @@ from toolkit.checkpoints.store import disk_full_reason, require_new_folder
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import UserError
-from toolkit.untrusted import read_json_object
+from toolkit.io.untrusted import read_json_object
 
 if TYPE_CHECKING:
     import torch
@@ -63,11 +63,6 @@ def download(
 
     Returns:
         Notes of the conversion for the user.
-
-    Raises:
-        UserError: the repository or revision does not exist or is not accessible, there is no network, the repository
-            holds no safetensors or an unsupported model (checked before the weights are downloaded), its tokenizer is
-            not supported, or there is not enough disk space.
     """
     out_dir = Path(out_dir)
     require_new_folder(out_dir)

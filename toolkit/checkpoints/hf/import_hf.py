@@ -25,11 +25,11 @@ from toolkit.checkpoints.weights import require_compatible
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.errors import UserError
+from toolkit.io.untrusted import read_json_object, read_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.moe import resolve_weight_dtype
-from toolkit.untrusted import read_json_object, read_yaml
 
 ORIGIN_FILE = "download.yaml"  # where the model came from: a hub repository at a commit, or a folder
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
@@ -51,10 +51,6 @@ def import_hf(
 
     Returns:
         Notes for the user.
-
-    Raises:
-        UserError: the architecture is not supported; weights are missing, unexpected or of a different shape; the index
-            points outside the folder; a file is missing or damaged; out_dir is not empty, or the disk is full.
     """
     hf_dir, out_dir = Path(hf_dir).expanduser(), Path(out_dir)
     require_new_folder(out_dir)
@@ -108,9 +104,6 @@ def is_import_of(folder: Path, hf_dir: Path) -> bool:
     """Whether a model folder was imported from a Hugging Face folder.
 
     Compares what is quick to read: the architecture, and the weights of the first block up to rounding.
-
-    Raises:
-        UserError: one of the folders cannot be read.
     """
     config, hf_config = read_model_config(folder), read_hf_config(hf_dir, name="hf")
     if _architecture(config) != _architecture(hf_config):
@@ -140,11 +133,7 @@ def _equal_up_to_rounding(a: Tensor, b: Tensor) -> bool:
 
 
 def read_hf_config(hf_dir: Path, name: str) -> ModelConfig:
-    """Read the architecture of a Hugging Face folder; ``name`` is used if config.json has none.
-
-    Raises:
-        UserError: config.json is missing or malformed, or its architecture is not supported.
-    """
+    """Read the architecture of a Hugging Face folder; ``name`` is used if config.json has none."""
     if not hf_dir.is_dir():
         raise UserError(f"hf_dir {hf_dir}: no such folder; give the one that holds {CONFIG} and the weights")
     if not (hf_dir / CONFIG).is_file():

@@ -12,7 +12,7 @@ from toolkit.checkpoints.hf import fp8, mxfp4
 from toolkit.checkpoints.hf.files import DTYPES, NAMES, QUANTIZED, StoredTensor, Weight, list_weights
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
-from toolkit.untrusted import read_json_object
+from toolkit.io.untrusted import read_json_object
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,9 +25,6 @@ def find_weights(hf_dir: Path) -> dict[str, Weight]:
     """List the tensors in a folder's files, preferring safetensors over pickles. Call :func:`~.files.close` afterwards.
 
     A quantized weight and its scales are listed as one 16-bit weight.
-
-    Raises:
-        UserError: there are no weights, an index points outside the folder (S4), or a file is missing or damaged.
     """
     where: dict[str, Any] = {}
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
@@ -71,11 +68,7 @@ def quantized_bits(config_json: dict[str, Any]) -> float | None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read an index of weights: {name: file beside it}.
-
-    Raises:
-        UserError: it cannot be read, or names a file elsewhere.
-    """
+    """Read an index of weights: {name: file beside it}."""
     where = read_json_object(path).get("weight_map")
     if not (isinstance(where, dict) and where and all(isinstance(file, str) for file in where.values())):
         raise UserError(f"{path}: holds no weight_map of names to files; copy or download it again")

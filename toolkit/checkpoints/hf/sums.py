@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from toolkit.errors import UserError
-from toolkit.untrusted import open_regular
+from toolkit.io.untrusted import open_regular
 
 SUMS = "SHA256SUMS"
 HUB_METADATA = Path(".cache", "huggingface", "download")
@@ -32,22 +32,14 @@ def write_sums(folder: Path) -> None:
 
 
 def find_changed(folder: Path) -> list[str]:
-    """Return the names of files that differ from their checksums; none if the folder has no checksums.
-
-    Raises:
-        UserError: SHA256SUMS is malformed.
-    """
+    """Return the names of files that differ from their checksums; none if the folder has no checksums."""
     known = _hub_sums(folder) | _read_sums(folder)
     actual = _hash(folder, [name for name in known if (folder / name).is_file()], known)
     return [name for name, value in known.items() if name in actual and actual[name] != value]
 
 
 def require_intact(folder: Path, where: str) -> list[str]:
-    """Compare the files with their checksums; return a warning for each file that was edited.
-
-    Raises:
-        UserError: weights differ; or SHA256SUMS is malformed.
-    """
+    """Compare the files with their checksums; return a warning for each file that was edited."""
     changed = find_changed(folder)
     if weights := [name for name in changed if name.endswith(WEIGHT_SUFFIXES)]:
         hint = "copy or download it again; --verify_checkpoint false accepts it"

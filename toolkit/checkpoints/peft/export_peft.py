@@ -34,11 +34,11 @@ from toolkit.checkpoints.peft.layers import (
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
+from toolkit.io.untrusted import read_json_object
 from toolkit.models.families import MULTIMODAL
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.lora import adapted_on_meta, initial_magnitude
 from toolkit.models.lora_config import LoRAConfig
-from toolkit.untrusted import read_json_object
 
 _HEAD = "lm_head"
 
@@ -68,10 +68,6 @@ def export_peft(
             for DoRA on a part of a layer that is also fused in the Hugging Face model.
         base_model: Hub name or Hugging Face folder of the base, for base_model_name_or_path; by default the origin
             recorded in the base's folder.
-
-    Raises:
-        UserError: the adapters cannot be read, the base is a different checkpoint, base_checkpoint_dir is not a
-            checkpoint, base_model is a path that does not exist, out_dir is not empty, or the disk is full.
     """
     require_new_folder(out_dir)
     if base_model is not None and base_model.startswith(("./", "../", "/")) and not Path(base_model).is_dir():

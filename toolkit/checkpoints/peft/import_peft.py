@@ -25,11 +25,11 @@ from toolkit.checkpoints.peft.layers import (
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.torch_zip import DAMAGED
 from toolkit.errors import UserError, one_line
+from toolkit.io.untrusted import read_json_object
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import adapted_on_meta, attention_rows
 from toolkit.models.lora_config import PARTS, LoRAConfig
 from toolkit.models.lora_layers import Adapter
-from toolkit.untrusted import read_json_object
 
 # Unsupported settings of peft, with their neutral values.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -71,10 +71,6 @@ def import_peft(folder: str | Path, config: ModelConfig) -> tuple[LoRAConfig, di
 
     Returns:
         The LoRA configuration, the adapters in fp32 by native names, and a note if one adapter became several.
-
-    Raises:
-        UserError: a file is missing or malformed, a setting is not supported, or the adapters do not match this
-            architecture; the setting or the tensor is named.
     """
     folder = Path(folder)
     settings, found = _read_settings(folder), _read_tensors(folder, config)
@@ -110,9 +106,6 @@ def check_base(folder: str | Path, base: Path) -> str | None:
 
     Returns:
         A note for the user if the named base does not exist locally or cannot be read.
-
-    Raises:
-        UserError: the named base exists and is a different checkpoint.
     """
     named = _read_settings(Path(folder)).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:

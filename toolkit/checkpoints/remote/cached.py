@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -12,8 +10,9 @@ from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.download import download, has_same
 from toolkit.checkpoints.remote.run import local_name
-from toolkit.checkpoints.remote.storage import Storage, StorageError
 from toolkit.errors import UserError
+from toolkit.io.locks import file_lock
+from toolkit.io.storage import Storage, StorageError
 
 
 @cache  # once per process: a run asks for the folder of its base several times
@@ -26,7 +25,6 @@ def local_copy(url: str, flag: str, with_trainer: bool = False) -> Path:
         with_trainer: Whether resuming is possible from the copy; otherwise it is only the model.
 
     Raises:
-        UserError: there is no complete checkpoint, or it cannot be read.
         DamagedCheckpointError: its bytes do not match its manifest.
     """
     storage = Storage(url, flag)
@@ -34,7 +32,7 @@ def local_copy(url: str, flag: str, with_trainer: bool = False) -> Path:
     try:
         folder = "" if storage.exists(COMPLETE) else find_folder(storage)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(target):  # one process of a node downloads, the others wait
+        with file_lock(target.with_name(f"{target.name}.lock")):  # one process of a node downloads, the others wait
             if not has_same(storage, folder, target):
                 download(storage, folder, target, lambda line: print(line, file=sys.stderr), not with_trainer)
         return target
@@ -48,7 +46,6 @@ def find_folder(storage: Storage) -> str:
     """Return the newest checkpoint of a run, by its name in the run's folder.
 
     Raises:
-        UserError: there is none.
         StorageError: the storage cannot be read.
     """
     found = next(checkpoints.newest_first(storage), None)
@@ -56,13 +53,3 @@ def find_folder(storage: Storage) -> str:
         return found.folder
     what = f"has no file {COMPLETE}, so it cannot be verified; copy it to a local folder and give that"
     raise storage.error(what if storage.entries() else "no such checkpoint or run; check the URL")
-
-
-@contextmanager
-def _lock(target: Path) -> Iterator[None]:
-    with open(target.with_name(f"{target.name}.lock"), "w") as file:
-        with suppress(ImportError, OSError):  # Windows has no fcntl, and some network file systems no locks
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

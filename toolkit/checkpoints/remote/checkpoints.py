@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.checkpoints.manifest import COMPLETE
-from toolkit.checkpoints.remote.storage import Storage
 from toolkit.checkpoints.store import BEST, FINAL
-from toolkit.untrusted import parse_json
+from toolkit.io.storage import Storage
+from toolkit.io.untrusted import parse_json
 
 NEW = ".new-"
 DAMAGED = "COMPLETE.damaged"

@@ -22,9 +22,9 @@ from toolkit.checkpoints.manifest import (
     describe_damage,
     parse_manifest,
 )
-from toolkit.checkpoints.remote.storage import Storage
-from toolkit.checksums import CHUNK, Checksum, find_damage
-from toolkit.untrusted import read_bounded
+from toolkit.io.checksums import CHUNK, Checksum, find_damage
+from toolkit.io.storage import Storage
+from toolkit.io.untrusted import read_bounded
 
 _THREADS = 4  # with a chunk each in memory
 

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from toolkit.checkpoints.remote.storage import Storage, StorageError
 from toolkit.errors import UserError
-from toolkit.leftovers import has_ended, temporary_prefix
-from toolkit.untrusted import parse_json
+from toolkit.io.storage import Storage, StorageError
+from toolkit.io.temporary import has_ended, temporary_prefix
+from toolkit.io.untrusted import parse_json
 
 LEASE = ".lease.json"
 REFRESH = 10.0  # seconds
@@ -47,7 +47,6 @@ class Lease:
         """Check that no other run is alive in the folder. Takes :data:`STALE` seconds after a crash elsewhere.
 
         Raises:
-            UserError: one is.
             StorageError: the lease cannot be read.
         """
         seen = self.storage.read(LEASE)
@@ -68,7 +67,6 @@ class Lease:
         """Take the folder for this process, and keep refreshing the lease in the background.
 
         Raises:
-            UserError: another run is alive there.
             StorageError: the lease cannot be read or written.
         """
         self.require_free(report)

@@ -17,21 +17,17 @@ from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS, RemoteCheckpoint
 from toolkit.checkpoints.remote.download import download, has_same
 from toolkit.checkpoints.remote.lease import Lease
-from toolkit.checkpoints.remote.storage import Storage, StorageError
 from toolkit.checkpoints.remote.uploader import Uploader
 from toolkit.checkpoints.store import BEST, FINAL, checkpoint_folders, newest_first, step_of
-from toolkit.checksums import find_damage
 from toolkit.errors import UserError
-from toolkit.paths import is_url, user_cache
-from toolkit.ui.files import write_atomic
+from toolkit.io.atomic import write_atomic
+from toolkit.io.checksums import find_damage
+from toolkit.io.paths import is_url, user_cache
+from toolkit.io.storage import Storage, StorageError
 
 
 def check_out_dir(out_dir: str, staging_dir: str | None) -> None:
-    """Check that the package for the storage is installed; and that a staging folder is for a run on such a storage.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that the package for the storage is installed; and that a staging folder is for a run on such a storage."""
     if is_url(out_dir):
         Storage(out_dir, "--out_dir")
     elif staging_dir is not None:
@@ -85,8 +81,6 @@ class RemoteRun:
             verify: Whether checkpoints in the staging folder are verified.
 
         Raises:
-            UserError: the storage cannot be used, another run is alive there, or the folder is used and ``resume`` is
-                false.
             DamagedCheckpointError: all checkpoints there are damaged, or the newest is and ``resume`` is true.
         """
         resume = {"false": False, "true": True}.get(resume.lower(), resume) if isinstance(resume, str) else resume
@@ -113,9 +107,6 @@ class RemoteRun:
             name: Of the checkpoint.
             manifest: The content of its ``COMPLETE`` on rank 0; the storage may have an older one of this name.
             report: Receives lines about the download.
-
-        Raises:
-            UserError: it is not on the storage.
         """
         target = self.out_dir / name
         try:
@@ -137,12 +128,7 @@ class RemoteRun:
             raise self._staging_error(error) from error
 
     def start_uploads(self, keep_last: int, report: Callable[[str], None]) -> Uploader:
-        """Take the folder for this process, and begin to upload what is missing there. The staging folder is locked.
-
-        Raises:
-            UserError: another run is alive there, the storage cannot be used, or the staging folder cannot be written.
-                The lease is released.
-        """
+        """Take the folder for this process, and begin to upload what is missing there. The staging folder is locked."""
         try:
             with ExitStack() as after_failure:
                 after_failure.callback(self.lease.release)

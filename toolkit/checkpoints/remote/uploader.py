@@ -16,9 +16,9 @@ from typing import NamedTuple
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS
 from toolkit.checkpoints.remote.lease import Lease
-from toolkit.checkpoints.remote.storage import Storage, StorageError
 from toolkit.checkpoints.store import FINAL, checkpoint_folders
 from toolkit.errors import one_line
+from toolkit.io.storage import Storage, StorageError
 
 LINKS = ".uploads"
 _MAX_EARLY = 64 * 1024 * 1024  # bytes of a log file that is uploaded with every checkpoint, and not only at the end

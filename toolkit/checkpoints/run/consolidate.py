@@ -13,8 +13,8 @@ from toolkit.checkpoints.run.sharded import is_sharded, read_sharded
 from toolkit.checkpoints.store import WEIGHTS, is_complete, require_new_folder, write_folder, write_model_folder
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
 from toolkit.errors import UserError
+from toolkit.io.untrusted import read_json_object
 from toolkit.models.gpt import model_on_meta
-from toolkit.untrusted import read_json_object
 
 _STATE, _OPTIMIZER = Path("trainer", "state.pth"), Path("trainer", "optimizer")
 
@@ -27,10 +27,6 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
 
     Returns:
         The names of the weights that contain NaN or Inf.
-
-    Raises:
-        UserError: nothing in the checkpoint is sharded, a part is missing or damaged, out_dir is not empty, or the
-            disk is full.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_new_folder(out_dir)

@@ -104,9 +104,6 @@ def load_optimizer(
         folder: The optimizer's shards, used if ``saved`` contains no tensors.
         may_be_empty: Whether the checkpoint may predate the first optimizer step.
         weights: The weights' file or shards, for an optimizer with masters.
-
-    Raises:
-        UserError: an entry is missing, unknown, of a different shape or dtype, or a shard is damaged.
     """
     where, entries = _read_entries(saved, file, folder)
     parts = _local_parameters(module, optimizer)

@@ -9,7 +9,7 @@ from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.checkpoints.remote.cached import local_copy
 from toolkit.checkpoints.store import WEIGHTS, checkpoint_folders, complete_checkpoints, is_complete, newest, step_of
 from toolkit.errors import UserError
-from toolkit.paths import is_url
+from toolkit.io.paths import is_url
 
 
 def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
@@ -19,9 +19,6 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
         resume: False; "auto": the newest checkpoint of out_dir, if any; True: the same, but it must exist; else a run's
             folder, a checkpoint folder or its ``lit_model.pth``.
         out_dir: The run's output folder.
-
-    Raises:
-        UserError: there is no checkpoint to resume from, or out_dir belongs to another run.
     """
     try:
         os.listdir(out_dir)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import UserError
-from toolkit.untrusted import open_regular
+from toolkit.io.untrusted import open_regular
 
 _METADATA = ".metadata"
 
@@ -64,11 +64,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read and validate a folder's ``.metadata`` without running code.
-
-    Raises:
-        UserError: see :func:`toolkit.checkpoints.run.sharded.check_sharded`.
-    """
+    """Read and validate a folder's ``.metadata`` without running code."""
     try:
         with open_regular(folder / _METADATA) as file:
             metadata = _metadata(_Unpickler(file).load())

@@ -30,7 +30,7 @@ from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.private_torch import rank_wrapper
 from toolkit.distributed.ranks import all_gather_object, run_on_rank0
 from toolkit.errors import UserError, join_first
-from toolkit.untrusted import open_regular
+from toolkit.io.untrusted import open_regular
 
 
 def is_sharded(path: Path) -> bool:
@@ -129,22 +129,13 @@ def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     Args:
         tensors: The same names on every rank; DTensor, ShardedTensor or plain, of any layout and dtype.
         folder: Written by :func:`save_sharded` on any number of ranks; may contain more tensors.
-
-    Raises:
-        UserError: on every rank; as :func:`check_sharded`, or a tensor is missing or of a different shape, or a shard
-            is damaged or holds anything but a tensor.
     """
     metadata = _check_on_all_ranks(lambda: _require_tensors(tensors, Path(folder)))
     _read(tensors, Path(folder), metadata)
 
 
 def check_sharded(folder: Path) -> None:
-    """Check the folder's ``.metadata`` and the sizes of its files.
-
-    Raises:
-        UserError: ``.metadata`` is missing or damaged, holds anything but locations of tensors, or points outside the
-            folder; a shard is missing or too short.
-    """
+    """Check the folder's ``.metadata`` and the sizes of its files."""
     read_metadata(Path(folder))
 
 
@@ -153,9 +144,6 @@ def read_sharded(folder: Path) -> dict[str, Tensor]:
 
     They are stored in unnamed files, which the system can page out, so that resident memory stays a small multiple of
     the largest tensor (M2). Needs free disk space of the same size.
-
-    Raises:
-        UserError: as :func:`load_sharded`, or there is not enough disk space.
     """
     folder = Path(folder)
     metadata = read_metadata(folder)
@@ -170,9 +158,6 @@ class ShardReader:
     """Reads parts of tensors, in this process only (not collective).
 
     ``tensors`` maps each name to shape and dtype.
-
-    Raises:
-        UserError: as :func:`check_sharded`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -181,11 +166,7 @@ class ShardReader:
         self.tensors = {name: (tensor.size, tensor.properties.dtype) for name, tensor in self._stored.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements ``start`` to ``stop`` of a flattened tensor, reading only shards that contain them.
-
-        Raises:
-            UserError: a shard is damaged or holds anything but a tensor.
-        """
+        """Return elements ``start`` to ``stop`` of a flattened tensor, reading only shards that contain them."""
         shape, dtype = self.tensors[name]
         size = shape or torch.Size([1])  # a scalar
         per_row = max(1, size[1:].numel())

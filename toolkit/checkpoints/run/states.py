@@ -77,9 +77,6 @@ def load_sharded_weights(module: nn.Module, tied: dict[str, str], folder: Path) 
     """Load the module's weights from a folder of shards, written by any number of ranks.
 
     ``tied``: see :func:`tied_names`.
-
-    Raises:
-        UserError: a shard is missing or damaged, or does not match.
     """
     weights = _without_warnings(get_model_state_dict, module)
     load_sharded(_untied(weights, tied), folder)

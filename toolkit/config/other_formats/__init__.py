@@ -40,11 +40,7 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def translate(file: File) -> list[tuple[str, Given]]:
-    """Return the options that the groups of a file become. Prints a line per key on standard error, on rank 0 only.
-
-    Raises:
-        UserError: a key is unknown, its value cannot be honored, or two keys contradict each other.
-    """
+    """Return the options that the groups of a file become. Prints a line per key on standard error, on rank 0 only."""
     lines: list[str] = []
     found: dict[str, tuple[str, Any]] = {}  # the key that set an option, and the value
     for group in file.groups:

@@ -32,7 +32,6 @@ def send_request(request: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         RecursionError: The request is nested too deeply.
-        UserError: The subprocess cannot be started.
     """
     request = request | {"cpu_seconds": CPU_SECONDS, "memory": MEMORY}
     line = json.dumps(request, default=lambda value: f"<{type(value).__name__}>").encode() + b"\n"

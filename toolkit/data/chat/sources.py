@@ -56,11 +56,7 @@ def read_style(tokenizer: Tokenizer, style: str) -> tuple[str, str, list[str]]:
 
 
 def read_template(tokenizer: Tokenizer, path: str) -> tuple[str, str, list[str]]:
-    """Return source, name and notes of ``--data.chat_template``.
-
-    Raises:
-        UserError: The file does not exist or cannot be read.
-    """
+    """Return source, name and notes of ``--data.chat_template``."""
     name, file = f"--data.chat_template {path}", Path(path).expanduser()
     if not file.is_file():
         raise UserError(

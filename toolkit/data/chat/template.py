@@ -56,11 +56,7 @@ class Encoding:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> Encoding:
-    """Tokenize plain text with loss on every token: bos if the tokenizer adds one, eos at the end.
-
-    Raises:
-        UserError: The tokenizer has no eos.
-    """
+    """Tokenize plain text with loss on every token: bos if the tokenizer adds one, eos at the end."""
     ids = tokenizer.encode(text, eos=True)
     if tokenizer.adds_bos and ids[:2] == [tokenizer.bos_id] * 2:  # the text already starts with bos
         ids = ids[1:]
@@ -78,11 +74,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str, name: str, notes: Sequence[str] = ()) -> None:
-        """See :meth:`from_tokenizer`.
-
-        Raises:
-            UserError: The template is invalid, or has no end-of-turn token and the tokenizer no eos.
-        """
+        """See :meth:`from_tokenizer`."""
         self.name = name
         self.notes = list(notes)
         self._tokenizer = tokenizer
@@ -101,11 +93,7 @@ class ChatTemplate:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, prompt_style: str | None, file: str | None = None) -> ChatTemplate:
-        """Load a prompt style by name, or a template from ``file``, or by default the tokenizer's template.
-
-        Raises:
-            UserError: The style, file or template does not exist, or the template is invalid.
-        """
+        """Load a prompt style by name, or a template from ``file``, or by default the tokenizer's template."""
         if prompt_style is not None:
             return cls(tokenizer, *read_style(tokenizer, prompt_style))
         if file is not None:
@@ -122,19 +110,11 @@ class ChatTemplate:
         return template
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: Tools = None) -> str:
-        """Render a conversation as in training.
-
-        Raises:
-            UserError: The template rejects the messages (for example their role order) or fails.
-        """
+        """Render a conversation as in training."""
         return self._render(messages, add_generation_prompt, TRAINING_DATE, tools)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation with the generation prompt.
-
-        Raises:
-            UserError: See :meth:`render`.
-        """
+        """Return the token ids of a conversation with the generation prompt."""
         now = datetime.now()
         return self._tokenize(messages, self._render(messages, True, now), now)[0]
 
@@ -152,8 +132,6 @@ class ChatTemplate:
 
         Raises:
             EmptyAnswerError: An answer is empty.
-            UserError: The template rejects the messages or omits the tools, an answer cannot be located in the text,
-                or a weight is invalid.
         """
         weights = answer_weights(messages, train_on)
         text, spans = self._locate_answers(messages, tools)

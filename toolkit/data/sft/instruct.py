@@ -64,11 +64,7 @@ class InstructionData(DataModule):
 
     @abstractmethod
     def find_rows(self) -> tuple[str, Splits]:
-        """Return the option that names the rows, such as ``--data.json_path faq.jsonl``, and their sources.
-
-        Raises:
-            UserError: There are none.
-        """
+        """Return the option that names the rows, such as ``--data.json_path faq.jsonl``, and their sources."""
 
     def prepare(
         self, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Callable[[str], None] = print

@@ -39,11 +39,7 @@ _CONTENT = ("offsets", "train_members", "train_starts", "val_members", "val_star
 
 
 def prepare_sft(config: SFTConfig, report: Callable[[str], None]) -> PreparedData:
-    """Load the rows of ``config`` from the cache, or prepare them.
-
-    Raises:
-        UserError: A row, the template or the cache folder is invalid, or no training sample remains.
-    """
+    """Load the rows of ``config`` from the cache, or prepare them."""
     start = time.perf_counter()
     inputs = _key_inputs(config)
     key, former = hash_inputs(inputs), hash_inputs(inputs | {"code": 6})

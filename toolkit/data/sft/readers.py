@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, AnyStr, Protocol
 
 from toolkit.errors import UserError, join_first, one_line
-from toolkit.untrusted import MAX_ROW, bounded_lines
+from toolkit.io.untrusted import MAX_ROW, bounded_lines
 
 VAL_NAMES = ("val", "validation", "test")
 JSON_KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl"}
@@ -88,11 +88,7 @@ class RowFile:
         return f"{self.kind} {self.split} {document.sha256}"
 
     def rows(self) -> Iterator[tuple[int, Any]]:
-        """Yield the rows with their numbers.
-
-        Raises:
-            UserError: The file cannot be read, is malformed, or has no rows.
-        """
+        """Yield the rows with their numbers."""
         read = {"jsonl": _json_lines, "csv": _csv_lines, "parquet": _parquet_rows}.get(self.kind, self._json_rows)
         is_empty = True
         try:
@@ -143,9 +139,6 @@ def find_splits(value: str, name: str, kinds: dict[str, str]) -> Splits:
             possibly in several parts, as in ``train-00000-of-00002.parquet``.
         name: The option, for messages.
         kinds: Supported suffixes and their file kinds.
-
-    Raises:
-        UserError: The file does not exist, or has another suffix.
     """
     if not value:
         raise UserError(f"--data.{name}: must be given")
@@ -394,9 +387,6 @@ def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) ->
         subset: Dataset configuration name, or None.
         split: Split name or slice.
         option: The option that selected the dataset, for messages.
-
-    Raises:
-        UserError: ``datasets`` is not installed, or the dataset, subset or split does not exist.
     """
     try:
         import datasets

@@ -63,7 +63,6 @@ def to_record(row: Any, where: str, columns: dict[str, str] | None = None) -> Re
 
     Raises:
         EmptyAnswerError: The answer is empty.
-        UserError: The row is not an object, or a column is missing or invalid.
     """
     if not isinstance(row, dict):
         raise UserError(f"{where}: is {_describe_type(row)}, not an object; every row needs {_SCHEMAS}")
@@ -109,11 +108,7 @@ def _parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def answer_weights(messages: Sequence[dict[str, Any]], train_on: str) -> list[int]:
-    """Return the weight of each answer: 0 masks its loss, 1 (the default) trains on it.
-
-    Raises:
-        UserError: A weight is not 0 or 1, or the weight of another message contradicts ``train_on``.
-    """
+    """Return the weight of each answer: 0 masks its loss, 1 (the default) trains on it."""
     for number, message in enumerate(messages, 1):
         weight, role = message.get("weight"), message.get("role")
         if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):

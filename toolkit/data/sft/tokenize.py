@@ -120,9 +120,6 @@ def tokenize_samples(
     Returns:
         The counts, and int64 arrays: ``offsets`` (n + 1,) of the samples, and for each sample its index in
         ``config.sources`` (``sources``, (n,)) and its row number (``numbers``, (n,)). Pieces of a sample are adjacent.
-
-    Raises:
-        UserError: A row is invalid, or too long with ``on_long`` "error"; the message names it.
     """
     counts, last_line = Counts(), time.perf_counter()
     offsets, sources, numbers = array("q", [0]), array("q"), array("q")
@@ -181,11 +178,7 @@ def _tokenize_row(
 
 
 def tokenize_record(record: Record, config: SFTConfig) -> Encoding:
-    """Tokenize a record.
-
-    Raises:
-        UserError: The template rejects the row (the message names it), or there is no template.
-    """
+    """Tokenize a record."""
     if record.messages is None:
         return encode_text(config.tokenizer, record.text or "")
     if config.template is None:

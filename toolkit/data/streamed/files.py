@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.errors import UserError, join_first, one_line
+from toolkit.errors import UserError, join_first
+from toolkit.io.storage import StorageError, describe, retry
 
 # Formats by suffix; each may be followed by one of COMPRESSIONS, Parquet not.
 FORMATS = {
@@ -22,18 +22,9 @@ FORMATS = {
 COMPRESSIONS = (".gz", ".zst")
 SUPPORTED = ".parquet, .jsonl or .txt, the last two also with .gz or .zst"
 
-_PACKAGES = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "http": "aiohttp",
-    "https": "aiohttp",
-}  # fmt: skip
-_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before another attempt to read
 _SAMPLED_FILES, _SAMPLE = 32, 1 << 16  # local files of a source that are sampled for its identity; bytes per sample
 _USER = re.compile(r"://[^/?#]*@")  # anywhere: fsspec's URLs may be chained, as in simplecache::https://...
 _SECRET_QUERY = re.compile(r"(?i)[?&#][^=&]*(signature|token|sig|key|credential|secret|passw|pwd|auth)[^=&]*=")
-
-
-class StorageError(Exception):
-    """A file cannot be read for a reason that is not its content, after several attempts."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +74,7 @@ def is_url(value: str) -> bool:
 
 
 def require_no_secret(value: str, option: str) -> None:
-    """Refuse a URL with credentials, which would be saved with the run's options.
-
-    Raises:
-        UserError: it has some; the message does not show them.
-    """
+    """Refuse a URL with credentials, which would be saved with the run's options."""
     if _USER.search(value) or (is_url(value) and _SECRET_QUERY.search(value)):
         scheme = value.partition("://")[0]
         raise UserError(
@@ -101,9 +88,6 @@ def list_path(value: str, option: str) -> list[SourceFile]:
 
     Args:
         value: What ``--data.<option>`` gives. In a folder, hidden files and other formats are ignored.
-
-    Raises:
-        UserError: nothing matches, a format is not supported, or the storage refuses.
     """
     where = f"--data.{option} {value}"
     with storage_errors(where, value):
@@ -130,11 +114,7 @@ def list_path(value: str, option: str) -> list[SourceFile]:
 
 
 def require_content(files: list[SourceFile], where: str) -> list[SourceFile]:
-    """Return the files that are not empty.
-
-    Raises:
-        UserError: all are empty.
-    """
+    """Return the files that are not empty."""
     if not (found := [file for file in files if file.size]):
         names = join_first([file.name for file in files], 3)
         raise UserError(f"{where}: contains no text ({names}: 0 bytes); give other files")
@@ -183,28 +163,7 @@ def storage_errors(where: str, url: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # each storage has exceptions of its own
-        raise UserError(f"{where}: {describe_storage_error(error, url)}") from error
-
-
-def describe_storage_error(error: BaseException, url: str) -> str:
-    """Return the reason, and what to do about it, without credentials."""
-    scheme = url.partition("://")[0] if is_url(url) else ""
-    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, OSError):
-        error = error.__cause__  # fsspec says so of a server that does not answer, too
-    name = type(error).__name__
-    if isinstance(error, ImportError) and scheme in _PACKAGES:
-        return f"needs {_PACKAGES[scheme]}; run: pip install {_PACKAGES[scheme]}"
-    if isinstance(error, ValueError) and "rotocol not known" in str(error):
-        return "unknown kind of storage; use a local path, s3://, gs://, hf:// or https://"
-    if isinstance(error, FileNotFoundError):
-        return "no such file, folder or bucket"
-    if "Credential" in name:
-        return f"no credentials for {scheme}:// found; set them in the environment or the storage's configuration"
-    if isinstance(error, PermissionError):
-        fix = f"check the credentials for {scheme}:// and their permissions" if scheme else "check its permissions"
-        return f"access was refused; {fix}"
-    reason = getattr(error, "strerror", None) or one_line(error) or name
-    return f"cannot be read: {reason[:200]}"
+        raise UserError(f"{where}: {describe(error, url)[0]}") from error
 
 
 class RetryingFile(io.RawIOBase):
@@ -249,24 +208,23 @@ class RetryingFile(io.RawIOBase):
         super().close()
 
     def _read(self, size: int) -> bytes:
-        for pause in (*_PAUSES, None):
+        def read() -> bytes:
             try:
                 if self._opened is None:
                     self._opened = _open(self._source)
                 self._opened.seek(self._position)
-                content = self._opened.read(size)
-                if not content:
-                    raise StorageError(f"{self._source.name}: is shorter than when it was listed")
-                return content
-            except StorageError:
-                raise
-            except Exception as error:
+                return self._opened.read(size)
+            except Exception:
                 self._disconnect()
-                if pause is None or isinstance(error, (FileNotFoundError, PermissionError, ImportError)):
-                    reason = describe_storage_error(error, self._source.url)
-                    raise StorageError(f"{self._source.name}: {reason}") from error
-                time.sleep(pause)
-        raise AssertionError
+                raise
+
+        try:
+            content = retry(read, self._source.url)
+        except StorageError as error:
+            raise StorageError(f"{self._source.name}: {error}") from error
+        if not content:
+            raise StorageError(f"{self._source.name}: is shorter than when it was listed")
+        return content
 
     def _disconnect(self) -> None:
         if self._opened is not None:

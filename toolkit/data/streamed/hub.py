@@ -17,7 +17,7 @@ from urllib.parse import quote
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types
 from toolkit.data.streamed.files import SourceFile, is_supported, list_path, require_content
 from toolkit.errors import UserError, join_first
-from toolkit.untrusted import parse_yaml
+from toolkit.io.untrusted import parse_yaml
 
 _TIMEOUT = 30  # seconds
 _SPLITS = {
@@ -37,11 +37,7 @@ class Repository(NamedTuple):
 
 
 def open_repository(repo_id: str, revision: str) -> Repository:
-    """Resolve a branch, tag or commit.
-
-    Raises:
-        UserError: there is no such dataset or revision, or it cannot be read.
-    """
+    """Resolve a branch, tag or commit."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -57,11 +53,7 @@ def open_repository(repo_id: str, revision: str) -> Repository:
 
 
 def list_split(repository: Repository, subset: str | None, split: str) -> list[SourceFile]:
-    """Return the files of a split, sorted by name.
-
-    Raises:
-        UserError: the subset or split does not exist; the message names those that do.
-    """
+    """Return the files of a split, sorted by name."""
     where = f"--data.repo_id {repository.repo_id}"
     patterns = _patterns(repository, subset)
     if patterns is None:

@@ -12,12 +12,14 @@ from pathlib import Path
 from toolkit.data.base import PreparedData, TokenDataset
 from toolkit.data.cache import HEARTBEAT, choose_cache_dir, clean_up
 from toolkit.data.streamed import units
-from toolkit.data.streamed.files import SourceFile, StorageError, identify
+from toolkit.data.streamed.files import SourceFile, identify
 from toolkit.data.streamed.order import RowSpans, StreamedRows, UnitRows, describe_broken
 from toolkit.data.streamed.reader import StreamReader, Wanted, error_file, stop_preparers, used_bytes
-from toolkit.data.streamed.stream import SOURCE, Report, Source, Stream, UnitCounts, file_lock, unit_texts
+from toolkit.data.streamed.stream import SOURCE, Report, Source, Stream, UnitCounts, unit_texts
 from toolkit.data.tokenizer import Tokenizer, train_bpe
 from toolkit.errors import DataError, UserError
+from toolkit.io.locks import file_lock
+from toolkit.io.storage import StorageError
 
 _BPE_SAMPLE = 8_000_000  # characters for tokenizer training
 _LEAST_UNITS = 5  # that the budget must hold: held-out, previous, current and next one, and one being written
@@ -55,11 +57,7 @@ class TextSource:
 
 
 def open_text(text: TextSource, tokenizer: Tokenizer | None, max_seq_length: int, report: Report) -> PreparedData:
-    """Return the rows of the files, with the first unit prepared.
-
-    Raises:
-        UserError: an option, a file or the storage is not as it must be.
-    """
+    """Return the rows of the files, with the first unit prepared."""
     start = time.perf_counter()
     if tokenizer is not None and tokenizer.eos_id is None:
         raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")
@@ -217,11 +215,7 @@ def _val_rows(text: TextSource, train: Stream, files: list[SourceFile], block_si
 
 
 def prepare_all(rows: TokenDataset, workers: int, part: tuple[int, int], report: Report) -> None:
-    """Tokenize all units, or part ``part[0]`` of ``part[1]``, with several processes.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """Tokenize all units, or part ``part[0]`` of ``part[1]``, with several processes."""
     assert isinstance(rows, StreamedRows)
     stream = rows.units.reader.stream
     left = [n for n in range(part[0] - 1, len(stream.source.units), part[1]) if stream.ready(n) is None]

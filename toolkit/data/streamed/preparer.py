@@ -15,9 +15,9 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-from toolkit.data.streamed.files import StorageError
 from toolkit.data.streamed.reader import Wanted, error_file, read_wanted, used_bytes
 from toolkit.data.streamed.stream import Stream
+from toolkit.io.storage import StorageError
 
 _POLL = 0.1  # seconds between looks at what is wanted
 _MARGIN = 1.2  # of the estimated size of a unit

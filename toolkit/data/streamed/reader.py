@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import IO
 
 from toolkit.data.cache import HEARTBEAT
-from toolkit.data.streamed.stream import Report, Stream, UnitCounts, file_lock, write_json
+from toolkit.data.streamed.stream import Report, Stream, UnitCounts
 from toolkit.errors import DataError, one_line
-from toolkit.leftovers import machine_name
+from toolkit.io.atomic import write_json
+from toolkit.io.locks import file_lock, lock
+from toolkit.io.temporary import machine_name
 
 _POLL = 0.05  # seconds between looks for a unit
 _MAX_STARTS = 4  # of each preparer, until a unit is ready
@@ -130,10 +132,7 @@ class StreamReader:
         name = f"{machine_name()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._file, self._pid = self.stream.folder / "readers" / f"{name}.json", os.getpid()
         self._lock = open(self._file.with_suffix(".lock"), "w")  # noqa: SIM115 - held as long as the process lives
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        lock(self._lock)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "report": print, "_file": None, "_lock": None, "_pid": 0}
@@ -145,23 +144,15 @@ def read_wanted(folder: Path) -> list[Wanted]:
     for file in sorted((folder / "readers").glob("*.json")):
         if file.name.startswith("."):
             continue
-        lock = file.with_suffix(".lock")
-        with contextlib.suppress(FileNotFoundError), file_lock(lock, wait=False) as held:
-            if held is not None and _has_locks():
+        lock_file = file.with_suffix(".lock")
+        with contextlib.suppress(FileNotFoundError), open(lock_file, "a") as opened:
+            if lock(opened, wait=False):
                 file.unlink(missing_ok=True)
-                lock.unlink(missing_ok=True)
+                lock_file.unlink(missing_ok=True)
                 continue
         with contextlib.suppress(ValueError, TypeError, OSError):
             found.append(Wanted(**json.loads(file.read_bytes())))
     return found
-
-
-def _has_locks() -> bool:
-    with contextlib.suppress(ImportError):
-        import fcntl
-
-        return bool(fcntl)
-    return False
 
 
 def error_file(folder: Path, number: int) -> Path:

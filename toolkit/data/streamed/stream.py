@@ -17,13 +17,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from toolkit.checksums import check_entries, find_damage
 from toolkit.data.cache import CHECKSUMS, DAMAGE_ERRORS, HEARTBEAT, MANIFEST, publish, staging_folder
 from toolkit.data.streamed.files import SourceFile
 from toolkit.data.streamed.units import BrokenFileError, Part, plan_units, read_part
@@ -32,7 +30,10 @@ from toolkit.data.text.tokenize import tokenize
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.data.tokens.store import TokenStore, TokenWriter, token_dtype
 from toolkit.errors import DataError
-from toolkit.leftovers import sweep, temporary_path
+from toolkit.io.atomic import write_json
+from toolkit.io.checksums import check_entries, find_damage
+from toolkit.io.locks import file_lock
+from toolkit.io.temporary import sweep, temporary_path
 
 Report = Callable[[str], None]
 Copy = tuple[int, int]  # inode and time of a unit's folder, which tell its copies apart
@@ -280,29 +281,3 @@ def _batches(texts: Iterator[Piece], can_cut: bool) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a file whole or not at all."""
-    temporary = temporary_path(path)
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(temporary, path)
-
-
-@contextmanager
-def file_lock(path: Path, wait: bool = True) -> Iterator[IO[str] | None]:
-    """Hold a lock of the processes that share a folder; it ends with the process. Yield its file, None if not held.
-
-    Where there are no locks (Windows, some network file systems), it counts as held: work may be done twice.
-    """
-    with open(path, "a") as file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield None
-            return
-        except (ImportError, OSError):
-            pass
-        yield file

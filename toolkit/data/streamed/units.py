@@ -13,10 +13,11 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
-from toolkit.data.streamed.files import RetryingFile, SourceFile, StorageError
+from toolkit.data.streamed.files import RetryingFile, SourceFile
 from toolkit.data.text.documents import PIECE, Piece, cut_text
 from toolkit.errors import UserError, join_first, one_line
-from toolkit.untrusted import MAX_ROW
+from toolkit.io.storage import StorageError
+from toolkit.io.untrusted import MAX_ROW
 
 UNIT_BYTES = 32 << 20
 _BUFFER = 4 << 20  # bytes per read
@@ -167,11 +168,7 @@ def _decompressed(raw: RetryingFile, file: SourceFile) -> IO[bytes]:
 
 
 def import_pyarrow() -> Any:
-    """Import pyarrow.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Import pyarrow."""
     try:
         import pyarrow
     except ImportError as error:

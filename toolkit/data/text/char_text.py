@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from toolkit.data.base import DataModule, PreparedData, require
 from toolkit.errors import UserError
-from toolkit.paths import is_url
+from toolkit.io.paths import is_url
 
 if TYPE_CHECKING:
     from toolkit.data.tokenizer import Tokenizer

@@ -50,9 +50,6 @@ def fingerprint(paths: list[Path], option: str) -> list[Document]:
     """Hash files and sort them by hash: a shuffled order that is a pure function of the contents.
 
     Empty files are skipped.
-
-    Raises:
-        UserError: A file cannot be read, or all are empty; the message names ``option``.
     """
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading release the GIL
         hashed = list(pool.map(lambda path: _hash(path, option), paths))
@@ -93,9 +90,6 @@ def pieces(document: Document, size: int | None = PIECE) -> Iterator[Piece]:
 
     Cuts fall only between a line that ends in a visible character and one that starts with a letter: tokenizers with
     :meth:`Tokenizer.splits_at_newlines` split there as well, so the token ids do not change.
-
-    Raises:
-        UserError: The file is not UTF-8 or cannot be read.
     """
     try:
         with open(document.path, encoding="utf-8-sig", newline="") as file:

@@ -22,9 +22,6 @@ def fetch(url: str, option: str, cache_dir: str | None, report: Callable[[str], 
         option: The option of ``--data`` that gives it.
         cache_dir: Cache folder for prepared data.
         report: Receives progress lines.
-
-    Raises:
-        UserError: The URL contains credentials or cannot be read, or the cache folder cannot be written.
     """
     require_no_secret(url, option)
     key = hashlib.sha256(url.encode()).hexdigest()

@@ -71,11 +71,7 @@ class TextSources:
 def prepare_text(
     sources: TextSources, *, tokenizer: Tokenizer | None, max_seq_length: int, report: Report
 ) -> PreparedData:
-    """Load the rows of ``sources`` from the cache, or prepare them.
-
-    Raises:
-        UserError: The text, tokenizer or cache folder is invalid.
-    """
+    """Load the rows of ``sources`` from the cache, or prepare them."""
     start = time.perf_counter()
     if tokenizer is not None and tokenizer.eos_id is None:
         raise UserError(f"{tokenizer.name}: has no end-of-document token; set eos_token in tokenizer_config.json")

@@ -65,11 +65,7 @@ class PythonStdlib(DataModule):
 
 
 def find_sources() -> list[Path]:
-    """Return the UTF-8 source files of the standard library, sorted.
-
-    Raises:
-        UserError: This Python has no source files.
-    """
+    """Return the UTF-8 source files of the standard library, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, subfolders, names in os.walk(root):

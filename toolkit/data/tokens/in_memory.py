@@ -24,9 +24,6 @@ class InMemoryData(PythonData):
         val_dataset: The validation rows, or None.
         num_workers: Data loading processes; 0 reads in the training process.
         max_length: Truncate rows to this many input tokens; None keeps their length.
-
-    Raises:
-        UserError: The dataset is empty, or a checked row is invalid.
     """
 
     def __init__(self, dataset: Any, val_dataset: Any, num_workers: int, max_length: int | None) -> None:
@@ -70,11 +67,7 @@ class InMemoryDataset:
         return read_row(self._dataset[index], f"{self._name}[{index}]", self._max_length)
 
     def survey(self) -> tuple[list[int], str]:
-        """Return the lengths of some evenly spaced rows, and a SHA-256 of these rows and the dataset length.
-
-        Raises:
-            UserError: A row is invalid.
-        """
+        """Return the lengths of some evenly spaced rows, and a SHA-256 of these rows and the dataset length."""
         last = len(self) - 1
         indices = sorted({round(last * i / (SURVEYED - 1)) for i in range(SURVEYED)})
         rows = [self[index] for index in indices]

@@ -38,9 +38,6 @@ class IterableData(PythonData):
         val_dataset: The validation rows, map-style, or None.
         max_length: Truncate rows to this many input tokens; None keeps their length.
         allow_duplicates: Let the DataLoaders of two ranks yield the same samples.
-
-    Raises:
-        UserError: There are no rows, or one of the first rows is invalid.
     """
 
     def __init__(self, dataset: Any, val_dataset: Any, max_length: int | None, allow_duplicates: bool = False) -> None:
@@ -73,9 +70,6 @@ class IterableRows:
     ``first``: The first rows; what ``rows[p]`` returns before :meth:`order` was called.
     ``key``: Their hash, the same whenever the run is resumed.
     ``note``: How a resumed run finds its place, for the log; "" where there is nothing to say.
-
-    Raises:
-        UserError: There are no rows, or one of the first rows is invalid.
     """
 
     kind = "iterable"
@@ -100,11 +94,7 @@ class IterableRows:
     # ---- position to row
 
     def order(self, seed: int, state: dict[str, Any]) -> IterableRows:
-        """Go to the beginning, or to a place of which :meth:`state` was saved; the order is the iterable's own.
-
-        Raises:
-            UserError: There the iterable has another row than before.
-        """
+        """Go to the beginning, or to a place of which :meth:`state` was saved; the order is the iterable's own."""
         self._is_open, self.note = True, ""
         self._items: Iterator[Any] | None = None
         self._epoch, self._epoch_start = state.get("epoch", 0), state.get("epoch_start", 0)
@@ -221,11 +211,7 @@ class IterableRows:
         return self.key
 
     def check_shares(self, shares: list[Any]) -> None:
-        """Check what the ranks read, from :meth:`share` of each.
-
-        Raises:
-            UserError: They would not read each sample once.
-        """
+        """Check what the ranks read, from :meth:`share` of each."""
         for rank, key in enumerate(shares):
             if key != shares[0]:
                 raise UserError(
@@ -258,11 +244,7 @@ class LoaderRows(IterableRows):
         self.key = "DataLoader"  # its rows depend on the rank; order() compares them
 
     def order(self, seed: int, state: dict[str, Any]) -> LoaderRows:
-        """See :meth:`IterableRows.order`; reads all rows of this rank again.
-
-        Raises:
-            UserError: The number of ranks has changed, or their first rows.
-        """
+        """See :meth:`IterableRows.order`; reads all rows of this rank again."""
         super().order(seed, {})
         for generator, state_before in self._generators:
             generator.set_state(state_before)

@@ -35,11 +35,7 @@ class PythonData(DataModule):
         return min(self.lengths) != max(self.lengths)
 
     def describe_lengths(self, max_seq_length: int) -> str:
-        """Return the lengths of the checked rows in words.
-
-        Raises:
-            UserError: A row is longer than ``max_seq_length``, where that is not 0.
-        """
+        """Return the lengths of the checked rows in words."""
         longest = max(self.lengths)
         if max_seq_length and longest > max_seq_length:
             raise UserError(
@@ -56,9 +52,6 @@ def read_row(item: Any, name: str, max_length: int | None) -> dict[str, Tensor]:
         item: A 1-D tensor of T + 1 tokens, alone or in a 1-tuple, ``(input_ids, labels)``, or a mapping with both.
         name: For messages.
         max_length: Truncate to this many input tokens; None keeps the length.
-
-    Raises:
-        UserError: The item is none of these.
     """
     if isinstance(item, tuple) and len(item) == 1:
         (item,) = item
@@ -95,11 +88,7 @@ def hash_rows(rows: Iterable[dict[str, Tensor]]) -> str:
 
 
 def require_shifted(rows: Iterable[dict[str, Tensor]], name: str) -> None:
-    """Check that the labels are the next tokens.
-
-    Raises:
-        UserError: In all rows the labels equal the inputs.
-    """
+    """Check that the labels are the next tokens."""
     if all(map(_is_not_shifted, rows)):
         raise UserError(
             f"{name}: the labels equal the input_ids; labels[t] must be the token that follows "

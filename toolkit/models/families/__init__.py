@@ -117,11 +117,7 @@ def list_aliases() -> list[str]:
 
 
 def get_config(name: str) -> ModelConfig:
-    """Return the configuration of this name; an organization prefix and case are ignored.
-
-    Raises:
-        UserError: The name is unknown; the nearest names are suggested.
-    """
+    """Return the configuration of this name; an organization prefix and case are ignored."""
     configs = {c.name.lower(): c for family in _modules() for c in family.CONFIGS}
     aliases = {a.lower(): n for family in _modules() for a, n in getattr(family, "ALIASES", {}).items()}
     bare = _bare(name)
@@ -145,11 +141,7 @@ class Family:
     module: ModuleType
 
     def validate(self, config: ModelConfig) -> None:
-        """Check the options of a family that has its own, ``ModelConfig.family_options``.
-
-        Raises:
-            UserError: One is unknown or has an invalid value.
-        """
+        """Check the options of a family that has its own, ``ModelConfig.family_options``."""
         if hasattr(self.module, "validate"):
             self.module.validate(config)
 
@@ -159,20 +151,12 @@ class Family:
         return None if path is None else import_object(path)
 
     def to_hf_config(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the content of ``config.json``, without the ids of the special tokens.
-
-        Raises:
-            UserError: The Hugging Face class cannot express the config.
-        """
+        """Return the content of ``config.json``, without the ids of the special tokens."""
         self.module.check(config)
         return self.module.to_hf_config(config)
 
     def weight_map(self, config: ModelConfig) -> list[WeightMapping]:
-        """Return the weight map: which native tensors correspond to which of Hugging Face's.
-
-        Raises:
-            UserError: The Hugging Face class cannot express the config.
-        """
+        """Return the weight map: which native tensors correspond to which of Hugging Face's."""
         self.module.check(config)
         return self.module.weight_map(config)
 
@@ -193,11 +177,7 @@ class Family:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family of a configuration.
-
-    Raises:
-        UserError: ``config.family`` is unknown.
-    """
+    """Return the family of a configuration."""
     known = families()
     require_option(config.family in known, "model_config.family", config.family, f"must be one of {', '.join(known)}")
     return Family(known[config.family])
@@ -217,9 +197,6 @@ def config_from_hf(config_json: dict[str, Any]) -> ModelConfig:
     """Make a configuration from the content of any supported Hugging Face ``config.json``.
 
     For a multimodal model, it is that of its text model.
-
-    Raises:
-        UserError: The architecture or a part of it is not supported.
     """
     config_json = _text_config(config_json)
     model_type = config_json.get("model_type")

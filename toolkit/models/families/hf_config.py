@@ -13,11 +13,7 @@ from toolkit.models.families.hf_keys import require_key
 
 
 def require(config: ModelConfig, **expected: Any) -> None:
-    """Check field values that the family's Hugging Face class fixes.
-
-    Raises:
-        UserError: Names the field, its value and the required value.
-    """
+    """Check field values that the family's Hugging Face class fixes."""
     for name, value in expected.items():
         actual = getattr(config, name)
         hint = f"the Hugging Face model type {config.family!r} only has {value}; such a model cannot be exported"
@@ -74,9 +70,6 @@ def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), has_head_d
         free: Fields that may have any value.
         has_head_dim: Whether the class takes a head dimension other than n_embd / n_head.
         **other: Fields with a required value other than Llama's.
-
-    Raises:
-        UserError: Names the field, its value and the required value.
     """
     expected = _LLAMA_DEFAULTS | {"attention_scores_scalar": config.head_size} | other
     if not has_head_dim:
@@ -85,11 +78,7 @@ def require_llama(config: ModelConfig, *, free: tuple[str, ...] = (), has_head_d
 
 
 def require_divisible_heads(config: ModelConfig) -> None:
-    """Check that n_embd is a multiple of n_head: some classes require it for any head_dim.
-
-    Raises:
-        UserError: Names the field.
-    """
+    """Check that n_embd is a multiple of n_head: some classes require it for any head_dim."""
     if config.n_embd % config.n_head:
         require(config, n_embd=f"multiples of n_head {config.n_head}")
 
@@ -100,11 +89,7 @@ LAYERED_WINDOWS = (*WINDOWS, "sliding_window_indices")
 
 
 def read_bias(config_json: dict[str, Any]) -> bool:
-    """Return whether linear layers have biases, for families with one flag for attention and one for the MLP.
-
-    Raises:
-        UserError: The flags differ.
-    """
+    """Return whether linear layers have biases, for families with one flag for attention and one for the MLP."""
     attention, mlp = (config_json.get(key, False) for key in ("attention_bias", "mlp_bias"))
     if attention != mlp:
         raise UserError(
@@ -213,9 +198,6 @@ def read_windows(
         config_json: Its ``layer_types`` take precedence.
         layer_types: The family's default; None for a window in all layers.
         default: The family's default window.
-
-    Raises:
-        UserError: A layer type is unknown, the number of layer types is wrong, or the window size is missing.
     """
     size, types = config_json.get("sliding_window", default), config_json.get("layer_types")
     types, n_layer = layer_types if types is None else types, config_json["num_hidden_layers"]
@@ -249,11 +231,7 @@ def write_rope_by_layer(config: ModelConfig) -> dict[str, Any]:
 
 
 def require_rope_by_window(config: ModelConfig) -> None:
-    """Check that the sliding-window layers have rope index 1, and that transformers supports the RoPE scaling.
-
-    Raises:
-        UserError: Names the field.
-    """
+    """Check that the sliding-window layers have rope index 1, and that transformers supports the RoPE scaling."""
     for layer in range(config.n_layer):
         is_consistent = (config.window(layer) is not None) == (config.rope_index(layer) == 1)
         hint = f"the Hugging Face model type {config.family!r} has index 1 in sliding-window layers and 0 in the others"

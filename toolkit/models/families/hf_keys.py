@@ -67,21 +67,13 @@ def is_integer(value: Any, minimum: int) -> bool:
 
 
 def require_key(ok: bool, key: str, value: Any, hint: str) -> None:
-    """Check the value of a key of a ``config.json``; ``hint`` gives the valid values or the reason.
-
-    Raises:
-        UserError: ``ok`` is false.
-    """
+    """Check the value of a key of a ``config.json``; ``hint`` gives the valid values or the reason."""
     if not ok:
         raise UserError(f"config.json: {key} {value!r}: {hint}")
 
 
 def require_types(config_json: dict[str, Any]) -> None:
-    """Check the types and ranges of the values of a ``config.json``.
-
-    Raises:
-        UserError: Names the key, its value and the valid values.
-    """
+    """Check the types and ranges of the values of a ``config.json``."""
     for minimum, keys in _INTEGERS.items():
         _require(config_json, keys, lambda v, m=minimum: is_integer(v, m), f"an integer, {minimum} or greater")
         for key in keys:

@@ -35,9 +35,6 @@ def read_rope(
         default_partial: The family's default of the partial rotary factor.
         default_theta: The family's default of the base.
         aliases: Other names of RoPE types.
-
-    Raises:
-        UserError: The RoPE scaling is not supported, or keys contradict each other.
     """
     new, old = (config_json.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     rope, top_level = old or new, {_THETA: theta, _PARTIAL: partial or _PARTIAL}
@@ -86,9 +83,6 @@ def read_rope_by_layer(
         local: The top-level key of the local theta; None if there is none.
         default_theta: The default theta of full-attention layers.
         default_local: The default theta of sliding-window layers.
-
-    Raises:
-        UserError: The RoPE scaling is not supported, or keys contradict each other.
     """
     full, sliding = _full_and_sliding(config_json)
     _require_plain_windows(config_json, full, sliding)

@@ -83,11 +83,7 @@ def read_windows(config_json: dict[str, Any]) -> dict[str, Any]:
 
 
 def uses_windows(config_json: dict[str, Any]) -> bool:
-    """Whether the file enables sliding windows.
-
-    Raises:
-        UserError: It disables them but lists layers with sliding windows.
-    """
+    """Whether the file enables sliding windows."""
     use = config_json.get("use_sliding_window", False)
     is_listed = hf_config.SLIDING in (config_json.get("layer_types") or ())
     hint = f"layer_types has layers with a sliding window; set it to true, or those layers to {hf_config.FULL}"

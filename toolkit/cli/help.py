@@ -14,7 +14,7 @@ from toolkit.commands import EXAMPLES
 from toolkit.config.command import CommandOptions, Option
 from toolkit.config.types import describe, is_restricted, limits, parts
 from toolkit.errors import UserError, did_you_mean
-from toolkit.paths import is_path_option
+from toolkit.io.paths import is_path_option
 
 MANY = 40  # options of a command whose help is one screen
 ORDER = ("", "train", "data", "eval", "optimizer", "fsdp", "ddp", "log", "profiler", "model_config")
@@ -37,9 +37,6 @@ def format_help(name: str, command: CommandOptions, usage: str, positionals: tup
         usage: The line of usage.
         positionals: Options that may be given without their flag.
         topic: "all", the name of a group, or None for the first screen.
-
-    Raises:
-        UserError: there is no such topic.
     """
     groups = _groups(command)
     topics = ("all", *filter(None, groups))

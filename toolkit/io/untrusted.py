@@ -50,11 +50,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_json_object(path: Path, optional: bool = False) -> dict[str, Any]:
-    """Read a JSON object from a file of a model or run; an ``optional`` file that does not exist is empty.
-
-    Raises:
-        UserError: the file cannot be read or does not hold one.
-    """
+    """Read a JSON object from a file of a model or run; an ``optional`` file that does not exist is empty."""
     if optional and not path.is_file():
         return {}
     try:

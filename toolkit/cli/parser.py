@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -10,16 +11,17 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.commands import COMMANDS, TRAINING, WRAPPING
 from toolkit.config import AUTO
 from toolkit.config.checks import note
 from toolkit.config.command import COMMON_OPTIONS, CommandOptions, Given, class_path
 from toolkit.config.other_formats import split, translate
 from toolkit.config.other_formats.rules import File
 from toolkit.distributed.world import count_processes
-from toolkit.errors import UserError
+from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import add_extensions, split_names
-from toolkit.paths import require_local
-from toolkit.untrusted import parse_yaml, read_yaml
+from toolkit.io.paths import require_local
+from toolkit.io.untrusted import parse_yaml, read_yaml
 
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "null", "1", "0")
 Layer = list[tuple[str, Given]]
@@ -35,13 +37,12 @@ def parse(
         setup: As of :class:`CommandOptions`.
         positionals: Parameters that may be given without their flag.
         argv: The words after the subcommand.
-
-    Raises:
-        UserError: an unknown name, a value of the wrong type, a missing option, an unreadable file.
     """
-    functions = (setup,)
-    if hasattr(setup, "choose"):  # argv names another command, whose options it also takes
-        functions, positionals = setup.choose(argv)
+    functions: tuple[Callable[..., None], ...] = (setup,)
+    if name in WRAPPING and argv[:1] not in (["--help"], ["-h"]):
+        wrapped = _wrapped_command(name, argv)
+        functions = (setup, importlib.import_module(COMMANDS[wrapped][0]).setup)
+        positionals = ("command", *COMMANDS[wrapped][1])
     parameters = [parameter for f in functions for parameter in inspect.signature(f).parameters.values()]
     switches = {parameter.name for parameter in parameters if parameter.annotation in (bool, "bool")}
     overrides = [word for word in argv if re.fullmatch(r"\w+_config\.\w+=.*", word)]  # hydra's, of its file
@@ -63,7 +64,7 @@ def parse(
     shown = [p.upper() if options[p].is_required else f"[{p.upper()}]" for p in positionals]
     usage = " ".join([f"toolkit {name}", *shown, "[--option value ...]"])
     if "help" in common:
-        from toolkit.cli_help import format_help
+        from toolkit.cli.help import format_help
 
         print(format_help(name, command, usage, positionals, common["help"]))
         return None
@@ -72,6 +73,16 @@ def parse(
         print(dump(command, config.as_dict(), extensions), end="")
         return None
     return command.arguments(config)
+
+
+def _wrapped_command(name: str, argv: list[str]) -> str:
+    """Return the training command that the words after ``toolkit plan`` begin with."""
+    commands = f"the command to {name.partition('_')[0]} must come first, one of {', '.join(TRAINING)}"
+    if not argv:
+        raise UserError(f"COMMAND: must be given; {commands}")
+    if argv[0] not in TRAINING:
+        raise UserError(f"{argv[0]}: {commands}{did_you_mean(argv[0], TRAINING)}")
+    return argv[0]
 
 
 def read_words(
@@ -133,11 +144,7 @@ def flatten_files(
 
 
 def read_config(path: str | None) -> dict[str, Any]:
-    """Return the content of a YAML file.
-
-    Raises:
-        UserError: the file is not readable or not a mapping.
-    """
+    """Return the content of a YAML file."""
     if not path:
         raise UserError("--config: needs a value: the path of a YAML file")
     require_local("--config", path)

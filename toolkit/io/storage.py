@@ -21,7 +21,17 @@ T = TypeVar("T")
 
 ATTEMPTS = 8
 FIRST_DELAY, MAX_DELAY = 0.5, 30.0  # seconds between attempts: doubled each time, up to the maximum
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "hf": ""}
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "hf": "",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
 _jitter = random.SystemRandom()  # not the state of `random`, which belongs to the run (S2)
 
 _DENIED = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403", "401")
@@ -44,9 +54,6 @@ class Storage:
     Args:
         url: Of the folder.
         flag: The option that messages name.
-
-    Raises:
-        UserError: the package for this kind of storage is missing, or the kind is unknown.
     """
 
     def __init__(self, url: str, flag: str) -> None:
@@ -205,23 +212,10 @@ class Storage:
         Raises:
             StorageError: it failed for good.
         """
-        for attempt in range(self.attempts):
-            try:
-                return request()
-            except Exception as error:
-                reason, may_pass = describe(error)
-                if not may_pass or attempt + 1 == self.attempts or self.closed.is_set():
-                    raise StorageError(reason) from error
-                delay = min(MAX_DELAY, FIRST_DELAY * 2**attempt)
-                self.closed.wait(delay * _jitter.uniform(0.5, 1))
-        raise AssertionError
+        return retry(request, self.url, self.attempts, self.closed)
 
     def probe(self) -> None:
-        """Write, read, list and delete a small object, as the run will.
-
-        Raises:
-            UserError: one of these fails.
-        """
+        """Write, read, list and delete a small object, as the run will."""
         name, content = f".probe-{secrets.token_hex(4)}", b"written by toolkit to see whether this is possible\n"
         attempts, self.attempts = self.attempts, 4
         try:
@@ -245,6 +239,30 @@ class Storage:
         found = self.fs.info(self._path(name))["size"]
         if found != size:
             raise ConnectionError(f"{found:,} of {size:,} bytes of {name} have arrived")
+
+
+def retry(request: Callable[[], T], url: str, attempts: int = ATTEMPTS, closed: threading.Event | None = None) -> T:
+    """Return what a request returns, repeated after failures that may pass: exponential backoff with jitter.
+
+    Args:
+        request: To the storage.
+        url: Of what it asks for, for the message.
+        attempts: At most so many.
+        closed: Ends waiting between attempts.
+
+    Raises:
+        StorageError: it failed for good.
+    """
+    closed = closed or threading.Event()
+    for attempt in range(attempts):
+        try:
+            return request()
+        except Exception as error:
+            reason, may_pass = describe(error, url)
+            if not may_pass or attempt + 1 == attempts or closed.is_set():
+                raise StorageError(reason) from error
+            closed.wait(min(MAX_DELAY, FIRST_DELAY * 2**attempt) * _jitter.uniform(0.5, 1))
+    raise AssertionError
 
 
 def _connect(url: str, flag: str) -> Any:
@@ -274,16 +292,34 @@ def _connect(url: str, flag: str) -> Any:
     try:
         return cls(**options)
     except Exception as error:  # google's storage connects here
-        raise UserError(f"{flag} {url}: {describe(error)[0]}") from error
+        raise UserError(f"{flag} {url}: {describe(error, url)[0]}") from error
 
 
-def describe(error: BaseException) -> tuple[str, bool]:
-    """Return what an error of a storage means, with a fix, on one line, and whether another attempt may succeed."""
-    chain = list(_chain(error))
+def describe(error: BaseException, url: str) -> tuple[str, bool]:
+    """Return what an error of a storage means, with a fix, on one line without credentials, and whether another attempt
+    may succeed. ``url`` is what the request asked for, or the path of a local file."""
+    scheme, is_remote, _ = url.partition("://")
+    chain, (code, status) = list(_chain(error)), _code(error)
     names = {type(e).__name__ for e in chain}
-    code, status = _code(error)
-    if names & set(_NO_CREDENTIALS):
-        name = next(name for name in _NO_CREDENTIALS if name in names)
+    if isinstance(error, ImportError):
+        install = f"run: pip install {PACKAGES[scheme]}" if PACKAGES.get(scheme) else "install the package for it"
+        return f"{scheme}:// needs a package that is not installed; {install}", False
+    if isinstance(error, ValueError) and "rotocol not known" in str(error):
+        return "unknown kind of storage; use a local path, s3://, gs://, hf:// or https://", False
+    if names & set(_UNREACHABLE):
+        return (
+            f"the storage does not answer; check the network{' and AWS_ENDPOINT_URL' * scheme.startswith('s3')}",
+            True,
+        )
+    if code == "NoSuchBucket" or (status == 404 and "Bucket" in code):
+        return "no such bucket; create it, or check its name and AWS_ENDPOINT_URL", False
+    if isinstance(error, FileNotFoundError):
+        return "no such file, folder or bucket; check the name", False
+    if not is_remote:
+        fix = "; check its permissions" if isinstance(error, PermissionError) else ""
+        reason = getattr(error, "strerror", None) or one_line(error) or type(error).__name__
+        return f"cannot be read: {reason[:200]}{fix}", not isinstance(error, FileNotFoundError | PermissionError)
+    if name := next((name for name in names if name in _NO_CREDENTIALS or "Credential" in name), None):
         return (
             f"no credentials ({name}); set those of the storage in the environment, such as AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or name a profile with AWS_PROFILE"
@@ -297,14 +333,8 @@ def describe(error: BaseException) -> tuple[str, bool]:
             f"access denied ({code or 'no permission'}); check the key, and that it may list, read, write and delete "
             "there"
         ), False
-    if code == "NoSuchBucket" or (status == 404 and "Bucket" in code):
-        return "no such bucket; create it, or check its name and AWS_ENDPOINT_URL", False
     if code == "InvalidBucketName" or "ParamValidationError" in names:
         return "not a valid name of a bucket; check it", False
-    if names & set(_UNREACHABLE):
-        return "the storage does not answer; check the network and AWS_ENDPOINT_URL", True
-    if isinstance(error, FileNotFoundError):
-        return "no such bucket or object; check the URL", False
     reason = code if code and not code.isdigit() else one_line(error)[:150] or type(error).__name__
     return f"the storage failed ({reason}{f', HTTP status {status}' if status else ''}); try again later", True
 

@@ -14,13 +14,13 @@ from helpers.cases import check_each
 import toolkit
 from tests.checkpoints.test_adapters import make
 from tests.commands.test_consolidate import make_checkpoint, shard
-from toolkit.cli import COMMANDS, main
-from toolkit.commands import TRAINING
+from toolkit.cli import main
+from toolkit.commands import COMMANDS, TRAINING, WRAPPING
 from toolkit.config.command import CommandOptions
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.extension import registered
-from toolkit.paths import is_path_option
+from toolkit.io.paths import is_path_option
 
 NO_PATHS = {
     "base_model", "callbacks", "columns", "compiler", "family", "family_options", "group", "latent_attention",
@@ -35,7 +35,7 @@ def path_options() -> list[tuple[str, list[str], str]]:
     found = []
     for name, (module, _, _) in COMMANDS.items():
         setup = importlib.import_module(module).setup
-        if hasattr(setup, "choose"):
+        if name in WRAPPING:
             continue  # the options of another command
         command = CommandOptions(setup)
         kinds = [(group, kind) for group in command.bases for kind in command.choices(group).items()] or [None]

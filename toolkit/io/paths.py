@@ -24,21 +24,13 @@ def is_url(value: Any) -> bool:
 
 
 def require_local(name: str, value: Any) -> None:
-    """Reject a URL as the value of a path option; ``Path`` would create a local folder ``s3:``.
-
-    Raises:
-        UserError: the value is a URL.
-    """
+    """Reject a URL as the value of a path option; ``Path`` would create a local folder ``s3:``."""
     if is_path_option(name) and is_url(value):
         raise UserError(f"{name} {_without_user(str(value))}: must not be on remote storage; use a local folder")
 
 
 def require_folder(name: str, value: Any) -> None:
-    """Check the URL of a path option that takes a local folder or one on remote storage.
-
-    Raises:
-        UserError: it is a URL with credentials, or without a bucket or a folder in it.
-    """
+    """Check the URL of a path option that takes a local folder or one on remote storage."""
     if not is_url(value):
         return
     shown = _without_user(str(value))
@@ -71,9 +63,6 @@ def require_inside(file: Path, folder: Path) -> None:
 
     An untrusted folder could otherwise copy the user's private files into a published model. Links within the folder,
     and those of the Hugging Face hub's cache to its blobs, are allowed.
-
-    Raises:
-        UserError: the file is outside the folder.
     """
     real, root = file.resolve(), folder.resolve()
     roots = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from toolkit import checksums
-from toolkit.checksums import check_entries, checksum_files, find_damage
+from toolkit.io import checksums
+from toolkit.io.checksums import check_entries, checksum_files, find_damage
 
 
 @pytest.fixture

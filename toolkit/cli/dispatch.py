@@ -53,7 +53,7 @@ def run(name: str, argv: list[str]) -> int:
     try:
         if name in DISTRIBUTED and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _terminate)  # the other processes are told
-        parse = importlib.import_module("toolkit.cli_parser").parse
+        parse = importlib.import_module("toolkit.cli.parser").parse
         setup = importlib.import_module(module).setup
         if (arguments := parse(name, setup, positionals, argv)) is not None:
             importlib.import_module("toolkit.planning.early").check_early(name, arguments)
@@ -89,7 +89,3 @@ def _end(program: str, message: object, code: int, is_internal: bool = False) ->
     is_alone = program.removeprefix("toolkit ") in COMMANDS.keys() - set(DISTRIBUTED)  # no other process waits for it
     report("") if is_alone else report_failure(error, text, code, report)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Atomic writes of small files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UserError
+from toolkit.io.temporary import sweep, temporary_path
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def file_error(path: Path, error: OSError) -> UserError:
+    """Return a one-line error for a failed operation on ``path``, with a fix."""
+    hint = "free some space" if error.errno in NO_SPACE else "check the path and its permissions"
+    return UserError(f"{path}: {error.strerror or error}; {hint}")
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Atomically replace ``path`` with ``content``; readers and crashes see either the old or the new file.
+
+    Raises:
+        OSError: The folder is not writable or the disk is full; the old file is unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent)
+    temporary = temporary_path(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync(path.parent)  # makes the rename durable
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file of a cache: whole or not at all, also after a crash of the process."""
+    temporary = temporary_path(path)
+    temporary.write_text(json.dumps(value), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def sync(path: Path) -> None:
+    """Sync a file or a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync every file and folder to disk, so that they survive a power failure after a rename."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            sync(Path(root) / name)
+        sync(Path(root))
