@@ -326,7 +326,7 @@ def test_resume_with_a_new_out_dir(run_dir, tmp_path):
     assert resolve_resume("auto", fresh) is None
     with pytest.raises(UserError, match=r"already used \(logs/metrics.csv exists\)"):
         resolve_resume(False, fresh)
-    with pytest.raises(UserError, match="is of another run; give another --out_dir"):
+    with pytest.raises(UserError, match="belongs to another run; give another --out_dir"):
         resolve_resume(str(run_dir), fresh)
 
 

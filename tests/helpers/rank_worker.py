@@ -30,7 +30,7 @@ from helpers.peak_memory import rise
 from helpers.slow_writes import slow_disk, writes_that_last
 from toolkit import cli
 from toolkit.checkpoints.run import sharded
-from toolkit.checkpoints.run.states import full_state
+from toolkit.checkpoints.run.state_dicts import full_state
 from toolkit.diagnostics import alone, communication
 from toolkit.diagnostics.gradients import GradientRecorder
 from toolkit.distributed import fsdp, strategy

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.checkpoints.scratch import empty_on_disk
+from toolkit.checkpoints.scratch import mmap_empty
 from toolkit.checkpoints.store import write_checkpoint, write_file, write_folder
 from toolkit.data.cache import clean_up, staging_folder
 from toolkit.io import temporary
@@ -23,7 +23,7 @@ WRITERS = {
     "metrics": lambda folder, name: write_atomic(folder / name, b"rows"),
     "folder": lambda folder, name: write_folder(folder / name, lambda tmp: (tmp / "file").touch(), "out_dir"),
     "file": lambda folder, name: write_file(folder / name, lambda tmp: tmp.touch(), "out_dir"),
-    "reader": lambda folder, name: empty_on_disk(torch.Size([100_000]), torch.float32, folder / name),
+    "reader": lambda folder, name: mmap_empty(torch.Size([100_000]), torch.float32, folder / name),
     "checkpoint": lambda folder, name: write_checkpoint(folder / f"step-{len(name)}", lambda tmp: None),
 }
 

@@ -14,7 +14,7 @@ from helpers.groups import Case, run_group
 from helpers.initialize import add_lora
 
 from toolkit.checkpoints.run.host_copy import HostCopies
-from toolkit.checkpoints.run.states import adapter_state, full_state, tied_names
+from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, tied_names
 from toolkit.config import DDPArgs, FSDPArgs
 from toolkit.distributed.strategy import StrategyPlan, plan_strategy
 from toolkit.models import attention

@@ -21,7 +21,7 @@ from tests.training.test_run import arguments, assert_same_weights, losses
 from toolkit.checkpoints.finite import nonfinite_state
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
 from toolkit.checkpoints.run.sharded import save_sharded
-from toolkit.checkpoints.run.states import full_state, sharded_state, tied_names
+from toolkit.checkpoints.run.state_dicts import full_state, sharded_state, tied_names
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
 from toolkit.config import AUTO, PRETRAIN, OptimizerArgs
 from toolkit.distributed.ddp_bf16 import SumInFP32

@@ -14,7 +14,7 @@ from toolkit.checkpoints.adapters import AdapterInfo, is_adapter_dir, load_adapt
 from toolkit.checkpoints.find import CONFIG, HYPERPARAMETERS
 from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import load_compatible_weights, load_model, read_model_config, write_model_config
-from toolkit.checkpoints.scratch import SMALL, empty_on_disk
+from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_model_folder
 from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
@@ -151,8 +151,8 @@ def _write_weights(merged: MergedWeights, path: Path) -> None:
     for name in merged:
         weight = merged[name]
         if weight is not merged._weights[name]:
-            weight = empty_on_disk(weight.shape, weight.dtype, path).copy_(weight)
-            if weight.numel() >= SMALL:
+            weight = mmap_empty(weight.shape, weight.dtype, path).copy_(weight)
+            if weight.numel() >= SMALL_NUMEL:
                 give_back_freed_memory()
         weights[name] = weight
         merged.nonfinite += nonfinite_tensors({name: weight})

@@ -14,10 +14,10 @@ from toolkit.errors import UserError
 from toolkit.io.temporary import sweep, temporary_prefix
 
 _sweep_once = functools.cache(sweep)  # once per folder, not per tensor
-SMALL = 65_536  # elements; smaller tensors stay in memory
+SMALL_NUMEL = 65_536  # elements; smaller tensors stay in memory
 
 
-def empty_on_disk(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
+def mmap_empty(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
     """Return an empty tensor in an unnamed file, or in memory if it is small.
 
     Args:
@@ -26,7 +26,7 @@ def empty_on_disk(size: torch.Size, dtype: torch.dtype, folder: Path) -> Tensor:
         folder: The folder that is read or written. Its disk is tried first, because the system's temporary folder is
             often in memory.
     """
-    if size.numel() < SMALL:
+    if size.numel() < SMALL_NUMEL:
         return torch.empty(size, dtype=dtype)
     nbytes = size.numel() * dtype.itemsize
     for parent in (folder.parent, Path(tempfile.gettempdir())):

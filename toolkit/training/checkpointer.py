@@ -24,7 +24,7 @@ from toolkit.checkpoints.finite import nonfinite_state
 from toolkit.checkpoints.folder import write_model_files
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.optimizer_state import load_optimizer
-from toolkit.checkpoints.run.states import adapter_state, full_state, sharded_state
+from toolkit.checkpoints.run.state_dicts import adapter_state, full_state, sharded_state
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_state, save_state
 from toolkit.data.tokenizer import Tokenizer

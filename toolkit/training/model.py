@@ -16,7 +16,7 @@ from torch import nn
 
 from toolkit.checkpoints.folder import load_compatible_weights, read_model_config
 from toolkit.checkpoints.run.sharded import is_sharded
-from toolkit.checkpoints.run.states import load_sharded_weights, tied_names
+from toolkit.checkpoints.run.state_dicts import load_sharded_weights, tied_names
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_weights
 from toolkit.config import ActivationCheckpointing
@@ -48,7 +48,7 @@ class ModelSpec:
         config: Its architecture; None for a user-provided module.
         blocks: The classes of its blocks.
         sizes: Elements of each parameter, by name.
-        tied: See :func:`toolkit.checkpoints.run.states.tied_names`.
+        tied: See :func:`toolkit.checkpoints.run.state_dicts.tied_names`.
         no_decay_params: See :func:`toolkit.optim.classes.no_decay_params`.
         block_params: See :func:`toolkit.optim.classes.block_params`.
         fingerprint: What may not change on resume.

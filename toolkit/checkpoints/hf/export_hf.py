@@ -17,7 +17,7 @@ from toolkit.checkpoints.hf.files import FORMAT_NAMES
 from toolkit.checkpoints.hf.reader import CONFIG, INDEX, SINGLE
 from toolkit.checkpoints.hf.sums import write_sums
 from toolkit.checkpoints.merge import MergedWeights, copy_files, random_tokens, relative_difference
-from toolkit.checkpoints.scratch import SMALL
+from toolkit.checkpoints.scratch import SMALL_NUMEL
 from toolkit.checkpoints.store import require_new_folder, write_folder
 from toolkit.data.chat.template import GENERATION_FILE, ChatTemplate
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
@@ -238,7 +238,7 @@ def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator
             assert (name, tensor.shape, tensor.dtype) == (wanted, meta.shape, meta.dtype), f"{name} is not {wanted}"
             file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
             nonfinite += nonfinite_tensors({name: tensor})
-            if tensor.numel() >= SMALL:
+            if tensor.numel() >= SMALL_NUMEL:
                 del tensor
                 give_back_freed_memory()
     return nonfinite

@@ -19,7 +19,7 @@ from toolkit.checkpoints.hf.reader import CONFIG, find_weights, quantized_bits
 from toolkit.checkpoints.hf.sums import require_intact
 from toolkit.checkpoints.hf.tokenizer import convert_sentencepiece, find_sentencepiece
 from toolkit.checkpoints.merge import copy_files
-from toolkit.checkpoints.scratch import SMALL, empty_on_disk
+from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
 from toolkit.checkpoints.weights import require_compatible
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
@@ -272,10 +272,10 @@ def _convert(
         for name, tensor in zip(entry.native, entry.from_hf(originals), strict=True):
             wanted = resolve_weight_dtype(name, dtype) or dtype
             if tensor.dtype != wanted or all(tensor is not original for original in originals):
-                tensor = empty_on_disk(tensor.shape, wanted, beside).copy_(tensor)
+                tensor = mmap_empty(tensor.shape, wanted, beside).copy_(tensor)
             weights[name] = tensor
             nonfinite += nonfinite_tensors({name: tensor})
-            if tensor.numel() >= SMALL:
+            if tensor.numel() >= SMALL_NUMEL:
                 give_back_freed_memory()
         del originals  # dequantized weights are in memory
     if config.tie_embeddings:

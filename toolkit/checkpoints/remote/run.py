@@ -161,7 +161,7 @@ class RemoteRun:
         return missing
 
     def _require_unused(self, resume: str | bool) -> None:
-        what = "continues it" if resume is False else f"continues it, and --resume {resume} is of another run"
+        what = "continues it" if resume is False else f"continues it, and --resume {resume} belongs to another run"
         if (used := checkpoints.first_use(self.storage)) is not None:
             raise self.storage.error(
                 f"already used ({used} exists); --resume auto {what}; another --out_dir starts a new run"

@@ -9,6 +9,7 @@ from toolkit.checkpoints.finite import nonfinite_tensors
 from toolkit.checkpoints.folder import CONFIG, load_compatible_weights, read_model_config
 from toolkit.checkpoints.manifest import COMPLETE
 from toolkit.checkpoints.merge import copy_files
+from toolkit.checkpoints.run.optimizer_state import SEPARATOR
 from toolkit.checkpoints.run.sharded import is_sharded, read_sharded
 from toolkit.checkpoints.store import WEIGHTS, is_complete, require_new_folder, write_folder, write_model_folder
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
@@ -22,19 +23,16 @@ _STATE, _OPTIMIZER = Path("trainer", "state.pth"), Path("trainer", "optimizer")
 def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
     """Write the checkpoint with its weights in one file and its optimizer in ``trainer/state.pth``.
 
-    The new folder is created atomically. It is marked complete if the source is. Runs in one process, without a process
-    group; memory use as in :func:`~toolkit.checkpoints.run.sharded.read_sharded`.
-
-    Returns:
-        The names of the weights that contain NaN or Inf.
+    Creates the folder atomically, marks it complete if the source is, and returns the names of the weights that contain
+    NaN or Inf. Needs no process group; memory use is that of :func:`~toolkit.checkpoints.run.sharded.read_sharded`.
     """
     checkpoint_dir, out_dir = Path(checkpoint_dir), Path(out_dir)
     require_new_folder(out_dir)
     if checkpoint_dir.resolve() in (out_dir.resolve(), *out_dir.resolve().parents):
-        raise UserError(f"out_dir {out_dir}: is inside the checkpoint; give a folder beside it")
+        raise UserError(f"out_dir {out_dir}: is inside the checkpoint; give another folder")
     if not (is_sharded(checkpoint_dir / WEIGHTS) or is_sharded(checkpoint_dir / _OPTIMIZER)):
         raise UserError(f"checkpoint_dir {checkpoint_dir}: is not sharded: its {WEIGHTS} is one file already")
-    # Not write_checkpoint: it cleans up beside out_dir, which may belong to a running job or be no run at all.
+    # Not write_checkpoint: it deletes unfinished checkpoints next to out_dir, which may belong to a running job.
     write = write_model_folder if is_complete(checkpoint_dir) else write_folder  # only the former marks it complete
     nonfinite: list[str] = []
     write(out_dir, lambda tmp: nonfinite.extend(_write(tmp, checkpoint_dir)), flag="out_dir")
@@ -42,8 +40,8 @@ def consolidate(checkpoint_dir: Path, out_dir: Path) -> list[str]:
 
 
 def _write(tmp: Path, source: Path) -> list[str]:
-    joined = {source / path for path in (WEIGHTS, _STATE, _OPTIMIZER, COMPLETE)}
-    copy_files(source, tmp, ("**/*",), exclude=joined)
+    converted = {source / path for path in (WEIGHTS, _STATE, _OPTIMIZER, COMPLETE)}
+    copy_files(source, tmp, ("**/*",), exclude=converted)
     nonfinite = _write_weights(tmp, source)
     if (source / "trainer").exists():
         _write_state(tmp, source)
@@ -77,7 +75,7 @@ def _optimizer_state(tensors: dict[str, Any], source: Path) -> dict[str, dict[st
     """{"<parameter>|<key>": tensor or number} -> {parameter: {key: tensor or number}}"""
     state: dict[str, dict[str, Any]] = {}
     for flat, tensor in tensors.items():
-        name, bar, key = flat.rpartition("|")
+        name, bar, key = flat.rpartition(SEPARATOR)
         if not bar:
             raise UserError(f"{source / _OPTIMIZER}: holds {flat!r:.100}, which is not an optimizer tensor")
         state.setdefault(name, {})[key] = tensor

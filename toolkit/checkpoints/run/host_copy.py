@@ -14,31 +14,31 @@ from toolkit.distributed.private_torch import local_shard
 class HostCopies:
     """Copies of tensors in host memory, which is kept for the next checkpoint.
 
-    Copies of CUDA tensors are in pinned memory; training goes on while they are made. (Not tried on CUDA.)
+    CUDA tensors are copied to pinned memory while training continues. (Not tried on CUDA.)
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._copied: dict[Any, Tensor] = {}  # tied weights are one tensor in the copy, too
         self._live: set[int] = set()
-        self._all_made: torch.cuda.Event | None = None
+        self._copied_event: torch.cuda.Event | None = None
 
     @property
     def nbytes(self) -> int:
-        """Host memory that is kept."""
+        """Host memory in use, in bytes."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def begin(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Begin a new checkpoint; what the previous one copied is overwritten."""
+        """Begin a new checkpoint. It overwrites the copies of the previous one."""
         self._copied = {}
         tensors = [*_tensors([*optimizer.state.values(), *optimizer.param_groups])]
         tensors += [*module.parameters(), *module.buffers()]
         self._live = {local_shard(tensor).untyped_storage().data_ptr() for tensor in tensors}
 
     def copy(self, value: Any, name: str) -> Any:
-        """Copy the tensors of nested containers. Those gathered for this checkpoint only are returned as they are.
+        """Copy the tensors of nested containers; tensors that training does not use are returned as they are.
 
-        ``name`` tells tensors apart, from one checkpoint to the next.
+        ``name`` identifies the buffer that the next checkpoint reuses.
         """
         if isinstance(value, Tensor):
             return self._copy_tensor(value.detach(), name)
@@ -61,15 +61,15 @@ class HostCopies:
         return self._copied[key]
 
     def end(self) -> None:
-        """All copies are requested: :meth:`wait` waits for them."""
+        """Record the end of the copies, for :meth:`wait`."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._all_made = torch.cuda.Event()
-            self._all_made.record()
+            self._copied_event = torch.cuda.Event()
+            self._copied_event.record()
 
     def wait(self) -> None:
-        """Wait until the copies are made; in any thread."""
-        if self._all_made is not None:
-            self._all_made.synchronize()
+        """Wait until the copies are complete; in any thread."""
+        if self._copied_event is not None:
+            self._copied_event.synchronize()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

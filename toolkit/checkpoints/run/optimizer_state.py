@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.checkpoints.run.sharded import ShardReader, is_sharded
-from toolkit.checkpoints.scratch import SMALL
+from toolkit.checkpoints.scratch import SMALL_NUMEL
 from toolkit.checkpoints.weights import load_weights
 from toolkit.distributed import ranks
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.private_torch import local_parts, local_shard
-from toolkit.errors import UserError
+from toolkit.errors import UserError, one_line
 from toolkit.optim.bf16 import MASTER
 
 SEPARATOR = "|"  # in names of sharded tensors: parameter|key
@@ -99,22 +99,25 @@ def load_optimizer(
     Args:
         module: The wrapped module.
         optimizer: A new optimizer.
-        saved: The entry ``optimizer`` of the state file, from any function of :mod:`toolkit.checkpoints.run.states`.
+        saved: The entry ``optimizer`` of the state file, from any function of :mod:`toolkit.checkpoints.run.state_dicts`.
         file: The state file, for messages.
         folder: The optimizer's shards, used if ``saved`` contains no tensors.
         may_be_empty: Whether the checkpoint may predate the first optimizer step.
         weights: The weights' file or shards, for an optimizer with masters.
     """
-    where, entries = _read_entries(saved, file, folder)
     parts = _local_parameters(module, optimizer)
     by_name = {name: part for part in parts for name in part.names}
-    entries = {canonical_name(name): entry for name, entry in entries.items()}
+    is_torch_optimizer = type(optimizer).__module__.startswith(("torch.optim", "toolkit."))
+    try:
+        where, entries = _read_entries(saved, file, folder)
+        _load_groups(optimizer, saved, by_name, file, is_torch_optimizer)
+        without = {canonical_name(name) for name in saved.get("without_state", [])}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: optimizer: malformed ({one_line(error)}); resume from another checkpoint") from error
     if unknown := sorted(entries.keys() - by_name.keys()):
         raise UserError(f"{where}: optimizer state of {unknown[0]!r:.100}: the optimizer has no such parameter")
-    is_torch_optimizer = type(optimizer).__module__.startswith(("torch.optim", "toolkit."))
     masters: dict[str, _LazyTensor] | None = None
-    _load_groups(optimizer, saved, by_name, file, is_torch_optimizer)
-    without, missing = set(_list_of_names(saved.get("without_state", []), file)), []
+    missing: list[_LocalParameter] = []
     for part in parts:
         state = _create_state(optimizer, part)
         entry = next((entries[name] for name in part.names if name in entries), None)
@@ -133,7 +136,7 @@ def load_optimizer(
             raise UserError(f"{where}: optimizer state of {part.names[0]}: {error}") from None
         if part.parameter.numel():  # FSDP: no state for a parameter of which this rank has no elements
             optimizer.state[part.parameter] = state
-        if part.parameter.numel() >= SMALL:
+        if part.parameter.numel() >= SMALL_NUMEL:
             give_back_freed_memory()
     if missing and (entries or not may_be_empty):
         unexpected = [part for part in missing if not without.intersection(part.names)]
@@ -148,42 +151,35 @@ class _MismatchError(Exception):
 
 
 def _read_entries(saved: Any, file: Path, folder: Path) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Return the path of the tensors, for messages, and {parameter: {key: lazy tensor or number}}."""
-    if not isinstance(saved, dict):
-        raise UserError(f"{file}: optimizer: is {_kind(saved)}, not a dictionary; resume from another checkpoint")
-    kinds = [name for name in ("adapters", "state", "values") if name in saved]
-    if not kinds:
+    """Return the path of the tensors, for messages, and {parameter: {key: lazy tensor or number}}.
+
+    torch keeps a prefix such as "module." before the names of a user-defined module.
+    """
+    for kind in ("adapters", "state"):
+        if kind in saved:
+            entries = saved[kind].items()
+            return file, {canonical_name(name): {k: _lazy(v) for k, v in entry.items()} for name, entry in entries}
+    if "values" not in saved:
         raise UserError(f"{file}: optimizer: has no entry 'state'; resume from another checkpoint")
-    if kinds[0] == "values":
-        return folder, {} if saved["values"] is None else _shard_entries(saved["values"], file, folder)
-    entries = saved[kinds[0]]
-    for name, entry in entries.items() if isinstance(entries, dict) else [("state", entries)]:
-        if not (isinstance(name, str) and isinstance(entry, dict) and all(isinstance(key, str) for key in entry)):
-            raise UserError(f"{file}: optimizer state of {name!r:.100}: is {_kind(entry)}, not names and values")
-    # torch keeps a prefix such as "module." before the names of a user-defined module.
-    by_name = {canonical_name(name): entry for name, entry in entries.items()}
-    return file, {name: {key: _lazy(value) for key, value in entry.items()} for name, entry in by_name.items()}
+    return folder, {} if saved["values"] is None else _shard_entries(saved["values"], folder)
 
 
-def _shard_entries(values: Any, file: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    if not (isinstance(values, dict) and all(isinstance(name, str) for name in values)):
-        raise UserError(f"{file}: optimizer: values: is {_kind(values)}, not names and numbers")
-    reader = ShardReader(folder)
-    flat: dict[str, Any] = dict(values)
-    for name, (shape, dtype) in reader.tensors.items():
-        flat[name] = _LazyTensor(shape, dtype, partial(reader.read, name))
+def _shard_entries(values: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
-    for name, value in flat.items():
+    for name, value in [*values.items(), *_shard_tensors(folder).items()]:
         parameter, _, key = name.rpartition(SEPARATOR)
         entries.setdefault(canonical_name(parameter), {})[key] = value
     return entries
 
 
+def _shard_tensors(folder: Path) -> dict[str, _LazyTensor]:
+    reader = ShardReader(folder)
+    return {name: _LazyTensor(*kind, partial(reader.read, name)) for name, kind in reader.tensors.items()}
+
+
 def _saved_weights(path: Path) -> dict[str, _LazyTensor]:
     if is_sharded(path):
-        reader = ShardReader(path)
-        shards = reader.tensors.items()
-        return {canonical_name(name): _LazyTensor(*kind, partial(reader.read, name)) for name, kind in shards}
+        return {canonical_name(name): tensor for name, tensor in _shard_tensors(path).items()}
     return {name: _lazy(tensor) for name, tensor in load_weights(path.parent).items()}
 
 
@@ -215,32 +211,25 @@ def _load_groups(
     is_torch_optimizer: bool,
 ) -> None:
     """Restore the values that an optimizer keeps in its param_groups."""
-    groups = saved.get("param_groups", [])
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise UserError(f"{file}: optimizer: param_groups: is {_kind(groups)}, not a list of dictionaries")
+    groups = saved.get("param_groups")
     if not groups:
         return  # a checkpoint of an earlier version
     if len(groups) != len(optimizer.param_groups):
         raise UserError(f"{file}: optimizer: has {len(groups)} param_groups, this run {len(optimizer.param_groups)}")
     for i, group in enumerate(groups):
-        names = _list_of_names(group.get("params"), file)
+        names = map(canonical_name, group["params"])
         if {parts[name].group if name in parts else None for name in names} != {i}:
             raise UserError(f"{file}: optimizer: param_groups: group {i} has other parameters than in this run")
     if is_torch_optimizer:
         return  # their groups hold options only, which come from the configuration
-    by_rank = saved.get("param_groups_by_rank")
-    if isinstance(by_rank, list) and len(by_rank) == ranks.world_size():
+    by_rank = saved.get("param_groups_by_rank", [])
+    if len(by_rank) == ranks.world_size():
         groups = by_rank[ranks.global_rank()]
-        if not isinstance(groups, list) or [type(group) for group in groups] != [dict] * len(optimizer.param_groups):
-            raise UserError(f"{file}: optimizer: param_groups_by_rank: is not a list of dictionaries for each rank")
     for group, values in zip(optimizer.param_groups, groups, strict=True):
+        device = group["params"][0].device
         for key in values.keys() - _NEVER_RESTORED:
-            if not isinstance(key, str) or (key in group and not _is_same_kind(values[key], group[key])):
-                kinds = f"is {_kind(values[key])}, not {_kind(group.get(key))}"
-                raise UserError(f"{file}: optimizer: param_groups: {key!r:.100}: {kinds}")
-            device = group["params"][0].device
-            is_tensor = isinstance(values[key], Tensor)
-            group[key] = values[key].to(device).clone() if is_tensor else values[key]
+            value = values[key]
+            group[key] = value.to(device).clone() if isinstance(value, Tensor) else value
 
 
 def _create_state(optimizer: torch.optim.Optimizer, part: _LocalParameter) -> dict[str, Any]:
@@ -275,10 +264,14 @@ def _fill(state: dict[str, Any], entry: dict[str, Any], part: _LocalParameter, i
         target = state.get(key)
         if isinstance(value, _LazyTensor) and (target is None or isinstance(target, Tensor)):
             state[key] = _load_tensor(key, value, target, part, is_torch_optimizer)
-        elif not isinstance(value, _LazyTensor) and _is_same_kind(value, target) and not isinstance(target, Tensor):
-            state[key] = value
+        elif isinstance(value, _LazyTensor | Tensor) or isinstance(target, Tensor):
+            raise _MismatchError(f"{key!r:.100} is {_describe(value)}, not {_describe(target)}")
         else:
-            raise _MismatchError(f"{key!r:.100} is {_kind(value)}, not {_kind(target)}")
+            state[key] = value
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, _LazyTensor | Tensor) else f"{value!r:.50}"
 
 
 def _load_tensor(
@@ -302,32 +295,6 @@ def _load_tensor(
     if target is None or not is_same:
         target = torch.empty(shape, dtype=stored.dtype, device=part.parameter.device)
     return target.copy_(stored.read(start, start + target.numel()).view(target.shape))
-
-
-def _is_same_kind(value: Any, other: Any) -> bool:
-    """Whether values are of the same kind; None matches anything, and lists may grow during training."""
-    if isinstance(value, list) and isinstance(other, list):
-        return True
-    if isinstance(value, tuple | list) and isinstance(other, tuple | list):
-        return len(value) == len(other) and all(map(_is_same_kind, value, other))
-    return other is None or value is None or _kind(value) == _kind(other)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
-        return "a number"
-    if isinstance(value, _LazyTensor | Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    kinds: dict[type, str] = {str: "a string", dict: "a dictionary", list: "a list", tuple: "a list"}
-    return kinds.get(type(value), f"{value!r:.50}")
-
-
-def _list_of_names(value: Any, file: Path) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise UserError(f"{file}: optimizer: params: is {_kind(value)}, not a list of names")
-    return [canonical_name(name) for name in value]
 
 
 def _on_cpu(value: Any) -> Any:

@@ -15,10 +15,8 @@ from toolkit.io.paths import is_url
 def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
     """Return the checkpoint folder to resume from, or None for a new run.
 
-    Args:
-        resume: False; "auto": the newest checkpoint of out_dir, if any; True: the same, but it must exist; else a run's
-            folder, a checkpoint folder or its ``lit_model.pth``.
-        out_dir: The run's output folder.
+    ``resume`` is False; "auto" (the newest checkpoint of out_dir, if any); True (the newest, which must exist); a run's
+    folder; a checkpoint folder or its ``lit_model.pth``.
     """
     try:
         os.listdir(out_dir)
@@ -45,7 +43,7 @@ def resolve_resume(resume: bool | str, out_dir: Path) -> Path | None:
     given = local_copy(resume, "--resume", with_trainer=True) if is_url(resume) else Path(resume).expanduser()
     found = _named_checkpoint(given)
     if out_dir.resolve() not in found.resolve().parents:
-        _require_unused(out_dir, f"--resume {resume} is of another run; give another --out_dir")
+        _require_unused(out_dir, f"--resume {resume} belongs to another run; give another --out_dir")
     elif (last := newest(out_dir)) is not None and step_of(last) > step_of(found):
         # Otherwise the next --resume auto could continue from a newer checkpoint of the abandoned branch.
         raise UserError(f"--resume {resume}: {last} is newer; to continue from the older one, give another --out_dir")

@@ -119,15 +119,15 @@ def _required_sizes(metadata: Metadata) -> dict[str, int]:
     required_sizes: dict[str, int] = {}
     for name, tensor in stored_tensors(metadata).items():
         for chunk in tensor.chunks:
-            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            place.shape = chunk.sizes  # expected shape, compared on reading
+            location = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            location.shape = chunk.sizes  # expected shape, compared on reading
             bounds = zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
             if not all(0 <= offset <= offset + size <= dim for offset, size, dim in bounds):
                 raise ValueError(f"a chunk outside {name}")
-            if place.offset < 0 or place.length < chunk.sizes.numel() * tensor.properties.dtype.itemsize:
+            if location.offset < 0 or location.length < chunk.sizes.numel() * tensor.properties.dtype.itemsize:
                 raise ValueError(f"a chunk of {name} that is too short")
-            end, known = place.offset + place.length, required_sizes.get(place.relative_path, 0)
-            required_sizes[place.relative_path] = max(known, end)
+            end, file = location.offset + location.length, location.relative_path
+            required_sizes[file] = max(required_sizes.get(file, 0), end)
         if len({chunk.offsets for chunk in tensor.chunks}) != len(tensor.chunks):
             raise ValueError(f"overlapping chunks of {name}")
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.shard_metadata import read_metadata, stored_tensors
-from toolkit.checkpoints.scratch import SMALL, empty_on_disk
+from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
 from toolkit.checkpoints.torch_zip import FileSlice, describe_load_error, require_uncompressed_zip
 from toolkit.distributed.memory import give_back_freed_memory
 from toolkit.distributed.private_torch import rank_wrapper
@@ -41,12 +41,8 @@ def is_sharded(path: Path) -> bool:
 def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     """Write tensors, one file per rank with its shards; collective if a process group is initialized.
 
-    Args:
-        tensors: The same names on every rank; DTensor, ShardedTensor or plain (then equal on all ranks, stored once).
-        folder: Created if missing.
-
-    Raises:
-        RuntimeError: on every rank if any rank failed to write; the cause is that rank's exception.
+    ``tensors`` has the same names on every rank: DTensor, ShardedTensor or plain (equal on all ranks, stored once). If a
+    rank fails to write, all ranks raise a ``RuntimeError`` with that rank's exception as its cause.
     """
     save = ShardedSave(tensors, folder)
     save.write()
@@ -55,10 +51,9 @@ def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 class ShardedSave:
-    """:func:`save_sharded` in four parts; :meth:`write` and :meth:`finish`, which use the disk, are not collective.
+    """:func:`save_sharded` (``dcp.save``) in four steps, of which :meth:`write` and :meth:`finish` are not collective.
 
-    Together they do what ``dcp.save`` does at once. For the arguments and exceptions, which ``__init__`` and
-    :meth:`gather_results` raise, see :func:`save_sharded`.
+    ``__init__`` and :meth:`gather_results` raise the errors of all ranks.
     """
 
     def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
@@ -69,17 +64,17 @@ class ShardedSave:
         self._metadata: Metadata | None = None  # on rank 0
         self._written: list[WriteResult] | Exception = []
         self._results: list[list[WriteResult]] = []  # of all ranks, on rank 0
-        with self._cause_raised():
-            plan = self._ranks.reduce_scatter("plan", self._plan_own, self._plan_all)
+        with self._raise_cause():
+            plan = self._ranks.reduce_scatter("plan", self._local_plan, self._global_plan)
         self._plan: SavePlan = self._planner.finish_plan(plan)
 
-    def _plan_own(self) -> SavePlan:
+    def _local_plan(self) -> SavePlan:
         is_coordinator = self._ranks.is_coordinator
         self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), is_coordinator)
         self._writer.set_up_storage_writer(is_coordinator)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def _plan_all(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def _global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans, self._metadata = self._planner.create_global_plan(plans)
         return self._writer.prepare_global_plan(plans)
 
@@ -91,15 +86,15 @@ class ShardedSave:
         self._tensors = self._planner.state_dict = {}
 
     def write(self) -> None:
-        """Write this rank's shards. Not collective; :meth:`gather_results` raises an error of it on all ranks."""
+        """Write this rank's shards. Not collective; :meth:`gather_results` raises a failure on all ranks."""
         try:
             self._written = self._writer.write_data(self._plan, self._planner).value()
         except Exception as error:
             self._written = error
 
     def gather_results(self) -> None:
-        """Gather where each rank has written its shards, on rank 0; collective."""
-        with self._cause_raised():
+        """Gather the locations of all shards on rank 0; collective."""
+        with self._raise_cause():
             self._ranks.all_reduce("write", self._result, self._results.extend)
 
     def finish(self) -> None:
@@ -113,7 +108,7 @@ class ShardedSave:
         return self._written
 
     @contextmanager
-    def _cause_raised(self) -> Iterator[None]:
+    def _raise_cause(self) -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
@@ -124,11 +119,10 @@ class ShardedSave:
 
 
 def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Fill the given tensors in place, each rank its own shards; collective if a process group is initialized.
+    """Fill ``tensors`` in place, each rank its own shards; collective if a process group is initialized.
 
-    Args:
-        tensors: The same names on every rank; DTensor, ShardedTensor or plain, of any layout and dtype.
-        folder: Written by :func:`save_sharded` on any number of ranks; may contain more tensors.
+    All ranks pass the same names; layout (DTensor, ShardedTensor or plain) and dtype may differ from the folder's, which
+    any number of ranks may have written and which may hold more tensors.
     """
     metadata = _check_on_all_ranks(lambda: _require_tensors(tensors, Path(folder)))
     _read(tensors, Path(folder), metadata)
@@ -142,23 +136,20 @@ def check_sharded(folder: Path) -> None:
 def read_sharded(folder: Path) -> dict[str, Tensor]:
     """Read complete tensors, one at a time, in this process only (not collective).
 
-    They are stored in unnamed files, which the system can page out, so that resident memory stays a small multiple of
-    the largest tensor (M2). Needs free disk space of the same size.
+    They are memory-mapped from unnamed files, which the system can page out: resident memory stays a small multiple of
+    the largest tensor (M2). Needs free disk space of the checkpoint's size.
     """
     folder = Path(folder)
     metadata = read_metadata(folder)
     tensors = {}
     for name, tensor in stored_tensors(metadata).items():
-        tensors[name] = empty_on_disk(tensor.size, tensor.properties.dtype, folder)
+        tensors[name] = mmap_empty(tensor.size, tensor.properties.dtype, folder)
         _read({name: tensors[name]}, folder, metadata, no_dist=True)
     return tensors
 
 
 class ShardReader:
-    """Reads parts of tensors, in this process only (not collective).
-
-    ``tensors`` maps each name to shape and dtype.
-    """
+    """Reads parts of tensors in this process only. ``tensors`` maps each name to shape and dtype."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._metadata = Path(folder), read_metadata(Path(folder))
@@ -190,7 +181,7 @@ class ShardReader:
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's planner, with copies in the place of tensors that may have changed since they were planned."""
+    """torch's planner; writes copies of tensors that may have changed since they were planned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +220,7 @@ class _Reader(dcp.FileSystemReader):
             with _translate_errors(self._folder / name), open_regular(self._folder / name) as file:
                 for item in items:
                     self._read_chunk(file, item, planner)
-                    if item.lengths.numel() >= SMALL:
+                    if item.lengths.numel() >= SMALL_NUMEL:
                         give_back_freed_memory()
         done: Future[None] = Future()
         done.set_result(None)

@@ -33,8 +33,8 @@ def full_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the weights by canonical name, and the optimizer state by parameter name.
 
-    The weights are the optimizer's fp32 masters where it has some, and the state is without them. Tied weights are
-    listed under all their names, as one tensor. On CUDA with ``offload`` only rank 0 gets them, in CPU memory.
+    fp32 masters of the optimizer replace the weights and are removed from its state. Tied weights are listed under all
+    their names, as one tensor. On CUDA with ``offload`` only rank 0 gets the tensors, in CPU memory.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=offload and _on_cuda(module))
     weights = _without_warnings(get_model_state_dict, module, options=options)
@@ -58,10 +58,8 @@ def sharded_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
     """Return this rank's shards of the weights, by name, and of the optimizer, by ``parameter|key``; and the rest.
 
-    Of masters see :func:`full_state`.
-
     The rest is ``{"values": {"parameter|key": number}, "param_groups": [...], ...}``; ``values`` is None before the
-    first step. With ``offload`` the shards are in CPU memory.
+    first step. fp32 masters replace the weights as in :func:`full_state`. ``offload`` moves the shards to CPU memory.
     """
     options = StateDictOptions(cpu_offload=offload and _on_cuda(module))
     weights = _untied(_without_warnings(get_model_state_dict, module, options=options), tied)
@@ -108,7 +106,7 @@ def _group_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dic
 def _with_masters(
     weights: dict[str, torch.Tensor], state: dict[str, dict[str, Any]], tied: dict[str, str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """Return the weights with the masters of the optimizer state instead of their bf16 copies, and the rest of it."""
+    """Move the fp32 masters from the optimizer state to the weights, where they replace the bf16 copies."""
     masters = {tied.get(name, name): values[MASTER] for name, values in state.items() if MASTER in values}
     rest = {name: {k: v for k, v in values.items() if k != MASTER} for name, values in state.items()}
     return weights | masters, rest
