@@ -18,7 +18,7 @@ PACKAGE = Path(toolkit.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up; a package may import itself and lower ones. Imports inside functions count too.
 LAYERS = [
-    {"errors"},
+    {"errors", "__version__"},
     {"io"},
     {"extension"},
     {"config"},

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from toolkit.training.callbacks import Callback
     from toolkit.training.memory_stats import memory_stats
 
-    __version__: str
+__version__ = "0.1.0"
 
 __all__ = [
     "GPT", "Callback", "ModelConfig", "TrainResult", "Trainer", "all_gather", "all_reduce", "barrier", "broadcast",
@@ -74,8 +74,6 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":  # read when asked for: importlib.metadata would make `toolkit --help` slower
-        return importlib.import_module("importlib.metadata").version("toolkit")
     if name not in __all__:
         hint = _ELSEWHERE.get(name) or f"it offers {', '.join(__all__)}"
         raise AttributeError(f"module 'toolkit' has no attribute {name!r}; {hint}")
@@ -83,4 +81,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *__all__})

@@ -18,13 +18,14 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from toolkit import __version__
 from toolkit.data.cache import default_cache_dir
 from toolkit.errors import one_line
 
 Sections = dict[str, dict[str, str]]  # title -> name -> text
 
 PACKAGES = (
-    "toolkit", "torch", "lightning", "litdata", "jsonargparse", "transformers", "peft", "bitsandbytes", "tokenizers",
+    "torch", "lightning", "litdata", "jsonargparse", "transformers", "peft", "bitsandbytes", "tokenizers",
     "safetensors", "huggingface_hub", "numpy",
 )  # fmt: skip
 _PREFIXES = (
@@ -159,7 +160,7 @@ def nvidia_smi(*arguments: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": f"{platform.python_version()} ({sys.executable})"}
+    found = {"python": f"{platform.python_version()} ({sys.executable})", "toolkit": __version__}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             found[name] = version(name)

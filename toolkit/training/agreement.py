@@ -7,12 +7,13 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from fnmatch import fnmatch
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 
+from toolkit import __version__
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
 from toolkit.checkpoints.manifest import COMPLETE
@@ -69,8 +70,8 @@ def flatten(options: Mapping[str, Any], prefix: str = "--") -> dict[str, Any]:
 
 def code_versions() -> dict[str, str]:
     """Return the versions of the code that trains, by name; of toolkit and extensions with a hash of the sources."""
-    own = f"{metadata.version('toolkit')} (sources {hash_sources(['toolkit'])})"
-    return {"toolkit": own, "torch": torch.__version__, "lightning": metadata.version("lightning")} | {
+    version = f"{__version__} (sources {hash_sources(['toolkit'])})"
+    return {"toolkit": version, "torch": torch.__version__, "lightning": lightning.__version__} | {
         f"extension {name}": version for name, version in extension_versions().items()
     }
 
