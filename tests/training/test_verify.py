@@ -86,6 +86,18 @@ def test_s7_auto_skips_a_damaged_checkpoint(finished, run, flags, capsys, name):
     assert main(["verify", str(step(run, 6))]) == 0
 
 
+@pytest.mark.parametrize("how", ["auto", "path"])
+def test_s7_a_huge_manifest_is_damage(run, flags, capsys, how):
+    with open(step(run, 6) / "COMPLETE", "ab") as file:
+        file.truncate(30 * 2**30)  # sparse
+    out = run if how == "auto" else run.with_name("other")
+    code, shown, err = resume(flags, out, capsys, how if how == "auto" else step(run, 6))
+    if how == "auto":
+        assert code == 0 and "COMPLETE: damaged" in shown and f"resuming from {step(run, 4)}: step 4" in shown
+    else:
+        assert code == 2 and "step-00000006/COMPLETE: damaged: not a manifest (larger than" in err
+
+
 def test_s7_damaged_final_checkpoint_is_rewritten(finished, flags, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(finished, out)

@@ -14,7 +14,7 @@ from pathlib import Path
 from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.atomic import write_atomic
 from toolkit.io.checksums import Checksum, check_entries, checksum_files, find_damage
-from toolkit.io.untrusted import MAX_BYTES, parse_json, read_bounded
+from toolkit.io.untrusted import MAX_BYTES, open_regular, parse_json
 
 COMPLETE = "COMPLETE"
 FORMAT_VERSION = 1
@@ -47,10 +47,19 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
     """
     path = folder / COMPLETE
     try:
-        content = read_bounded(path) if path.is_file() else b""
-    except (OSError, ValueError) as error:
+        content = manifest_bytes(folder)
+    except OSError as error:
         raise DamagedCheckpointError(f"{path}: damaged: not a manifest ({one_line(error):.200}){_FIX}") from error
     return parse_manifest(content, path) if content else None
+
+
+def manifest_bytes(folder: Path) -> bytes:
+    """Return the content of ``COMPLETE``, cut to a size that :func:`parse_manifest` rejects; empty if missing."""
+    path = folder / COMPLETE
+    if not path.is_file():
+        return b""
+    with open_regular(path) as file:
+        return file.read(MAX_SIZE + 1)
 
 
 def parse_manifest(content: bytes, path: Path | str) -> dict[str, Checksum]:

@@ -137,7 +137,7 @@ def read_bounded(path: str | Path, kind: str = "JSON") -> bytes:
     with open_regular(path) as file:
         content = file.read(MAX_BYTES[kind] + 1)
     if len(content) > MAX_BYTES[kind]:
-        raise ValueError(f"larger than {MAX_BYTES[kind]:,} bytes, too large for such a {kind} file")
+        raise ValueError(f"{Path(path).name}: larger than {MAX_BYTES[kind]:,} bytes, too large for such a {kind} file")
     return content
 
 

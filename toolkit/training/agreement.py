@@ -16,7 +16,7 @@ import torch
 from toolkit import __version__
 from toolkit.checkpoints.adapters import AdapterInfo
 from toolkit.checkpoints.fingerprint import base_fingerprint, peft_fingerprint, resume_fingerprint
-from toolkit.checkpoints.manifest import COMPLETE
+from toolkit.checkpoints.manifest import manifest_bytes
 from toolkit.data.base import TokenDataset
 from toolkit.data.tokens.iterable import IterableRows
 from toolkit.data.tokens.rows import PythonData
@@ -99,8 +99,7 @@ def require_same_weights(args: RunArgs, base: AdapterInfo | None, resume_from: P
 
 def require_same_manifest(folder: Path) -> None:
     """Check that the file ``COMPLETE`` of a checkpoint to resume is the same on all nodes, or missing on all."""
-    path = folder / COMPLETE
-    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    digest = hashlib.sha256(manifest_bytes(folder)).hexdigest()
     require_same_values({"--resume": (str(folder.resolve()), digest)})
 
 

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from toolkit.checkpoints.finite import require_finite
 from toolkit.checkpoints.manifest import (
-    COMPLETE,
     EDITABLE,
     TRAINER_STATE,
     DamagedCheckpointError,
     describe_damage,
+    manifest_bytes,
     missing_manifest_note,
     read_manifest,
 )
@@ -86,7 +86,7 @@ def fetch_on_other_nodes(
     if world.num_nodes == 1 or not (remote is not None or is_url(resume)):
         return
     is_in_run_folder = remote is not None and resume_from is not None and resume_from.parent == remote.out_dir
-    manifest = (resume_from / COMPLETE).read_bytes() if is_in_run_folder and resume_from is not None else None
+    manifest = manifest_bytes(resume_from) if is_in_run_folder and resume_from is not None else None
     name, manifest = ranks.broadcast_from_rank0((None if resume_from is None else resume_from.name, manifest))
     error: UserError | None = None
     if name is not None and world.local_rank == 0 and world.global_rank != 0:

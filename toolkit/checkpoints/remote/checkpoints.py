@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from toolkit.checkpoints.manifest import COMPLETE
+from toolkit.checkpoints.manifest import COMPLETE, MAX_SIZE, manifest_bytes
 from toolkit.checkpoints.store import BEST, FINAL
 from toolkit.io.storage import Storage
 from toolkit.io.untrusted import parse_json
@@ -92,10 +92,10 @@ def upload(storage: Storage, source: Path, name: str, before_complete: Callable[
         StorageError: the upload failed; what was there before is unchanged.
         OSError: a file cannot be read.
     """
-    manifest = (source / COMPLETE).read_bytes()
+    manifest = manifest_bytes(source)
     if is_complete(storage, f"{NEW}{name}"):
         _promote(storage, name)
-    existing = storage.read(f"{name}/{COMPLETE}")
+    existing = storage.read(f"{name}/{COMPLETE}", stop=MAX_SIZE + 1)
     if existing == manifest:
         return False
     folder = name if existing is None else f"{NEW}{name}"
@@ -180,7 +180,7 @@ def mark_damaged(storage: Storage, folder: str) -> None:
 def _read_step(storage: Storage, folder: str) -> int:
     """Return the optimizer step of a checkpoint, from its trainer state; -1 if unknown."""
     try:
-        step = parse_json(storage.read(f"{folder}/trainer/meta.json") or b"")["step"]
+        step = parse_json(storage.read(f"{folder}/trainer/meta.json", stop=MAX_SIZE + 1) or b"")["step"]
         return step if type(step) is int else -1
     except (ValueError, KeyError, TypeError):
         return -1

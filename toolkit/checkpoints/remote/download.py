@@ -20,11 +20,11 @@ from toolkit.checkpoints.manifest import (
     TRAINER_STATE,
     DamagedCheckpointError,
     describe_damage,
+    manifest_bytes,
     parse_manifest,
 )
 from toolkit.io.checksums import CHUNK, Checksum, find_damage
 from toolkit.io.storage import Storage
-from toolkit.io.untrusted import read_bounded
 
 _THREADS = 4  # with a chunk each in memory
 
@@ -36,8 +36,8 @@ def has_same(storage: Storage, folder: str, local: Path) -> bool:
         StorageError: the storage cannot be read.
     """
     try:
-        return read_bounded(local / COMPLETE) == storage.read(f"{folder}/{COMPLETE}".lstrip("/"), stop=MAX_SIZE + 1)
-    except (OSError, ValueError):
+        return manifest_bytes(local) == storage.read(f"{folder}/{COMPLETE}".lstrip("/"), stop=MAX_SIZE + 1)
+    except OSError:
         return False
 
 
@@ -62,7 +62,7 @@ def download(
     known = parse_manifest(manifest, f"{where}/{COMPLETE}")
     partial = target.with_name(f".download-{target.name}")
     partial.mkdir(parents=True, exist_ok=True)
-    if manifest != _read(partial / COMPLETE):  # the remains are of another checkpoint
+    if manifest != manifest_bytes(partial):  # the remains are of another checkpoint
         shutil.rmtree(partial)
         partial.mkdir()
         (partial / COMPLETE).write_bytes(manifest)

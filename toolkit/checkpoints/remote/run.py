@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 
-from toolkit.checkpoints.manifest import COMPLETE, DamagedCheckpointError, read_manifest
+from toolkit.checkpoints.manifest import COMPLETE, MAX_SIZE, DamagedCheckpointError, manifest_bytes, read_manifest
 from toolkit.checkpoints.remote import checkpoints
 from toolkit.checkpoints.remote.checkpoints import METRICS, RemoteCheckpoint
 from toolkit.checkpoints.remote.download import download, has_same
@@ -110,10 +110,10 @@ class RemoteRun:
         """
         target = self.out_dir / name
         try:
-            if (target / COMPLETE).is_file() and (target / COMPLETE).read_bytes() == manifest:
+            if manifest_bytes(target) == manifest:
                 return  # also on a disk that the nodes share
             found = checkpoints.find(self.storage, name)
-            if found is None or self.storage.read(f"{found.folder}/{COMPLETE}") != manifest:
+            if found is None or self.storage.read(f"{found.folder}/{COMPLETE}", stop=MAX_SIZE + 1) != manifest:
                 raise UserError(
                     f"--out_dir {self.url}: {name} was not uploaded and is only in the staging folder of the first "
                     "node; start the command on that node alone once, or give --staging_dir on a shared disk"
