@@ -319,3 +319,13 @@ def test_out_of_memory_error_has_the_memory_plan_and_advice(base, questions, tmp
     monkeypatch.setattr(trainer, "train_step", full)
     with pytest.raises(UserError, match="--train.micro_batch_size 2: out of memory.*GB.*--train.micro_batch_size 1"):
         run_training(arguments(finetune_full, base, questions, tmp_path / "run"))
+
+
+def test_running_out_of_memory_while_reading_blames_no_batch(base, questions, tmp_path, monkeypatch, capsys):
+    def full(*args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(trainer, "find_intact", full)
+    words = ["finetune_full", base, "--data.json_path", questions, "--out_dir", tmp_path / "run"]
+    assert main([str(word) for word in words]) == 1
+    assert capsys.readouterr().err.startswith("toolkit finetune_full: this machine has not enough memory; ")

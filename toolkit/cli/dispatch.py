@@ -67,6 +67,8 @@ def run(name: str, argv: list[str]) -> int:
         return _end(program, "interrupted", INTERRUPTED)
     except CommandError as error:
         return _end(program, error, error.exit_code)
+    except MemoryError:
+        return _end(program, "this machine has not enough memory; TOOLKIT_TRACEBACK=1 shows where it ran out", 1)
     except Exception as error:
         if "torchvision::nms does not exist" in str(error):
             return _end(program, "the installed torchvision breaks torch; run: pip uninstall -y torchvision", 2)

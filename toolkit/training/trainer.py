@@ -111,7 +111,6 @@ class Trainer:
         with ExitStack() as stack:
             group = stack.enter_context(launch_processes(self.fabric, world, self.timeouts))
             group.shutdown.resume_hint = self._resume_hint
-            stack.enter_context(oom_advice(config))
             stack.enter_context(deterministic_algorithms(args.deterministic))
             stack.enter_context(fp32_reductions())
             self.display = stack.enter_context(make_progress(total_steps=None, enabled=world.global_rank == 0))
@@ -145,6 +144,7 @@ class Trainer:
             self.token_bytes = None if self.data.tokenizer is None else self.data.tokenizer.token_bytes()
             self.display.total_steps = self.state.limits.total_steps
             self.display.phase("building the model")
+            stack.enter_context(oom_advice(config))
             for line in describe_run(config, self.state, self.reader):
                 self.display.message(line)
             if (gpt := self.state.model.meta_model) is not None and args.optimizer_class is None:
