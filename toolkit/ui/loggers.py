@@ -42,9 +42,8 @@ class MetricsCSV:
     """One row per logged step, written immediately, in full precision; empty cells for missing values.
 
     Args:
-        path: The file; its folder is created.
         resume_step: Rows beyond this step are removed, atomically; ``None`` starts a new file.
-        more_columns: Of callbacks, after :data:`COLUMNS`. Those of earlier launches stay.
+        more_columns: Columns of callbacks, after :data:`COLUMNS`. Columns of earlier launches stay.
 
     Attributes:
         n_resumed: Rows of earlier launches.
@@ -53,13 +52,13 @@ class MetricsCSV:
     def __init__(self, path: str | Path, resume_step: int | None, more_columns: Iterable[str] = ()) -> None:
         self.path = Path(path)
         try:
-            known, rows = ([], []) if resume_step is None else _read(self.path)
-            self.columns = list(dict.fromkeys([*COLUMNS, *known, *more_columns]))
+            old_columns, rows = ([], []) if resume_step is None else _read(self.path)
+            self.columns = list(dict.fromkeys([*COLUMNS, *old_columns, *more_columns]))
             if wrong := next((name for name in self.columns if not name or set(name) & set(',"\r\n')), None):
                 raise UserError(f"column {wrong!r}: must be a name without commas, quotes and line ends")
-            kept = [self._line(row) for row in rows if float(row["step"]) <= (resume_step or 0)]
-            self.n_resumed = len(kept)
-            write_atomic(self.path, b"".join([(",".join(self.columns) + "\n").encode(), *kept]))
+            resumed = [self._line(row) for row in rows if float(row["step"]) <= (resume_step or 0)]
+            self.n_resumed = len(resumed)
+            write_atomic(self.path, b"".join([(",".join(self.columns) + "\n").encode(), *resumed]))
             # unbuffered: a row that failed on a full disk must not be written at close
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (open for the duration of the run)
         except OSError as error:
@@ -91,14 +90,14 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 def check_loggers(logger_name: str, log_args: LogArgs) -> list[str]:
     """Split a list such as "csv,tensorboard" and check the names."""
     names = list(dict.fromkeys(name.strip() for name in logger_name.split(",")))
-    known = [*LOGGERS, *registered("loggers", LOGGERS)]
+    valid_names = [*LOGGERS, *registered("loggers", LOGGERS)]
     for name in names:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; use {', '.join(known)}, or several separated by commas"
+        if name not in valid_names:
+            hint = did_you_mean(name, valid_names) or f"; use {', '.join(valid_names)}, or several separated by commas"
             raise UserError(f"--logger_name {logger_name}: no such logger{hint}")
-    given = {f.name for f in fields(log_args) if getattr(log_args, f.name) != f.default}
-    for option in sorted(given.difference(*(NAMES.get(name, set()) for name in names))):
-        raise UserError(f"--log.{option}: has no effect with --logger_name {logger_name}; leave it out, or use wandb")
+    options = {f.name for f in fields(log_args) if getattr(log_args, f.name) != f.default}
+    for option in sorted(options.difference(*(NAMES.get(name, set()) for name in names))):
+        raise UserError(f"--log.{option}: has no effect with --logger_name {logger_name}; remove it, or use wandb")
     for name in names:
         if name != "csv" and name in LOGGERS:
             _require_package(name)
@@ -160,7 +159,7 @@ def _cell(value: float | None) -> str:
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns, and the cells of each row; rows truncated by a kill or a full disk are left out."""
+    """Return the columns, and the cells of each row, without rows that a kill or a full disk truncated."""
     if not path.exists():
         return [], []
     with open_regular(path) as file:

@@ -14,9 +14,6 @@ from toolkit.io.atomic import write_atomic
 from toolkit.ui.formats import format_count, format_perplexity
 from toolkit.ui.loggers import read_metrics
 
-RAW, SMOOTH, VALIDATION, QUIET = "#b3c7e0", "#1f5fa8", "#d9480f", "#5f6b7a"
-DPI = 150
-
 Point = tuple[float, float]  # tokens, loss in nats per token
 
 
@@ -89,79 +86,43 @@ def _points(rows: list[dict[str, float]], column: str) -> list[Point]:
 def _draw(training: list[Point], validation: list[Point], rows: list[dict[str, float]]) -> bytes:
     """Return the plot as PNG."""
     # without pyplot: no window system and no global state, whatever the user's backend
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    figure = Figure(figsize=(8, 4.5), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    tokens, losses = [t for t, _ in training], [loss for _, loss in training]
+    (tokens, losses), last_token = zip(*training, strict=True), max(t for t, _ in [*training, *validation])
     smoothed = smooth(losses)
-    axes.plot(tokens, losses, color=RAW, linewidth=0.9, label="training, each step")
-    axes.plot(tokens, smoothed, color=SMOOTH, linewidth=2.2, label="training, smoothed")
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes: Any = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)", xlim=(0, last_token * 1.015))
+    axes.plot(tokens, losses, color="#b3c7e0", linewidth=0.9, label="training, each step")
+    axes.plot(tokens, smoothed, color="#1f5fa8", linewidth=2.2, label="training, smoothed")
     if validation:
-        style = "o" if len(validation) <= 100 else "-"
-        axes.plot(
-            *zip(*validation, strict=True),
-            style,
-            color=VALIDATION,
-            markeredgecolor="white",
-            zorder=3,
-            markersize=7.5 if len(validation) <= 20 else 4.5,
-            label="validation",
-        )
+        style, size = "-" if len(validation) > 100 else "o", 4.5 if len(validation) > 20 else 7.5
+        points = zip(*validation, strict=True)
+        axes.plot(*points, style, color="#d9480f", markeredgecolor="white", markersize=size, label="validation")
     low, high = loss_limits(losses, [loss for t, loss in validation if t > 0])
     axes.set_ylim(low, high)
     if losses[0] > high:
-        enters = next(t for t, loss in training if loss <= high)
-        axes.annotate(
-            f"from {losses[0]:.2f}",
-            (enters, high),
-            xytext=(14, -12),
-            textcoords="offset points",
-            color=QUIET,
-            fontsize=9,
-        )
-    _style_axes(axes, last_token=max(t for t, _ in [*training, *validation]))
+        place = next(t for t, loss in training if loss <= high), high
+        axes.annotate(f"from {losses[0]:.2f}", place, (14, -12), textcoords="offset points", fontsize=9)
+    ticks = EngFormatter(sep="")
+    ticks.ENG_PREFIXES = EngFormatter.ENG_PREFIXES | {9: "B"}
+    axes.xaxis.set_major_formatter(ticks)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
+    axes.grid(color="#e3e7ec", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
     axes.set_title(_title(tokens[-1], smoothed[-1], rows), fontsize=11, loc="left", pad=10)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def _style_axes(axes: Any, last_token: float) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.set_xlim(0, last_token * 1.015)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: _tick(tokens)))
-    axes.set_xlabel("tokens", labelpad=6)
-    axes.set_ylabel("loss (nats per token)", labelpad=8)
-    axes.grid(color="#e3e7ec", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#aab4bf")
-    axes.tick_params(color="#aab4bf", labelcolor=QUIET)
-    axes.legend(frameon=False, loc="upper right")
-
-
-def _tick(tokens: float) -> str:
-    """``2.50M`` is ``2.5M`` on an axis, ``2.00M`` is ``2M``."""
-    text = format_count(tokens)
-    number, unit = (text[:-1], text[-1]) if text[-1:].isalpha() else (text, "")
-    return (number.rstrip("0").rstrip(".") if "." in number else number) + unit
-
-
 def _title(tokens: float, training_loss: float, rows: list[dict[str, float]]) -> str:
     title = f"{format_count(tokens)} tokens: training loss {training_loss:.3f}"
-    last = next((row for row in reversed(rows) if math.isfinite(row["val_loss"])), None)
-    if last is None:
+    validated = [row for row in rows if math.isfinite(row["val_loss"])]
+    if not validated:
         return title
-    title += f", validation {last['val_loss']:.3f}"
-    details = []
-    if math.isfinite(last["val_ppl"]):
-        details.append(f"perplexity {format_perplexity(last['val_ppl'])}")
-    if math.isfinite(last["val_bpb"]):
-        details.append(f"{last['val_bpb']:.3f} bits per byte")
-    return title + (f" ({', '.join(details)})" if details else "")
+    loss, ppl, bpb = (validated[-1][name] for name in ("val_loss", "val_ppl", "val_bpb"))
+    details = [f"perplexity {format_perplexity(ppl)}"] if math.isfinite(ppl) else []
+    details += [f"{bpb:.3f} bits per byte"] if math.isfinite(bpb) else []
+    return f"{title}, validation {loss:.3f}" + (f" ({', '.join(details)})" if details else "")

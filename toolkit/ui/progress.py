@@ -1,14 +1,17 @@
-"""What a display of a run's progress needs: the interface, names of metrics, remaining time, a safe output."""
+"""Progress of a run on standard output: a live display on a terminal, plain lines everywhere else.
+
+Nothing here waits for a device or the terminal: on a terminal a thread draws the latest numbers four times a second.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from os import PathLike
-from types import TracebackType
 from typing import IO, Any
 
 from toolkit.ui.formats import (
@@ -17,48 +20,64 @@ from toolkit.ui.formats import (
     format_loss,
     format_norm,
     format_perplexity,
+    format_seconds,
 )
 
-# Metrics of a step: key, label, format.
-STEP_METRICS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("loss", "loss", format_loss),
-    ("learning_rate", "lr", format_learning_rate),
-    ("grad_norm", "grad norm", format_norm),
-    ("tokens_per_sec", "tok/s", format_count),
-    ("tokens", "tokens", format_count),
-    ("mfu", "MFU", lambda share: f"{share:.1%}"),
-    ("peak_memory_gb", "memory", lambda gigabytes: f"{gigabytes:.3g} GB"),
-)
-VALIDATION_METRICS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("val_loss", "loss", format_loss),
-    ("val_ppl", "perplexity", format_perplexity),
-    ("val_bpb", "bits per byte", lambda bits: f"{bits:.4f}"),
-)
+Metrics = Mapping[str, float | None]
+Labels = Mapping[str, tuple[str, Callable[[float], str]]]
+
+STEP_METRICS: Labels = {
+    "loss": ("loss", format_loss),
+    "learning_rate": ("lr", format_learning_rate),
+    "grad_norm": ("grad norm", format_norm),
+    "tokens_per_sec": ("tok/s", format_count),
+    "tokens": ("tokens", format_count),
+    "mfu": ("MFU", lambda mfu: f"{mfu:.1%}"),
+    "peak_memory_gb": ("memory", lambda gigabytes: f"{gigabytes:.3g} GB"),
+}
+"""Label and format of each metric."""
+VALIDATION_METRICS: Labels = {
+    "val_loss": ("loss", format_loss),
+    "val_ppl": ("perplexity", format_perplexity),
+    "val_bpb": ("bits per byte", lambda bits: f"{bits:.4f}"),
+}
 
 
-class Progress:
-    """Progress reporter without output, base class of those that print. A context manager that closes itself."""
+def make_progress(*, total_steps: int | None, enabled: bool) -> ProgressDisplay:
+    """Return the display of a run on standard output.
 
-    def __init__(self, total_steps: int | None) -> None:
+    Args:
+        total_steps: Optimizer steps of the run, earlier launches included; ``None`` if another limit ends it. The
+            attribute of the same name may be set later.
+        enabled: True on rank 0; other ranks print nothing.
+    """
+    if not enabled:
+        return ProgressDisplay(total_steps)
+    if sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
+        from toolkit.ui.live import LiveProgress
+
+        return LiveProgress(total_steps)
+    return PlainProgress(total_steps)
+
+
+class ProgressDisplay:
+    """Display without output, base class of those that print. A context manager that closes itself."""
+
+    def __init__(self, total_steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
+        self._pace = Pace(clock)
 
     def phase(self, text: str) -> None:
-        """Set the current phase, for example "Preparing data" or "Training"."""
+        """Set the current phase, for example "preparing data" or "training"."""
 
     def message(self, text: str) -> None:
         """Print a permanent line."""
 
-    def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Show a completed optimizer step.
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Show a completed optimizer step, with those of :data:`STEP_METRICS` that are known. The first step is 1."""
 
-        Args:
-            step: Number of completed steps, from 1.
-            metrics: loss (nats per token), learning_rate, grad_norm, tokens_per_sec, tokens (so far), mfu (0 to 1) and
-                peak_memory_gb; each may be missing or ``None``, others are ignored.
-        """
-
-    def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Show a validation result: val_loss (nats per token), val_ppl, val_bpb, val_loss_<source> where known."""
+    def validation(self, step: int, metrics: Metrics) -> None:
+        """Show a validation result: ``val_loss``, and where known val_ppl, val_bpb and val_loss_<source>."""
 
     def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
         """Show that a checkpoint is complete on disk."""
@@ -66,41 +85,94 @@ class Progress:
     def close(self) -> None:
         """Show the last state and release the terminal. May be called twice."""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class PlainProgress(ProgressDisplay):
+    """Plain lines without color, for pipes, files, and terminals without cursor control.
+
+    Steps are printed at most once per second in the first minute and every ten seconds afterwards, plus the first and
+    the last one. Everything else is printed immediately.
+    """
+
+    def __init__(
+        self, total_steps: int | None, file: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(total_steps, clock)
+        self._file = SafeOutput(sys.stdout if file is None else file)
+        self._printed_at = -math.inf
+        self._unprinted: tuple[int, Metrics] | None = None
+        self._announced: set[str] = set()
+        self._has_steps = False
+
+    def phase(self, text: str) -> None:
+        self._pace.phase(text)
+        # after the first step, phases only alternate (training, validating, saving), with messages of their own
+        if not self._has_steps and text not in self._announced:
+            self.message(capitalized(text))
+        self._announced.add(text)
+
+    def message(self, text: str) -> None:
+        self._file.write(f"{text}\n")
+        self._file.flush()
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self._has_steps, self._unprinted = True, (step, metrics)
+        self._pace.step(step)
+        elapsed = self._pace.elapsed()
+        if elapsed - self._printed_at >= (1 if elapsed < 60 else 10) or step == self.total_steps:
+            self._print_step()
+
+    def validation(self, step: int, metrics: Metrics) -> None:
+        self._line(step, "validation " + ", ".join(validation_labels(metrics)))
+
+    def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
+        self._line(step, f"saved {os.fspath(path)}")
+
+    def close(self) -> None:
+        if self._unprinted is not None:
+            self._print_step()
+
+    def _print_step(self) -> None:
+        assert self._unprinted is not None
+        step, metrics = self._unprinted
+        elapsed, seconds_left = self._pace.elapsed(), self._pace.seconds_left(step, self.total_steps)
+        labels = [f"{label} {value}" for label, value in label_values(metrics, STEP_METRICS)]
+        left = [f"{format_seconds(seconds_left)} left"] if seconds_left else []
+        self._line(step, *labels, f"elapsed {format_seconds(elapsed)}", *left)
+        self._printed_at, self._unprinted = elapsed, None
+
+    def _line(self, step: int, *parts: str) -> None:
+        total = f"/{self.total_steps}" if self.total_steps else ""
+        self.message(" | ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} step {step}{total}", *parts]))
 
 
 def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def labeled(
-    table: tuple[tuple[str, str, Callable[[float], str]], ...],
-    metrics: Mapping[str, float | None],
-    required: str | None = None,
-) -> list[str]:
-    """Return "label value" for each metric of ``table`` in ``metrics``; ``required`` must be among them."""
-    assert required is None or required in metrics, f"{required} is not among {sorted(metrics)}"
-    return [f"{label} {write(value)}" for key, label, write in table if (value := metrics.get(key)) is not None]
+def label_values(metrics: Metrics, labels: Labels) -> list[tuple[str, str]]:
+    """Return the labels and formatted values of the metrics that are known."""
+    return [(label, write(value)) for key, (label, write) in labels.items() if (value := metrics.get(key)) is not None]
 
 
-def validation_labels(metrics: Mapping[str, float | None]) -> list[str]:
-    """Return "label value" for the metrics of a validation: of all held-out data, and the loss of each source."""
+def validation_labels(metrics: Metrics) -> list[str]:
+    """Return "label value" for the metrics of a validation: all held-out data, then the loss of each source."""
+    assert "val_loss" in metrics, f"val_loss is not among {sorted(metrics)}"
     prefix = "val_loss_"
-    sources = [(key, f"{key.removeprefix(prefix)} loss", format_loss) for key in metrics if key.startswith(prefix)]
-    return labeled((*VALIDATION_METRICS, *sources), metrics, required="val_loss")
+    sources = {k: (f"{k.removeprefix(prefix)} loss", format_loss) for k in metrics if k.startswith(prefix)}
+    return [f"{label} {value}" for label, value in label_values(metrics, {**VALIDATION_METRICS, **sources})]
 
 
 class Pace:
     """Elapsed time and estimate of the remaining time.
 
     The time per step is smoothed over about the last half minute. Validation and saving are counted separately, as a
-    fraction of the step time, so that one long validation neither distorts the estimate nor is ignored.
+    fraction of the step time: one long validation neither distorts the estimate nor is ignored.
     """
 
     SMOOTHED_OVER_SECONDS = 30.0
@@ -119,7 +191,7 @@ class Pace:
         return self._clock() - self._start
 
     def phase(self, name: str) -> None:
-        """Set the current phase. Every phase except that in which steps are reported is a pause."""
+        """Set the current phase. Every phase except the one in which steps are reported is a pause."""
         now = self._clock()
         if self._step_end is not None and self._phase != self._phase_of_steps:
             self._paused += now - self._phase_since

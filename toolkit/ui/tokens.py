@@ -15,21 +15,21 @@ _SHOWN = {"\n": "⏎", "\t": "⇥"}
 _PLAIN = {"\n": "\\n"}
 
 
-def print_inspection(found: dict[str, Any], console: Console) -> None:
+def print_inspection(inspection: dict[str, Any], console: Console) -> None:
     """Print what :func:`toolkit.data.inspection.inspect_rows` returns."""
     color = console.color_system is not None and not console.no_color
-    for number, sample in enumerate(found["samples"], 1):
+    for number, sample in enumerate(inspection["samples"], 1):
         tokens = sample["tokens"]
         share = f"{sum(token['trained'] for token in tokens):,} of {len(tokens):,} tokens trained"
         console.print(Text.assemble((f"Sample {number}", "bold"), f": {sample['where']}: {share}"), soft_wrap=True)
         console.print(colored(tokens) if color else Text(bracketed(tokens, console.encoding)), soft_wrap=not color)
         console.print()
-    if found["samples"]:
+    if inspection["samples"]:
         console.print(_legend(color))
         console.print()
-    for name, value in _lines(found["counts"]):
+    for name, value in _lines(inspection["counts"]):
         console.print(Text(f"{name:20} {value}"), soft_wrap=True)
-    for number, sample in enumerate(found["longest"]):
+    for number, sample in enumerate(inspection["longest"]):
         name = "" if number else "longest samples"
         console.print(Text(f"{name:20} {sample['tokens']:,} tokens: {sample['where']}"), soft_wrap=True)
 
