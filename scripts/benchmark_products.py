@@ -42,7 +42,7 @@ LITGPT_FIELDS = {
 # Fields that LitGPT infers from the name, takes as an option (tie_embeddings), or lacks (router_aux_loss_coef).
 LITGPT_INFERS = {"family", "norm_offset", "norm_affine", "tie_embeddings", "router_aux_loss_coef"}
 
-# The glibc settings of keep_freed_memory in toolkit/distributed/memory.py, for the peers.
+# The glibc settings of disable_malloc_trim in toolkit/distributed/memory.py, for the peers.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),

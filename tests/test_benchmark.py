@@ -130,12 +130,12 @@ def test_products_in_turns_run_alone(tmp_path):
 
 
 def test_peers_get_the_malloc_settings_of_toolkit(monkeypatch):
-    from toolkit.distributed.memory import keep_freed_memory
+    from toolkit.distributed.memory import disable_malloc_trim
 
     asked = {}
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=asked.__setitem__))
     monkeypatch.setattr(sys, "platform", "linux")
-    keep_freed_memory("cpu")
+    disable_malloc_trim("cpu")
     numbers = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}  # malloc.h
     assert {numbers[name]: int(value) for name, value in products.MALLOC.items()} == asked
 

@@ -41,7 +41,7 @@ LIGHT = [
     "toolkit", "toolkit.cli", "toolkit.cli.parser", "toolkit.cli.help", "toolkit.config",
     "toolkit.config.command", "toolkit.planning.early",
     "toolkit.errors", "toolkit.io.checksums",
-    "toolkit.io.temporary", "toolkit.io.paths", "toolkit.io.untrusted", "toolkit.models.config",
+    "toolkit.io.tempfiles", "toolkit.io.paths", "toolkit.io.safe_parse", "toolkit.models.config",
     "toolkit.models.config_checks",
     "toolkit.models.families", "toolkit.data", "toolkit.objectives", "toolkit.ui",
     *(module for module, *_ in COMMANDS.values()),

@@ -18,7 +18,7 @@ from toolkit.data.sft.readers import (
 )
 from toolkit.data.sft.schemas import EmptyAnswerError, require_columns, to_record
 from toolkit.errors import UserError
-from toolkit.io.untrusted import MAX_ROW
+from toolkit.io.safe_parse import MAX_ROW
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 LONG = "7" * 5000  # digits

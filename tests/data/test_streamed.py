@@ -32,7 +32,7 @@ from toolkit.data.streamed.preparer import make_room
 from toolkit.data.streamed.reader import Wanted, stop_preparers, used_bytes
 from toolkit.data.streamed.units import plan_units, read_part
 from toolkit.errors import DataError, UserError
-from toolkit.io.untrusted import MAX_ROW
+from toolkit.io.safe_parse import MAX_ROW
 
 T = 16
 

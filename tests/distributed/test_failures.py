@@ -313,7 +313,7 @@ def test_unresponsive_store_does_not_block_the_watchdog(monkeypatch):
     coordinator = ShutdownCoordinator(WorldInfo(1, 2, 1, 0, "manual", False))
     asked, left = threading.Event(), threading.Event()
     coordinator.store = SimpleNamespace(check=lambda keys: asked.set() or threading.Event().wait(30))
-    monkeypatch.setattr(shutdown, "_GRACE", 0.1)
+    monkeypatch.setattr(shutdown, "KILL_AFTER_S", 0.1)
     monkeypatch.setattr(shutdown.os, "_exit", lambda code: left.set())
     coordinator.watch()
     assert asked.wait(5)

@@ -25,7 +25,7 @@ from toolkit.data import Mixture, TextFiles
 from toolkit.data.loader import train_batches
 from toolkit.distributed.signals import handlers_restored
 from toolkit.errors import GuardError, StoppedBySignalError, UserError
-from toolkit.io.temporary import temporary_path
+from toolkit.io.tempfiles import temporary_path
 from toolkit.models.config import ModelOverrides
 from toolkit.planning import resolve
 from toolkit.planning.limits import Intervals

@@ -20,7 +20,7 @@ from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.checkpoints.weights import load_state, only_tensors, require_compatible, save_weights
 from toolkit.errors import UserError, one_line
 from toolkit.io.paths import is_url
-from toolkit.io.untrusted import read_yaml
+from toolkit.io.safe_parse import read_yaml
 from toolkit.models.lora import is_adapter
 from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize

@@ -11,7 +11,7 @@ from toolkit.checkpoints.store import ADAPTERS, WEIGHTS
 from toolkit.checkpoints.torch_zip import DAMAGED, BinaryFile, FileSlice
 from toolkit.checkpoints.weights import load_weights
 from toolkit.errors import UserError
-from toolkit.io.untrusted import open_regular
+from toolkit.io.safe_parse import open_regular
 
 
 def base_fingerprint(folder: str | Path) -> str:

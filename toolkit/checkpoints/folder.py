@@ -29,7 +29,7 @@ from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.weights import load_weights, require_compatible, save_weights
 from toolkit.errors import UserError, one_line
 from toolkit.extension import missing_message, registered
-from toolkit.io.untrusted import read_yaml
+from toolkit.io.safe_parse import read_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import families
 from toolkit.models.gpt import GPT

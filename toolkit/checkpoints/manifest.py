@@ -14,7 +14,7 @@ from pathlib import Path
 from toolkit.errors import UserError, join_first, one_line
 from toolkit.io.atomic import write_atomic
 from toolkit.io.checksums import Checksum, check_entries, checksum_files, find_damage
-from toolkit.io.untrusted import MAX_BYTES, open_regular, parse_json
+from toolkit.io.safe_parse import MAX_BYTES, open_regular, parse_json
 
 COMPLETE = "COMPLETE"
 FORMAT_VERSION = 1

@@ -18,7 +18,7 @@ from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_file, write_model_folder
 from toolkit.checkpoints.weights import save_weights
 from toolkit.data.tokenizer import FILE_PATTERNS
-from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import UserError
 from toolkit.io.paths import require_inside
 from toolkit.models.config import ModelConfig
@@ -153,7 +153,7 @@ def _write_weights(merged: MergedWeights, path: Path) -> None:
         if weight is not merged._weights[name]:
             weight = mmap_empty(weight.shape, weight.dtype, path).copy_(weight)
             if weight.numel() >= SMALL_NUMEL:
-                give_back_freed_memory()
+                malloc_trim()
         weights[name] = weight
         merged.nonfinite += nonfinite_tensors({name: weight})
     if merged.config.tie_embeddings:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.io.temporary import sweep, temporary_prefix
+from toolkit.io.tempfiles import sweep, temporary_prefix
 
 _sweep_once = functools.cache(sweep)  # once per folder, not per tensor
 SMALL_NUMEL = 65_536  # elements; smaller tensors stay in memory

@@ -1,6 +1,6 @@
 """S1 atomic-checkpoints: folders that are created atomically, the lock of a run's folder, and its list of checkpoints.
 
-Names that begin with ``.tmp-`` are being written or deleted and are never listed; see :mod:`toolkit.io.temporary`.
+Names that begin with ``.tmp-`` are being written or deleted and are never listed; see :mod:`toolkit.io.tempfiles`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from toolkit.checkpoints.manifest import COMPLETE, replace_in_manifest, write_ma
 from toolkit.errors import UserError
 from toolkit.io.atomic import NO_SPACE, sync, sync_tree
 from toolkit.io.checksums import Checksum, checksum_files
-from toolkit.io.temporary import TMP, remove, sweep, temporary_path
-from toolkit.io.untrusted import read_json
+from toolkit.io.safe_parse import read_json
+from toolkit.io.tempfiles import TMP, remove, sweep, temporary_path
 
 FINAL, BEST = "final", "best"
 WEIGHTS = "lit_model.pth"

@@ -14,7 +14,7 @@ from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.torch_zip import ZIP_MAGIC, describe_load_error, require_uncompressed_zip
 from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError, join_first
-from toolkit.io.untrusted import open_regular
+from toolkit.io.safe_parse import open_regular
 
 
 def save_weights(state_dict: dict[str, Tensor], path: Path) -> None:

@@ -21,7 +21,7 @@ from toolkit.distributed.world import count_processes
 from toolkit.errors import UserError, did_you_mean
 from toolkit.extension import add_extensions, split_names
 from toolkit.io.paths import require_local
-from toolkit.io.untrusted import parse_yaml, read_yaml
+from toolkit.io.safe_parse import parse_yaml, read_yaml
 
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "null", "1", "0")
 Layer = list[tuple[str, Given]]

@@ -27,7 +27,7 @@ from toolkit.config.types import describe, expand_integer, is_restricted, limits
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import NO_GROUPS, add_extensions, import_object, load_registered, registered
 from toolkit.io.paths import require_folder, require_local
-from toolkit.io.untrusted import parse_yaml
+from toolkit.io.safe_parse import parse_yaml
 
 _REMOTE = ("checkpoint_dir", "initial_checkpoint_dir", "base_checkpoint_dir", "resume")  # also on remote storage
 COMMON_OPTIONS = ("help", "config", "print_config", "extensions")  # of every command

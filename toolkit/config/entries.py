@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from toolkit.errors import UserError, did_you_mean
-from toolkit.io.untrusted import parse_yaml
+from toolkit.io.safe_parse import parse_yaml
 
 
 def with_entry(mapping: Any, path: Sequence[str], value: Any, named: str) -> dict[str, Any]:

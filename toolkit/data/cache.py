@@ -21,7 +21,7 @@ from toolkit.errors import DataError, UserError
 from toolkit.io.checksums import check_entries, checksum_files, find_damage
 from toolkit.io.locks import lock
 from toolkit.io.paths import user_cache
-from toolkit.io.temporary import sweep, temporary_prefix
+from toolkit.io.tempfiles import sweep, temporary_prefix
 
 T = TypeVar("T")
 

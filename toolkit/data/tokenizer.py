@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.data.tokenizer_growth import require_bounded
 from toolkit.errors import UserError, one_line
 from toolkit.io.paths import require_inside
-from toolkit.io.untrusted import parse_json, read_bounded
+from toolkit.io.safe_parse import parse_json, read_bounded
 
 if TYPE_CHECKING:
     import numpy as np

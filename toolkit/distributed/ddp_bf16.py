@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from toolkit.distributed.private_lightning import BackwardSyncControl
-from toolkit.distributed.private_torch import order_buckets
+from toolkit.distributed.private_torch import prebuild_ddp_buckets
 
 
 class BF16DDPStrategy(DDPStrategy):
@@ -24,7 +24,7 @@ class BF16DDPStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         wrapped = super().setup_module(module)
-        order_buckets(wrapped)
+        prebuild_ddp_buckets(wrapped)
         self._sums.attach(wrapped)
         return wrapped
 

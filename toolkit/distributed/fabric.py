@@ -16,9 +16,9 @@ from toolkit.config import Accelerator, Auto, DDPArgs, FSDPArgs, Precision
 from toolkit.distributed.ddp_bf16 import BF16DDPStrategy
 from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import ShardedStrategy
-from toolkit.distributed.memory import keep_freed_memory
+from toolkit.distributed.memory import disable_malloc_trim
 from toolkit.distributed.private_lightning import FabricModule, LauncherMixin
-from toolkit.distributed.private_torch import order_buckets, tensor_norms
+from toolkit.distributed.private_torch import prebuild_ddp_buckets, tensor_norms
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import WorldInfo, cluster_environment
 from toolkit.extension import load_registered
@@ -29,7 +29,7 @@ class _DDP(LauncherMixin, DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         wrapped = super().setup_module(module)
-        order_buckets(wrapped)
+        prebuild_ddp_buckets(wrapped)
         return wrapped
 
 
@@ -54,7 +54,7 @@ def single_device_fabric(accelerator: Accelerator, precision: Precision | Auto) 
     The default on CUDA is bf16-true: mixed precision casts all weights in every forward pass.
     """
     device = pick_accelerator(accelerator)
-    keep_freed_memory(device)
+    disable_malloc_trim(device)
     given, plugins = _precision_options(pick_precision(precision, device, on_cuda="bf16-true"))
     return Fabric(accelerator=device, devices=1, precision=given, plugins=plugins)
 

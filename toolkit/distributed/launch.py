@@ -23,7 +23,7 @@ from torch import distributed as dist
 from toolkit.config import AUTO, Auto
 from toolkit.distributed import lifeline, ranks
 from toolkit.distributed.lifeline import Lifeline
-from toolkit.distributed.rendezvous import BOOT, name_run, open_store, within
+from toolkit.distributed.rendezvous import STARTUP_TIMEOUT_S, name_run, open_store, within
 from toolkit.distributed.shutdown import (
     ShutdownCoordinator,
     children,
@@ -172,7 +172,7 @@ class RunGroup:
             return self._wait_for(name, what)
         started, others = time.monotonic(), range(1, self.world.world_size)
         for rank in others:
-            seconds = max(self.timeouts.first, BOOT if rank <= len(children) else 0)
+            seconds = max(self.timeouts.first, STARTUP_TIMEOUT_S if rank <= len(children) else 0)
             try:
                 self._wait_for(f"{name}/{rank}", what, started + seconds)
             except TimeoutError:

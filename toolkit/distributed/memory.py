@@ -11,7 +11,7 @@ def _glibc(name: str) -> Callable[..., int] | None:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None  # musl lacks both
 
 
-def keep_freed_memory(accelerator: str) -> None:
+def disable_malloc_trim(accelerator: str) -> None:
     """Let glibc keep large freed blocks instead of returning them to the kernel, for training on the CPU.
 
     A training step frees and reallocates the same tensors; by default each allocation is a new mmap with page faults.
@@ -23,7 +23,7 @@ def keep_freed_memory(accelerator: str) -> None:
             mallopt(parameter, value)
 
 
-def give_back_freed_memory() -> None:
+def malloc_trim() -> None:
     """Return freed memory to the kernel; glibc would keep fragments that may be too small to reuse."""
     trim = _glibc("malloc_trim")
     if trim is not None:

@@ -124,7 +124,7 @@ def shard_over_one_rank(module: nn.Module) -> None:
         handle._sharding_strategy = HandleShardingStrategy.FULL_SHARD
 
 
-def order_buckets(module: Any) -> None:
+def prebuild_ddp_buckets(module: Any) -> None:
     """Have DDP fill its buckets now as it would after its first backward pass, by a pass whose gradients are zeros.
 
     The order in which a gradient is summed over more than two ranks depends on its place in a bucket. The first step

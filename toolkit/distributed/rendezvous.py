@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FAILED = "failed"  # the key of the first failure before the rendezvous
-BOOT = 60.0  # seconds a process of this run may take to start, regardless of --timeout
-_FIRST_TRY = 10.0  # seconds a failed process tries to reach the store before it prints its message
+STARTUP_TIMEOUT_S = 60.0  # seconds a process of this run may take to start, regardless of --timeout
+CONNECT_TIMEOUT_S = 10.0  # seconds a failed process tries to reach the store before it prints its message
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
@@ -125,10 +125,10 @@ def report_failure(error: BaseException | None, text: str, code: int, report: Ca
     if peer.others is None or (peer.rank == 0 and not _is_in_torchrun()):
         report_once()
     try:
-        store = _open_to_publish(peer, min(_FIRST_TRY, _timeout()))
+        store = _open_to_publish(peer, min(CONNECT_TIMEOUT_S, _timeout()))
         if store is None:  # rank 0 may be slower to start
             report_once()
-            store = _open_to_publish(peer, _timeout() - _FIRST_TRY)
+            store = _open_to_publish(peer, _timeout() - CONNECT_TIMEOUT_S)
         if store is None:
             return
         if store.add(f"{FAILED}/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1:  # first to report this text
@@ -143,8 +143,8 @@ def _timeout() -> float:
     """Return for how many seconds to tell the other processes: at most ``--timeout``, which is not parsed yet."""
     given = re.search(r"--timeout[= ]([\d.]+)", " ".join(sys.argv))
     with suppress(ValueError):
-        return min(BOOT, 60 * float(given[1])) if given else BOOT
-    return BOOT
+        return min(STARTUP_TIMEOUT_S, 60 * float(given[1])) if given else STARTUP_TIMEOUT_S
+    return STARTUP_TIMEOUT_S
 
 
 def _open_to_publish(peer: _Peer, seconds: float) -> Store | None:
@@ -168,7 +168,7 @@ def _publish(store: Store, peer: _Peer, text: str, code: int) -> None:
     if _is_in_torchrun():
         return
     # This process hosts the store: keep it until the others have read it.
-    deadline = time.monotonic() + (_timeout() if peer.others is not None else min(_FIRST_TRY, _timeout()))
+    deadline = time.monotonic() + (_timeout() if peer.others is not None else min(CONNECT_TIMEOUT_S, _timeout()))
     while time.monotonic() < deadline and (peer.others is None or store.add("read", 0) < peer.others):
         time.sleep(0.05)
 

@@ -24,8 +24,8 @@ from toolkit.distributed.world import WorldInfo
 from toolkit.errors import CommandError, PeerLostError, PeerShutdownError, settle
 
 PARENT = "TOOLKIT_PARENT_PID"  # PID of the process on this node that launched this one
-_LINGER = 5.0  # seconds for the processes of a failed run to exit on their own
-_GRACE = 30.0  # seconds until a hanging process of a failed run is killed
+EXIT_TIMEOUT_S = 5.0  # seconds for the processes of a failed run to exit on their own
+KILL_AFTER_S = 30.0  # seconds until a hanging process of a failed run is killed
 _ABORTING = "; aborting"
 
 children: list[subprocess.Popen] = []
@@ -82,7 +82,7 @@ class ShutdownCoordinator:
         try:
             verdict = self._end_rank0(error) if self.world.global_rank == 0 else self._end_other(error)
         finally:
-            wait_for_children(_LINGER if had_rendezvous else 0)
+            wait_for_children(EXIT_TIMEOUT_S if had_rendezvous else 0)
             _kill_children()
             self._done.set()
         settle(verdict)
@@ -100,7 +100,7 @@ class ShutdownCoordinator:
         if _is_peer_loss(error):
             error = self._root_cause(error)
         self._publish("end", error)
-        deadline = time.monotonic() + _LINGER
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
         with suppress(Exception):  # this process hosts the store: keep it until the other nodes have read it
             while len(children) < len(self._others) and self.store.add("read", 0) < len(self._others):
                 if time.monotonic() > deadline:
@@ -117,7 +117,7 @@ class ShutdownCoordinator:
         self._publish("ended")
         disconnect()
         is_expected = not is_own_error or isinstance(error, CommandError | KeyboardInterrupt)
-        verdict = self._read_rank0(2 * _LINGER if is_expected else 1.0)
+        verdict = self._read_rank0(2 * EXIT_TIMEOUT_S if is_expected else 1.0)
         if verdict is not None and (is_expected or verdict[1] == _text(error)):  # report a common error once
             return PeerShutdownError(verdict[0])
         if self._store is None and self.world.local_rank != 0:  # before the rendezvous: one line per node
@@ -129,7 +129,7 @@ class ShutdownCoordinator:
 
     def _root_cause(self, error: BaseException | None) -> PeerLostError:
         """Return why another rank ended: its own report, which may take a moment, or what this rank observes."""
-        deadline, left = time.monotonic() + _LINGER / 2, []
+        deadline, left = time.monotonic() + EXIT_TIMEOUT_S / 2, []
         while time.monotonic() < deadline:
             lost_peer = self._describe_lost_peer()
             with suppress(Exception):
@@ -188,7 +188,7 @@ class ShutdownCoordinator:
         while not (self._started.is_set() or self._run_has_ended(parent)):
             if self._done.wait(0.5):
                 return
-        if self._done.wait(_GRACE):
+        if self._done.wait(KILL_AFTER_S):
             return
         is_rank0 = self.world.global_rank == 0
         verdict = self._root_cause(None) if is_rank0 else self._rank0_lost()
@@ -210,7 +210,9 @@ class ShutdownCoordinator:
             error.exit_code if isinstance(error, CommandError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         )
         with suppress(Exception):  # the store may be missing, unresponsive, or lost with rank 0
-            within(_LINGER, lambda: self.store.set(key, f"{code} {'' if error is None else prefix + _text(error)}"))
+            within(
+                EXIT_TIMEOUT_S, lambda: self.store.set(key, f"{code} {'' if error is None else prefix + _text(error)}")
+            )
 
     def _read(self, key: str) -> tuple[int, str]:
         code, _, text = self.store.get(key).decode().partition(" ")
@@ -243,10 +245,10 @@ def disconnect() -> None:
     if ranks.is_distributed():
         leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
         leaving.start()
-        leaving.join(_LINGER)
+        leaving.join(EXIT_TIMEOUT_S)
 
 
-def wait_for_children(seconds: float = _LINGER) -> None:
+def wait_for_children(seconds: float = EXIT_TIMEOUT_S) -> None:
     """Wait for the processes that this one launched."""
     deadline = time.monotonic() + seconds
     for child in children:

@@ -29,7 +29,7 @@ from toolkit.inference.chat import find_template
 from toolkit.inference.load import load_quantized
 from toolkit.inference.text import require_embedded
 from toolkit.io.paths import is_path_option
-from toolkit.io.untrusted import read_yaml
+from toolkit.io.safe_parse import read_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
 from toolkit.models.quantize import Quantize

@@ -22,7 +22,7 @@ from toolkit.checkpoints.weights import load_weights
 from toolkit.config import ActivationCheckpointing
 from toolkit.distributed import ranks
 from toolkit.distributed.fabric import block_dtype, materialize_with
-from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
@@ -144,7 +144,7 @@ def set_up_model(
     elif compiler != "none":
         load_registered("compilers", compiler)(module, spec.blocks, longest_ragged, groups)
     wrapped = fabric.setup(module)
-    give_back_freed_memory()
+    malloc_trim()
     if shards:
         assert source is not None
         load_sharded_weights(unwrapped(wrapped), spec.tied, source / WEIGHTS)

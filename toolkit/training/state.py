@@ -14,7 +14,7 @@ from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import step_in_name
 from toolkit.checkpoints.weights import load_state
 from toolkit.errors import UserError, one_line
-from toolkit.io.untrusted import read_json
+from toolkit.io.safe_parse import read_json
 from toolkit.optim.schedule import Schedule
 from toolkit.planning.limits import Progress
 

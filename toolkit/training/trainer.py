@@ -22,7 +22,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.device import deterministic_algorithms, fp32_reductions
 from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import Timeouts, launch_processes
-from toolkit.distributed.memory import keep_freed_memory
+from toolkit.distributed.memory import disable_malloc_trim
 from toolkit.distributed.signals import SignalWatch
 from toolkit.distributed.world import WorldInfo
 from toolkit.errors import GuardError, StoppedBySignalError
@@ -166,7 +166,7 @@ class Trainer:
             self.saver = Saver(self, self.checkpointer)
             if self.checkpointer.sharded:
                 require_shared_disk(self.out_dir)
-            keep_freed_memory(config.device)  # only now: what loading has freed is returned (M3)
+            disable_malloc_trim(config.device)  # only now: what loading has freed is returned (M3)
             self._train()
 
     def _train(self) -> None:

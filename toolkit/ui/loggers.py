@@ -15,7 +15,7 @@ from toolkit.config import LogArgs
 from toolkit.errors import UserError, did_you_mean, one_line
 from toolkit.extension import load_registered, registered
 from toolkit.io.atomic import file_error, write_atomic
-from toolkit.io.untrusted import open_regular
+from toolkit.io.safe_parse import open_regular
 
 COLUMNS = (
     "step",  # optimizer steps done

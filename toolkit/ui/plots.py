@@ -89,7 +89,8 @@ def _draw(training: list[Point], validation: list[Point], rows: list[dict[str, f
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    (tokens, losses), last_token = zip(*training, strict=True), max(t for t, _ in [*training, *validation])
+    tokens, losses = (list(values) for values in zip(*training, strict=True))
+    last_token = max([*tokens, *(t for t, _ in validation)])
     smoothed = smooth(losses)
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes: Any = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)", xlim=(0, last_token * 1.015))

@@ -22,7 +22,7 @@ from toolkit.errors import UserError
 from toolkit.io import storage
 from toolkit.io.checksums import find_damage
 from toolkit.io.storage import Storage, StorageError, describe
-from toolkit.io.temporary import temporary_prefix
+from toolkit.io.tempfiles import temporary_prefix
 
 
 @pytest.fixture(autouse=True)

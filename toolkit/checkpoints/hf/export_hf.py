@@ -21,9 +21,9 @@ from toolkit.checkpoints.scratch import SMALL_NUMEL
 from toolkit.checkpoints.store import require_new_folder, write_folder
 from toolkit.data.chat.template import GENERATION_FILE, ChatTemplate
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
-from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import GuardError, UserError, one_line
-from toolkit.io.untrusted import read_json_object
+from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.families import family_of
 from toolkit.models.families.tables import WeightMapping
@@ -240,7 +240,7 @@ def write_safetensors(path: Path, expected: dict[str, Tensor], tensors: Iterator
             nonfinite += nonfinite_tensors({name: tensor})
             if tensor.numel() >= SMALL_NUMEL:
                 del tensor
-                give_back_freed_memory()
+                malloc_trim()
     return nonfinite
 
 

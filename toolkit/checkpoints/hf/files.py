@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.checkpoints.weights import load_state, only_tensors
 from toolkit.errors import UserError
-from toolkit.io import untrusted
+from toolkit.io.safe_parse import open_regular
 
 # Names of dtypes in the safetensors format.
 FORMAT_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -75,7 +75,7 @@ def list_weights(path: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
 def _open(path: Path) -> Any:
     """Open a file: ``safe_open``'s object, or the tensors of a pickle by name; it stays open until :func:`close`."""
     try:
-        with untrusted.open_regular(path) as file:
+        with open_regular(path) as file:
             if file.read(24).startswith(b"version https://git-lfs"):
                 raise UserError(f"{path}: is a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
         return safe_open(path, "pt") if path.suffix == ".safetensors" else only_tensors(load_state(path), path)

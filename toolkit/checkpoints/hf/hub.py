@@ -21,7 +21,7 @@ from toolkit.checkpoints.store import disk_full_reason, require_new_folder
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
 from toolkit.errors import UserError
-from toolkit.io.untrusted import read_json_object
+from toolkit.io.safe_parse import read_json_object
 
 if TYPE_CHECKING:
     import torch

@@ -23,9 +23,9 @@ from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_model_folder
 from toolkit.checkpoints.weights import require_compatible
 from toolkit.data.tokenizer import FILE_PATTERNS, Tokenizer
-from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.distributed.memory import malloc_trim
 from toolkit.errors import UserError
-from toolkit.io.untrusted import read_json_object, read_yaml
+from toolkit.io.safe_parse import read_json_object, read_yaml
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf, family_of
 from toolkit.models.gpt import model_on_meta
@@ -276,7 +276,7 @@ def _convert(
             weights[name] = tensor
             nonfinite += nonfinite_tensors({name: tensor})
             if tensor.numel() >= SMALL_NUMEL:
-                give_back_freed_memory()
+                malloc_trim()
         del originals  # dequantized weights are in memory
     if config.tie_embeddings:
         weights[_HEAD] = weights[_EMBEDDING]

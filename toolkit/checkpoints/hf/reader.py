@@ -12,7 +12,7 @@ from toolkit.checkpoints.hf import fp8, mxfp4
 from toolkit.checkpoints.hf.files import DTYPES, NAMES, QUANTIZED, StoredTensor, Weight, list_weights
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.errors import UserError
-from toolkit.io.untrusted import read_json_object
+from toolkit.io.safe_parse import read_json_object
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from toolkit.errors import UserError
-from toolkit.io.untrusted import open_regular
+from toolkit.io.safe_parse import open_regular
 
 SUMS = "SHA256SUMS"
 HUB_METADATA = Path(".cache", "huggingface", "download")

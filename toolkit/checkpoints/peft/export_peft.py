@@ -34,7 +34,7 @@ from toolkit.checkpoints.peft.layers import (
 from toolkit.checkpoints.store import WEIGHTS, require_new_folder, write_folder
 from toolkit.data.tokenizer import FILE_PATTERNS
 from toolkit.errors import UserError
-from toolkit.io.untrusted import read_json_object
+from toolkit.io.safe_parse import read_json_object
 from toolkit.models.families import MULTIMODAL
 from toolkit.models.gpt import model_on_meta
 from toolkit.models.lora import adapted_on_meta, initial_magnitude

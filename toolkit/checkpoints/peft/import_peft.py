@@ -25,7 +25,7 @@ from toolkit.checkpoints.peft.layers import (
 from toolkit.checkpoints.store import WEIGHTS
 from toolkit.checkpoints.torch_zip import DAMAGED
 from toolkit.errors import UserError, one_line
-from toolkit.io.untrusted import read_json_object
+from toolkit.io.safe_parse import read_json_object
 from toolkit.models.config import ModelConfig
 from toolkit.models.lora import adapted_on_meta, attention_rows
 from toolkit.models.lora_config import PARTS, LoRAConfig

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from toolkit.checkpoints.manifest import COMPLETE, MAX_SIZE, manifest_bytes
 from toolkit.checkpoints.store import BEST, FINAL
+from toolkit.io.safe_parse import parse_json
 from toolkit.io.storage import Storage
-from toolkit.io.untrusted import parse_json
 
 NEW = ".new-"
 DAMAGED = "COMPLETE.damaged"

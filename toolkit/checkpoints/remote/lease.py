@@ -17,9 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from toolkit.errors import UserError
+from toolkit.io.safe_parse import parse_json
 from toolkit.io.storage import Storage, StorageError
-from toolkit.io.temporary import has_ended, temporary_prefix
-from toolkit.io.untrusted import parse_json
+from toolkit.io.tempfiles import has_ended, temporary_prefix
 
 LEASE = ".lease.json"
 REFRESH = 10.0  # seconds

@@ -14,7 +14,7 @@ from toolkit.checkpoints.run.sharded import is_sharded, read_sharded
 from toolkit.checkpoints.store import WEIGHTS, is_complete, require_new_folder, write_folder, write_model_folder
 from toolkit.checkpoints.weights import load_state, load_weights, save_state, save_weights
 from toolkit.errors import UserError
-from toolkit.io.untrusted import read_json_object
+from toolkit.io.safe_parse import read_json_object
 from toolkit.models.gpt import model_on_meta
 
 _STATE, _OPTIMIZER = Path("trainer", "state.pth"), Path("trainer", "optimizer")

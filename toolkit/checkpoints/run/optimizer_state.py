@@ -22,7 +22,7 @@ from toolkit.checkpoints.run.sharded import ShardReader, is_sharded
 from toolkit.checkpoints.scratch import SMALL_NUMEL
 from toolkit.checkpoints.weights import load_weights
 from toolkit.distributed import ranks
-from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
 from toolkit.distributed.private_torch import local_parts, local_shard
 from toolkit.errors import UserError, one_line
@@ -99,7 +99,7 @@ def load_optimizer(
     Args:
         module: The wrapped module.
         optimizer: A new optimizer.
-        saved: The entry ``optimizer`` of the state file, from any function of :mod:`toolkit.checkpoints.run.state_dicts`.
+        saved: The entry ``optimizer`` of the state file, of :mod:`toolkit.checkpoints.run.state_dicts`.
         file: The state file, for messages.
         folder: The optimizer's shards, used if ``saved`` contains no tensors.
         may_be_empty: Whether the checkpoint may predate the first optimizer step.
@@ -137,7 +137,7 @@ def load_optimizer(
         if part.parameter.numel():  # FSDP: no state for a parameter of which this rank has no elements
             optimizer.state[part.parameter] = state
         if part.parameter.numel() >= SMALL_NUMEL:
-            give_back_freed_memory()
+            malloc_trim()
     if missing and (entries or not may_be_empty):
         unexpected = [part for part in missing if not without.intersection(part.names)]
         if unexpected or not entries:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import UserError
-from toolkit.io.untrusted import open_regular
+from toolkit.io.safe_parse import open_regular
 
 _METADATA = ".metadata"
 

@@ -26,11 +26,11 @@ from toolkit.checkpoints.run.host_copy import HostCopies
 from toolkit.checkpoints.run.shard_metadata import read_metadata, stored_tensors
 from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
 from toolkit.checkpoints.torch_zip import FileSlice, describe_load_error, require_uncompressed_zip
-from toolkit.distributed.memory import give_back_freed_memory
+from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.private_torch import rank_wrapper
 from toolkit.distributed.ranks import all_gather_object, run_on_rank0
 from toolkit.errors import UserError, join_first
-from toolkit.io.untrusted import open_regular
+from toolkit.io.safe_parse import open_regular
 
 
 def is_sharded(path: Path) -> bool:
@@ -41,8 +41,8 @@ def is_sharded(path: Path) -> bool:
 def save_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     """Write tensors, one file per rank with its shards; collective if a process group is initialized.
 
-    ``tensors`` has the same names on every rank: DTensor, ShardedTensor or plain (equal on all ranks, stored once). If a
-    rank fails to write, all ranks raise a ``RuntimeError`` with that rank's exception as its cause.
+    ``tensors`` has the same names on every rank: DTensor, ShardedTensor or plain (equal on all ranks, stored once).
+    If a rank fails to write, all ranks raise a ``RuntimeError`` with that rank's exception as its cause.
     """
     save = ShardedSave(tensors, folder)
     save.write()
@@ -121,8 +121,8 @@ class ShardedSave:
 def load_sharded(tensors: dict[str, Tensor], folder: Path) -> None:
     """Fill ``tensors`` in place, each rank its own shards; collective if a process group is initialized.
 
-    All ranks pass the same names; layout (DTensor, ShardedTensor or plain) and dtype may differ from the folder's, which
-    any number of ranks may have written and which may hold more tensors.
+    All ranks pass the same names; layout (DTensor, ShardedTensor or plain) and dtype may differ from the folder's,
+    which any number of ranks may have written and which may hold more tensors.
     """
     metadata = _check_on_all_ranks(lambda: _require_tensors(tensors, Path(folder)))
     _read(tensors, Path(folder), metadata)
@@ -221,7 +221,7 @@ class _Reader(dcp.FileSystemReader):
                 for item in items:
                     self._read_chunk(file, item, planner)
                     if item.lengths.numel() >= SMALL_NUMEL:
-                        give_back_freed_memory()
+                        malloc_trim()
         done: Future[None] = Future()
         done.set_result(None)
         return done

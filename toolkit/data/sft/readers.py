@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, AnyStr, Protocol
 
 from toolkit.errors import UserError, join_first, one_line
-from toolkit.io.untrusted import MAX_ROW, bounded_lines
+from toolkit.io.safe_parse import MAX_ROW, bounded_lines
 
 VAL_NAMES = ("val", "validation", "test")
 JSON_KINDS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl"}

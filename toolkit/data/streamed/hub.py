@@ -17,7 +17,7 @@ from urllib.parse import quote
 from toolkit.data.hub_errors import describe_hub_error, hub_error_types
 from toolkit.data.streamed.files import SourceFile, is_supported, list_path, require_content
 from toolkit.errors import UserError, join_first
-from toolkit.io.untrusted import parse_yaml
+from toolkit.io.safe_parse import parse_yaml
 
 _TIMEOUT = 30  # seconds
 _SPLITS = {

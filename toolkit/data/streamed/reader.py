@@ -18,7 +18,7 @@ from toolkit.data.streamed.stream import Report, Stream, UnitCounts
 from toolkit.errors import DataError, one_line
 from toolkit.io.atomic import write_json
 from toolkit.io.locks import file_lock, lock
-from toolkit.io.temporary import machine_name
+from toolkit.io.tempfiles import machine_name
 
 _POLL = 0.05  # seconds between looks for a unit
 _MAX_STARTS = 4  # of each preparer, until a unit is ready

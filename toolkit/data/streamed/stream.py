@@ -33,7 +33,7 @@ from toolkit.errors import DataError
 from toolkit.io.atomic import write_json
 from toolkit.io.checksums import check_entries, find_damage
 from toolkit.io.locks import file_lock
-from toolkit.io.temporary import sweep, temporary_path
+from toolkit.io.tempfiles import sweep, temporary_path
 
 Report = Callable[[str], None]
 Copy = tuple[int, int]  # inode and time of a unit's folder, which tell its copies apart

@@ -16,8 +16,8 @@ from typing import IO, Any, NamedTuple
 from toolkit.data.streamed.files import RetryingFile, SourceFile
 from toolkit.data.text.documents import PIECE, Piece, cut_text
 from toolkit.errors import UserError, join_first, one_line
+from toolkit.io.safe_parse import MAX_ROW
 from toolkit.io.storage import StorageError
-from toolkit.io.untrusted import MAX_ROW
 
 UNIT_BYTES = 32 << 20
 _BUFFER = 4 << 20  # bytes per read

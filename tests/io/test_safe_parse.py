@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from toolkit.cli import main
-from toolkit.io.untrusted import parse_json, parse_yaml, read_json, read_yaml
+from toolkit.io.safe_parse import parse_json, parse_yaml, read_json, read_yaml
 
 LAUGHS = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)

@@ -14,9 +14,9 @@ import torch
 from toolkit.checkpoints.scratch import mmap_empty
 from toolkit.checkpoints.store import write_checkpoint, write_file, write_folder
 from toolkit.data.cache import clean_up, staging_folder
-from toolkit.io import temporary
+from toolkit.io import tempfiles
 from toolkit.io.atomic import write_atomic
-from toolkit.io.temporary import has_ended, sweep, temporary_path
+from toolkit.io.tempfiles import has_ended, sweep, temporary_path
 
 # Each writes something of another name into the folder.
 WRITERS = {
@@ -38,7 +38,7 @@ WRITERS["cache"] = write_cache
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.io.test_temporary import WRITERS, torch
+from tests.io.test_tempfiles import WRITERS, torch
 for name, write in WRITERS.items():
     if not os.fork():
         die = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
@@ -86,9 +86,9 @@ def test_files_of_live_processes_and_other_programs_are_kept(tmp_path):
 OTHER_MACHINE = """
 import sys
 from pathlib import Path
-from toolkit.io import temporary
-temporary._BOOT_ID = Path(sys.argv[1])
-temporary.temporary_path(Path(sys.argv[2])).touch()
+from toolkit.io import tempfiles
+tempfiles._BOOT_ID = Path(sys.argv[1])
+tempfiles.temporary_path(Path(sys.argv[2])).touch()
 """
 
 
@@ -96,7 +96,7 @@ def test_processes_of_another_machine_with_the_same_host_name_are_not_taken_for_
     """Also the lease of a remote run names its process so."""
     (tmp_path / "boot_id").write_text("79c2d3d5-3c5c-4c3e-a4b2-000000000000\n")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    for boot_id, expected in ((temporary._BOOT_ID, True), (tmp_path / "boot_id", False)):
+    for boot_id, expected in ((tempfiles._BOOT_ID, True), (tmp_path / "boot_id", False)):
         folder = tmp_path / f"dead-{expected}"
         folder.mkdir()
         subprocess.run([sys.executable, "-c", OTHER_MACHINE, boot_id, folder / "x"], check=True, env=environment)
