@@ -171,7 +171,7 @@ def in_terminal(code: str, **environment: str) -> str:
 
 
 PROGRAM = f"""
-from toolkit.ui.progress import make_progress
+from toolkit.ui.console import make_progress
 with make_progress(total_steps=2, enabled=True) as progress:
     progress.phase("training")
     for step in (1, 2):

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from toolkit.ui.progress import Pace, PlainProgress, ProgressDisplay, SafeOutput, make_progress
+from toolkit.ui.console import PlainProgress, make_progress
+from toolkit.ui.progress import Pace, ProgressDisplay, SafeOutput
 
 METRICS = {"loss": 3.2145, "learning_rate": 3.94e-4, "grad_norm": 0.873, "tokens_per_sec": 12345.6, "tokens": 5_242_880}
 VALIDATION = {"val_loss": 3.3012, "val_ppl": 27.145, "val_bpb": 1.2134}
@@ -134,7 +135,7 @@ def test_other_ranks_are_silent(capsys):
 
 RUN = f"""
 import sys
-from toolkit.ui.progress import make_progress
+from toolkit.ui.console import make_progress
 with make_progress(total_steps=int(sys.argv[1]), enabled=True) as progress:
     progress.phase("training")
     for step in range(1, int(sys.argv[1]) + 1):

@@ -53,7 +53,7 @@ from toolkit.training.throughput import StepTimes
 from toolkit.training.trace import DATA_WAIT, VALIDATE
 from toolkit.training.validate import batches_by_source, validate
 from toolkit.training.verify import fetch_on_other_nodes, find_intact
-from toolkit.ui.progress import make_progress
+from toolkit.ui.console import make_progress
 
 
 class Trainer:

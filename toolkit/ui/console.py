@@ -1,0 +1,101 @@
+"""Progress of a run on standard output: a live display on a terminal, plain lines everywhere else.
+
+Nothing here waits for a device or the terminal: on a terminal a thread draws the latest numbers four times a second.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from os import PathLike
+from typing import IO
+
+from toolkit.ui.formats import format_seconds
+from toolkit.ui.progress import (
+    STEP_METRICS,
+    Metrics,
+    ProgressDisplay,
+    SafeOutput,
+    capitalized,
+    label_values,
+    validation_labels,
+)
+
+
+def make_progress(*, total_steps: int | None, enabled: bool) -> ProgressDisplay:
+    """Return the display of a run on standard output.
+
+    Args:
+        total_steps: Optimizer steps of the run, earlier launches included; ``None`` if another limit ends it. The
+            attribute of the same name may be set later.
+        enabled: True on rank 0; other ranks print nothing.
+    """
+    if not enabled:
+        return ProgressDisplay(total_steps)
+    if sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown"):
+        from toolkit.ui.live import LiveProgress
+
+        return LiveProgress(total_steps)
+    return PlainProgress(total_steps)
+
+
+class PlainProgress(ProgressDisplay):
+    """Plain lines without color, for pipes, files, and terminals without cursor control.
+
+    Steps are printed at most once per second in the first minute and every ten seconds afterwards, plus the first and
+    the last one. Everything else is printed immediately.
+    """
+
+    def __init__(
+        self, total_steps: int | None, file: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(total_steps, clock)
+        self._file = SafeOutput(sys.stdout if file is None else file)
+        self._printed_at = -math.inf
+        self._unprinted: tuple[int, Metrics] | None = None
+        self._announced: set[str] = set()
+        self._has_steps = False
+
+    def phase(self, text: str) -> None:
+        self._pace.phase(text)
+        # after the first step, phases only alternate (training, validating, saving), with messages of their own
+        if not self._has_steps and text not in self._announced:
+            self.message(capitalized(text))
+        self._announced.add(text)
+
+    def message(self, text: str) -> None:
+        self._file.write(f"{text}\n")
+        self._file.flush()
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self._has_steps, self._unprinted = True, (step, metrics)
+        self._pace.step(step)
+        elapsed = self._pace.elapsed()
+        if elapsed - self._printed_at >= (1 if elapsed < 60 else 10) or step == self.total_steps:
+            self._print_step()
+
+    def validation(self, step: int, metrics: Metrics) -> None:
+        self._line(step, "validation " + ", ".join(validation_labels(metrics)))
+
+    def checkpoint(self, step: int, path: str | PathLike[str]) -> None:
+        self._line(step, f"saved {os.fspath(path)}")
+
+    def close(self) -> None:
+        if self._unprinted is not None:
+            self._print_step()
+
+    def _print_step(self) -> None:
+        assert self._unprinted is not None
+        step, metrics = self._unprinted
+        elapsed, seconds_left = self._pace.elapsed(), self._pace.seconds_left(step, self.total_steps)
+        labels = [f"{label} {value}" for label, value in label_values(metrics, STEP_METRICS)]
+        left = [f"{format_seconds(seconds_left)} left"] if seconds_left else []
+        self._line(step, *labels, f"elapsed {format_seconds(elapsed)}", *left)
+        self._printed_at, self._unprinted = elapsed, None
+
+    def _line(self, step: int, *parts: str) -> None:
+        total = f"/{self.total_steps}" if self.total_steps else ""
+        self.message(" | ".join([f"{time.strftime('%Y-%m-%d %H:%M:%S')} step {step}{total}", *parts]))
