@@ -18,7 +18,7 @@ PACKAGE = Path(toolkit.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up; a package may import itself and lower ones. Imports inside functions count too.
 LAYERS = [
-    {"errors", "__version__"},
+    {"errors", "__version__", "private_torch"},
     {"io"},
     {"extension"},
     {"config"},
@@ -156,6 +156,25 @@ def test_circular_imports_are_detected():
     graph = import_graph({"toolkit.ui.a": (late, False), "toolkit.ui.b": ("from toolkit.ui.a import A", False)})
     assert import_circles(graph) == {frozenset({"toolkit.ui.a", "toolkit.ui.b"})}
     assert not import_circles(import_graph({"toolkit.ui.a": (late, False), "toolkit.ui.b": ("", False)}))
+
+
+def private_torch_names(source: str) -> list[str]:
+    """Private modules and functions of torch that a module uses."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names.append(ast.unparse(node))
+    return [name for name in names if re.fullmatch(r"torch(\.\w+)*\._[a-z]\w*(\.\w+)*", name)]
+
+
+def test_private_apis_of_torch_are_in_one_module():
+    assert private_torch_names("from torch._dynamo import config") == ["torch._dynamo.config"]
+    assert private_torch_names("f = torch.optim._muon, torch.nn.Linear, torch.__version__") == ["torch.optim._muon"]
+    exempt = ("private_torch", "planning.speed.")  # the latter: predicted speed, from shapes alone
+    files = [f for f in FILES if not module_name(f).startswith(tuple(f"toolkit.{name}" for name in exempt))]
+    assert not {module_name(f): names for f in files if (names := private_torch_names(f.read_text(encoding="utf-8")))}
 
 
 def unsafe_calls(source: str) -> list[str]:

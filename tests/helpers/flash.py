@@ -29,8 +29,8 @@ def kernels_on_cpu(backend: str = "aot_eager_decomp_partition", may_fail: bool =
     compiled = attention_kernels._compiled_softcap(backend)
     with ExitStack() as stack:
         for target, name, value in (
-            (attention_kernels, "_FORWARD", counted),
-            (attention_kernels, "_BACKWARD", backward),
+            (attention_kernels, "FLASH_FORWARD", counted),
+            (attention_kernels, "FLASH_BACKWARD", backward),
             (attention_kernels, "_compiled_softcap", lambda: compiled),
             (attention_choice, "DEVICES", ("cpu",)),
             (attention_choice, "DTYPES", (torch.bfloat16, torch.float32, torch.float64)),

@@ -188,8 +188,8 @@ def test_failed_self_check_uses_masks_with_one_warning():
     for kernel, text in ((wrong, "a relative error of 0.1"), (broken, "RuntimeError: no kernel image is available;")):
         with kernels_on_cpu(may_fail=True), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            forward = attention_kernels._FORWARD
-            with mock.patch.object(attention_kernels, "_FORWARD", kernel):
+            forward = attention_kernels.FLASH_FORWARD
+            with mock.patch.object(attention_kernels, "FLASH_FORWARD", kernel):
                 for _ in range(2):
                     found = loss_and_gradients(model, documents, torch.float32)
         assert len(caught) == 1 and text in str(caught[0].message) and "masks are used" in str(caught[0].message)

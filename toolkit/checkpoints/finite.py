@@ -12,8 +12,8 @@ from toolkit.checkpoints.manifest import DamagedCheckpointError
 from toolkit.checkpoints.store import ADAPTERS
 from toolkit.checkpoints.weights import load_state, load_weights, named_tensors
 from toolkit.distributed.names import canonical_name
-from toolkit.distributed.private_torch import local_shard, tensor_norms
 from toolkit.errors import UserError, join_first
+from toolkit.private_torch import local_shard, tensor_norms
 
 
 def nonfinite_tensors(tensors: Mapping[str, Tensor], weights: Collection[str] = ()) -> list[str]:

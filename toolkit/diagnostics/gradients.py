@@ -11,9 +11,9 @@ from torch import nn
 
 from toolkit.distributed import ranks
 from toolkit.distributed.names import canonical_name
-from toolkit.distributed.private_torch import local_parts, local_shard
 from toolkit.distributed.replicas import checksum
 from toolkit.errors import DifferenceError
+from toolkit.private_torch import local_parts, local_shard
 from toolkit.training.callbacks import Callback
 from toolkit.training.model import unwrapped
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from toolkit.distributed.private_lightning import BackwardSyncControl
-from toolkit.distributed.private_torch import prebuild_ddp_buckets
+from toolkit.private_torch import prebuild_ddp_buckets
 
 
 class BF16DDPStrategy(DDPStrategy):

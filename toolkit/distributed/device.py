@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from toolkit import private_torch
 from toolkit.config import AUTO, Accelerator, Auto, Precision
-from toolkit.distributed import private_torch
 from toolkit.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

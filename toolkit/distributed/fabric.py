@@ -18,10 +18,10 @@ from toolkit.distributed.device import pick_accelerator, pick_precision
 from toolkit.distributed.fsdp import ShardedStrategy
 from toolkit.distributed.memory import disable_malloc_trim
 from toolkit.distributed.private_lightning import FabricModule, LauncherMixin
-from toolkit.distributed.private_torch import prebuild_ddp_buckets, tensor_norms
 from toolkit.distributed.strategy import StrategyPlan
 from toolkit.distributed.world import WorldInfo, cluster_environment
 from toolkit.extension import load_registered
+from toolkit.private_torch import prebuild_ddp_buckets, tensor_norms
 
 
 class _DDP(LauncherMixin, DDPStrategy):

@@ -35,7 +35,12 @@ from torch.optim import Optimizer
 
 from toolkit.config import FSDPArgs, Precision
 from toolkit.distributed.private_lightning import AccumulateInFP32, ReduceEachMicroBatch
-from toolkit.distributed.private_torch import (
+from toolkit.distributed.ranks import sum_over_ranks, world_size
+from toolkit.distributed.units import unit_precision
+from toolkit.distributed.wrap import plan_units
+from toolkit.errors import UserError
+from toolkit.models.lora import is_adapter
+from toolkit.private_torch import (
     complete_cpu_backend,
     reduce_over_shards_only,
     shard_over_one_rank,
@@ -43,11 +48,6 @@ from toolkit.distributed.private_torch import (
     tensor_norms,
     zero_offloaded_gradients,
 )
-from toolkit.distributed.ranks import sum_over_ranks, world_size
-from toolkit.distributed.units import unit_precision
-from toolkit.distributed.wrap import plan_units
-from toolkit.errors import UserError
-from toolkit.models.lora import is_adapter
 
 _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 

@@ -16,8 +16,8 @@ from lightning.fabric.wrappers import _FabricModule as FabricModule
 from torch import nn
 
 from toolkit.distributed import ranks
-from toolkit.distributed.private_torch import restore_gradient_dtypes
 from toolkit.distributed.shutdown import PARENT, children, wait_for_children
+from toolkit.private_torch import restore_gradient_dtypes
 
 __all__ = ["AccumulateInFP32", "BackwardSyncControl", "FabricModule", "LauncherMixin", "ReduceEachMicroBatch"]
 

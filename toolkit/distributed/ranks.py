@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
-from toolkit.distributed.private_torch import set_group_timeouts
 from toolkit.errors import PeerLostError, join_first
+from toolkit.private_torch import set_group_timeouts
 
 T = TypeVar("T")
 _timeout = 30 * 60.0

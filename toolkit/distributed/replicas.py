@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import distributed as dist
 
-from toolkit.distributed.private_torch import local_shard
 from toolkit.distributed.ranks import is_distributed, world_size
 from toolkit.errors import GuardError
+from toolkit.private_torch import local_shard
 
 _CHUNK = 1 << 22  # elements per addition; an int64 copy is 32 MiB
 

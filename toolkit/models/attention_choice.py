@@ -8,13 +8,13 @@ import warnings
 from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from toolkit.models.attention import attend
 from toolkit.models.attention_kernels import document_bounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.masks import AttentionMaskBuilder, KernelChoice
+from toolkit.private_torch import has_no_data
 
 DEVICES: tuple[str, ...] = ("cuda",)
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -93,7 +93,7 @@ def choose_kernel(
         any(config.window(layer) is not None for layer in range(config.n_layer)),
         has_documents,
     )
-    if isinstance(x, FakeTensor) or x.is_meta:  # a plan, in which nothing can be compared
+    if has_no_data(x):  # a plan, in which nothing can be compared
         return kernel
     return kernel if _passes(case) else None
 

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from toolkit.private_torch import FLASH_BACKWARD, FLASH_FORWARD, has_no_data, mark_dynamic, specialized_floats
 
 BLOCK = 128
 """Tokens per block of queries or keys in both kernels."""
@@ -55,8 +56,6 @@ def document_bounds(documents: torch.Tensor) -> DocumentBounds:
 
 # ---- FlashAttention
 
-_FORWARD, _BACKWARD = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
-
 
 class FlashMask(NamedTuple):
     """Which keys FlashAttention lets each query attend to, always causal.
@@ -79,7 +78,7 @@ def make_flash_mask(window: int | None, bounds: DocumentBounds | None) -> FlashM
     if bounds is None:
         return FlashMask(n_before)
     # a graph for any number of documents
-    torch._dynamo.maybe_mark_dynamic(bounds.cu_seqlens, 0)
+    mark_dynamic(bounds.cu_seqlens, 0)
     return FlashMask(n_before, bounds.cu_seqlens, torch.tensor(bounds.max_length, device="cpu"))
 
 
@@ -128,7 +127,7 @@ def _flash(
     """
     n, options = _options(q, max_length, window, scale)
     q_, k_, v_ = _flatten((q, k, v), cu_seqlens)
-    out, lse, *_ = _FORWARD(q_, k_, v_, cu_seqlens, cu_seqlens, n, n, 0.0, window < 0, False, **options)
+    out, lse, *_ = FLASH_FORWARD(q_, k_, v_, cu_seqlens, cu_seqlens, n, n, 0.0, window < 0, False, **options)
     if sinks is not None:
         with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         out = (out * (lse - with_sinks).exp().transpose(-1, -2).unsqueeze(-1)).to(q.dtype)
@@ -164,7 +163,9 @@ def _flash_backward_op(
     n, options = _options(q, max_length, window, scale)
     tensors = _flatten((grad.contiguous(), q, k, v, out), cu_seqlens)
     rng_state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # without dropout
-    gradients = _BACKWARD(*tensors, lse, cu_seqlens, cu_seqlens, n, n, 0.0, window < 0, rng_state, unused, **options)
+    gradients = FLASH_BACKWARD(
+        *tensors, lse, cu_seqlens, cu_seqlens, n, n, 0.0, window < 0, rng_state, unused, **options
+    )
     grad_q, grad_k, grad_v = (g.reshape(t.shape).contiguous() for g, t in zip(gradients, (q, k, v), strict=True))
     if sinks is None:
         return grad_q, grad_k, grad_v, q.new_empty(0)
@@ -272,8 +273,7 @@ def flex_attention_with_softcap(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: FlexMask, scale: float, logit_softcap: float
 ) -> torch.Tensor:
     """As :func:`toolkit.models.attention.softcap_attention`."""
-    is_counted = isinstance(q, FakeTensor) or q.is_meta  # nothing to compile; the same shapes and costs
-    if not torch.compiler.is_compiling() and is_counted:
+    if not torch.compiler.is_compiling() and has_no_data(q):  # nothing to compile; the same shapes and costs
         return flash_attention(q, k, v, FlashMask(-1), scale)
     run = _softcap if torch.compiler.is_compiling() else _compiled_softcap()
     return run(q, k, v, mask, scale, logit_softcap)
@@ -315,7 +315,7 @@ def _compiled_softcap(backend: str = "inductor") -> Callable[..., torch.Tensor]:
     compiled = torch.compile(_softcap, backend=backend, fullgraph=True)
 
     def run(*args: Any) -> torch.Tensor:
-        with torch._dynamo.config.patch(specialize_float=True):
+        with specialized_floats():
             return compiled(*args)
 
     return run

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from toolkit.distributed.private_torch import copy_
+from toolkit.private_torch import copy_
 
 MASTER = "master"
 """Key of the fp32 copy of a bf16 weight in the optimizer state. Checkpoints save it as the weight, and only there."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.distributed.private_torch import StackedMuon
 from toolkit.errors import require_bitsandbytes
+from toolkit.private_torch import StackedMuon
 
 Betas = tuple[float, float]
 NS_STEPS = 5

@@ -20,8 +20,8 @@ from torch.optim import Adam, AdamW
 
 from toolkit.distributed.fabric import gradient_norm, knows_gradient_norm
 from toolkit.distributed.private_lightning import FabricModule
-from toolkit.distributed.private_torch import divide_, tensor_norms
 from toolkit.optim.bf16 import BF16Optimizer
+from toolkit.private_torch import divide_, tensor_norms
 
 
 class Update:

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from toolkit.distributed.device import precision_hint
-from toolkit.distributed.private_torch import local_shard
 from toolkit.distributed.wrap import describe_units, plan_units
 from toolkit.models.families import export_error
 from toolkit.optim.schedule import describe_scaling
 from toolkit.planning.resolve import ResolvedConfig
+from toolkit.private_torch import local_shard
 from toolkit.training.model import describe_model
 from toolkit.training.reading import TrainReader
 from toolkit.training.run_state import RunState

@@ -36,6 +36,7 @@ from toolkit.models.lora_config import LoRAConfig
 from toolkit.models.quantize import Quantize, quantize_linears, reserve_quantized
 from toolkit.optim.groups import block_params, no_decay_params
 from toolkit.planning.speed.flops import flops_per_token
+from toolkit.private_torch import configure_compiler
 
 
 @dataclass
@@ -162,12 +163,9 @@ def compile_blocks(module: nn.Module, blocks: tuple[type[nn.Module], ...], longe
         # selective checkpointing warns of operations in place, as gpt-oss's; they are tested
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     torch.compiler.reset()  # graphs of an earlier run in this process count towards torch's limit
-    torch._dynamo.config.specialize_float = True  # attention's scale and cap; FlexAttention takes no variables
-    if longest_ragged:
-        if isinstance(module, GPT):
-            module.uniform_length = longest_ragged
-        # otherwise a length that equals another size, such as head_size, is specialized: one more graph
-        torch.fx.experimental._config.use_duck_shape = False
+    configure_compiler(any_length=longest_ragged > 0)
+    if longest_ragged and isinstance(module, GPT):
+        module.uniform_length = longest_ragged
     for part in module.modules():
         if isinstance(part, blocks):
             part.compile(dynamic=True if longest_ragged else None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.distributed.private_torch import local_shard
+from toolkit.private_torch import local_shard
 
 
 class HostCopies:

@@ -24,9 +24,9 @@ from toolkit.checkpoints.weights import load_weights
 from toolkit.distributed import ranks
 from toolkit.distributed.memory import malloc_trim
 from toolkit.distributed.names import canonical_name
-from toolkit.distributed.private_torch import local_parts, local_shard
 from toolkit.errors import UserError, one_line
 from toolkit.optim.bf16 import MASTER
+from toolkit.private_torch import local_parts, local_shard
 
 SEPARATOR = "|"  # in names of sharded tensors: parameter|key
 # The schedule sets lr; the others depend on the device.

@@ -27,10 +27,10 @@ from toolkit.checkpoints.run.shard_metadata import read_metadata, stored_tensors
 from toolkit.checkpoints.scratch import SMALL_NUMEL, mmap_empty
 from toolkit.checkpoints.torch_zip import FileSlice, describe_load_error, require_uncompressed_zip
 from toolkit.distributed.memory import malloc_trim
-from toolkit.distributed.private_torch import rank_wrapper
 from toolkit.distributed.ranks import all_gather_object, run_on_rank0
 from toolkit.errors import UserError, join_first
 from toolkit.io.safe_parse import open_regular
+from toolkit.private_torch import rank_wrapper
 
 
 def is_sharded(path: Path) -> bool:

@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 
 from toolkit.config import ProfilerArgs
 from toolkit.distributed import ranks
-from toolkit.distributed.private_torch import dump_memory_history, record_memory_history
+from toolkit.private_torch import dump_memory_history, record_memory_history
 from toolkit.training.callbacks.base import Callback
 from toolkit.training.trace import Shares, read_shares
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import _muon
+
+FLASH_FORWARD = torch.ops.aten._flash_attention_forward
+FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
+
+
+def has_no_data(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape but no data: on the meta device, or while torch traces."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Let one compiled graph serve every size of this dimension."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def specialized_floats() -> AbstractContextManager:
+    """Compile Python floats as constants in the block; FlexAttention takes no variables."""
+    return torch._dynamo.config.patch(specialize_float=True)
+
+
+def configure_compiler(any_length: bool) -> None:
+    """Compile Python floats as constants, which FlexAttention needs for attention's scale and cap.
+
+    With ``any_length``, a length that equals another size, such as head_size, is not taken for that size, which would
+    cost one more graph.
+    """
+    torch._dynamo.config.specialize_float = True
+    if any_length:
+        torch.fx.experimental._config.use_duck_shape = False
 
 
 def set_group_timeouts(seconds: float) -> None:
