@@ -14,7 +14,7 @@ from toolkit.checkpoints.weights import load_weights
 from toolkit.distributed.device import choose_attention_kernels, deterministic_algorithms, fp32_reductions
 from toolkit.distributed.launch import choose_backends
 from toolkit.errors import UserError
-from toolkit.models.attention_choice import needs_masks
+from toolkit.models.attention_dispatch import needs_masks
 from toolkit.models.families import get_config
 from toolkit.training.checkpointer import rng_state, set_rng_state
 

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch.nn.attention import flex_attention
 
-from toolkit.models import attention_choice, attention_kernels
+from toolkit.models import attention_dispatch, attention_kernels
 
 
 @contextmanager
@@ -32,20 +32,20 @@ def kernels_on_cpu(backend: str = "aot_eager_decomp_partition", may_fail: bool =
             (attention_kernels, "FLASH_FORWARD", counted),
             (attention_kernels, "FLASH_BACKWARD", backward),
             (attention_kernels, "_compiled_softcap", lambda: compiled),
-            (attention_choice, "DEVICES", ("cpu",)),
-            (attention_choice, "DTYPES", (torch.bfloat16, torch.float32, torch.float64)),
+            (attention_dispatch, "DEVICES", ("cpu",)),
+            (attention_dispatch, "DTYPES", (torch.bfloat16, torch.float32, torch.float64)),
             (flex_attention, "_validate_device", lambda *_: None),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         if not checks:
-            stack.enter_context(mock.patch.object(attention_choice, "_passes", lambda case: True))
+            stack.enter_context(mock.patch.object(attention_dispatch, "_passes", lambda case: True))
             yield calls
             return
         if not may_fail:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("error", ".*attention masks are used")
-        attention_choice._passes.cache_clear()
-        stack.callback(attention_choice._passes.cache_clear)
+        attention_dispatch._passes.cache_clear()
+        stack.callback(attention_dispatch._passes.cache_clear)
         yield calls
 
 

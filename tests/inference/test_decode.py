@@ -9,9 +9,9 @@ from tests.inference.conftest import STYLES, greedy_without_cache, make_model
 from toolkit.inference import cuda_graph, decode
 from toolkit.inference.decode import Decoder
 from toolkit.inference.generate import generate, generate_batch
-from toolkit.inference.kv_cache import KVCache
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
+from toolkit.models.kv_cache import KVCache
 
 PROMPTS = [torch.arange(3, 3 + n) * 7 % 101 for n in (5, 1, 14, 9)]
 GREEDY = {"temperature": 0, "top_k": None, "top_p": 1.0, "vocab_size": 101}

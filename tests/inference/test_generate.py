@@ -6,9 +6,9 @@ from tests.inference.conftest import greedy_without_cache, make_model
 from toolkit.errors import GuardError, UserError
 from toolkit.inference import decode as module
 from toolkit.inference.generate import generate
-from toolkit.inference.kv_cache import KVCache
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT
+from toolkit.models.kv_cache import KVCache
 
 PROMPT = torch.tensor([5, 17, 3, 99, 42])
 

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.models.test_gpt import small
 from tests.models.test_masks import reference_mask
 from toolkit.data.loader import NO_ROUNDING, _collate
-from toolkit.models import attention_choice, attention_kernels
+from toolkit.models import attention_dispatch, attention_kernels
 from toolkit.models.activation_checkpointing import checkpoint_blocks
 from toolkit.models.attention import attend
-from toolkit.models.attention_choice import KernelCase, check_kernel, kernel_of
+from toolkit.models.attention_dispatch import KernelCase, check_kernel, kernel_of
 from toolkit.models.attention_kernels import document_bounds, make_flash_mask, make_flex_mask
 from toolkit.models.gpt import GPT, Block
 from toolkit.models.masks import AttentionMask, KernelChoice
@@ -102,7 +102,7 @@ def test_kernels_and_their_gradients_match_masks(name):
     """The self-check in fp64; scores are soft-capped in fp32 with masks."""
 
     def check(case: KernelCase) -> None:
-        with mock.patch.object(attention_choice, "TOLERANCE", 1e-13 if case.softcap is None else 1e-6):
+        with mock.patch.object(attention_dispatch, "TOLERANCE", 1e-13 if case.softcap is None else 1e-6):
             assert (found := check_kernel(case)) is None, found
 
     with kernels_on_cpu():
@@ -271,7 +271,7 @@ def test_kernels_match_masks_on_cuda(name, always, softcap, heads, has_documents
     device = torch.device("cuda", torch.cuda.current_device())
     choice = KernelChoice(name, always)
     case = KernelCase(choice, device, torch.bfloat16, heads, heads[2] ** -0.5, softcap, True, has_documents)
-    with mock.patch.object(attention_choice, "TOLERANCE", 0.01):
+    with mock.patch.object(attention_dispatch, "TOLERANCE", 0.01):
         assert check_kernel(case) is None
 
 

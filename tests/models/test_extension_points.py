@@ -9,11 +9,11 @@ from helpers.initialize import initialize
 
 from toolkit.errors import UserError
 from toolkit.inference.generate import generate
-from toolkit.inference.kv_cache import KVCache
 from toolkit.models import families
 from toolkit.models.config import ModelConfig, ModelOverrides
 from toolkit.models.families import llama
 from toolkit.models.gpt import GPT, build_model, model_on_meta
+from toolkit.models.kv_cache import KVCache
 from toolkit.models.masks import AttentionMask
 from toolkit.models.rope import RotaryEmbedding, inverse_frequencies
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers.cases import slow_except
 
-from toolkit.inference.kv_cache import KVCache
 from toolkit.models import attention
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import get_config
 from toolkit.models.gpt import GPT, Block
+from toolkit.models.kv_cache import KVCache
 from toolkit.models.rope import RotaryEmbedding, inverse_frequencies
 
 STYLES = {"llama": "pico-llama", "neox": "pythia-14m", "gpt2": "gpt2"}

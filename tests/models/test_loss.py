@@ -11,12 +11,12 @@ from torch._inductor import metrics
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.models import cross_entropy, products
+from toolkit.models import cross_entropy, mixed_mm
 from toolkit.models import loss as loss_module
 from toolkit.models.config import ModelConfig
 from toolkit.models.cross_entropy import cross_entropy_
 from toolkit.models.gpt import GPT
-from toolkit.models.loss import _chunks, chunk_rows, head_log_probs, head_loss
+from toolkit.models.loss import _chunks, chunk_rows, head_loss
 
 VOCAB, WIDTH, TOKENS = 160, 24, 50
 
@@ -114,7 +114,7 @@ def test_log_probs_and_gradients_match_log_softmax(masked, chunks):
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
         at = labels.clamp(0)[..., None]
         expected = logits.log_softmax(-1).gather(-1, at)[..., 0].masked_fill(labels == -100, 0)
-        actual = head_log_probs(x, weight, bias, labels, parts, cap)
+        actual = head_loss(x, weight, bias, labels, parts, cap, log_probs=True)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         tensors = (x, weight, bias, *(parts or ()))
         found, known = (torch.autograd.grad((value * scale).sum(), tensors) for value in (actual, expected))
@@ -262,14 +262,14 @@ class _CountLaunches(TorchDispatchMode):
 
 def test_a_chunk_is_at_most_eight_launches_on_cuda(monkeypatch):
     """Meta tensors take CUDA's path; with a bias, bf16 weights or autocast. The compiled kernel counts as two: losses
-    and gradient (test_compiled_loss_on_cuda). On the meta device add_product needs one launch more."""
+    and gradient (test_compiled_loss_on_cuda). On the meta device addmm_fp32_ needs one launch more."""
 
     def kernel(logits, targets, ignored, bias, softcap, dtype):
         return logits.sum(1), logits.to(dtype)
 
     monkeypatch.setattr(loss_module, "choose_cross_entropy", lambda *_: kernel)
     monkeypatch.setattr(loss_module, "chunk_rows", lambda *_: 10)
-    monkeypatch.setattr(products, "_has_fp32_results", lambda a: True)
+    monkeypatch.setattr(mixed_mm, "_has_fp32_results", lambda a: True)
     counts = {}
     for dtype, rows in itertools.product((torch.float32, torch.bfloat16), (20, 30)):
         x, weight, bias = (torch.empty(*n, device="meta", dtype=dtype) for n in ((rows, 8), (64, 8), (64,)))
@@ -315,7 +315,7 @@ def test_a_compiled_kernel_that_fails_or_differs_is_not_used(monkeypatch):
 def test_products_with_fp32_results_are_checked():
     """The CPU has none: the check says so, in one line."""
     with pytest.warns(UserWarning, match="rounded to 16 bits: .*out_dtype|rounded to 16 bits: Could not run") as caught:
-        assert not products._check_fp32_results(torch.device("cpu"), torch.bfloat16)
+        assert not mixed_mm._check_fp32_results(torch.device("cpu"), torch.bfloat16)
     assert "\n" not in str(caught[0].message)
 
 

@@ -13,8 +13,8 @@ from toolkit.data.chat.template import ChatTemplate
 from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.inference.generate import generate
-from toolkit.inference.kv_cache import KVCache
 from toolkit.inference.text import TextStream, require_embedded, stop_tokens
+from toolkit.models.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from toolkit.models.gpt import GPT

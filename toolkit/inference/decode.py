@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from toolkit.distributed import ranks
 from toolkit.distributed.device import without_cudnn_attention
 from toolkit.inference.cuda_graph import capture
-from toolkit.inference.kv_cache import KVCache
 from toolkit.inference.sampling import draw_uniforms, require_finite, sample
+from toolkit.models.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from toolkit.models.gpt import GPT

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from toolkit.errors import UserError, require_option
 from toolkit.inference.decode import decode
-from toolkit.inference.kv_cache import KVCache
 from toolkit.inference.sampling import check_sampling, check_seeds
+from toolkit.models.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from toolkit.models.gpt import GPT

@@ -20,9 +20,9 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError
 from toolkit.inference.decode import PREFILL
 from toolkit.inference.generate import generate_batch
-from toolkit.inference.kv_cache import KVCache
 from toolkit.inference.text import require_embedded, stop_tokens
 from toolkit.models.gpt import GPT
+from toolkit.models.kv_cache import KVCache
 
 T = TypeVar("T")
 DEFAULT_NEW_TOKENS = 256  # lm-eval's default

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from toolkit.models.attention_kernels import FlashMask, FlexMask, flash_attention, flex_attention_with_softcap
 from toolkit.models.config import ModelConfig
+from toolkit.models.kv_cache import LayerCache
 from toolkit.models.masks import AttentionMask
 from toolkit.models.norm import Norm, make_qk_norm
 from toolkit.models.rope import RotaryEmbedding
-
-
-class LayerCache(Protocol):
-    """Keys and values of one layer. ``length`` is the number of cached tokens."""
-
-    length: int
-
-    def update(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append k and v, (B, n_query_groups, T, head_size) each, and return all cached ones, (..., length, ...)."""
-
-
-class KVCache(Protocol):
-    """One :class:`LayerCache` per block.
-
-    Attributes:
-        starts: (B,), int64, the first token of each left-padded row; None without padding.
-        position: (1,), int64, where the one new token of each row goes, if shapes are fixed: then layers return
-            all ``capacity`` positions, of which a mask hides the later ones. None if the cache grows.
-    """
-
-    starts: torch.Tensor | None
-    position: torch.Tensor | None
-
-    @property
-    def capacity(self) -> int: ...
-
-    def __getitem__(self, layer: int) -> LayerCache: ...
 
 
 class CausalSelfAttention(nn.Module):

@@ -2,7 +2,7 @@
 
 FlashAttention knows documents by their bounds, sliding windows by their size, and grouped queries; attention sinks are
 applied to its output. FlexAttention, compiled, soft-caps scores. Neither stores scores or masks, repeats keys or
-values, or computes more than the visible part. :mod:`toolkit.models.attention_choice` decides where they are used, and
+values, or computes more than the visible part. :mod:`toolkit.models.attention_dispatch` decides where they are used and
 checks them on the device first: they were not tried on CUDA.
 """
 

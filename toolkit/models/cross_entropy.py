@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import torch
 
-from toolkit.models.products import holds_values
+from toolkit.models.mixed_mm import holds_values
 
 CrossEntropy = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
@@ -10,16 +9,17 @@ from torch import nn
 
 from toolkit.config.options import DEFAULT_SEED
 from toolkit.errors import require_option
-from toolkit.models.attention import CausalSelfAttention, KVCache, LayerCache
-from toolkit.models.attention_choice import choose_kernel
+from toolkit.models.attention import CausalSelfAttention
+from toolkit.models.attention_dispatch import choose_kernel
 from toolkit.models.attention_kernels import DocumentBounds
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of
 from toolkit.models.init import InitializedModel
+from toolkit.models.kv_cache import KVCache, LayerCache
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.latent_attention import LatentAttention
 from toolkit.models.lora_layers import LoRALinear
-from toolkit.models.loss import head_log_probs, head_loss
+from toolkit.models.loss import head_loss
 from toolkit.models.masks import AttentionMask, AttentionMaskBuilder, FixedShapeMaskBuilder
 from toolkit.models.mlp import make_mlp
 from toolkit.models.moe import LLaMAMoE, mask_until_last_label
@@ -91,12 +91,12 @@ class Transformer(nn.ModuleDict):
 
 
 class BlockInputs(NamedTuple):
-    """What the blocks of one forward pass share beside the residual stream."""
+    """What the blocks of one forward pass share; ``token_mask``: see :class:`Block`."""
 
     masks: AttentionMaskBuilder | FixedShapeMaskBuilder
     ropes: dict[int, RotaryEmbedding]
     kv_cache: KVCache | None
-    token_mask: torch.Tensor | None
+    token_mask: torch.Tensor | None = None
 
 
 class GPT(nn.Module, metaclass=InitializedModel):
@@ -206,16 +206,8 @@ class GPT(nn.Module, metaclass=InitializedModel):
         """
         is_balanced = self.training and self.config.n_moe_layer > 0 and self.config.router_aux_loss_coef
         token_mask = mask_until_last_label(labels) if labels is not None and is_balanced else None
-        x, inputs = self.embed(
-            input_ids,
-            labels,
-            positions,
-            documents,
-            kv_cache,
-            sequence_length,
-            token_mask=token_mask,
-            document_bounds=document_bounds,
-        )
+        x, inputs = self.embed(input_ids, labels, positions, documents, document_bounds, kv_cache, sequence_length)
+        inputs = inputs._replace(token_mask=token_mask)
         x, balancing_losses = self.run_blocks(x, range(self.config.n_layer), inputs)
         if labels is None:
             return self.logits(x[:, -logits_to_keep:])
@@ -233,17 +225,13 @@ class GPT(nn.Module, metaclass=InitializedModel):
         labels: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
+        document_bounds: DocumentBounds | None = None,
         kv_cache: KVCache | None = None,
         sequence_length: int | torch.Tensor | None = None,
-        token_mask: torch.Tensor | None = None,
-        document_bounds: DocumentBounds | None = None,
     ) -> tuple[torch.Tensor, BlockInputs]:
         """Return the input of the first block, (B, T, n_embd), and what all blocks share.
 
-        The arguments are those of :meth:`forward`; ``token_mask``: see :class:`Block`.
-
-        Raises:
-            ValueError: The sequence is longer than ``config.block_size``.
+        The arguments are those of :meth:`forward`.
         """
         T = input_ids.size(1)
         uniform_length = self.uniform_length if kv_cache is None else 0
@@ -264,7 +252,7 @@ class GPT(nn.Module, metaclass=InitializedModel):
             masks = AttentionMaskBuilder(
                 length - T, T, x.device, documents, uniform_length, input_ids.size(0), kernel, document_bounds, starts
             )
-        return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache, token_mask)
+        return x, BlockInputs(masks, self._rotary_embeddings(positions, lengths), kv_cache)
 
     def _place(self, T: int, device: torch.device, kv_cache: KVCache | None) -> tuple[torch.Tensor, int]:
         """Return default positions, (T,) or (B, T), and the number of keys: cached ones and T new ones."""
@@ -313,19 +301,18 @@ class GPT(nn.Module, metaclass=InitializedModel):
 
     def cross_entropy(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The last block's output, (B, T, n_embd), to the sum of the cross-entropies in nats, an fp32 scalar."""
-        return self._through_head(head_loss, x, labels)
+        return self._head_loss(x, labels)
 
     def log_probs(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The last block's output, (B, T, n_embd), to the log-probabilities of the labels in nats, (B, T) fp32."""
-        return self._through_head(head_log_probs, x, labels)
+        return self._head_loss(x, labels, log_probs=True)
 
-    def _through_head(
-        self, function: Callable[..., torch.Tensor], x: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
+    def _head_loss(self, x: torch.Tensor, labels: torch.Tensor, log_probs: bool = False) -> torch.Tensor:
         x, head = self._head_input(x), self.lm_head
         low_rank = head.low_rank(x, x.dtype) if isinstance(head, LoRALinear) else None
         softcap = self.config.final_logit_softcapping
-        return function(x, head.weight, head.bias, labels, low_rank, softcap, self.compiled_loss)
+        options = low_rank, softcap, self.compiled_loss
+        return head_loss(x, head.weight, head.bias, labels, *options, log_probs=log_probs)
 
     def _head_input(self, x: torch.Tensor) -> torch.Tensor:
         x = self.transformer.ln_f(x)

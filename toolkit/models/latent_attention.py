@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from toolkit.models.attention import LayerCache, attend
+from toolkit.models.attention import attend
 from toolkit.models.config import ModelConfig
+from toolkit.models.kv_cache import LayerCache
 from toolkit.models.masks import AttentionMask
 from toolkit.models.rope import RotaryEmbedding
 

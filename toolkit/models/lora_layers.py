@@ -72,7 +72,7 @@ class LoRAMixin(nn.Module):
             return self._forward_dora(x)
         y = super().forward(x)
         hidden, b = self.low_rank(x, y.dtype)
-        return _add_product(y, hidden, b)
+        return _addmm(y, hidden, b)
 
     def low_rank(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (..., R) and (out, R), whose product is added to the layer's output; R is the sum of the ranks."""
@@ -96,7 +96,7 @@ class LoRAMixin(nn.Module):
             norms = torch.addmm(self.base_weight().float(), b, a, alpha=self.scaling).norm(dim=1)
         # Section 4.3 of the paper: the norms are constants. Scales are near 1, where bf16 has steps of 1/256: use fp32.
         hidden = self._hidden(dropped, a, plain.dtype)
-        y = self._row_scales(norms) * _add_product(dropped_plain, hidden, b.to(plain.dtype))
+        y = self._row_scales(norms) * _addmm(dropped_plain, hidden, b.to(plain.dtype))
         if dropped_plain is not plain:
             y = y + (plain - dropped_plain)
         return (y if self.bias is None else y + self.bias).to(plain.dtype)
@@ -142,6 +142,6 @@ class LoRALinear(LoRAMixin, nn.Linear):
         return self.weight
 
 
-def _add_product(y: torch.Tensor, hidden: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _addmm(y: torch.Tensor, hidden: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """y + hidden @ b.T, rounded once, without a second tensor of y's size."""
     return torch.addmm(y.flatten(0, -2), hidden.flatten(0, -2), b.t()).view_as(y)

@@ -2,8 +2,7 @@
 
 Tokens go through the head in chunks. The logits of a chunk are turned into its loss and, in the same buffer, into the
 gradient of the logits. The gradients of input and weight are computed in the forward pass; the backward pass only
-scales them. :func:`head_log_probs` returns the log-probability of each token instead; what their gradients are is known
-in the backward pass, which computes the logits once more.
+scales them. Gradients of log-probabilities are known only in the backward pass, which computes the logits once more.
 
 Measured on 2 cores, fp32, 1,024 tokens, forward and backward, milliseconds:
 
@@ -20,7 +19,6 @@ So small batches need no separate path: a batch that fits in one chunk is one ch
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -28,7 +26,7 @@ from torch.nn import functional as F
 
 from toolkit.models.cross_entropy import LARGEST_EXACT_LOSS, CrossEntropy, choose_cross_entropy, cross_entropy_
 from toolkit.models.labels import IGNORE_INDEX
-from toolkit.models.products import add_product, write_product
+from toolkit.models.mixed_mm import addmm_fp32_, mm_out_fp32
 
 # Maximum logits and rows per chunk. CPU: fits the caches. CUDA: the gradient of the head, (vocabulary, n_embd) in fp32,
 # is read and written once per chunk, which 4,096 rows hide; 2^28 logits (1 GiB in fp32) are 2,093 rows at 128k. Other
@@ -59,6 +57,8 @@ def head_loss(
     low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
     softcap: float | None = None,
     compiled: bool = False,
+    *,
+    log_probs: bool = False,
 ) -> torch.Tensor:
     """Return the sum over the supervised tokens of the cross-entropy of ``x @ weight.T + bias``, in nats.
 
@@ -70,45 +70,19 @@ def head_loss(
         low_rank: (..., R) and (vocabulary, R), whose product is added to the logits: a head's adapters.
         softcap: Soft-cap the logits z first, softcap * tanh(z / softcap) (Gemma 2).
         compiled: Use a compiled kernel for the cross-entropy, where there is one.
+        log_probs: Return the log-probability of each label instead, 0 where it is -100, in the shape of ``labels``.
 
     Returns:
-        An fp32 scalar. Matrix products run in the autocast dtype where autocast is on, else in the weight's dtype;
-        softmax and sums are fp32, and so are the logits and the weight's gradient, unrounded, where the device has
-        products with 16-bit factors and fp32 results.
+        fp32, a scalar or log-probabilities. Matrix products run in the autocast dtype where autocast is on, else in the
+        weight's dtype; softmax and sums are fp32, and so are the logits and the weight's gradient, unrounded, where the
+        device has products with 16-bit factors and fp32 results.
     """
-    return _HeadLoss.apply(*_head_arguments(x, weight, bias, labels, low_rank, softcap, compiled))
-
-
-def head_log_probs(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
-    softcap: float | None = None,
-    compiled: bool = False,
-) -> torch.Tensor:
-    """Return the log-probability of each label, in nats, 0 where it is -100: fp32 of the shape of ``labels``.
-
-    The arguments are those of :func:`head_loss`.
-    """
-    return _HeadLogProbs.apply(*_head_arguments(x, weight, bias, labels, low_rank, softcap, compiled))
-
-
-def _head_arguments(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    low_rank: tuple[torch.Tensor, torch.Tensor] | None,
-    softcap: float | None,
-    compiled: bool,
-) -> tuple[Any, ...]:
     device_type = x.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
     tensors = (bias, x, weight, *(low_rank or ()))
     needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
-    return labels, dtype, needs_grad, softcap, compiled, *tensors
+    function = _HeadLogProbs if log_probs else _HeadLoss
+    return function.apply(labels, dtype, needs_grad, softcap, compiled, *tensors)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -278,9 +252,9 @@ class _Product:
     def add_gradients(self, chunk: slice, grad_logits: torch.Tensor) -> None:
         """Accumulate the gradients of a chunk of rows; the first chunk comes first."""
         if self._grad_x is not None:
-            write_product(self._grad_x[chunk], grad_logits, self.matrix)
+            mm_out_fp32(self._grad_x[chunk], grad_logits, self.matrix)
         if self._grad_matrix is not None:
-            write = write_product if chunk.start == 0 else add_product
+            write = mm_out_fp32 if chunk.start == 0 else addmm_fp32_
             write(self._grad_matrix, grad_logits.t(), self.rows[chunk])
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -310,5 +284,5 @@ def _supervised_rows(targets: torch.Tensor) -> tuple[torch.Tensor | None, torch.
 def _logits(products: list[_Product], rows: slice | torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write the sum of the products for some rows in fp32 into ``out`` and return it."""
     for i, product in enumerate(products):
-        (add_product if i else write_product)(out, product.rows[rows], product.matrix.t())
+        (addmm_fp32_ if i else mm_out_fp32)(out, product.rows[rows], product.matrix.t())
     return out

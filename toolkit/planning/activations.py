@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from toolkit.models import attention_choice
+from toolkit.models import attention_dispatch
 from toolkit.models.loss import chunk_rows
 from toolkit.models.masks import KernelChoice
 from toolkit.planning.setup import FP32, INT64, TrainingSetup
@@ -28,10 +28,10 @@ def activation_bytes(setup: TrainingSetup) -> float:
 
 
 def kernel(setup: TrainingSetup) -> KernelChoice | None:
-    """Return the kernel that replaces masks, if its self-check passes; see models/attention_choice.py."""
-    if setup.device not in attention_choice.DEVICES or setup.compute_bytes == FP32:
+    """Return the kernel that replaces masks, if its self-check passes; see models/attention_dispatch.py."""
+    if setup.device not in attention_dispatch.DEVICES or setup.compute_bytes == FP32:
         return None
-    return attention_choice.kernel_of(setup.config, setup.packed)
+    return attention_dispatch.kernel_of(setup.config, setup.packed)
 
 
 def block_bytes(setup: TrainingSetup) -> float:

@@ -22,7 +22,7 @@ from toolkit.distributed.device import choose_attention_kernels
 from toolkit.distributed.private_lightning import FabricModule
 from toolkit.errors import UserError
 from toolkit.io.tempfiles import sweep
-from toolkit.models.attention_choice import needs_masks
+from toolkit.models.attention_dispatch import needs_masks
 from toolkit.objectives.base import LOSS
 from toolkit.objectives.inputs import original_module
 from toolkit.optim.classes import build_optimizer

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from toolkit.errors import UserError
 from toolkit.inference.generate import generate
-from toolkit.inference.kv_cache import KVCache
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import family_of, get_config
 from toolkit.models.gpt import GPT, build_model
 from toolkit.models.init import Materializer, init_weight
+from toolkit.models.kv_cache import KVCache
 from toolkit.models.lora import add_lora
 from toolkit.models.lora_config import LoRAConfig
 

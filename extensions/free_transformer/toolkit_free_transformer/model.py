@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.inference.kv_cache import KVCache
 from toolkit.models.config import ModelConfig
 from toolkit.models.gpt import GPT, Block, BlockInputs
+from toolkit.models.kv_cache import KVCache
 from toolkit.models.labels import IGNORE_INDEX
 from toolkit.models.masks import AttentionMask
 from toolkit.models.rope import RotaryEmbedding

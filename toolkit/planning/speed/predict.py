@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from toolkit.errors import UserError
-from toolkit.models.attention_choice import needs_masks
+from toolkit.models.attention_dispatch import needs_masks
 from toolkit.models.gpt import GPT
 from toolkit.models.lora import adapted_on_meta
 from toolkit.planning.optimizer_memory import orthogonalization_flops

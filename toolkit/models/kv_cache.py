@@ -78,7 +78,7 @@ class KVCache:
         prompt: (B, T) int64: the complete prompt, of which a forward pass may see only a part; None if unknown.
         seed: The sampling seed, the same on all ranks; 0 without one.
         state: For a model to keep what belongs to the cached sequence.
-        starts: See :class:`toolkit.models.attention.KVCache`.
+        starts: (B,), int64, the first token of each left-padded row; None without padding.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import warnings
 import torch
 
 
-def write_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def mm_out_fp32(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """out = a @ b. Factors of 16 bits are not rounded on the way to an fp32 ``out``, where the device can."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
@@ -18,7 +18,7 @@ def write_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         out.copy_(a @ b)
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def addmm_fp32_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a @ b, with total in fp32."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)

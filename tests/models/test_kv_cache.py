@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from toolkit.inference.kv_cache import KVCache, LayerCache
 from toolkit.models.config import ModelConfig
+from toolkit.models.kv_cache import KVCache, LayerCache
 
 
 def test_one_cache_per_layer_of_the_right_size():
