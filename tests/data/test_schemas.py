@@ -245,6 +245,15 @@ def test_rows_beyond_the_bound_are_refused_with_their_place(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=message):
             list(RowFile(tmp_path / name, name[5:], "--data").rows())
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    cells = {f"c{i}": "x" * (MAX_ROW // 4 + 9) for i in range(4)}
+    (tmp_path / "rows.json").write_text(json.dumps([{"c0": "a"}, cells]))
+    lines = [cells, cells, [f'"{text}\n"' for text in cells.values()]]
+    (tmp_path / "rows.csv").write_text("".join(",".join(line) + "\n" for line in lines))
+    parquet.write_table(pyarrow.table({name: ["a", cell] for name, cell in cells.items()}), tmp_path / "rows.parquet")
+    for kind in ("json", "csv", "parquet"):
+        with pytest.raises(UserError, match=r" (row 2|line [34]): has more than 67,108,864 characters"):
+            list(RowFile(tmp_path / f"rows.{kind}", kind, "--data").rows())
     with open(tmp_path / "rows.json", "wb") as file:
         file.truncate(2**30 + 1)
     with pytest.raises(UserError, match=r"rows.json: more than 1,073,741,824 bytes.*write a row per line"):

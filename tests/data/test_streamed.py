@@ -225,6 +225,10 @@ def test_line_beyond_the_bound_is_refused_with_its_place(tmp_path):
         with pytest.raises(units.BrokenFileError, match="byte 27: begins a line of more than 67,108,864 bytes"):
             list(read_part(file, units.Part(0, 0, 1), "text"))
     assert list(read_part(file, units.Part(0, 1, 2), "text")) == []  # the line begins in the part before
+    parquet.write_table(pyarrow.table({"text": ["short", "x" * (MAX_ROW + 9)]}), tmp_path / "a.parquet")
+    (file,) = list_path(str(tmp_path / "a.parquet"), "path")
+    with pytest.raises(units.BrokenFileError, match="'text' has more than 67,108,864 characters in a row"):
+        list(read_part(file, units.Part(0, 0, 1), "text"))
 
 
 def test_broken_file_is_an_error_or_skipped(folder, tmp_path):

@@ -93,6 +93,9 @@ class RowFile:
         is_empty = True
         try:
             for number, row in read(self.path):
+                if self.kind != "jsonl" and _count_characters(row) > MAX_ROW:  # a line of JSON is bounded
+                    where = describe_row(self, number)
+                    raise UserError(f"{where}: has more than {MAX_ROW:,} characters, the most of a row")
                 yield number, row
                 is_empty = False
         except OSError as error:
@@ -377,6 +380,17 @@ def require_plausible(size: int, metadata: Any, name: str) -> None:
     ):
         if found > limit:
             raise UserError(f"{name}: claims {what} in a file of {size / 1e3:,.1f} kB; refusing to read it")
+
+
+def _count_characters(row: Any) -> int:
+    count, values = 0, [row]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, dict | list):
+            values += value.values() if isinstance(value, dict) else value
+    return count
 
 
 def load_hub_split(repo_id: str, subset: str | None, split: str, option: str) -> HubRows:

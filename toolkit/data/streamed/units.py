@@ -116,7 +116,10 @@ def _parquet(raw: RetryingFile, part: Part, column: str) -> Iterator[Piece]:
         groups = file.metadata.num_row_groups
         chosen = range(groups * part.number // part.total, groups * (part.number + 1) // part.total)
         for batch in file.iter_batches(_PARQUET_ROWS, row_groups=chosen, columns=[column]):
-            yield from (Piece(text, True) for text in batch.column(0).to_pylist() if text)
+            for text in filter(None, batch.column(0).to_pylist()):
+                if len(text) > MAX_ROW:
+                    raise BrokenFileError(f"column {column!r} has more than {MAX_ROW:,} characters in a row, the most")
+                yield Piece(text, True)
 
 
 def _json_lines(raw: RetryingFile, file: SourceFile, part: Part, column: str) -> Iterator[Piece]:
