@@ -185,6 +185,14 @@ def test_resume_goes_on_from_the_state_of_the_iterable():
         assert getattr(source, "reads", 0) - reads < 150
 
 
+@pytest.mark.parametrize(("drop_last", "samples"), [(False, 18), (True, 16)])
+def test_epochs_of_a_loader_end_a_run(tmp_path, drop_last, samples):
+    loader = DataLoader([row(i) for i in range(18)], batch_size=4, collate_fn=list, drop_last=drop_last)
+    limits = {"epochs": 1, "max_steps": 40, "global_batch_size": 4}
+    assert run(tmp_path, loader, **limits)[:samples] == list(range(samples))
+    assert (tmp_path / "logs" / "metrics.csv").read_text().splitlines()[-1].startswith("5," if samples == 18 else "4,")
+
+
 @pytest.mark.slow
 def test_what_an_iterable_must_do(tmp_path):
     generator = map(row, range(40))

@@ -91,9 +91,8 @@ def prepare_run_state(
     require_same_options(replace(args, fsdp=resolved.fsdp), fingerprint)
     require_validations(args.train, args.eval, data)
     progress = Progress() if resume_from is None else read_progress(resume_from, fingerprint)
-    limits = build_limits(
-        args.train, progress, n_rows=row_count(data.train), tokens_per_row=length, is_ragged=is_ragged(data.train)
-    )
+    n_rows = getattr(data.train, "epoch_rows", row_count(data.train))
+    limits = build_limits(args.train, progress, n_rows=n_rows, tokens_per_row=length, is_ragged=is_ragged(data.train))
     if resume_from is not None:
         require_ahead(args.train, progress, limits, longest or math.ceil(length), resume_from)
     elif args.profile:

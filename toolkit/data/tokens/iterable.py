@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -73,6 +73,8 @@ class IterableRows:
     """
 
     kind = "iterable"
+    epoch_rows: int | None = None
+    """Rows of an epoch on all ranks, if known; those of an iterable are not."""
 
     def __init__(self, source: Any, max_length: int | None) -> None:
         self._source, self._max_length = source, max_length
@@ -263,7 +265,7 @@ class LoaderRows(IterableRows):
 
     def state(self, position: int) -> dict[str, Any]:
         """Return the position, and the number and a hash of the ranks' shares."""
-        first = hashlib.sha256("".join(key for key, _ in self._shares).encode()).hexdigest()
+        first = hashlib.sha256("".join(key for key, *_ in self._shares).encode()).hexdigest()
         return {"position": position, "ranks": len(self._shares), "hash": first}
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
@@ -280,22 +282,33 @@ class LoaderRows(IterableRows):
         _set_epoch(epoch, loader.dataset, _sampler_of(loader))
         return chain.from_iterable(map(_rows_of, loader)) if loader.batch_sampler is not None else iter(loader)
 
-    def share(self) -> tuple[str, tuple[int, int] | None]:
-        """Return the hash of the first rows, and (rank, number of ranks) of what the sampler draws if it is known."""
+    @property
+    def epoch_rows(self) -> int | None:  # type: ignore[override]
+        counts = {count for *_, count in self._shares}
+        count = counts.pop()
+        return None if counts or count is None else count * len(self._shares)
+
+    def share(self) -> tuple[str, tuple[int, int] | None, int | None]:
+        """Return the hash of the first rows; (rank, number of ranks) and number of what the sampler draws, if known."""
         import torch.utils.data as torch_data
 
         loader: DataLoader = self._source
         key, sampler = hash_rows(self.first), _sampler_of(loader)
+        is_map = not isinstance(loader.dataset, torch_data.IterableDataset)
+        count, batches = None, cast(Any, loader.batch_sampler)
+        if is_map and hasattr(sampler, "__len__") and type(batches) in (torch_data.BatchSampler, type(None)):
+            count = len(sampler)
+            count -= count % batches.batch_size if getattr(batches, "drop_last", False) else 0
         if isinstance(sampler, torch_data.DistributedSampler):
-            return key, (sampler.rank, sampler.num_replicas)
+            return key, (sampler.rank, sampler.num_replicas), count
         draws_all = type(sampler) in (torch_data.SequentialSampler, torch_data.RandomSampler)
-        return key, (0, 1) if draws_all and not isinstance(loader.dataset, torch_data.IterableDataset) else None
+        return key, (0, 1) if draws_all and is_map else None, count
 
     def check_shares(self, shares: list[Any]) -> None:
         """See :meth:`IterableRows.check_shares`."""
         self._shares, name = shares, f"dataset DataLoader over {type(self._source.dataset).__name__}"
-        keys = [key for key, _ in shares]
-        for rank, (key, part) in enumerate(shares if len(shares) > 1 and not self._allow_duplicates else []):
+        keys = [key for key, *_ in shares]
+        for rank, (key, part, _) in enumerate(shares if len(shares) > 1 and not self._allow_duplicates else []):
             if part == (0, 1) or keys.count(key) > 1:
                 raise UserError(
                     f"{name}: feeds the same samples to several ranks; hand over the dataset itself, which toolkit "
