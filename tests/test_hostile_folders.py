@@ -32,8 +32,8 @@ from toolkit.data.tokenizer import Tokenizer
 from toolkit.errors import UserError, for_terminal
 from toolkit.models.config import ModelConfig
 from toolkit.models.families import config_from_hf
+from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.evaluate import data_of_run
-from toolkit.training.state import read_meta
 from toolkit.ui.loggers import MetricsCSV
 
 

@@ -40,8 +40,8 @@ from toolkit.models.gpt import GPT, Block
 from toolkit.models.loss_wrapper import LossWrapper, find_blocks
 from toolkit.planning.run_args import RunArgs, run_args
 from toolkit.training.callbacks import Callback
+from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.run import detect_devices, run_training
-from toolkit.training.state import read_meta
 from toolkit.ui.loggers import read_metrics
 
 _DTYPES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}

@@ -70,13 +70,13 @@ class PeerShutdownError(CommandError, RuntimeError):
         self.exit_code = exit_code
 
 
-def settle(error: BaseException) -> None:
-    """Mark an error as the agreed outcome of a run: this process reports it without further coordination."""
-    error.__dict__["is_settled"] = True
+def mark_reported(error: BaseException) -> None:
+    """Mark an error as the outcome that all ranks know: this process exits with it without asking its peers."""
+    error.__dict__["is_reported"] = True
 
 
-def is_settled(error: BaseException | None) -> bool:
-    return getattr(error, "is_settled", False)
+def is_reported(error: BaseException | None) -> bool:
+    return getattr(error, "is_reported", False)
 
 
 def require_option(ok: bool, name: str, value: object, hint: str) -> None:

@@ -18,7 +18,7 @@ from lightning.fabric.strategies.launchers import subprocess_script
 from helpers.groups import SERVER, start_server
 from helpers.small_runs import text_data
 from toolkit import cli
-from toolkit.diagnostics import alone
+from toolkit.diagnostics import single_process
 
 PRETRAIN = ["-m", "toolkit", "pretrain", "pico-llama", "--accelerator", "cpu"]
 TRAIN = {"global_batch_size": 8, "micro_batch_size": 2, "max_seq_length": 32, "max_steps": 100_000}
@@ -179,7 +179,8 @@ def run_command(task: Task, environ: dict[str, str], out: Connection, err: Conne
     sys.argv = [str(task.script or Path(sys.executable).with_name("toolkit")), *task.arguments]
     sys.modules["__main__"].__spec__ = None
     multiprocessing.set_start_method(None, force=True)  # the platform's own, not this process's
-    alone.multiprocessing = SimpleNamespace(get_context=lambda _: SERVER)  # it would start a process that imports torch
+    # it would start a process that imports torch
+    single_process.multiprocessing = SimpleNamespace(get_context=lambda _: SERVER)
     code = run_script(task.script) if task.script else cli.main(task.arguments)
     atexit._run_exitfuncs()
     sys.exit(code)

@@ -31,12 +31,12 @@ from helpers.slow_writes import slow_disk, writes_that_last
 from toolkit import cli
 from toolkit.checkpoints.run import sharded
 from toolkit.checkpoints.run.state_dicts import full_state
-from toolkit.diagnostics import alone, communication
+from toolkit.diagnostics import communication, single_process
 from toolkit.diagnostics.gradients import GradientRecorder
 from toolkit.distributed import fsdp, strategy
 from toolkit.errors import GuardError
 from toolkit.models.mlp import LLaMAMLP
-from toolkit.training import build, checkpointer, reading, trainer
+from toolkit.training import build, checkpointer, data_reader, trainer
 from toolkit.training.callbacks import metrics
 from toolkit.training.callbacks.replicas import ReplicaCheck
 from toolkit.training.model import unwrapped
@@ -99,11 +99,11 @@ def watch(seen: dict, fit):
     return watched
 
 
-def measuring(seen: dict, set_up_model):
+def measuring(seen: dict, build_model):
     """Record the increase of this process's anonymous memory, in MiB, while the model is initialized."""
 
     def measured(*args, **options):
-        peak, after, model = rise(set_up_model, *args, **options)
+        peak, after, model = rise(build_model, *args, **options)
         seen["model_mb"] = {"peak": peak / 2**20, "after": after / 2**20}
         return model
 
@@ -195,7 +195,7 @@ def broken(kind: str):
     if kind == "the search for NaN fails on rank 1":
         return mock.patch.object(checkpointer, "nonfinite_state", failing_search)
     if kind == "slow data on rank 1":
-        return slow_loading(reading.TrainReader.read)
+        return slow_loading(data_reader.DataReader.read)
     if kind == "nan on rank 1":
         return mock.patch.object(trainer, "train_step", with_nan(trainer.train_step))
     if kind in ("by a callback", "by the data"):
@@ -264,7 +264,7 @@ def slow_loading(read):
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(reading.TrainReader, "read", read_slowly))
+    stack.enter_context(mock.patch.object(data_reader.DataReader, "read", read_slowly))
     stack.enter_context(mock.patch.object(trainer, "time", clock))
     return stack
 
@@ -307,10 +307,10 @@ def live(rank: int, size: int, port: int, cases: Path, environ: dict[str, str]) 
         layout = ["--devices", str(per_node), "--num_nodes", str(case["nodes"])]
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(trainer.Trainer, "_train", watch(seen, trainer.Trainer._train)))
-            stack.enter_context(mock.patch.object(alone, "multiprocessing", FORKED))
+            stack.enter_context(mock.patch.object(single_process, "multiprocessing", FORKED))
             stack.enter_context(mock.patch.object(metrics, "plot_loss"))  # drawing takes as long as training
             if case["look_at"] == "memory":
-                stack.enter_context(mock.patch.object(build, "set_up_model", measuring(seen, build.set_up_model)))
+                stack.enter_context(mock.patch.object(build, "build_model", measuring(seen, build.build_model)))
             if case["look_at"] == "collectives":
                 stack.enter_context(mock.patch.object(trainer, "train_step", counting(seen, trainer.train_step)))
             if case["look_at"] == "graphs":

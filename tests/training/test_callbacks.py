@@ -11,7 +11,7 @@ import pytest
 from helpers.small_runs import text_data
 
 from toolkit.cli import main
-from toolkit.training.state import read_callback_states
+from toolkit.training.checkpoint_meta import read_callback_states
 from toolkit.training.trainer import Trainer
 
 MODULE = textwrap.dedent("""

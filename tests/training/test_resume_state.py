@@ -13,9 +13,9 @@ from toolkit.checkpoints.weights import load_state, save_state
 from toolkit.config import FSDPArgs, OptimizerArgs
 from toolkit.errors import UserError
 from toolkit.models.lora_config import LoRAConfig
+from toolkit.training.checkpoint_meta import RunFingerprint
 from toolkit.training.checkpointer import _load_scaler
 from toolkit.training.run import run_training
-from toolkit.training.state import RunFingerprint
 
 STATE = "trainer/state.pth"
 

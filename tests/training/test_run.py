@@ -30,9 +30,9 @@ from toolkit.models.config import ModelOverrides
 from toolkit.planning import resolve
 from toolkit.planning.limits import Intervals
 from toolkit.planning.run_args import RunArgs
-from toolkit.training import agreement, reading, trainer
+from toolkit.training import data_reader, rank_consistency, trainer
+from toolkit.training.checkpoint_meta import RunFingerprint
 from toolkit.training.run import run_training
-from toolkit.training.state import RunFingerprint
 
 
 def arguments(corpus: Path, out_dir: Path, *, train=None, evaluation=None, data=None, **options) -> RunArgs:
@@ -338,7 +338,7 @@ def test_s2_extended_epochs_continue_with_the_next_sample(few_texts, tmp_path, m
             seen.extend(row for batch in batches for row in batch.ids if row >= 0)
             yield batches
 
-    monkeypatch.setattr(reading, "train_batches", watch)
+    monkeypatch.setattr(data_reader, "train_batches", watch)
     n_rows = len(prepared(corpus).train)
     assert n_rows % 8
     for epochs in (1, 2):
@@ -498,12 +498,14 @@ def test_different_options_or_code_per_node_are_an_error(corpus, tmp_path, monke
     def check(message, args=args, fingerprint=fingerprint):
         del gathered[1:]
         with pytest.raises(UserError, match=f"^{message}"):
-            agreement.require_same_options(args, fingerprint)
+            rank_consistency.require_same_options(args, fingerprint)
 
-    monkeypatch.setattr(agreement.ranks, "all_gather_object", gather)
-    agreement.require_same_options(args, fingerprint)
+    monkeypatch.setattr(rank_consistency.ranks, "all_gather_object", gather)
+    rank_consistency.require_same_options(args, fingerprint)
     elsewhere = mixture(0.5, train_data_path="elsewhere")
-    agreement.require_same_options(replace(args, data=elsewhere, out_dir="out", logger_name="wandb"), fingerprint)
+    rank_consistency.require_same_options(
+        replace(args, data=elsewhere, out_dir="out", logger_name="wandb"), fingerprint
+    )
     for message, change in {
         "--eval.interval 7: on rank 1, and .* on rank 0; start": {"eval": EvalArgs(interval=7)},
         "--strategy ddp: on rank 1, and .* on rank 0; auto depends on the memory": {"strategy": "ddp"},
@@ -514,9 +516,9 @@ def test_different_options_or_code_per_node_are_an_error(corpus, tmp_path, monke
         "--model_config.rope_base 5000.0: on rank 1, and None on rank 0; start",
         fingerprint=replace(fingerprint, model_config={"rope_base": 5000.0}),
     )
-    monkeypatch.setattr(agreement, "extension_versions", lambda: {"lion": "0.2"})
+    monkeypatch.setattr(rank_consistency, "extension_versions", lambda: {"lion": "0.2"})
     check("extension lion 0.2: on rank 1, and None on rank 0; use the same versions")
-    monkeypatch.setattr(agreement, "hash_sources", lambda _: "0123")
+    monkeypatch.setattr(rank_consistency, "hash_sources", lambda _: "0123")
     check("toolkit .*0123.*: on rank 1, and .* on rank 0; use the same versions")
 
 

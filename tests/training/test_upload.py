@@ -28,9 +28,9 @@ from toolkit.distributed import ranks
 from toolkit.errors import CallbackError, GuardError, UserError
 from toolkit.io import storage
 from toolkit.training.callbacks import Upload
+from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.run import run_training
 from toolkit.training.saving import Saver
-from toolkit.training.state import read_meta
 
 URL = "memory://bucket/run"
 

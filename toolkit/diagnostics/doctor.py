@@ -43,11 +43,11 @@ from toolkit.distributed.fabric import build_fabric
 from toolkit.distributed.launch import Timeouts, launch_processes
 from toolkit.distributed.strategy import plan_strategy
 from toolkit.distributed.world import WorldInfo, detect_world
-from toolkit.errors import PeerLostError, PeerShutdownError, UserError, require_option, settle
+from toolkit.errors import PeerLostError, PeerShutdownError, UserError, mark_reported, require_option
 from toolkit.models.gpt import Block
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.trial import TrialTrainer, trial_args
+from toolkit.training.short_run import ShortRunTrainer, short_run_args
 
 _MAX_SKEW = 1.0  # seconds
 _SHOWN_RANKS = 64
@@ -147,7 +147,7 @@ def _errors_with_addresses(addresses: list[str], world: WorldInfo, device: str) 
     except (PeerLostError, UserError) as error:
         named = name_addresses(str(error), addresses, world)
         lost = PeerLostError(f"{named}; {_NCCL_HINT}" if device == "cuda" else named)
-        settle(lost)
+        mark_reported(lost)
         raise lost from error
 
 
@@ -227,11 +227,11 @@ def _examine_gradients(world: WorldInfo, device: str, options: DoctorOptions) ->
             devices=world.devices, num_nodes=world.num_nodes, timeout=options.minutes,
             strategy="fsdp" if options.strategy == AUTO else options.strategy,  # a copy of so small a model would fit
         )  # fmt: skip
-        args = trial_args(args, 1, folder)
+        args = short_run_args(args, 1, folder)
         config = resolve(args, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
         if world.global_rank == 0:
             check.run_references(args, 1, config, quiet=True)
-        TrialTrainer(config, world, [check]).fit()
+        ShortRunTrainer(config, world, [check]).fit()
     _print(world, f"Gradients of one step of {_MODEL}: {config.strategy}")
     if world.global_rank != 0:
         return

@@ -6,10 +6,10 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from toolkit.diagnostics.alone import run_alone
 from toolkit.diagnostics.comparison import VALUES, Difference, choose_splits, choose_tolerance, compare
 from toolkit.diagnostics.environment import memory_limit
 from toolkit.diagnostics.gradients import GradientRecorder, StepRecord
+from toolkit.diagnostics.single_process import run_single_process
 from toolkit.distributed import ranks
 from toolkit.distributed.device import device_memory
 from toolkit.errors import DifferenceError, UserError
@@ -19,7 +19,7 @@ from toolkit.planning.resolve import DeviceSpec, ResolvedConfig, resolve
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks.loading import load_callbacks
 from toolkit.training.run import detect_devices
-from toolkit.training.trial import TrialTrainer, single_process_args, trial_args
+from toolkit.training.short_run import ShortRunTrainer, short_run_args, single_process_args
 
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
@@ -47,7 +47,7 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
             f"--devices {args.devices}: one process has nothing to be compared with; use 2 or more, or torchrun"
         )
     with TemporaryDirectory(prefix="toolkit-") as folder:
-        trial = trial_args(args, steps, folder)
+        trial = short_run_args(args, steps, folder)
         config = resolve(trial, DeviceSpec.of_this_machine(device, world.devices, world.num_nodes))
         callbacks, check = load_callbacks(args.callbacks), LayoutCheck()
         if world.global_rank == 0:
@@ -55,7 +55,7 @@ def verify_parallel(args: RunArgs, steps: int) -> None:
             _announce(args, config)
             check.run_references(args, steps, config)
             print(f"On {world.world_size} ranks:", flush=True)
-        TrialTrainer(config, world, [*callbacks, check]).fit()
+        ShortRunTrainer(config, world, [*callbacks, check]).fit()
 
 
 class LayoutCheck(GradientRecorder):
@@ -77,15 +77,15 @@ class LayoutCheck(GradientRecorder):
             quiet: The other process prints nothing.
 
         Raises:
-            CommandError: see :func:`run_alone`.
+            CommandError: see :func:`run_single_process`.
         """
         print("One process:", flush=True)
-        self.reference = run_alone(args, steps, config.device, config.batch.micro_batch_size, quiet)
+        self.reference = run_single_process(args, steps, config.device, config.batch.micro_batch_size, quiet)
         splits = []
         if config.precision != "32-true":
             for size in choose_splits(config.batch.global_batch_size, config.batch.micro_batch_size):
                 print(f"One process, micro batch {size}, for the tolerance of {config.precision}", flush=True)
-                splits.append(run_alone(args, steps, config.device, size, quiet=True))
+                splits.append(run_single_process(args, steps, config.device, size, quiet=True))
         self.tolerance = choose_tolerance(config.precision, self.reference, splits)
 
     def on_step_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:

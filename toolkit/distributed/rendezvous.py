@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from toolkit.config import AUTO, Auto
 from toolkit.distributed.world import Environ, cluster_environment, detect_world
-from toolkit.errors import TerminatedError, UserError, is_settled
+from toolkit.errors import TerminatedError, UserError, is_reported
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -118,7 +118,7 @@ def report_failure(error: BaseException | None, text: str, code: int, report: Ca
         report: Prints the text after a prefix. Called unless another process already reported the same text.
     """
     is_interrupted = isinstance(error, KeyboardInterrupt) and not isinstance(error, TerminatedError)
-    peer = None if is_settled(error) or is_interrupted else _find_peer()
+    peer = None if is_reported(error) or is_interrupted else _find_peer()
     if peer is None:
         return report("")
     report_once = cache(lambda: report(peer.prefix))

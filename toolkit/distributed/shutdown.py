@@ -21,7 +21,7 @@ from toolkit.distributed import ranks
 from toolkit.distributed.lifeline import Lifeline
 from toolkit.distributed.rendezvous import FAILED, within
 from toolkit.distributed.world import WorldInfo
-from toolkit.errors import CommandError, PeerLostError, PeerShutdownError, settle
+from toolkit.errors import CommandError, PeerLostError, PeerShutdownError, mark_reported
 
 PARENT = "TOOLKIT_PARENT_PID"  # PID of the process on this node that launched this one
 EXIT_TIMEOUT_S = 5.0  # seconds for the processes of a failed run to exit on their own
@@ -85,7 +85,7 @@ class ShutdownCoordinator:
             wait_for_children(EXIT_TIMEOUT_S if had_rendezvous else 0)
             _kill_children()
             self._done.set()
-        settle(verdict)
+        mark_reported(verdict)
         raise self._with_hint(verdict) from verdict.__cause__
 
     def _with_hint(self, verdict: BaseException) -> BaseException:

@@ -58,7 +58,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A run before anything is started. What its data and its checkpoint add is in the trainer's ``RunState``.
+    """A run before anything is started. What its data and its checkpoint add is in the trainer's ``StartState``.
 
     Args:
         args: The user's, with at least one limit of the run.

@@ -47,8 +47,8 @@ from toolkit.training.callbacks import (
     overrides,
 )
 from toolkit.training.checkpointer import Checkpointer, seed_generators
-from toolkit.training.model import set_up_model, unwrapped
-from toolkit.training.run_state import RunState
+from toolkit.training.model import build_model, unwrapped
+from toolkit.training.start_state import StartState
 from toolkit.training.throughput import Throughput
 from toolkit.training.verify import require_intact_together
 from toolkit.ui.loggers import MetricsCSV, make_loggers
@@ -57,7 +57,9 @@ if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
 
 
-def build_model(config: ResolvedConfig, state: RunState, fabric: Fabric, report: Callable[[str], None]) -> FabricModule:
+def prepare_model(
+    config: ResolvedConfig, state: StartState, fabric: Fabric, report: Callable[[str], None]
+) -> FabricModule:
     """Give the model its weights, verified first, and wrap it as the strategy has it."""
     args, source = config.args, config.args.base_dir
     choose_attention_kernels(
@@ -67,7 +69,7 @@ def build_model(config: ResolvedConfig, state: RunState, fabric: Fabric, report:
     should_verify = ranks.broadcast_from_rank0(reads_source and args.verify_checkpoint)
     if source is not None and should_verify:
         require_intact_together(source, fabric.local_rank == 0, report, model_only=True)
-    model = set_up_model(
+    model = build_model(
         fabric,
         state.model,
         seed=args.seed,
@@ -88,7 +90,7 @@ def build_model(config: ResolvedConfig, state: RunState, fabric: Fabric, report:
 
 def build_checkpointer(
     config: ResolvedConfig,
-    state: RunState,
+    state: StartState,
     fabric: Fabric,
     model: FabricModule,
     tokenizer: Tokenizer | None,

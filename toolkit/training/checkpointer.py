@@ -33,9 +33,9 @@ from toolkit.distributed.names import canonical_name
 from toolkit.errors import UserError
 from toolkit.planning.limits import Progress
 from toolkit.planning.resolve import ResolvedConfig
+from toolkit.training.checkpoint_meta import CALLBACKS, FORMAT_VERSION, TRAINER
 from toolkit.training.pending_save import PendingSave, Snapshot
-from toolkit.training.run_state import RunState
-from toolkit.training.state import CALLBACKS, FORMAT_VERSION, TRAINER
+from toolkit.training.start_state import StartState
 
 STATE, OPTIMIZER = "state.pth", "optimizer"
 
@@ -56,7 +56,7 @@ class Checkpointer:
     """
 
     config: ResolvedConfig
-    state: RunState
+    state: StartState
     tokenizer: Tokenizer | None
     module: nn.Module
     optimizer: torch.optim.Optimizer

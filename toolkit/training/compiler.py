@@ -11,10 +11,10 @@ from toolkit.config import AUTO
 from toolkit.distributed import ranks
 from toolkit.planning.compiler import choose_compiler
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.training.run_state import RunState
+from toolkit.training.start_state import StartState
 
 
-def resolve_compiler(config: ResolvedConfig, state: RunState, device: torch.device) -> ResolvedConfig:
+def resolve_compiler(config: ResolvedConfig, state: StartState, device: torch.device) -> ResolvedConfig:
     """Return the configuration with a compiler and the reason for it; every rank calls this.
 
     "auto" compiles only if torch.compile works on the devices of all ranks.

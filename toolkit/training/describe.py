@@ -13,14 +13,14 @@ from toolkit.models.families import export_error
 from toolkit.optim.schedule import describe_scaling
 from toolkit.planning.resolve import ResolvedConfig
 from toolkit.private_torch import local_shard
+from toolkit.training.data_reader import DataReader
 from toolkit.training.model import describe_model
-from toolkit.training.reading import TrainReader
-from toolkit.training.run_state import RunState
+from toolkit.training.start_state import StartState
 
 _SAMPLED = 1 << 14  # elements of a weight
 
 
-def describe_run(config: ResolvedConfig, state: RunState, reader: TrainReader) -> Iterator[str]:
+def describe_run(config: ResolvedConfig, state: StartState, reader: DataReader) -> Iterator[str]:
     """Yield the lines: model, batch, learning rate, data, strategy, memory options, and notes."""
     args = config.args
     yield (
@@ -63,7 +63,7 @@ def _describe_optimizer(options: dict[str, Any]) -> str:
     return options["name"] if dtype is None else f"{options['name']} with {dtype} moments"
 
 
-def describe_rounding(config: ResolvedConfig, state: RunState, module: nn.Module) -> str | None:
+def describe_rounding(config: ResolvedConfig, state: StartState, module: nn.Module) -> str | None:
     """Return how many weights are too large for a step to change them, if all are trained in bf16; else None.
 
     A step of Adam changes a weight by about the learning rate. bf16 has 8 significant bits.

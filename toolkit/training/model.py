@@ -93,7 +93,7 @@ def specify_model(
     return ModelSpec(module, meta_model, config, blocks, sizes, tied, no_decay, in_blocks, fingerprint, lora, quantize)
 
 
-def set_up_model(
+def build_model(
     fabric: Fabric,
     spec: ModelSpec,
     *,

@@ -83,20 +83,20 @@ class PendingSave:
         self._error: Exception | None = None
         self._checksums: dict[str, Checksum] | OSError = {}  # of this rank's files
         is_rank0 = ranks.global_rank() == 0
-        with self._together():
+        with self._raise_on_all_ranks():
             self._tmp = ranks.run_with_heartbeat(
                 lambda: begin_checkpoint(folder) if is_rank0 else None, self.wait_reporter()
             )
         self._tmp = tmp = ranks.broadcast_from_rank0(self._tmp)
-        with self._together():
+        with self._raise_on_all_ranks():
             self._shards = [ShardedSave(tensors, tmp / name) for name, tensors in shards.items()]
         if copies is not None:
-            with self._together():
+            with self._raise_on_all_ranks():
                 snapshot.copy(copies)
                 for save in self._shards:
                     save.copy(copies)
                 copies.end()
-            with self._together():
+            with self._raise_on_all_ranks():
                 require_finite(folder, search)
             self._search = None
 
@@ -148,16 +148,16 @@ class PendingSave:
             GuardError: weights or optimizer state contain NaN or Inf.
             PeerLostError: an error of another rank.
         """
-        with self._together():
+        with self._raise_on_all_ranks():
             if self._error is not None:
                 raise self._error
-        with self._together():
+        with self._raise_on_all_ranks():
             for save in self._shards:
                 save.gather_results()
             checksums = self._checksums_of_all()
             if self._search is not None:
                 require_finite(self.folder, self._search)
-        with self._together():
+        with self._raise_on_all_ranks():
             ranks.run_with_heartbeat(
                 lambda: self._publish(checksums, keep_last) if ranks.global_rank() == 0 else None, self.wait_reporter()
             )
@@ -196,9 +196,9 @@ class PendingSave:
         prune(self.folder.parent, keep_last)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Raise an error of the block on all ranks. All ranks enter it; it contains no collective after a part that may
-        fail on one of them only."""
+    def _raise_on_all_ranks(self) -> Iterator[None]:
+        """Raise an error of the block on all ranks. All ranks enter it. The block must not contain a collective after
+        code that may fail on a single rank."""
         error: Exception | None = None
         try:
             tmp = self._tmp if ranks.global_rank() == 0 else None

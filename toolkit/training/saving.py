@@ -24,7 +24,7 @@ from toolkit.training.trace import SAVE
 if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
 
-MENTIONED_SECONDS = 1.0  # a wait for the previous checkpoint that is longer is reported
+REPORT_WAITS_OVER_S = 1.0  # waits for the previous checkpoint
 
 
 class Saver:
@@ -124,7 +124,7 @@ class Saver:
         else:
             ranks.wait_for_all(is_done, pending.wait_reporter())
         seconds = time.perf_counter() - started
-        if seconds > MENTIONED_SECONDS:
+        if seconds > REPORT_WAITS_OVER_S:
             self._trainer.display.message(f"waited {seconds:.1f} s for {pending.folder}, which was being written")
 
     def _notify(self, folder: Path) -> None:

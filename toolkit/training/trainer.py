@@ -33,21 +33,21 @@ from toolkit.planning.advice import oom_advice
 from toolkit.planning.limits import Intervals, build_intervals, is_due
 from toolkit.planning.plan import require_memory
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.training.agreement import require_shared_disk
-from toolkit.training.build import build_callbacks, build_checkpointer, build_model, build_update, upload_missing
+from toolkit.training.build import build_callbacks, build_checkpointer, build_update, prepare_model, upload_missing
 from toolkit.training.callbacks import Callback, Sampler, notify, notify_exception
 from toolkit.training.callbacks.base import callback_states, load_callback_states
 from toolkit.training.callbacks.metrics import plot_run
 from toolkit.training.callbacks.samples import make_sampler
 from toolkit.training.callbacks.upload import finish_uploads
+from toolkit.training.checkpoint_meta import read_meta
 from toolkit.training.compiler import resolve_compiler
 from toolkit.training.data import prepare_data
+from toolkit.training.data_reader import DataReader
 from toolkit.training.describe import describe_rounding, describe_run
 from toolkit.training.garbage import GarbageCollection
-from toolkit.training.reading import TrainReader
-from toolkit.training.run_state import keep_fused_qkv, prepare_run_state
+from toolkit.training.rank_consistency import require_shared_disk
 from toolkit.training.saving import Saver
-from toolkit.training.state import read_meta
+from toolkit.training.start_state import keep_fused_qkv, prepare_start_state
 from toolkit.training.step import MAX_SKIPPED_IN_A_ROW, StepResult, train_step
 from toolkit.training.throughput import StepTimes
 from toolkit.training.trace import DATA_WAIT, VALIDATE
@@ -122,7 +122,7 @@ class Trainer:
             fetch_on_other_nodes(self.remote, args.resume, resume_from, world)
             resume_from, damaged = find_intact(args, resume_from, world.local_rank == 0, self.display)
             self.config = config = keep_fused_qkv(config, resume_from)
-            self.state = prepare_run_state(config, self.data, resume_from, damaged)
+            self.state = prepare_start_state(config, self.data, resume_from, damaged)
             sampler = make_sampler(self.data, self.state.model.config, args.eval.max_new_tokens)
             self.progress = self.state.progress
             self._seconds_before = self.progress.seconds  # of earlier launches
@@ -139,7 +139,7 @@ class Trainer:
             self.args = args = config.args
             context = None if self.state.model.config is None else config.max_seq_length
             self.padding = choose_padding(self.fabric.device.type, self.state.longest_ragged > 0, context)
-            self.reader = TrainReader(config, self.state, self.data.train, self.padding, self.fabric.device)
+            self.reader = DataReader(config, self.state, self.data.train, self.padding, self.fabric.device)
             stack.callback(self.reader.close)
             self.token_bytes = None if self.data.tokenizer is None else self.data.tokenizer.token_bytes()
             self.display.total_steps = self.state.limits.total_steps
@@ -149,7 +149,7 @@ class Trainer:
                 self.display.message(line)
             if (gpt := self.state.model.meta_model) is not None and args.optimizer_class is None:
                 require_memory(config, gpt.config, gpt)
-            self.model = build_model(config, self.state, self.fabric, self.display.message)
+            self.model = prepare_model(config, self.state, self.fabric, self.display.message)
             if (note := describe_rounding(config, self.state, self.model)) is not None:
                 self.display.message(note)
             self.checkpointer = build_checkpointer(

@@ -26,8 +26,8 @@ from toolkit.errors import UserError
 from toolkit.io.checksums import find_damage
 from toolkit.io.paths import is_url
 from toolkit.planning.run_args import RunArgs
-from toolkit.training.agreement import require_same_manifest
-from toolkit.training.state import read_meta
+from toolkit.training.checkpoint_meta import read_meta
+from toolkit.training.rank_consistency import require_same_manifest
 
 T = TypeVar("T")
 

@@ -19,13 +19,13 @@ from toolkit.errors import CommandError, GuardError, UserError
 from toolkit.planning.resolve import DeviceSpec, resolve
 from toolkit.planning.run_args import RunArgs
 from toolkit.training.callbacks.loading import load_callbacks
-from toolkit.training.trial import TrialTrainer, single_process_args, trial_args
+from toolkit.training.short_run import ShortRunTrainer, short_run_args, single_process_args
 
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TOOLKIT_PARENT_PID")
 _RANKS = ("RANK", "NODE_RANK", "WORLD_SIZE")
 
 
-def run_alone(
+def run_single_process(
     args: RunArgs, steps: int, device: str, micro_batch_size: int | None = None, quiet: bool = False
 ) -> list[StepRecord]:
     """Train the first steps of a run on one device and return their records.
@@ -82,8 +82,8 @@ def _run(sender: Connection, args: RunArgs, steps: int, device: str, micro_batch
 def _train(args: RunArgs, steps: int, device: str, micro_batch_size: int | None) -> list[StepRecord]:
     recorder = GradientRecorder()
     with TemporaryDirectory(prefix="toolkit-") as folder:
-        args = single_process_args(trial_args(args, steps, folder), micro_batch_size)
+        args = single_process_args(short_run_args(args, steps, folder), micro_batch_size)
         world = WorldInfo(1, 1, 0, 0, "toolkit", starts_processes=False)
         config = resolve(args, DeviceSpec.of_this_machine(device))
-        TrialTrainer(config, world, [*load_callbacks(args.callbacks), recorder]).fit()
+        ShortRunTrainer(config, world, [*load_callbacks(args.callbacks), recorder]).fit()
     return recorder.records

@@ -15,7 +15,7 @@ from toolkit.training.callbacks import Callback, ReplicaCheck, Sampler
 from toolkit.training.trainer import Trainer
 
 
-class TrialTrainer(Trainer):
+class ShortRunTrainer(Trainer):
     """Trains as :class:`Trainer`, but saves no checkpoints and writes no metrics."""
 
     def save(self, name: str) -> Path:
@@ -33,7 +33,7 @@ class TrialTrainer(Trainer):
         return "Start the command again"
 
 
-def trial_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
+def short_run_args(args: RunArgs, steps: int, out_dir: str) -> RunArgs:
     """Return the arguments of the first ``steps`` optimizer steps of a run.
 
     Model, data, batch, precision, strategy and optimizer are the run's. The learning rate is the peak from the first

@@ -16,10 +16,10 @@ from toolkit.data.tokens.rows import PythonData
 from toolkit.distributed import ranks
 from toolkit.errors import DataError, UserError
 from toolkit.planning.resolve import ResolvedConfig
-from toolkit.training.run_state import RunState
+from toolkit.training.start_state import StartState
 
 
-class TrainReader:
+class DataReader:
     """Reads this rank's micro-batches, from where the run starts.
 
     Args:
@@ -31,7 +31,7 @@ class TrainReader:
     """
 
     def __init__(
-        self, config: ResolvedConfig, state: RunState, rows: TokenDataset, padding: Padding, device: torch.device
+        self, config: ResolvedConfig, state: StartState, rows: TokenDataset, padding: Padding, device: torch.device
     ) -> None:
         batch, progress = config.batch, state.progress
         self.order = sample_order(rows, config.args.seed, progress.data)
@@ -114,7 +114,7 @@ class TrainReader:
         raise DataError(f"{reason}; {saved}")
 
 
-def last_position(state: RunState, global_batch_size: int) -> int | None:
+def last_position(state: StartState, global_batch_size: int) -> int | None:
     """Return the position in the stream of samples where a run ends, an estimate for ragged rows; None if unknown."""
     limits, done = state.limits, state.progress
     if limits.total_steps is None:

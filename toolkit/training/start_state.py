@@ -19,14 +19,14 @@ from toolkit.planning.resolve import ResolvedConfig
 from toolkit.planning.run_args import RunArgs
 from toolkit.planning.speed.flops import flops_per_token
 from toolkit.training import adapters
-from toolkit.training.agreement import require_own_samples, require_same_options, require_same_weights
+from toolkit.training.checkpoint_meta import RunFingerprint, read_callback_states, read_meta
 from toolkit.training.data import with_vocabulary
 from toolkit.training.model import ModelSpec, specify_model
-from toolkit.training.state import RunFingerprint, read_callback_states, read_meta
+from toolkit.training.rank_consistency import require_own_samples, require_same_options, require_same_weights
 
 
 @dataclass(frozen=True)
-class RunState:
+class StartState:
     """Start and end of a run.
 
     Args:
@@ -65,9 +65,9 @@ class RunState:
         return (reached or stopped_early) and self.resume_from == args.run_dir / FINAL
 
 
-def prepare_run_state(
+def prepare_start_state(
     resolved: ResolvedConfig, data: PreparedData, resume_from: Path | None, damaged: list[Path]
-) -> RunState:
+) -> StartState:
     """Resolve start and end of the run, and check that all ranks agree."""
     args = resolved.args
     require_own_samples(data.train)
@@ -100,7 +100,7 @@ def prepare_run_state(
     schedule = build_schedule(args.train, limits.total_steps, args.defaults)
     flops = None if config is None else flops_per_token(model.module, config, length)
     callbacks = {} if resume_from is None else read_callback_states(resume_from)
-    return RunState(
+    return StartState(
         resume_from, progress, model, base, fingerprint, limits, schedule, length, longest, flops, damaged, callbacks
     )
 

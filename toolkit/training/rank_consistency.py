@@ -24,7 +24,7 @@ from toolkit.distributed import ranks
 from toolkit.errors import UserError
 from toolkit.extension import extension_versions, hash_sources
 from toolkit.planning.run_args import RunArgs, hyperparameters
-from toolkit.training.state import RunFingerprint, by_flag
+from toolkit.training.checkpoint_meta import RunFingerprint, by_flag
 
 BY_MEMORY = ("--train.micro_batch_size", "--strategy", "--fsdp.accumulate")
 """Options that "auto" chooses from the memory of a device."""
